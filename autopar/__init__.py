@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from autopar.ir.options import StepOptions as StepOptions
     from autopar.job import Job as Job
     from autopar.parallel.module import ParallelModule as ParallelModule
-    from autopar.planning.decisions import read_plan as read_plan
+    from autopar.planning.space.decisions import read_plan as read_plan
     from autopar.verification.verify import Report as Report
     from autopar.verification.verify import verify as verify
 
@@ -38,7 +38,7 @@ _HOME = {
     "compile": "autopar.api",
     "load": "autopar.compiled",
     "parallelize": "autopar.api",
-    "read_plan": "autopar.planning.decisions",
+    "read_plan": "autopar.planning.space.decisions",
     "register_rule": "autopar.custom_ops.registry",
     "verify": "autopar.verification.verify",
 }

@@ -13,15 +13,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.capture import LossFn
 from autopar.compiled import Compiled
+from autopar.compiler.check_options import CHECK_EVERY, Graphs, options_of
 from autopar.compiler.compile import batch_arguments, compile_step
 from autopar.compiler.meshes import MeshLike, mesh_of
 from autopar.compiler.models import check_model
-from autopar.compiler.options import CHECK_EVERY, Graphs, options_of
 from autopar.errors import MeshError
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import StepKeywords
-from autopar.parallel.joining import Asked
 from autopar.parallel.module import ParallelModule
+from autopar.parallel.session.joining import Asked
 
 Factory = Callable[..., nn.Module]
 

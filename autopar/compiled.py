@@ -15,7 +15,7 @@ from autopar.report.artifact.artifact import Artifact, load_programs, save_progr
 from autopar.report.explanation import Explanation, explain
 from autopar.report.memory.estimate import memory_report
 from autopar.report.memory.report import MemoryReport
-from autopar.report.memory.simulate import OptimizerMaker
+from autopar.report.memory.simulate_rank import OptimizerMaker
 
 
 class Compiled(Lowered):

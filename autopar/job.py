@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from autopar.capture.capture import LossFn
-from autopar.compiler.options import CHECK_EVERY, Graphs
+from autopar.compiler.check_options import CHECK_EVERY, Graphs
 from autopar.ir.options import StepOptions
 
 

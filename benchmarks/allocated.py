@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
-from autopar.capture.containers import take_call_apart
+from autopar.capture.inputs.containers import take_call_apart
 from autopar.parallel.module import ParallelModule
 from autopar.torch_compat import local_of
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from autopar.parallel.replicas import Replicas
+from autopar.parallel.weights.replicas import Replicas
 from benchmarks.compare.models import batch_of, loss_fn, model_of, optimizer_of
 
 RANKS, STEPS, WARMUP = 2, 30, 3

@@ -28,7 +28,7 @@ from autopar.ir.mesh import PIPELINE, parse_mesh
 from autopar.ir.options import read_slices
 from autopar.ir.schedule import KINDS, Action, Costs, Flow, Instruction, Span, Timeline
 from autopar.passes.schedules import simulate
-from autopar.runtime.recorder import RUN, Event, Recorder
+from autopar.runtime.ranks.recorder import RUN, Event, Recorder
 from benchmarks.compare.models import MICROBATCHES, SIZES, batch_of, loss_fn, model_of
 
 

@@ -40,13 +40,13 @@ from unlike import UNLIKE, unlike  # noqa: E402
 from autopar.capture import capture  # noqa: E402
 from autopar.compiled import Compiled  # noqa: E402
 from autopar.compiler.garbage import uncollected  # noqa: E402
+from autopar.ir.check.check_levels import verify  # noqa: E402
 from autopar.ir.mesh import parse_mesh  # noqa: E402
 from autopar.ir.options import StepOptions  # noqa: E402
 from autopar.ir.plan import Plan  # noqa: E402
 from autopar.ir.program import Level  # noqa: E402
-from autopar.ir.verify import verify  # noqa: E402
 from autopar.passes import PASSES, bucket, make_pipeline  # noqa: E402
-from autopar.passes.check_rules import check_rules  # noqa: E402
+from autopar.passes.collectives.check_rules import check_rules  # noqa: E402
 
 WIDTH, HEADS, KV_HEADS, HIDDEN, VOCABULARY, CONTEXT = 8192, 64, 8, 28672, 128256, 4096
 

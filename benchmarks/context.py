@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.ir.mesh import parse_mesh
-from autopar.ir.ring_ops import RING_ATTENTION, RING_ATTENTION_BACKWARD
-from autopar.runtime.attention import attention, attention_backward
-from autopar.runtime.mesh_ops import COORD
-from autopar.runtime.ring_kernels import RINGS
+from autopar.ir.ops.ring_ops import RING_ATTENTION, RING_ATTENTION_BACKWARD
+from autopar.runtime.attention.attention_whole import attention, attention_backward
+from autopar.runtime.attention.ring_kernels import RINGS
+from autopar.runtime.collectives.mesh_ops import COORD
 
 HEADS, HEAD = 8, 64
 

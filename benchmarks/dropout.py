@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.benchmark import Timer
 
-from autopar.runtime.dropout import dropout
+from autopar.runtime.kernels.dropout import dropout
 
 SHAPES = {
     "cpu": ((64, 64), (64, 1024), (8, 512, 768), (4096, 4096)),

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 import autopar
 from autopar.ir.mesh import MICROBATCH, PIPELINE
 from autopar.ir.program import Input
-from autopar.runtime.executor import Code, Executable
-from autopar.runtime.inputs import StepInputs, inputs_of, slots_of
-from autopar.runtime.microbatches import ExecutorGraph
-from autopar.runtime.pipeline import RankCode, compile_rank
-from autopar.runtime.virtual import VirtualMesh
+from autopar.runtime.executor.executor import Code, Executable
+from autopar.runtime.executor.inputs import StepInputs, inputs_of, slots_of
+from autopar.runtime.pipeline.microbatches import ExecutorGraph
+from autopar.runtime.pipeline.run_pipeline import RankCode, compile_rank
+from autopar.runtime.ranks.virtual import VirtualMesh
 
 WIDTH, ROUNDS = 4, 50
 

@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar.parallel.execution import Running
-from autopar.runtime.inputs import StepInputs
+from autopar.parallel.programs.execution import Running
+from autopar.runtime.executor.inputs import StepInputs
 from examples.gpt import GPT, GPTConfig
 
 WIDTH, TOKENS, WARM = 16, 8, 5

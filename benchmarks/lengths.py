@@ -24,13 +24,13 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture import Earlier
-from autopar.capture.earlier import ENOUGH
-from autopar.capture.guards import Guards
+from autopar.capture.python.guards import Guards
+from autopar.capture.resizing.earlier import ENOUGH
 from autopar.compiler.compile import capture_step, lower
 from autopar.ir.mesh import parse_mesh
 from autopar.ir.options import StepOptions
 from autopar.ir.plan import Decided, Fixed
-from autopar.runtime.executor import Executable
+from autopar.runtime.executor.executor import Executable
 
 ROWS, WORDS = 8, 1000
 LENGTHS = range(16, 56, 2)
@@ -56,7 +56,7 @@ def batch(length: int) -> Tensor:
 
 
 class Lengths:
-    """The programs of one call, size by size, as `parallel/building.py` makes them."""
+    """The programs of one call, size by size, as `parallel/programs/building.py` makes them."""
 
     def __init__(self, mesh: str, options: StepOptions) -> None:
         self.model, self.mesh, self.options = model(), parse_mesh(mesh), options

@@ -25,7 +25,7 @@ def step(words: int, rows: int, way: str) -> tuple[float, float]:
     import torch.distributed as dist
 
     import autopar
-    from autopar.ir.measure import human
+    from autopar.ir.ops.measure import human
     from benchmarks.published.models import Llama, token_loss
 
     os.environ.update({"MASTER_ADDR": "localhost", "MASTER_PORT": "0"})

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from autopar.capture.containers import take_call_apart
+from autopar.capture.inputs.containers import take_call_apart
 from autopar.parallel.module import ParallelModule
 from autopar.report.memory.track import Tracker
 

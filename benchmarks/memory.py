@@ -23,8 +23,8 @@ import torch.multiprocessing as mp
 
 import autopar
 from autopar.compiler.meshes import mesh_of
-from autopar.ir.measure import human
-from autopar.report.text import table_text
+from autopar.ir.ops.measure import human
+from autopar.ir.text.text_tables import table_text
 from benchmarks.measured import measure
 
 ROOT = Path(__file__).resolve().parent.parent

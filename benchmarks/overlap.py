@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from autopar.runtime.recorder import Event, Recorder
+from autopar.runtime.ranks.recorder import Event, Recorder
 from benchmarks.compare.models import batch_of, loss_fn, model_of, optimizer_of
 
 RANKS, STEPS, WARMUP = 2, 8, 2

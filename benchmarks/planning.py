@@ -27,7 +27,7 @@ from models import Llama, token_loss  # noqa: E402
 
 from autopar.job import Job  # noqa: E402
 from autopar.machines import named  # noqa: E402
-from autopar.planning.plan import Asked, plan  # noqa: E402
+from autopar.planning.planner import Asked, plan  # noqa: E402
 from autopar.report.plans import planned_text  # noqa: E402
 
 LENGTH, WORDS = 8192, 128256

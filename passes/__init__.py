@@ -4,35 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from autopar.ir.check.check_levels import verify
 from autopar.ir.plan import Plan
 from autopar.ir.program import Level, Program
-from autopar.ir.verify import verify
-from autopar.passes.bucket import bucket
-from autopar.passes.check_rules import check_rules
-from autopar.passes.chunk_loss import chunk_loss
-from autopar.passes.compare_masks import compare_masks
-from autopar.passes.decompose import decompose
+from autopar.passes.chunked_loss.chunk_loss import chunk_loss
+from autopar.passes.collectives.check_rules import check_rules
+from autopar.passes.collectives.partition import partition
+from autopar.passes.collectives.reshard import reshard
+from autopar.passes.collectives.ring import ring
+from autopar.passes.collectives.zero import zero
 from autopar.passes.fuse import fuse
-from autopar.passes.gradient_terms import check_sums
-from autopar.passes.lengthen import lengthen
-from autopar.passes.overlap import overlap
-from autopar.passes.partition import partition
+from autopar.passes.lengths.convolution_windows import windows
+from autopar.passes.lengths.lengthen import lengthen
+from autopar.passes.lengths.reslice import reslice
+from autopar.passes.lengths.scans import scans
+from autopar.passes.lengths.shifts import shifts
+from autopar.passes.lengths.unslice import unslice
+from autopar.passes.masks.compare_masks import compare_masks
+from autopar.passes.masks.rowwise import rowwise
+from autopar.passes.overlap.bucket import bucket
+from autopar.passes.overlap.decompose import decompose
+from autopar.passes.overlap.overlap import overlap
+from autopar.passes.overlap.prefetch import prefetch
 from autopar.passes.pipeline import make_pipeline
 from autopar.passes.precision import precision
-from autopar.passes.prefetch import prefetch
-from autopar.passes.propagate import propagate
+from autopar.passes.precision.gradient_terms import check_sums
 from autopar.passes.recompute import recompute
 from autopar.passes.reroll import reroll
-from autopar.passes.reshard import reshard
-from autopar.passes.reslice import reslice
-from autopar.passes.ring import ring
-from autopar.passes.rowwise import rowwise
-from autopar.passes.scans import scans
-from autopar.passes.shifts import shifts
-from autopar.passes.unslice import unslice
-from autopar.passes.unsort import unsort
-from autopar.passes.windows import windows
-from autopar.passes.zero import zero
+from autopar.passes.search.propagate import propagate
+from autopar.passes.sorts.unsort import unsort
 
 Pass = Callable[[Program, Plan], Program]
 

@@ -11,34 +11,34 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar.capture import tables
-from autopar.capture.attributes import Attributes
-from autopar.capture.buffers import check_buffers
-from autopar.capture.calls import CHANGING, Calls, behind_of
 from autopar.capture.captured import Captured
-from autopar.capture.containers import Form, check_detached, put_together, take_apart, take_call_apart
-from autopar.capture.decompositions import decompositions
-from autopar.capture.determinism import Steady
-from autopar.capture.earlier import Earlier
-from autopar.capture.explain import explain
-from autopar.capture.foreign import foreign_state
+from autopar.capture.data.determinism import Steady
+from autopar.capture.data.foreign import foreign_state
+from autopar.capture.data.item_values import check_returned
+from autopar.capture.data.reads import Reads, Unknown, fake_like, known_inputs
+from autopar.capture.data.recorded_calls import CHANGING, Calls, behind_of
 from autopar.capture.forks import Forks, captured
-from autopar.capture.items import check_returned
+from autopar.capture.inputs import tables
+from autopar.capture.inputs.containers import Form, check_detached, put_together, take_apart, take_call_apart
+from autopar.capture.inputs.loss_outputs import LossFn, check_loss, has_own_backward, loss_of, split_result
+from autopar.capture.inputs.module_state import attributes, device_of, fakes_of, once_each, state_of, unmoved
+from autopar.capture.inputs.outside import Outside, outside_fault
+from autopar.capture.inputs.partners import Partners, UnknownPartner
+from autopar.capture.inputs.training_step import Step
 from autopar.capture.leftovers import Leftovers, settled
-from autopar.capture.location import Locator
-from autopar.capture.losses import LossFn, check_loss, has_own_backward, loss_of, split_result
-from autopar.capture.normalise import functional, normalise, without_seed
-from autopar.capture.outside import Outside, outside_fault
-from autopar.capture.partners import Partners, UnknownPartner
+from autopar.capture.ops.decompositions import decompositions
+from autopar.capture.python.attributes import Attributes
+from autopar.capture.python.ran import Ran
 from autopar.capture.raising import Raise, default_dtype, idle_autocast
-from autopar.capture.ran import Ran
-from autopar.capture.reads import Reads, Unknown, fake_like, known_inputs
-from autopar.capture.resizing import Resizing
-from autopar.capture.results import Results
-from autopar.capture.state import attributes, device_of, fakes_of, once_each, state_of, unmoved
-from autopar.capture.step import Step
-from autopar.capture.tracer import Traced, Tracer, Unseen
-from autopar.capture.writes import check_collectives, check_writes
+from autopar.capture.refusals.explain_failure import explain
+from autopar.capture.refusals.location import Locator
+from autopar.capture.resizing.earlier import Earlier
+from autopar.capture.resizing.resizing import Resizing
+from autopar.capture.trace.buffers import check_buffers
+from autopar.capture.trace.normalise import functional, normalise, without_seed
+from autopar.capture.trace.results import Results
+from autopar.capture.trace.tracer import Traced, Tracer, Unseen
+from autopar.capture.trace.writes import check_collectives, check_writes
 from autopar.errors import AutoparError
 from autopar.ir.program import PARTNER, Input, Output, Program
 from autopar.torch_compat import FakeTensorMode, backward, gradients, quiet

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from autopar.capture.batch_dims import Dims
-from autopar.capture.containers import Form, put_together
-from autopar.capture.partners import Partner
-from autopar.capture.ran import Ran
-from autopar.capture.reads import Read
+from autopar.capture.data.reads import Read
+from autopar.capture.inputs.batch_dims import Dims
+from autopar.capture.inputs.containers import Form, put_together
+from autopar.capture.inputs.partners import Partner
+from autopar.capture.python.ran import Ran
 from autopar.ir.program import Program
 
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from autopar.capture.captured import Captured
-from autopar.capture.location import Line
-from autopar.capture.reads import Reads
+from autopar.capture.data.reads import Reads
+from autopar.capture.refusals.location import Line
 from autopar.errors import CaptureError
-from autopar.ir.text import print_program
+from autopar.ir.text.text import print_program
 
 _MOST = 3  # branches of a run, and so eight captures at most
 

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from autopar.capture.captured import Captured
-from autopar.capture.origins import Origins, leaves, mapped
-from autopar.errors import AutoparError, CaptureError
+from autopar.capture.data.origins import Origins, leaves, mapped
+from autopar.capture.python.left_behind import LeftBehind
+from autopar.errors import CaptureError
 from autopar.torch_compat import FakeTensor, fill_in, on_data
 
 Tensor = torch.Tensor
@@ -41,22 +42,6 @@ class _Recipe:
     kwargs: Any
     results: tuple[int, ...]
     written: frozenset[int]
-
-
-class LeftBehind(Tensor):
-    """A tensor of a capture that hangs on its inputs: it has no data, and says so."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise AutoparError(
-            "a tensor that the model keeps outside of itself (in a list, a global, an object) was made while autopar "
-            "captured the step, and has no data: compiled steps run no Python, so nothing is kept of them there. "
-            "Return it beside the loss (loss_fn gives (loss, value); then read model.last_aux), or write it into a "
-            "buffer."
-        )
-
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return "<a tensor of a captured step, without data>"
 
 
 def settled(capture: Callable[[], Captured], left: Leftovers, lift: torch.dtype | None) -> Captured:

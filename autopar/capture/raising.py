@@ -14,31 +14,31 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from autopar.capture.arrays import FROM_ARRAY, BatchArray
-from autopar.capture.calls import Calls
-from autopar.capture.casts import TO_WIDE, lifted, of_dtype, traced
-from autopar.capture.coins import COMPARISONS, Coins
-from autopar.capture.constructs import NOTED, READS, REFUSED, SEEDED
-from autopar.capture.explain import SIZE, refusal, wants_data
-from autopar.capture.folding import FOLDED, folded
+from autopar.capture.data.casts import TO_WIDE, lifted, of_dtype, traced
+from autopar.capture.data.coins import COMPARISONS, Coins
+from autopar.capture.data.folding import FOLDED, folded
+from autopar.capture.data.item_values import Items
+from autopar.capture.data.origins import QUERIES, STEADY, Operands
+from autopar.capture.data.reads import READERS, Reads
+from autopar.capture.data.recorded_calls import Calls
+from autopar.capture.data.same import compared, is_idle
+from autopar.capture.data.selected import Selected
+from autopar.capture.data.specialised import specialised
 from autopar.capture.forks import Forks
-from autopar.capture.functions import Dropout
-from autopar.capture.items import Items
-from autopar.capture.location import Locator, is_user_code, user_frame
-from autopar.capture.origins import QUERIES, STEADY, Operands
-from autopar.capture.outside import Outside, with_inputs
-from autopar.capture.partners import Partners, check_plain, inlined
-from autopar.capture.raised import ALWAYS, RAISED
-from autopar.capture.raised_lookups import counts_rows, looked_up
-from autopar.capture.ran import Ran
-from autopar.capture.reads import READERS, Reads
-from autopar.capture.same import compared, is_idle
-from autopar.capture.selected import Selected
-from autopar.capture.specialised import specialised
-from autopar.capture.stand_in import with_tensors
-from autopar.capture.validation import is_validation, note_of
+from autopar.capture.inputs.arrays import FROM_ARRAY, BatchArray
+from autopar.capture.inputs.outside import Outside, with_inputs
+from autopar.capture.inputs.partners import Partners, check_plain, inlined
+from autopar.capture.ops.functions import Dropout
+from autopar.capture.ops.raised import ALWAYS, RAISED
+from autopar.capture.ops.raised_lookups import counts_rows, looked_up
+from autopar.capture.ops.validation import is_validation, note_of
+from autopar.capture.python.ran import Ran
+from autopar.capture.python.stand_in import with_tensors
+from autopar.capture.refusals.constructs import NOTED, READS, REFUSED, SEEDED
+from autopar.capture.refusals.explain_failure import SIZE, refusal, wants_data
+from autopar.capture.refusals.location import Locator, is_user_code, user_frame
 from autopar.errors import CaptureError
-from autopar.ir.ops import op
+from autopar.ir.ops.ops import op
 from autopar.torch_compat import in_transform
 
 Tensor = torch.Tensor

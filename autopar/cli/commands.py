@@ -8,12 +8,12 @@ from typing import Annotated
 
 import typer
 
+from autopar.cli.arguments.command_options import Options, takes_options
 from autopar.cli.compiling import compiled_of, job_of
 from autopar.cli.estimating import estimate
 from autopar.cli.explaining import MeshOption, Target, explain
 from autopar.cli.launch import Stopped
 from autopar.cli.machine import app as machine_app
-from autopar.cli.options import Options, takes_options
 from autopar.cli.planning import plan_
 from autopar.cli.preflight import check_auto, check_run
 from autopar.cli.ranks import on_ranks, running_mesh
@@ -22,7 +22,7 @@ from autopar.cli.training import train
 from autopar.cli.verifying import verify
 from autopar.compiled import load
 from autopar.errors import AutoparError, TargetError
-from autopar.ir.measure import human
+from autopar.ir.ops.measure import human
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 app.add_typer(machine_app, name="machine")

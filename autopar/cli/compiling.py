@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from autopar.cli.options import Options
+from autopar.cli.arguments.command_options import Options
 from autopar.cli.preflight import check_options, idle_options
 from autopar.cli.show import show
 from autopar.compiled import Compiled
+from autopar.compiler.check_options import options_of
 from autopar.compiler.compile import batch_arguments, compile_step
 from autopar.compiler.meshes import mesh_of
-from autopar.compiler.options import options_of
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Fixed
 from autopar.job import Job

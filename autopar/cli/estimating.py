@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
+from autopar.cli.arguments.command_options import Options, takes_options
 from autopar.cli.compiling import compiled_of
-from autopar.cli.options import Options, takes_options
 from autopar.cli.show import show, show_notes
-from autopar.ir.measure import human
+from autopar.ir.ops.measure import human
 from autopar.ir.plan import DEVICES
 from autopar.machines import named
 

@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
+from autopar.cli.arguments.command_options import Options, takes_options
 from autopar.cli.compiling import compiled_of
 from autopar.cli.instead import compared
-from autopar.cli.options import Options, takes_options
 from autopar.cli.show import show, show_notes
 from autopar.errors import TargetError
 from autopar.ir.plan import DEVICES

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from autopar.cli.options import STEP, Options
+from autopar.cli.arguments.command_options import STEP, Options
+from autopar.compiler.check_options import options_of
 from autopar.compiler.compile import batch_arguments, capture_step, lower
 from autopar.compiler.meshes import AXES, mesh_of
-from autopar.compiler.options import options_of
 from autopar.errors import TargetError, divisors, one_of
 from autopar.ir.mesh import GRADIENT_AXES, PIPELINE, SHARDED, Mesh
 from autopar.machines import named
-from autopar.planning.batches import resized_call
-from autopar.planning.candidates import RESHARD
-from autopar.planning.decisions import PLANNED
-from autopar.report.instead import instead_text
+from autopar.planning.space.batches import resized_call
+from autopar.planning.space.candidates import RESHARD
+from autopar.planning.space.decisions import PLANNED
+from autopar.report.compare_plans import instead_text
 
 REST = "dp"  # takes the ranks that the other axes leave
 

@@ -18,10 +18,10 @@ from autopar.cli.measuring import measure_here, ranks_asked
 from autopar.cli.ranks import on_ranks
 from autopar.cli.show import out, show
 from autopar.errors import MachineError
-from autopar.ir.measure import human
+from autopar.ir.ops.measure import human
 from autopar.machines import built_in, check_writable, machine_text, named, notes_of, path_of, write_machine
 from autopar.machines.fit import Fit, fits
-from autopar.machines.plan import Found
+from autopar.machines.measurement_plan import Found
 from autopar.machines.samples import PRODUCT, SHARED, STREAM, UPDATE, Item
 from autopar.machines.workload import KINDS
 from autopar.settings import Settings

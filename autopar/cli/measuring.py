@@ -12,17 +12,17 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import MachineError
-from autopar.ir.ops import op
-from autopar.machines.measure import Alone, Ranks, Runner
+from autopar.ir.ops.ops import op
+from autopar.machines.measure_calls import Alone, Ranks, Runner
+from autopar.machines.measurement_plan import Found, measure_machine
 from autopar.machines.model import MESSAGE
 from autopar.machines.model import Group as Members
-from autopar.machines.plan import Found, measure_machine
 from autopar.machines.runners import CudaRunner, HostRunner
 from autopar.machines.samples import Item, Transfer
-from autopar.parallel.devices import compute_on, device_of_rank
-from autopar.runtime.collectives import Member
-from autopar.runtime.distributed import run_alone
-from autopar.runtime.groups import Group
+from autopar.parallel.session.devices import compute_on, device_of_rank
+from autopar.runtime.collectives.collectives import Member
+from autopar.runtime.ranks.distributed import run_alone
+from autopar.runtime.ranks.process_groups import Group
 from autopar.settings import Settings
 
 AXIS, ITEM = "dp", 4  # bytes of float32, in which gradients are summed

@@ -11,21 +11,21 @@ from typing import Annotated, TypeVar
 import typer
 from rich.progress import Progress
 
-from autopar.cli.options import Options, takes_options
+from autopar.cli.arguments.command_options import Options, takes_options
 from autopar.cli.show import out, show, write_text
 from autopar.errors import TargetError
 from autopar.ir.plan import DEVICES
 from autopar.machines import named
-from autopar.planning.batch_sizes import read_batches
-from autopar.planning.batches import rows_of_batch
-from autopar.planning.decisions import PLANNED, write_plan
-from autopar.planning.fixed import read_fixed, ways_text
 from autopar.planning.jobs import layers_of
-from autopar.planning.layers import Layers
 from autopar.planning.others import fastest, reasons, scales, with_batches
-from autopar.planning.plan import Asked, Planned, Tell, planned
+from autopar.planning.planner import Asked, Planned, Tell, planned
+from autopar.planning.price.layers import Layers
+from autopar.planning.space.batch_sizes import read_batches
+from autopar.planning.space.batches import rows_of_batch
+from autopar.planning.space.decisions import PLANNED, write_plan
+from autopar.planning.space.fixed import read_fixed, ways_text
 from autopar.report.emitted import checked
-from autopar.report.page.plans import plans_page
+from autopar.report.page.plans_page import plans_page
 from autopar.report.plans import plan_line, planned_text, scales_text
 
 T = TypeVar("T")

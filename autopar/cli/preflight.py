@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from autopar.cli.options import Options
+from autopar.cli.arguments.command_options import Options
 from autopar.compiler.meshes import AUTO
 from autopar.errors import TargetError
 from autopar.ir.mesh import GRADIENT_AXES, PIPELINE, Mesh
 from autopar.ir.options import flag_name
 from autopar.job import Job
-from autopar.planning.decisions import PLANNED
+from autopar.planning.space.decisions import PLANNED
 from autopar.settings import Settings
 
 SEEDS = -(2**63), 2**64 - 1  # what torch.manual_seed takes

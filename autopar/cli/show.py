@@ -6,17 +6,17 @@ from pathlib import Path
 
 from rich.console import Console
 
-from autopar.cli.options import Options
+from autopar.cli.arguments.command_options import Options
 from autopar.compiled import Compiled
-from autopar.compiler.options import options_of
+from autopar.compiler.check_options import options_of
 from autopar.errors import TargetError
-from autopar.ir.measure import human
-from autopar.ir.text import diff_programs, print_program
+from autopar.ir.ops.measure import human
+from autopar.ir.text.text import diff_programs, print_program
 from autopar.report.inspection import batch_text
 from autopar.report.inspection_pipeline import rank_texts
-from autopar.report.memory.show import formula_texts, memory_texts
+from autopar.report.memory.show_memory import formula_texts, memory_texts
 from autopar.report.page import page_text
-from autopar.report.timeline.show import picture_of, show_timeline, write_timeline
+from autopar.report.timeline.show_timeline import picture_of, show_timeline, write_timeline
 
 out = Console(soft_wrap=True)
 

@@ -15,14 +15,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from autopar.api import parallelize
-from autopar.capture import tables
-from autopar.capture.containers import take_call_apart
+from autopar.capture.inputs import tables
+from autopar.capture.inputs.containers import take_call_apart
 from autopar.compiler.compile import batch_arguments
 from autopar.compiler.meshes import AUTO
 from autopar.job import Job
-from autopar.planning.decisions import PLANNED
+from autopar.planning.space.decisions import PLANNED
 from autopar.report.timeline.trace import write_trace
-from autopar.runtime.recorder import Recorder
+from autopar.runtime.ranks.recorder import Recorder
 
 TRACED = 3  # steps: the last ones, which are warm
 

@@ -6,16 +6,16 @@ from typing import Annotated
 
 import typer
 
+from autopar.cli.arguments.command_options import Options, takes_options
 from autopar.cli.compiling import job_of
 from autopar.cli.explaining import MeshOption, Target
-from autopar.cli.options import Options, takes_options
 from autopar.cli.preflight import check_run
 from autopar.cli.ranks import on_ranks, running_mesh
 from autopar.cli.show import show
 from autopar.compiler.meshes import mesh_of
 from autopar.errors import TargetError
-from autopar.verification.distributed import verify_on_ranks
 from autopar.verification.verify import verify as verify_job
+from autopar.verification.verify_ranks import verify_on_ranks
 
 
 @takes_options("check_replicas")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx, nn
 
-from autopar.capture import tables
+from autopar.capture.inputs import tables
 from autopar.ir.program import Program, is_getitem, operand_nodes, record, source_of
 from autopar.passes.rules import Rule, Rules, call_of, replicated_rule
 from autopar.passes.rules.rule import Table

@@ -12,15 +12,15 @@ from torch import fx, nn
 
 from autopar.errors import ArtifactError
 from autopar.ir.layout import Layout
-from autopar.ir.measure import moved_type
 from autopar.ir.mesh import PIPELINE, Mesh, is_in_time
-from autopar.ir.ops import collective_of, is_collective, op
+from autopar.ir.ops.measure import moved_type
+from autopar.ir.ops.ops import collective_of, is_collective, op
+from autopar.ir.ops.ring_ops import axes_of, axis_of, is_ring, messages_of
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.plan import Decided, Plan
 from autopar.ir.program import Program, Record, TensorType, operand_nodes, record
-from autopar.ir.ring_ops import axes_of, axis_of, is_ring, messages_of
-from autopar.ir.text import print_program
-from autopar.passes.search.earlier import decided_by
+from autopar.ir.text.text import print_program
+from autopar.passes.search.earlier_layouts import decided_by
 
 STEP = "step"
 WAIT = op("wait")

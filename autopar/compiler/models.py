@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from autopar.capture import tables
-from autopar.capture.constructs import HOOKED, LAZY, WRAPPERS
+from autopar.capture.inputs import tables
+from autopar.capture.refusals.constructs import HOOKED, LAZY, WRAPPERS
 from autopar.errors import CaptureError
 
 

@@ -10,7 +10,7 @@ from autopar.errors import LayoutError
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.passes import run_passes
-from autopar.passes.streams import run
+from autopar.passes.costs.streams import run
 
 
 def through_passes(captured: Program, plan: Plan) -> Lowered:

@@ -1,7 +1,7 @@
 """A rule checked by brute force: run the op on pieces, put the results together, compare with the whole.
 
-For the rows of the table (tests/passes/test_rules.py), for the rules of custom ops (check.py), and for rows that are
-wrong on purpose, which it must refuse.
+For the rows of the table (tests/passes/test_rules.py), for the rules of custom ops (check_rule.py), and for rows that
+are wrong on purpose, which it must refuse.
 """
 
 from __future__ import annotations

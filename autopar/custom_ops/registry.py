@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import fx
 
-from autopar.custom_ops.check import Examples, Op, check_rule
-from autopar.custom_ops.rule import KINDS, OwnRule, Pattern, evaluate, parse_pattern
+from autopar.custom_ops.check_rule import Examples, Op, check_rule
+from autopar.custom_ops.rule_row import KINDS, OwnRule, Pattern, evaluate, parse_pattern
 from autopar.custom_ops.signature import Signature, find_op, listed
 from autopar.errors import RuleError, WrongRule
 from autopar.ir.program import Program, record

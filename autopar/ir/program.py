@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir import aliasing
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.torch_shortcuts import copy_node
@@ -208,11 +207,6 @@ class Program:
         return (node for node in self.graph.nodes if node.op == "call_function")
 
 
-def is_view(node: fx.Node) -> bool:
-    """True for an op whose result lies in the memory of its operand."""
-    return aliasing.is_view(node.target)
-
-
 CAST = torch.ops.aten._to_copy.default
 
 
@@ -238,39 +232,6 @@ def source_of(node: fx.Node) -> tuple[fx.Node, int]:
     producer, index = node.args
     assert isinstance(producer, fx.Node) and isinstance(index, int)
     return producer, sum(type_ is not None for type_ in record(producer).types[:index])
-
-
-def root_of(node: fx.Node) -> fx.Node:
-    """The node in whose memory a value lies."""
-    while node.op == "call_function":
-        source = node.args[0] if node.args else None
-        inside = is_view(node) or aliasing.may_return_operand(node.target)
-        if not isinstance(source, fx.Node) or not (inside or (is_getitem(node) and is_view(source))):
-            return node
-        node = source
-    return node
-
-
-def kept_values(program: Program) -> dict[fx.Node, tuple[fx.Node, ...]]:
-    """What the forward pass keeps for the backward pass, with the nodes of the backward pass that read it.
-
-    Views are no values of their own: what they lie in is kept. Inputs of the program, gathered or not, are no values of
-    the forward pass.
-    """
-    found: dict[fx.Node, dict[fx.Node, None]] = {}
-    for node in program.calls():
-        if record(node).phase != "backward":
-            continue
-        for operand in node.all_input_nodes:
-            root = root_of(operand)
-            is_made = root.op == "call_function" and not is_gathered_input(root)
-            if is_made and record(root).phase != "backward" and _has_tensors(root):
-                found.setdefault(root, {})[node] = None
-    return {root: tuple(users) for root, users in found.items()}
-
-
-def _has_tensors(node: fx.Node) -> bool:
-    return any(type_ is not None for type_ in record(node).types)
 
 
 @dataclass(slots=True)

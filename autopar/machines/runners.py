@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from autopar.machines.measure import Run
+from autopar.machines.measure_calls import Run
 from autopar.machines.model import MESSAGE
 from autopar.machines.samples import Call, Item, Transfer
 from autopar.machines.workload import products

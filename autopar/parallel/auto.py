@@ -16,14 +16,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from autopar.compiler.meshes import AUTO, mesh_of
 from autopar.errors import AutoparError, MeshError
 from autopar.ir.plan import Fixed
-from autopar.parallel.agreement import Phase
-from autopar.parallel.auto_options import machine_for
-from autopar.parallel.distribute import Distributor
-from autopar.parallel.session import Session
-from autopar.planning.batches import rows_of
-from autopar.planning.decisions import PLANNED
+from autopar.parallel.agree.agreement import Phase
+from autopar.parallel.session.auto_options import machine_for
+from autopar.parallel.session.session import Session
+from autopar.parallel.weights.distribute import Distributor
 from autopar.planning.jobs import layers_of_call
-from autopar.planning.plan import Asked, Planned, planned
+from autopar.planning.planner import Asked, Planned, planned
+from autopar.planning.space.batches import rows_of
+from autopar.planning.space.decisions import PLANNED
 from autopar.report.emitted import checked
 from autopar.report.plans import reason_line
 

@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autopar.capture import tables
+from autopar.capture.inputs import tables
 from autopar.errors import AutoparError, RankError
 from autopar.ir.program import Input
-from autopar.parallel.agreement import Phase
-from autopar.parallel.materialize import assign
-from autopar.parallel.parameter import ParameterTensor
-from autopar.parallel.session import Session
-from autopar.parallel.store import ParameterStore
-from autopar.runtime.wire import on_wire
+from autopar.parallel.agree.agreement import Phase
+from autopar.parallel.session.session import Session
+from autopar.parallel.tensors.parameter import ParameterTensor
+from autopar.parallel.weights.materialize import assign
+from autopar.parallel.weights.store import ParameterStore
+from autopar.runtime.ranks.wire import on_wire
 from autopar.torch_compat import local_of
 
 _log = logging.getLogger("autopar")

@@ -11,22 +11,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import autopar.runtime.kernels  # noqa: F401  registers the kernels of our ops
-from autopar.capture.partners import inlined
+import autopar.runtime.executor.kernel_table  # noqa: F401  registers the kernels of our ops
+from autopar.capture.inputs.partners import inlined
 from autopar.compiled import Compiled
 from autopar.errors import AutoparError, CaptureError
 from autopar.parallel.auto import Auto
-from autopar.parallel.execution import Running
 from autopar.parallel.gathered import gathered
-from autopar.parallel.joining import Asked
-from autopar.parallel.likeness import Likeness
-from autopar.parallel.loss_scale import LossScale
-from autopar.parallel.programs import Programs
-from autopar.parallel.random_state import RandomState
-from autopar.parallel.session import open_session
-from autopar.parallel.states import States
+from autopar.parallel.programs.execution import Running
+from autopar.parallel.programs.programs import Programs
+from autopar.parallel.session.joining import Asked
+from autopar.parallel.session.loss_scale import LossScale
+from autopar.parallel.session.random_state import RandomState
+from autopar.parallel.session.session import open_session
 from autopar.parallel.stepping import forward_step, train_step
-from autopar.runtime.recorder import Recorder
+from autopar.parallel.tensors.likeness import Likeness
+from autopar.parallel.weights.optimizer_states import States
+from autopar.runtime.ranks.recorder import Recorder
 
 _LEFT_OUT = object()  # what a module returned beside its own loss
 

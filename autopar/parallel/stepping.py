@@ -9,19 +9,19 @@ from typing import Any
 import torch
 
 from autopar.capture.capture import fake_like
+from autopar.capture.data.reads import check_reads
 from autopar.capture.raising import default_dtype
-from autopar.capture.reads import check_reads
 from autopar.errors import BatchError
 from autopar.ir.layout import Layout, local_part
 from autopar.ir.program import Input, record
-from autopar.parallel.execution import Running
-from autopar.parallel.gradients import finished, guarded
-from autopar.parallel.own_batch import means, seed_of
-from autopar.parallel.parameter import accumulate, drop_gradients
-from autopar.parallel.portions import Given
-from autopar.parallel.session import Session
-from autopar.runtime import host
-from autopar.runtime.inputs import StepInputs
+from autopar.parallel.programs.execution import Running
+from autopar.parallel.programs.own_batch import means, seed_of
+from autopar.parallel.programs.portions import Given
+from autopar.parallel.session.session import Session
+from autopar.parallel.tensors.parameter import accumulate, drop_gradients
+from autopar.parallel.weights.gradients import finished, guarded
+from autopar.runtime.executor.inputs import StepInputs
+from autopar.runtime.kernels import host
 
 
 def train_step(

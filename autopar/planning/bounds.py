@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 from autopar.ir.mesh import Mesh
 from autopar.machines import Machine
-from autopar.planning.budget import MIXES
-from autopar.planning.candidates import Candidate
-from autopar.planning.cost import Cost
-from autopar.planning.data_time import least_data_us
-from autopar.planning.layers import Layers
-from autopar.planning.micro import HIGH
-from autopar.planning.pipelined import Pipelined, with_least_memory
-from autopar.planning.predict import predict
-from autopar.planning.rank_memory import rank_bytes
-from autopar.planning.split import Split
+from autopar.planning.layer_budget import MIXES
+from autopar.planning.price.cost import Cost
+from autopar.planning.price.data_time import least_data_us
+from autopar.planning.price.layers import Layers
+from autopar.planning.price.pipelined import Pipelined, with_least_memory
+from autopar.planning.price.predict import predict
+from autopar.planning.price.rank_memory import rank_bytes
+from autopar.planning.shallow.held_bytes import MOMENTS
+from autopar.planning.space.candidates import Candidate
+from autopar.planning.space.micro import HIGH
+from autopar.planning.space.split import Split
 from autopar.planning.stage_bound import Layer, apart, least_again, most_layers, stored_apart
-from autopar.planning.states import MOMENTS
 
 LEAST_FORWARD = 0.25  # of a micro-batch's time: backward products are twice the forward ones, and attention's 2.5
 

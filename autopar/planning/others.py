@@ -7,16 +7,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.errors import AutoparError, PlanError
-from autopar.ir.measure import human
 from autopar.ir.mesh import CONTEXT, CONTEXT_AXES, ULYSSES
-from autopar.planning.batch_sizes import batches_of
-from autopar.planning.candidates import Candidate
-from autopar.planning.layers import Layers
-from autopar.planning.orders import ORDER
-from autopar.planning.plan import Asked, Planned, Tell, is_divided, planned, space_of
-from autopar.planning.predict import Prediction
-from autopar.planning.report import time_text
-from autopar.planning.search import Found, search
+from autopar.ir.ops.measure import human
+from autopar.planning.find_plan import Found, search
+from autopar.planning.planner import Asked, Planned, Tell, is_divided, planned, space_of
+from autopar.planning.price.layers import Layers
+from autopar.planning.price.predict import Prediction
+from autopar.planning.price.step_report import time_text
+from autopar.planning.space.axis_orders import ORDER
+from autopar.planning.space.batch_sizes import batches_of
+from autopar.planning.space.candidates import Candidate
 
 LESS = 0.98  # of what a plan holds: the next one of a frontier holds at most that
 MOST = 12  # plans of a frontier

@@ -10,11 +10,11 @@ from functools import cache
 
 import numpy as np
 
-from autopar.planning.candidates import Candidate
-from autopar.planning.cost import Cost
-from autopar.planning.deal import Section
-from autopar.planning.moments import COLUMNS, GRADIENTS, SAVED, Moments
-from autopar.planning.pipelined import schedule_of
+from autopar.planning.price.cost import Cost
+from autopar.planning.price.moments import COLUMNS, GRADIENTS, SAVED, Moments
+from autopar.planning.price.pipelined import schedule_of
+from autopar.planning.space.candidates import Candidate
+from autopar.planning.space.deal import Section
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,14 +12,14 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from autopar.machines import Machine
-from autopar.planning.candidates import Candidate
-from autopar.planning.cost import Cost
-from autopar.planning.deal import Ranges
-from autopar.planning.layers import Layers
-from autopar.planning.moments import COLUMNS, LATE, SAVED
-from autopar.planning.pipelined import Pipelined, cost_of, pipelined
-from autopar.planning.predict import Prediction, predict
-from autopar.planning.rank_memory import held_of, rank_bytes
+from autopar.planning.price.cost import Cost
+from autopar.planning.price.layers import Layers
+from autopar.planning.price.moments import COLUMNS, LATE, SAVED
+from autopar.planning.price.pipelined import Pipelined, cost_of, pipelined
+from autopar.planning.price.predict import Prediction, predict
+from autopar.planning.price.rank_memory import held_of, rank_bytes
+from autopar.planning.space.candidates import Candidate
+from autopar.planning.space.deal import Ranges
 
 CLOSE = 1e-6  # of a layer: where a stage begins this near to it, it begins with it
 SURE = 0.5  # of the layers that ranks lack: stages that take longer get fewer

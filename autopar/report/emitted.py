@@ -6,17 +6,17 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from autopar.compiler.check_options import options_of
 from autopar.compiler.compile import lower
 from autopar.compiler.garbage import uncollected
 from autopar.compiler.meshes import mesh_of
-from autopar.compiler.options import options_of
 from autopar.errors import AutoparError, PlanError, first_sentence
-from autopar.ir.measure import human
 from autopar.ir.mesh import DATA_AXES, axes_of_group
+from autopar.ir.ops.measure import human
 from autopar.ir.plan import Fixed
-from autopar.planning.plan import Planned, Tell
-from autopar.planning.predict import Prediction
-from autopar.planning.step_time import step_time
+from autopar.planning.planner import Planned, Tell
+from autopar.planning.price.predict import Prediction
+from autopar.planning.price.step_time import step_time
 from autopar.report.memory.estimate import memory_report
 
 NEAR_LIMIT = 0.03  # of the memory: the model of a plan is not surer

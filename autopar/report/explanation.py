@@ -11,16 +11,16 @@ from torch import fx
 from autopar.compiler.lowered import Collective, Lowered, collectives_of, moving_nodes
 from autopar.errors import ValueNameError
 from autopar.ir.layout import Layout
-from autopar.ir.measure import human
 from autopar.ir.mesh import MICROBATCH, SLICE, axes_of_group, is_in_time
-from autopar.ir.ops import is_collective, op
+from autopar.ir.ops.measure import human
+from autopar.ir.ops.ops import is_collective, op
+from autopar.ir.ops.ring_ops import Ring, is_attention
 from autopar.ir.program import Input, Level, is_getitem, operand_nodes, record
-from autopar.ir.ring_ops import Ring, is_attention
 from autopar.ir.schedule import KINDS
-from autopar.ir.text import print_type, quote
+from autopar.ir.text.text import print_type, quote
 from autopar.passes.search.explain import CHOSEN, USER, Alternative, Decision, explain_briefly
 from autopar.passes.search.explain import explain as decisions_of
-from autopar.report.groups import group_head, groups_with, groups_within
+from autopar.report.explain_groups import group_head, groups_with, groups_within
 
 ITSELF, OPERAND, SUM, GRADIENT = "moved itself", "its operand is moved", "a sum that it leaves", "its gradient"
 BESIDE = "between its pieces"

@@ -8,10 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar.compiler.lowered import Lowered
-from autopar.ir.measure import human, local_bytes
 from autopar.ir.mesh import PIPELINE
-from autopar.ir.program import Program, kept_values, record
-from autopar.report.text import table_text
+from autopar.ir.ops.measure import human, local_bytes
+from autopar.ir.ops.storage import kept_values
+from autopar.ir.program import Program, record
+from autopar.ir.text.text_tables import table_text
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autopar.compiler.lowered import STEP, Lowered
-from autopar.ir.measure import human, local_bytes
 from autopar.ir.mesh import PIPELINE
+from autopar.ir.ops.measure import human, local_bytes
+from autopar.ir.ops.storage import root_of
 from autopar.ir.pipeline import Pipeline, graph_name
-from autopar.ir.program import root_of
 from autopar.ir.schedule import Action
+from autopar.ir.text.text_tables import table_text
 from autopar.passes.schedules import in_flight
 from autopar.report.inspection import Memory, bytes_text, collectives_text, memory_of
-from autopar.report.text import table_text
 
 _HEAD, _TAIL = 24, 8  # the instructions shown of a long list
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from autopar.ir.measure import human
+from autopar.ir.ops.measure import human
+from autopar.ir.text.text_tables import table_text
 from autopar.planning.others import Scale
-from autopar.planning.plan import Planned
-from autopar.planning.predict import Prediction
-from autopar.planning.report import time_text
-from autopar.report.text import table_text
+from autopar.planning.planner import Planned
+from autopar.planning.price.predict import Prediction
+from autopar.planning.price.step_report import time_text
 
 HEADS = ("plan", "step", "tokens/s", "MFU", "memory", "idle", "waits for tp, cp", "data axes", "optimizer", "figures")
 FIGURES = ("predicted", "emitted")

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from autopar.capture.capture import state_of
-from autopar.capture.partners import Partner
-from autopar.verification.comparison import Values
+from autopar.capture.inputs.partners import Partner
 from autopar.verification.dtypes import cast
+from autopar.verification.judge.comparison import Values
 
 
 class Borrowed:

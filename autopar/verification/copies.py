@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture import tables
+from autopar.capture.inputs import tables
 from autopar.errors import CaptureError, first_sentence
 
 _KEEPS = (

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture import tables
 from autopar.capture.capture import state_of
-from autopar.capture.partners import Inlined, check_plain, variables
+from autopar.capture.inputs import tables
+from autopar.capture.inputs.partners import Inlined, check_plain, variables
 
 
 def cast(leaf: Any, dtype: torch.dtype) -> Any:

@@ -16,21 +16,21 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar.capture.containers import map_tensors
+from autopar.capture.inputs.containers import map_tensors
 from autopar.compiler.lowered import Lowered
 from autopar.ir.layout import replicated
 from autopar.ir.mesh import DATA_AXES, Mesh
+from autopar.ir.ops.unfused import unfused
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, Record, TensorType, record, set_record
-from autopar.ir.unfused import unfused
-from autopar.verification.comparison import Table, Values
 from autopar.verification.copies import copied
 from autopar.verification.dtypes import cast, module_in
-from autopar.verification.noise import Limits, Trained
+from autopar.verification.judge.comparison import Table, Values
+from autopar.verification.judge.noise import Limits, Trained
 from autopar.verification.places import Batches, Made
 from autopar.verification.plain import OptimizerFactory
-from autopar.verification.virtual import Virtual
+from autopar.verification.virtual_side import Virtual
 
 EXACT = torch.float64
 

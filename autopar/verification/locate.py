@@ -13,13 +13,13 @@ from autopar.capture.raising import default_dtype
 from autopar.compiler.lowered import Lowered
 from autopar.ir.layout import combine, replica_error
 from autopar.ir.mesh import Mesh
+from autopar.ir.ops.unfused import unfused
 from autopar.ir.program import Program, Record, operand_nodes, record
-from autopar.ir.unfused import unfused
-from autopar.parallel.padding import beginning
-from autopar.runtime.executor import Executable
-from autopar.runtime.virtual import VirtualMesh
-from autopar.verification.comparison import ZERO, Mismatch, error_of, norm_of
-from autopar.verification.inputs import Whole, scattered
+from autopar.parallel.tensors.padding import beginning
+from autopar.runtime.executor.executor import Executable
+from autopar.runtime.ranks.virtual import VirtualMesh
+from autopar.verification.judge.comparison import ZERO, Mismatch, error_of, norm_of
+from autopar.verification.virtual_inputs import Whole, scattered
 
 Parts = dict[fx.Node, list[torch.Tensor]]  # of a node, by rank
 

@@ -10,19 +10,19 @@ import torch
 from torch import nn
 
 from autopar.capture import Captured, LossFn
-from autopar.capture.batch_dims import dims_of_call
-from autopar.capture.containers import Parts, put_together, take_call_apart
+from autopar.capture.inputs.batch_dims import dims_of_call
+from autopar.capture.inputs.containers import Parts, put_together, take_call_apart
 from autopar.compiler.compile import batch_arguments, compile_step
 from autopar.compiler.lowered import Lowered
 from autopar.errors import BatchError
 from autopar.ir.mesh import DATA_AXES, PIPELINE, Mesh
 from autopar.ir.options import SequenceParallel, StepOptions
 from autopar.ir.plan import Fixed
-from autopar.parallel.auto_options import check_own
-from autopar.parallel.local_batch import place_of
-from autopar.parallel.own_batch import Together, seed_of
-from autopar.runtime.executor import Outputs
-from autopar.verification.comparison import Key
+from autopar.parallel.batches.local_batch import place_of
+from autopar.parallel.programs.own_batch import Together, seed_of
+from autopar.parallel.session.auto_options import check_own
+from autopar.runtime.executor.executor import Outputs
+from autopar.verification.judge.comparison import Key
 
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]  # of the loss function, behind the model
 Batches = tuple[Arguments, ...]  # by place; a global batch is of one

@@ -9,20 +9,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture import tables
-from autopar.capture.containers import map_tensors, take_apart
-from autopar.capture.explain import line_of
-from autopar.capture.lines import quoted
-from autopar.capture.losses import LossFn, split_result
-from autopar.capture.partners import Partner
+from autopar.capture.inputs import tables
+from autopar.capture.inputs.containers import map_tensors, take_apart
+from autopar.capture.inputs.loss_outputs import LossFn, split_result
+from autopar.capture.inputs.partners import Partner
 from autopar.capture.raising import Raise, default_dtype
+from autopar.capture.refusals.explain_failure import line_of
+from autopar.capture.refusals.user_lines import quoted
 from autopar.errors import AutoparError, CaptureError
-from autopar.parallel.own_batch import seed_of
+from autopar.parallel.programs.own_batch import seed_of
 from autopar.torch_compat import backward
 from autopar.verification.borrowed import Borrowed
-from autopar.verification.comparison import Values
 from autopar.verification.copies import copied
 from autopar.verification.dtypes import dtype_of
+from autopar.verification.judge.comparison import Values
 from autopar.verification.places import Batches, aux_at
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]

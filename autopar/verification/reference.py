@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import nn
 
-from autopar.capture.containers import map_tensors
-from autopar.capture.losses import LossFn
-from autopar.capture.partners import Partner
+from autopar.capture.inputs.containers import map_tensors
+from autopar.capture.inputs.loss_outputs import LossFn
+from autopar.capture.inputs.partners import Partner
 from autopar.ir.options import StepOptions
 from autopar.verification.borrowed import Borrowed
-from autopar.verification.comparison import Table, Values
 from autopar.verification.copies import copied
 from autopar.verification.dtypes import cast, dtype_of, module_in
-from autopar.verification.noise import Limits, Trained
+from autopar.verification.judge.comparison import Table, Values
+from autopar.verification.judge.noise import Limits, Trained
 from autopar.verification.places import Batches
 from autopar.verification.plain import OptimizerFactory, Plain, Replicas
 

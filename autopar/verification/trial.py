@@ -9,20 +9,21 @@ from dataclasses import KW_ONLY, dataclass, replace
 import torch
 from torch import nn
 
-from autopar.capture import Captured, LossFn, tables
+from autopar.capture import Captured, LossFn
+from autopar.capture.inputs import tables
 from autopar.compiler.lowered import Lowered
 from autopar.errors import first_sentence
-from autopar.parallel.compilers import kernels_of
-from autopar.verification.comparison import Exact, Mismatch, Report, Values
+from autopar.parallel.session.compilers import kernels_of
 from autopar.verification.copies import copied
+from autopar.verification.judge.comparison import Exact, Mismatch, Report, Values
+from autopar.verification.judge.noise import Trained, judged, move_away
+from autopar.verification.judge.sum_dtypes import wrong_sums
 from autopar.verification.lifted import Single, all_lifted
 from autopar.verification.locate import locate
-from autopar.verification.noise import Trained, judged, move_away
 from autopar.verification.places import Batches, Made, seeds_of
 from autopar.verification.plain import OptimizerFactory
 from autopar.verification.reference import Reference
-from autopar.verification.sums import wrong_sums
-from autopar.verification.virtual import Virtual
+from autopar.verification.virtual_side import Virtual
 
 
 @dataclass(frozen=True, slots=True)

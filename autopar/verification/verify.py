@@ -11,16 +11,16 @@ import torch
 from torch import nn
 
 from autopar.capture import Captured, LossFn
-from autopar.capture.containers import map_tensors
+from autopar.capture.inputs.containers import map_tensors
+from autopar.compiler.check_options import options_of
 from autopar.compiler.lowered import Lowered
 from autopar.compiler.meshes import MeshLike, mesh_of
 from autopar.compiler.models import check_model
-from autopar.compiler.options import options_of
 from autopar.ir.options import StepKeywords
-from autopar.parallel.compilers import check_in_one_process
-from autopar.verification.comparison import Report
+from autopar.parallel.session.compilers import check_in_one_process
 from autopar.verification.copies import copied
 from autopar.verification.dtypes import cast, in_dtype, module_in
+from autopar.verification.judge.comparison import Report
 from autopar.verification.places import batches_of, programs_of, whole_batch
 from autopar.verification.plain import OptimizerFactory
 from autopar.verification.reference import short_of
@@ -50,7 +50,7 @@ def verify(
     float tensors outside of parameters, buffers and batch, where an op meets them (class weights in the loss). Under
     a precision the programs run in it, and what they give is compared with float64: no tensor may be further off than
     twice what torch.autocast is on one device (see `Reference`), and every sum of gradients must be in `reduce_dtype`
-    (see `sums.py`). The model is copied and not changed; `optimizer` makes
+    (see `sum_dtypes.py`). The model is copied and not changed; `optimizer` makes
     one from parameters (AdamW by default, see `descent`). `options` are those of a step, see `autopar.StepOptions`;
     what compile="inductor" writes runs on processes alone (`autopar verify --backend gloo`).
     Where a model enlarges rounding beyond the tolerance, the report says how far rounding alone moves the plain module.

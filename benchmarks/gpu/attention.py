@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import autopar.runtime.kernels  # noqa: F401  registers the kernels of our ops
-from autopar.ir.ops import op
+import autopar.runtime.executor.kernel_table  # noqa: F401  registers the kernels of our ops
+from autopar.ir.ops.ops import op
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,12 @@ import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import autopar
-from autopar.ir.fused import Fused, fused_of
-from autopar.ir.measure import local_type
+from autopar.ir.ops.fused import Fused, fused_of
+from autopar.ir.ops.measure import local_type
 from autopar.ir.program import record
-from autopar.runtime.fused import kernels_for, plain
-from autopar.runtime.inductor import Writer
-from autopar.runtime.rank_trace import RankTrace
+from autopar.runtime.compilers.inductor import Writer
+from autopar.runtime.compilers.rank_trace import RankTrace
+from autopar.runtime.executor.run_fused import kernels_for, plain
 from autopar.torch_compat import FakeTensorMode
 from benchmarks.gpu.steps import cases, token_loss
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar.ir.measure import human
+from autopar.ir.ops.measure import human
 from benchmarks.compare.models import Step
 from benchmarks.gpu.models import GPT, GPTConfig, Llama
 from benchmarks.measured import measure

@@ -2,7 +2,7 @@
 
 A float may differ by `verify`'s tolerance for its dtype; beyond that by some times what rounding does to the plain
 module, which takes the whole journey again with every result of an op off by one unit in the last place
-(autopar/verification/noise.py). Under a precision it may differ by twice what torch.autocast does to it.
+(autopar/verification/judge/noise.py). Under a precision it may differ by twice what torch.autocast does to it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from autopar.ir.layout import Layout
-from autopar.parallel.padding import padded_part, without_padding
+from autopar.parallel.tensors.padding import padded_part, without_padding
 from autopar.torch_compat import local_of
-from autopar.verification.comparison import Key, Row, Table, Values
-from autopar.verification.noise import Limits, Run, Trained, judged
+from autopar.verification.judge.comparison import Key, Row, Table, Values
+from autopar.verification.judge.noise import Limits, Run, Trained, judged
 from benchmarks.journeys.side import Side
 
 Leaves = dict[Key, Any]  # numbers, texts and tensors by (kind, name)

@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError, BatchError, RankError
-from autopar.verification.comparison import Row, Values
-from autopar.verification.sums import wrong_sums
+from autopar.verification.judge.comparison import Row, Values
+from autopar.verification.judge.sum_dtypes import wrong_sums
 from benchmarks.journeys import models
 from benchmarks.journeys.actions import ACTIONS, Action
 from benchmarks.journeys.compare import Judge, floats_of, leaves_of

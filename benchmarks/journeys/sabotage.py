@@ -13,14 +13,14 @@ from unittest import mock
 
 import torch
 
-from autopar.capture.containers import Leaf, _Walk
+from autopar.capture.inputs.containers import Leaf, _Walk
 from autopar.ir.layout import Layout
-from autopar.parallel.place import Place
-from autopar.parallel.random_state import RandomState
-from autopar.parallel.store import ParameterStore
-from autopar.parallel.structure import Structure
-from autopar.runtime.distributed import _PRIMITIVES
-from autopar.runtime.moves import Move
+from autopar.parallel.session.random_state import RandomState
+from autopar.parallel.tensors.place import Place
+from autopar.parallel.weights.store import ParameterStore
+from autopar.parallel.weights.structure import Structure
+from autopar.runtime.collectives.moves import Move
+from autopar.runtime.ranks.distributed import _PRIMITIVES
 from autopar.torch_compat import local_of
 from benchmarks.journeys.actions_steps import BatchEncoding, Rows
 from benchmarks.journeys.ranks import Report
@@ -143,7 +143,7 @@ FAULTS: Mapping[str, Sabotage] = {
     "a sum": Sabotage(
         32,
         "a sum over ranks is left out",
-        {"autopar.runtime.distributed._PRIMITIVES": {**_PRIMITIVES, "reduce": _one_left_out}},
+        {"autopar.runtime.ranks.distributed._PRIMITIVES": {**_PRIMITIVES, "reduce": _one_left_out}},
     ),
     "a gradient": Sabotage(
         32,
@@ -161,50 +161,65 @@ FAULTS: Mapping[str, Sabotage] = {
 }
 SABOTAGES: Mapping[str, Sabotage] = {
     "placements": Sabotage(
-        1, "axes in the order of the mesh", {"autopar.parallel.place.Place.gather": _gather_in_the_order_of_the_mesh}
+        1,
+        "axes in the order of the mesh",
+        {"autopar.parallel.tensors.place.Place.gather": _gather_in_the_order_of_the_mesh},
     ),
-    "sums": Sabotage(2, "reductions of this rank's part", {"autopar.parallel.reductions._over_ranks": _of_this_rank}),
-    "generators": Sabotage(3, "each rank draws for its part", {"autopar.parallel.draws.draw": _own_draws}),
+    "sums": Sabotage(
+        2, "reductions of this rank's part", {"autopar.parallel.tensors.split_reductions._over_ranks": _of_this_rank}
+    ),
+    "generators": Sabotage(3, "each rank draws for its part", {"autopar.parallel.tensors.draws.draw": _own_draws}),
     "containers": Sabotage(
         4,
         "objects are no containers, and their tensors may be constants",
         {
-            "autopar.capture.containers._Walk._first": _objects_are_leaves,
-            "autopar.capture.determinism.first_difference": _nothing,
+            "autopar.capture.inputs.containers._Walk._first": _objects_are_leaves,
+            "autopar.capture.data.determinism.first_difference": _nothing,
         },
     ),
     "holders": Sabotage(
-        32, "parameters are new objects", {"autopar.parallel.store.ParameterStore.distribute": _other_objects}
+        32, "parameters are new objects", {"autopar.parallel.weights.store.ParameterStore.distribute": _other_objects}
     ),
-    "digests": Sabotage(5, "batches of ranks are not compared", {"autopar.parallel.digests.Digests.vector": _nothing}),
-    "guards": Sabotage(6, "changes between steps are not seen", {"autopar.capture.guards.Guards.holds": _true}),
+    "digests": Sabotage(
+        5, "batches of ranks are not compared", {"autopar.parallel.batches.digests.Digests.vector": _nothing}
+    ),
+    "guards": Sabotage(6, "changes between steps are not seen", {"autopar.capture.python.guards.Guards.holds": _true}),
     "hooks": Sabotage(
-        6, "gradient hooks are dropped", {"autopar.parallel.parameter.hooks_of": lambda tensor: (None, None)}
+        6, "gradient hooks are dropped", {"autopar.parallel.tensors.parameter.hooks_of": lambda tensor: (None, None)}
     ),
     "draws": Sabotage(
-        32, "model(x) repeats its draws", {"autopar.parallel.random_state.RandomState.tensor": _of_the_steps_alone}
+        32,
+        "model(x) repeats its draws",
+        {"autopar.parallel.session.random_state.RandomState.tensor": _of_the_steps_alone},
     ),
     "gathered": Sabotage(
         32, "what is changed in gathered() is not written", {"autopar.parallel.gathered._Plain.write": _nothing}
     ),
-    "dims": Sabotage(32, "samples are in front, whatever is said", {"autopar.parallel.portions.dims_of": _in_front}),
+    "dims": Sabotage(
+        32, "samples are in front, whatever is said", {"autopar.parallel.programs.portions.dims_of": _in_front}
+    ),
     "uneven": Sabotage(
-        32, "all ranks have as many samples as this one", {"autopar.parallel.local_batch.Portion.is_even": True}
+        32, "all ranks have as many samples as this one", {"autopar.parallel.batches.local_batch.Portion.is_even": True}
     ),
     "dtype of sums": Sabotage(
         32,
         "gradients are summed before the cast to the dtype of sums",
         {
             "autopar.passes.search.items.Classes.is_short_term": _false,
-            "autopar.passes.reshard._Reshard._is_rounded": _false,
+            "autopar.passes.collectives.reshard._Reshard._is_rounded": _false,
             "autopar.passes.check_sums": _nothing,
         },
     ),
-    "replicas": Sabotage(7, "replicas are not compared", {"autopar.parallel.replicas.Replicas.check": _nothing}),
+    "replicas": Sabotage(
+        7, "replicas are not compared", {"autopar.parallel.weights.replicas.Replicas.check": _nothing}
+    ),
     "calls": Sabotage(
         8,
         "calls do not announce themselves",
-        {"autopar.parallel.announce.Announcer.call": _true, "autopar.parallel.announce.Announcer.operation": _nothing},
+        {
+            "autopar.parallel.agree.announce.Announcer.call": _true,
+            "autopar.parallel.agree.announce.Announcer.operation": _nothing,
+        },
     ),
 }
 

@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 
 import benchmarks.planner
-from autopar.ir.measure import human
+from autopar.ir.ops.measure import human
 from autopar.machines import Machine, read_machine
-from autopar.planning.report import time_text
+from autopar.planning.price.step_report import time_text
 from benchmarks.planner.configurations import RANKS, configurations
 from benchmarks.planner.measure import Row, rows_of
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from autopar.ir import aliasing
-from autopar.ir.fusible import Fusible, fusible
-from autopar.ir.measure import local_type
-from autopar.ir.ops import is_mesh_op, op
+from autopar.ir.ops import aliasing
+from autopar.ir.ops.fusible import Fusible, fusible
+from autopar.ir.ops.measure import local_type
+from autopar.ir.ops.ops import is_mesh_op, op
 from autopar.ir.program import Program, TensorType, is_getitem, record
 
 aten = torch.ops.aten
@@ -152,7 +152,8 @@ def _added(program: Program) -> Iterator[fx.Node]:
 
 def _summed_by_products(program: Program) -> Iterator[fx.Node]:
     """Sums of several products, each right behind its last term: the executor lets a product add to what is there
-    (`_terms` of runtime/executor.py), which moves no more than a kernel that adds, and keeps one term at a time."""
+    (`_terms` of runtime/executor/executor.py), which moves no more than a kernel that adds, and keeps one term at a
+    time."""
     firsts: dict[fx.Node, fx.Node] = {}  # of a sum, its first term
     sums: dict[fx.Node, list[fx.Node]] = {}
     for node in program.calls():

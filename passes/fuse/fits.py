@@ -1,4 +1,4 @@
-"""Whether calls fit in one kernel, by what they read and write: see `ir/fusible.py` for what a group may hold."""
+"""Whether calls fit in one kernel, by what they read and write: see `ir/ops/fusible.py` for what a group may hold."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 
 from torch import fx
 
-from autopar.ir.ops import op, semantic_of
+from autopar.ir.ops.ops import op, semantic_of
 from autopar.ir.program import is_getitem
 from autopar.passes.fuse.facts import Facts, Read, aten
 from autopar.passes.fuse.shapes import (

@@ -9,7 +9,7 @@ from autopar.passes.fuse.facts import Facts
 from autopar.passes.fuse.identities import without_identities
 from autopar.passes.fuse.merge import merged
 from autopar.passes.fuse.reasons import is_worth, reason_of
-from autopar.passes.fuse.write import Writer
+from autopar.passes.fuse.write_groups import Writer
 
 
 def fuse(program: Program, plan: Plan) -> Program:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import fx
 
-from autopar.ir.measure import human
-from autopar.ir.ops import is_collective, op, op_name
+from autopar.ir.ops.measure import human
+from autopar.ir.ops.ops import is_collective, op, op_name
+from autopar.ir.ops.ring_ops import is_ring
 from autopar.ir.program import is_getitem, record
-from autopar.ir.ring_ops import is_ring
 from autopar.passes.fuse.facts import Facts, aten
 from autopar.passes.fuse.fits import Fit
 from autopar.passes.fuse.groups import BETWEEN, CYCLE, PHASE, Groups, Unit

@@ -6,18 +6,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from autopar.errors import ScheduleError
+from autopar.ir.check.check_levels import verify_pipeline
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.ir.verify import verify_pipeline
-from autopar.passes.bucket import bucket
-from autopar.passes.decompose import decompose
 from autopar.passes.fuse import fuse
-from autopar.passes.overlap import overlap
-from autopar.passes.pipeline.pieces import Key, Places
+from autopar.passes.overlap.bucket import bucket
+from autopar.passes.overlap.decompose import decompose
+from autopar.passes.overlap.overlap import overlap
+from autopar.passes.overlap.prefetch import prefetch
+from autopar.passes.pipeline.cuts.action_graphs import Key, Places
 from autopar.passes.pipeline.stages import split_into_stages
 from autopar.passes.pipeline.with_lengths import slice_lengths, with_lengths
-from autopar.passes.prefetch import prefetch
 from autopar.passes.schedules import Schedule, check_schedule, forward_only, in_flight, parse_schedule, with_transfers
 from autopar.passes.schedules.transfers import Lists
 

@@ -10,9 +10,9 @@ from torch import fx
 
 from autopar.errors import VerificationError
 from autopar.ir.program import Builder, Program, is_getitem, record, set_record
-from autopar.passes.pipeline.pieces import MADE_BY, Key
-from autopar.passes.pipeline.rematerialized import MADE_BY as RECOMPUTED
-from autopar.passes.sized import Sized, by_layout
+from autopar.passes.collectives.sized import Sized, by_layout
+from autopar.passes.pipeline.cuts.action_graphs import MADE_BY, Key
+from autopar.passes.pipeline.cuts.rematerialized import MADE_BY as RECOMPUTED
 
 _CLONE = re.compile(r"_recomputed(_\d+)?\Z")
 _SENT = re.compile(r"_[sp]\d+\Z")  # of a value of the batch, from the action or the prologue that made it

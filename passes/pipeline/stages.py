@@ -6,19 +6,20 @@ from collections.abc import Collection, Mapping
 
 from torch import fx
 
-from autopar.ir.measure import local_bytes, local_type
 from autopar.ir.mesh import Mesh
+from autopar.ir.ops.measure import local_bytes, local_type
+from autopar.ir.ops.storage import is_view
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.plan import Plan
-from autopar.ir.program import Program, TensorType, is_view, record
+from autopar.ir.program import Program, TensorType, record
 from autopar.ir.schedule import Flow, Work
-from autopar.passes.pipeline.assign import staged, times_in
-from autopar.passes.pipeline.costs import costs_of
-from autopar.passes.pipeline.cut import Stages
-from autopar.passes.pipeline.pieces import Key, Outside, Piece, Places, build, is_before, is_copied, reach
-from autopar.passes.pipeline.place import weight_nodes
-from autopar.passes.pipeline.sums import part_of, reduction_of
-from autopar.passes.pipeline.when import CARRIES, When
+from autopar.passes.pipeline.cuts.action_graphs import Key, Outside, Piece, Places, build, is_before, is_copied, reach
+from autopar.passes.pipeline.cuts.assign import staged, times_in
+from autopar.passes.pipeline.cuts.backward_stages import weight_nodes
+from autopar.passes.pipeline.cuts.cut import Stages
+from autopar.passes.pipeline.cuts.sums import part_of, reduction_of
+from autopar.passes.pipeline.cuts.when import CARRIES, When
+from autopar.passes.pipeline.graph_times import costs_of
 
 
 def split_into_stages(program: Program, plan: Plan, places: Places) -> Pipeline:

@@ -6,20 +6,20 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from autopar.errors import PlanError
+from autopar.ir.check.check_levels import verify
 from autopar.ir.mesh import SLICE
-from autopar.ir.ops import op
+from autopar.ir.ops.ops import op
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.plan import Plan
 from autopar.ir.program import Level, Program, TensorType, operand_nodes, record
-from autopar.ir.verify import verify
-from autopar.passes.partition import partition
-from autopar.passes.pipeline.pieces import Key
+from autopar.passes.collectives.partition import partition
+from autopar.passes.collectives.sized import sized_program, unit_of
+from autopar.passes.pipeline.cuts.action_graphs import Key
 from autopar.passes.pipeline.sized_graphs import sized_graphs
 from autopar.passes.pipeline.slice_lengths import equal_work, grain_of, terapipe, time_of
 from autopar.passes.pipeline.stages import border_types
 from autopar.passes.schedules import simulate
 from autopar.passes.schedules.transfers import Lists
-from autopar.passes.sized import sized_program, unit_of
 
 GAIN = 0.02  # of a step: what less would win is not worth a program for each length
 

@@ -1,14 +1,14 @@
 """In which dtype an op computes under mixed precision: the lists of torch.autocast, for ops of forward and backward.
 
 An op that stands in no list computes in the widest dtype of its operands. Names are without overload. What our own
-semantic ops compute in is part of their declaration (`autopar/ir/ops.py`).
+semantic ops compute in is part of their declaration (`autopar/ir/ops/ops.py`).
 """
 
 from __future__ import annotations
 
 import enum
 
-from autopar.ir.ops import NAMESPACE, SEMANTIC, op
+from autopar.ir.ops.ops import NAMESPACE, SEMANTIC, op
 
 
 class Kind(enum.Enum):

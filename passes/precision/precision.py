@@ -5,20 +5,11 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from autopar.ir.names import dtype_name
+from autopar.ir.ops.names import dtype_name
+from autopar.ir.ops.storage import is_view
 from autopar.ir.plan import Plan
-from autopar.ir.program import (
-    Builder,
-    Program,
-    TensorType,
-    erase_unused,
-    is_getitem,
-    is_view,
-    operand_nodes,
-    record,
-    set_record,
-)
-from autopar.passes.gradient_terms import gradient_terms, is_short
+from autopar.ir.program import Builder, Program, TensorType, erase_unused, is_getitem, operand_nodes, record, set_record
+from autopar.passes.precision.gradient_terms import gradient_terms, is_short
 from autopar.passes.precision.kinds import STATISTICS, Kind, kind_of
 from autopar.passes.precision.types import ResultTypes
 from autopar.passes.rules import TABLE, Table, table_of

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 
 from torch import fx
 
+from autopar.ir.ops.storage import kept_values, root_of
 from autopar.ir.plan import Plan
-from autopar.ir.program import Program, is_gathered_input, kept_values, root_of
-from autopar.passes.node_costs import local_bytes
+from autopar.ir.program import Program, is_gathered_input
+from autopar.passes.costs.node_costs import local_bytes
 from autopar.passes.recompute.choose import choose
 from autopar.passes.recompute.graph import is_backward
 from autopar.passes.recompute.policies import Policies, policies_of

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.errors import PlanError
-from autopar.passes.recompute.cut import Point, Problem, frontier
+from autopar.passes.recompute.min_cut import Point, Problem, frontier
 from autopar.passes.recompute.policies import Rule
 
 

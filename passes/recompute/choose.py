@@ -8,12 +8,12 @@ from torch import fx
 
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, record
-from autopar.passes.node_costs import local_bytes, node_times
-from autopar.passes.pipeline.when import When, times_of
+from autopar.passes.costs.node_costs import local_bytes, node_times
+from autopar.passes.pipeline.cuts.when import When, times_of
 from autopar.passes.recompute.budget import Layer, within
 from autopar.passes.recompute.core import attention_core
-from autopar.passes.recompute.cut import Point, Problem, Value, least
 from autopar.passes.recompute.graph import Call, Forward, forward_of, is_costly
+from autopar.passes.recompute.min_cut import Point, Problem, Value, least
 from autopar.passes.recompute.policies import Policies, Rule
 from autopar.passes.recompute.rematerialize import Recomputed
 

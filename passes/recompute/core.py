@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from autopar.ir.ops import is_collective
+from autopar.ir.ops.ops import is_collective
 from autopar.ir.program import Program, operand_nodes, record
 from autopar.passes.recompute.graph import inputs_that_vary, is_backward
 

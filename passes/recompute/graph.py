@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from autopar.ir.ops import is_collective
-from autopar.ir.program import Program, is_gathered_input, is_getitem, record, root_of
+from autopar.ir.ops.ops import is_collective
+from autopar.ir.ops.storage import root_of
+from autopar.ir.program import Program, is_gathered_input, is_getitem, record
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.ir.ops import is_collective
-from autopar.ir.program import Builder, Program, is_getitem, record, root_of, set_record
+from autopar.ir.ops.ops import is_collective
+from autopar.ir.ops.storage import root_of
+from autopar.ir.program import Builder, Program, is_getitem, record, set_record
 from autopar.passes.recompute.graph import is_backward
 from autopar.passes.recompute.policies import Policies
 

@@ -6,11 +6,11 @@ import math
 
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, record
-from autopar.passes.reroll.choose import choose
+from autopar.passes.reroll.choose_loops import choose
 from autopar.passes.reroll.families import Families
 from autopar.passes.reroll.lstm import with_chains
 from autopar.passes.reroll.reading import Reading, piece_of
-from autopar.passes.reroll.write import Writer
+from autopar.passes.reroll.write_loops import Writer
 from autopar.passes.rules import table_of
 from autopar.passes.search.intents import context_axes
 
@@ -52,7 +52,7 @@ def reroll(program: Program, plan: Plan) -> Program:
         return value "h" = %stack
 
     Python writes each step of a loop anew, and autograd each step of its gradient. Nodes that do the same in all steps
-    are a family, which is one op with the step as its dim 0, if it has such a form (`forms.py`). A state that is
+    are a family, which is one op with the step as its dim 0, if it has such a form (`step_forms.py`). A state that is
     carried from step to step is a `linear_scan` if it is h[t] = a[t] h[t-1] + b[t], element by element (selective state
     spaces: arXiv 2312.00752; parallel scans of them: Blelloch 1990); so is its gradient, from the end. What is
     added up over the steps, as gradients of weights are, is a sum over that dim. The first and the last step may read

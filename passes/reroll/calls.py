@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.ops import op
+from autopar.ir.ops.ops import op
 from autopar.ir.program import Builder, Record, TensorType, record
 
 aten = torch.ops.aten

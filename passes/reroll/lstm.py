@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.ops import contraction_flops, equation_shape, op
+from autopar.ir.ops.ops import contraction_flops, equation_shape, op
 from autopar.ir.program import Builder, Program, Record, TensorType, erase_unused, is_getitem, record
 from autopar.passes.reroll.calls import Calls
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.ops import semantic_of
+from autopar.ir.ops.ops import semantic_of
 from autopar.ir.program import Program, is_getitem, record
 
 aten = torch.ops.aten

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from autopar.passes.reroll.families import Families, Family
-from autopar.passes.reroll.forms import slots_of
+from autopar.passes.reroll.step_forms import slots_of
 
 aten = torch.ops.aten
 Values = dict[int, fx.Node]  # by step

@@ -10,8 +10,8 @@ from torch import fx
 
 from autopar.ir.program import record
 from autopar.passes.reroll.families import Family
-from autopar.passes.reroll.forms import slots_of
 from autopar.passes.reroll.slots import Slot, Slots
+from autopar.passes.reroll.step_forms import slots_of
 
 # none, those that lie outside of all steps (start: as the only operands that differ), or all that have no member
 Free = Literal["none", "outside", "start", "any"]

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.ops import op
+from autopar.ir.ops.chain_step import FIXED, ROWS, STATES, Body, print_body
+from autopar.ir.ops.ops import op
 from autopar.ir.program import Record, TensorType, record
-from autopar.ir.step import FIXED, ROWS, STATES, Body, print_body
 from autopar.passes.reroll.calls import Calls, typed
-from autopar.passes.reroll.chains import Chain, outputs_of
+from autopar.passes.reroll.chain_steps import Chain, outputs_of
 from autopar.passes.reroll.families import Family
-from autopar.passes.reroll.forms import with_slots
 from autopar.passes.reroll.slots import Slot, Slots
+from autopar.passes.reroll.step_forms import with_slots
 
 aten = torch.ops.aten
 

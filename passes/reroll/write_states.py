@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.ops import op, op_name
+from autopar.ir.ops.ops import op, op_name
 from autopar.ir.program import Record, record
 from autopar.passes.reroll.calls import Calls
 from autopar.passes.reroll.families import Family
+from autopar.passes.reroll.loop_states import ONE, Recurrence, Term
 from autopar.passes.reroll.slots import Slot, Slots, is_zero
-from autopar.passes.reroll.states import ONE, Recurrence, Term
 
 aten = torch.ops.aten
 

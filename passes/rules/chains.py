@@ -12,9 +12,9 @@ from functools import lru_cache, partial
 
 from torch import fx
 
-from autopar.ir.chain import operand_types, typed_body
+from autopar.ir.ops.chain import operand_types, typed_body
+from autopar.ir.ops.chain_step import STATES, Body, print_body
 from autopar.ir.program import TensorType, is_getitem, record, source_of
-from autopar.ir.step import STATES, Body, print_body
 from autopar.passes.rules.build import build, replicated_rule
 from autopar.passes.rules.follow import Value, follow, readers, type_of
 from autopar.passes.rules.local import local_call

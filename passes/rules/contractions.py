@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from autopar.ir.ops import contraction_flops
+from autopar.ir.ops.ops import contraction_flops
 from autopar.passes.rules.build import SECOND, Linear, argument, build, replicated_rule
 from autopar.passes.rules.linalg import batched
 from autopar.passes.rules.notation import instantiate

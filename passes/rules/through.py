@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.ops import NAMESPACE, SEMANTIC
+from autopar.ir.ops.ops import NAMESPACE, SEMANTIC
 from autopar.ir.program import TensorType, operand_nodes
 from autopar.passes.rules import linalg
 from autopar.passes.rules.local import local_call

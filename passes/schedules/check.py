@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from autopar.errors import ScheduleError
 from autopar.ir.program import TensorType
 from autopar.ir.schedule import ONCE, Action, Flow, Instruction, Work
-from autopar.ir.text import print_type
+from autopar.ir.text.text import print_type
 from autopar.passes.schedules.flows import check_flow
 
 _SHOWN = 5  # faults named in one message

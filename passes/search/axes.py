@@ -9,12 +9,12 @@ from autopar.ir.mesh import DATA_AXES, Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.passes.rules import table_of
+from autopar.passes.rules.states import State, Strategy, states_of
 from autopar.passes.search.intents import Intent, intent_of
 from autopar.passes.search.items import Classes, Item, build_classes
-from autopar.passes.search.problem import Problem
 from autopar.passes.search.search import Options, options_of, problem_of, with_whole_weights
-from autopar.passes.search.solve import solve
-from autopar.passes.search.states import State, Strategy, states_of
+from autopar.passes.search.solver.problem import Problem
+from autopar.passes.search.solver.solve import solve
 
 Pins = Mapping[str, Mapping[str, State]]  # the user's layouts of parameters, as states by axis
 

@@ -8,7 +8,7 @@ which technique is used is a matter of bytes, at any model size and on any machi
 
 from __future__ import annotations
 
-from autopar.passes.search.states import State
+from autopar.passes.rules.states import State
 
 # A collective's fixed cost.
 BYTES_PER_COLLECTIVE = 16.0

@@ -16,12 +16,12 @@ from autopar.ir.layout import Layout, fits
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, record, source_of
 from autopar.passes.rules.splits import Split, choice_at
+from autopar.passes.rules.states import State, Strategy, compose, may_split
 from autopar.passes.search.axes import AxisSearch, Solution, axis_searches, classes_of
 from autopar.passes.search.items import Classes
-from autopar.passes.search.problem import Edge, Problem
 from autopar.passes.search.search import Options
-from autopar.passes.search.solve import solve
-from autopar.passes.search.states import State, Strategy, compose, may_split
+from autopar.passes.search.solver.problem import Edge, Problem
+from autopar.passes.search.solver.solve import solve
 
 USER, INTENT, RULE, SIZE, COST = "the user", "intent", "the op's rule", "size", "cost"
 SEARCH = "the search"  # intent or cost: only the prices tell

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from autopar.ir.mesh import CONTEXT, DATA_AXES, MICROBATCH, SLICE, ULYSSES, Mesh
 from autopar.ir.program import Input, TensorType
 from autopar.passes.rules.splits import Split
-from autopar.passes.search.states import State
+from autopar.passes.rules.states import State
 
 # Over dp only gradients and scalars move: a sum of anything else must pay for itself a thousandfold (batch statistics
 # do, since nothing else gives them).

@@ -10,13 +10,13 @@ from torch import fx
 
 from autopar.errors import RuleError
 from autopar.ir.program import CAST, Input, Program, TensorType, is_getitem, operand_nodes, record, source_of
-from autopar.passes.gradient_terms import gradient_terms, is_short
+from autopar.passes.precision.gradient_terms import gradient_terms, is_short
 from autopar.passes.rules import Call, Rule, call_of, replicated_rule, rule_of
 from autopar.passes.rules.rule import Table
 from autopar.passes.rules.splits import Choice
+from autopar.passes.rules.states import State
 from autopar.passes.search.classes import classify
 from autopar.passes.search.intents import BatchDims, Role, batch_dims_of
-from autopar.passes.search.states import State
 
 Entries = Mapping[fx.Node, Input]  # what the placeholders hold
 

@@ -6,16 +6,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from autopar.ir.mesh import MICROBATCH
-from autopar.ir.ops import op, op_name
+from autopar.ir.ops.ops import op, op_name
 from autopar.ir.program import TensorType
 from autopar.passes.rules.rule import Halo
 from autopar.passes.rules.splits import Choice, Split, choice_at, place
+from autopar.passes.rules.states import State, Strategy, strategies
 from autopar.passes.search.costs import BYTES_PER_SUM, move_cost
 from autopar.passes.search.cut_batch import cut_dims, cut_from_batch
 from autopar.passes.search.intents import BYTES_PER_REPLICA, Intent, Role
 from autopar.passes.search.items import Classes, Item, operand_types, used_role
-from autopar.passes.search.problem import Edge, Problem
-from autopar.passes.search.states import State, Strategy, strategies
+from autopar.passes.search.solver.problem import Edge, Problem
 
 WHOLE_WEIGHT = 1000.0  # for each byte of a weight that stays replicated because nothing else is possible
 # By how much the work of a product that every rank does counts more: the axis was asked for to divide it, and what it

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from autopar.runtime.triton.lower import Lowered
+from autopar.runtime.triton.lowering.lower import Lowered
 
 LONGEST_ROW = 16_384  # elements that a program holds in registers
 _LOOP_COLUMNS = 4096

@@ -11,10 +11,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from autopar.runtime.triton.configuration import Tile, tile_of
-from autopar.runtime.triton.index import COLUMN, ROW, ZERO, column, contiguous, row
-from autopar.runtime.triton.lower import REDUCTIONS, Lowered, Result
+from autopar.runtime.triton.lowering.index import COLUMN, ROW, ZERO, column, contiguous, row
+from autopar.runtime.triton.lowering.lower import REDUCTIONS, Lowered, Result
+from autopar.runtime.triton.lowering.values import TYPES, CannotEmit, Value
 from autopar.runtime.triton.pull import Puller, Strides, is_constant, neutral
-from autopar.runtime.triton.values import TYPES, CannotEmit, Value
 
 _BOTH = frozenset((ROW, COLUMN))
 FAR = 2**31  # elements: beyond, a place needs 64 bits

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from autopar.ir.fused import Fused
+from autopar.ir.ops.fused import Fused
 from autopar.runtime.triton.emit import Kernel
-from autopar.runtime.triton.launch import Function, FusedKernel
+from autopar.runtime.triton.launch_kernel import Function, FusedKernel
 from autopar.runtime.triton.source import load, name_of, text_of
 
 

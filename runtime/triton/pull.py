@@ -13,10 +13,10 @@ from collections.abc import Iterable
 import torch
 
 from autopar.runtime.triton.configuration import Tile
-from autopar.runtime.triton.index import COLUMN, ROW, ZERO, Form, column, contiguous, flat, places, row
-from autopar.runtime.triton.lower import REDUCTIONS, Lowered, walk
-from autopar.runtime.triton.values import TYPES, CannotEmit, Draw, Index, Linear, Value
-from autopar.runtime.triton.writer import Term, Writer
+from autopar.runtime.triton.lowering.index import COLUMN, ROW, ZERO, Form, column, contiguous, flat, places, row
+from autopar.runtime.triton.lowering.lower import REDUCTIONS, Lowered, walk
+from autopar.runtime.triton.lowering.values import TYPES, CannotEmit, Draw, Index, Linear, Value
+from autopar.runtime.triton.lowering.writer import Term, Writer
 
 Strides = tuple[tuple[int, ...] | None, ...]
 Guard = tuple[Term, ...]

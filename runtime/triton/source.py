@@ -18,7 +18,7 @@ from autopar.runtime.triton.emit import Kernel
 
 _log = logging.getLogger("autopar")
 _HEADER = '"""Triton kernels that autopar wrote. `rows` is the number of rows of a kernel\'s domain."""\n'
-_DRAWS = "from autopar.runtime.random_triton import FIRST, SECOND, key_of, mixed\n"
+_DRAWS = "from autopar.runtime.kernels.random_triton import FIRST, SECOND, key_of, mixed\n"
 _COMMENT_AT = 88
 
 

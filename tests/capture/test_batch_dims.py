@@ -10,8 +10,8 @@ from local_cases import ENCODER, LSTM, Local
 from torch import Tensor
 
 import autopar
-from autopar.capture.batch_dims import dims_of, parameter_names, spelled
-from autopar.capture.containers import take_call_apart
+from autopar.capture.inputs.batch_dims import dims_of, parameter_names, spelled
+from autopar.capture.inputs.containers import take_call_apart
 from autopar.errors import BatchError, PlanError
 from autopar.ir.program import record
 from autopar.machines import named

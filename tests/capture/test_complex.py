@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import CaptureError
-from autopar.verification.comparison import error_of
 from autopar.verification.dtypes import module_in
+from autopar.verification.judge.comparison import error_of
 
 
 class Spectral(nn.Module):

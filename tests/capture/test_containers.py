@@ -18,8 +18,8 @@ from transformers import BatchEncoding
 from transformers.modeling_outputs import CausalLMOutput
 
 import autopar
-from autopar.capture.containers import put_together, take_apart, take_call_apart
-from autopar.capture.leaves import key_of
+from autopar.capture.inputs.containers import put_together, take_apart, take_call_apart
+from autopar.capture.inputs.leaves import key_of
 from autopar.errors import BatchError, CaptureError
 from autopar.job import Job
 from autopar.torch_compat import tree_flatten

@@ -23,7 +23,7 @@ from lengths_case import (
 from torch import Tensor, nn
 
 from autopar.capture import Earlier, capture
-from autopar.ir.text import print_program
+from autopar.ir.text.text import print_program
 
 
 def causal_by_places(net: Net, h: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.capture.forms import Elementwise, Form, elementwise_key, infer, strides_of
-from autopar.capture.results import Results, _memory
+from autopar.capture.trace.forms import Elementwise, Form, elementwise_key, infer, strides_of
+from autopar.capture.trace.results import Results, _memory
 from autopar.torch_compat import FakeTensorMode, op_names, schema_of, storage_of
 
 aten = torch.ops.aten

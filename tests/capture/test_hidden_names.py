@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar.capture import tables
+from autopar.capture.inputs import tables
 
 # Those that a walk over a model would call, and some that users like.
 NAMES = (

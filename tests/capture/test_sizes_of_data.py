@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import BatchError, CaptureError
-from autopar.parallel import programs
+from autopar.parallel.programs import programs
 
 Body = Callable[[Tensor, Tensor, Tensor], Tensor]  # of rows [12, 8] with weights behind them, numbers [12], marks [12]
 

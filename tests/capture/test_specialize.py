@@ -12,9 +12,9 @@ from processes import Ranks
 from torch import Tensor, nn
 
 import autopar
-from autopar.capture.reads import Read
+from autopar.capture.data.reads import Read
 from autopar.errors import BatchError, CaptureError
-from autopar.parallel import programs
+from autopar.parallel.programs import programs
 
 LINE = __file__
 

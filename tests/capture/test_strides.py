@@ -1,7 +1,7 @@
 """Kernels get operands of any strides: a piece, a transposed view or an expanded value is not contiguous.
 
 Eager autograd makes some gradients contiguous before it calls a kernel that reads them as if they were; those calls
-are not in a graph of values. The executor makes up for them (`_CONTIGUOUS` in `runtime/direct.py`).
+are not in a graph of values. The executor makes up for them (`_CONTIGUOUS` in `runtime/kernels/direct.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from rule_brute_force import RUN_AS, Sample, op_of, tensors_in, with_tensors
 from test_rules import samples  # noqa: F401  a fixture
 
-from autopar.runtime.callables import function_of
+from autopar.runtime.executor.callables import function_of
 
 Strided = Callable[[torch.Tensor], torch.Tensor]
 

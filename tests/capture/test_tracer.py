@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from autopar.capture.decompositions import decompositions
-from autopar.capture.normalise import functional
-from autopar.capture.tracer import trace
+from autopar.capture.ops.decompositions import decompositions
+from autopar.capture.trace.normalise import functional
+from autopar.capture.trace.tracer import trace
 from autopar.torch_compat import FakeTensorMode
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from autopar import verify
 from autopar.api import compile
-from autopar.capture.raised_windows import as_strided, istft, stft
+from autopar.capture.ops.raised_windows import as_strided, istft, stft
 
 
 def dense(draw: random.Random, memory: Tensor) -> Tensor:

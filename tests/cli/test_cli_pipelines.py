@@ -14,8 +14,8 @@ import torch
 
 import autopar
 from autopar.cli import commands as cli
-from autopar.cli.options import Options
-from autopar.compiler.options import options_of
+from autopar.cli.arguments.command_options import Options
+from autopar.compiler.check_options import options_of
 from autopar.errors import PlanError
 from autopar.ir.options import StepOptions
 from autopar.report.inspection import collectives_text

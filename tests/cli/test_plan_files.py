@@ -10,7 +10,7 @@ import torch
 from test_cli_bad import JOB, call, filled
 
 from autopar.machines import machine_text, named
-from autopar.planning.decisions import read_plan
+from autopar.planning.space.decisions import read_plan
 
 PLAN = 'mesh = "dp=2"\nzero = 1\nmicrobatches = 2\n'
 # JOB says microbatches=4 and zero=3 itself: PLAN goes before. BARE: the same plan without microbatches.

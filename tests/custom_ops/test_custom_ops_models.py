@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import autopar
 from autopar.custom_ops.registry import CUSTOM_OPS, CustomOps, register_rule
 from autopar.errors import ArtifactError, RuleError, WrongRule
-from autopar.ir.fused import fused_of
+from autopar.ir.ops.fused import fused_of
 from autopar.ir.program import record
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

@@ -19,17 +19,17 @@ import torch
 from rule_brute_force import tensors_in, with_tensors
 from torch import Tensor, nn
 
-import autopar.runtime.kernels
+import autopar.runtime.executor.kernel_table
+from autopar.compiler.check_options import options_of
 from autopar.compiler.compile import compile_step
 from autopar.compiler.meshes import mesh_of
-from autopar.compiler.options import options_of
 from autopar.errors import CaptureError
 from autopar.ir.program import record
-from autopar.runtime.executor import Executable
-from autopar.runtime.virtual import VirtualMesh
+from autopar.runtime.executor.executor import Executable
+from autopar.runtime.ranks.virtual import VirtualMesh
 from autopar.torch_compat import schema_of
-from autopar.verification.inputs import scattered
-from autopar.verification.virtual import Virtual
+from autopar.verification.virtual_inputs import scattered
+from autopar.verification.virtual_side import Virtual
 
 DTYPES = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05, torch.complex64: 1e-3}  # with a tolerance
 LARGEST = 20_000  # elements of one sample

@@ -17,16 +17,16 @@ import autopar
 from autopar.capture import capture
 from autopar.compiled import Compiled
 from autopar.ir.mesh import parse_mesh
-from autopar.ir.ops import op
+from autopar.ir.ops.ops import op
 from autopar.ir.options import StepOptions
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, record, set_record
 from autopar.passes import run_passes
 from autopar.verification import places
-from autopar.verification.comparison import Table
 from autopar.verification.copies import copied
-from autopar.verification.noise import Limits, Trained
-from autopar.verification.rounding import Rounded
+from autopar.verification.judge.comparison import Table
+from autopar.verification.judge.noise import Limits, Trained
+from autopar.verification.judge.rounding import Rounded
 from autopar.verification.verify import verify_compiled
 
 INF, KEY = float("inf"), ("gradient", "w")

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from autopar.errors import AutoparError
 from autopar.torch_compat import local_of
-from autopar.verification.rounding import Rounded
+from autopar.verification.judge.rounding import Rounded
 from benchmarks.journeys import ranks
 from benchmarks.journeys.actions import ACTIONS, Action
 from benchmarks.journeys.compare import floats_of, leaves_of

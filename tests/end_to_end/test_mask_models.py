@@ -13,7 +13,7 @@ from verified import verified
 
 import autopar
 from autopar.compiled import Compiled
-from autopar.runtime import compared_blocks
+from autopar.runtime.attention import compared_blocks
 
 TIME, ROWS, WORDS = 24, 4, 40
 SIZES = {

@@ -16,18 +16,18 @@ import autopar
 from autopar.capture import Captured, capture
 from autopar.compiled import Compiled
 from autopar.ir.mesh import parse_mesh
-from autopar.ir.ops import op
+from autopar.ir.ops.ops import op
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, record, set_record
 from autopar.job import Job
 from autopar.parallel.module import ParallelModule
 from autopar.passes import run_passes
-from autopar.verification import noise
-from autopar.verification.comparison import Report, Row, Table
-from autopar.verification.distributed import verify_on_ranks
-from autopar.verification.noise import Limits, Trained, judged
-from autopar.verification.rounding import Rounded
+from autopar.verification.judge import noise
+from autopar.verification.judge.comparison import Report, Row, Table
+from autopar.verification.judge.noise import Limits, Trained, judged
+from autopar.verification.judge.rounding import Rounded
 from autopar.verification.verify import descent, verify_compiled
+from autopar.verification.verify_ranks import verify_on_ranks
 
 Case = tuple[nn.Module, tuple[Tensor, Tensor]]
 

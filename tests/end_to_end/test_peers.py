@@ -9,11 +9,11 @@ import torch.distributed as dist
 from autopar.errors import RankError
 from autopar.ir.mesh import parse_mesh
 from autopar.ir.schedule import Action, Instruction
-from autopar.parallel.agreement import lost_peers
-from autopar.runtime.distributed import DistributedDriver
-from autopar.runtime.groups import Group
-from autopar.runtime.p2p import LEAVING, Peers
-from autopar.runtime.pipeline import Send
+from autopar.parallel.agree.agreement import lost_peers
+from autopar.runtime.pipeline.run_pipeline import Send
+from autopar.runtime.ranks.distributed import DistributedDriver
+from autopar.runtime.ranks.p2p import LEAVING, Peers
+from autopar.runtime.ranks.process_groups import Group
 
 
 class Leaving:

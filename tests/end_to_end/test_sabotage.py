@@ -20,21 +20,21 @@ from torch import Tensor, fx, nn
 from autopar.capture import Captured, capture
 from autopar.compiled import Compiled
 from autopar.errors import VerificationError
+from autopar.ir.check.check_levels import verify as verify_level
 from autopar.ir.layout import PARTIAL_KINDS
 from autopar.ir.mesh import parse_mesh
-from autopar.ir.ops import is_collective, op
+from autopar.ir.ops.ops import is_collective, op
 from autopar.ir.options import StepOptions
 from autopar.ir.plan import Plan
 from autopar.ir.program import Level, Program, record, set_record
-from autopar.ir.verify import verify as verify_level
 from autopar.passes import run_passes
-from autopar.passes.bucket import bucket
-from autopar.passes.check_rules import check_rules
-from autopar.passes.partition import partition
-from autopar.passes.propagate import propagate
-from autopar.passes.reshard import reshard
+from autopar.passes.collectives.check_rules import check_rules
+from autopar.passes.collectives.partition import partition
+from autopar.passes.collectives.reshard import reshard
+from autopar.passes.overlap.bucket import bucket
 from autopar.passes.rules import TABLE
 from autopar.passes.rules.rule import Call, Rule, Table
+from autopar.passes.search.propagate import propagate
 from autopar.verification.verify import Report, verify_compiled
 
 ROWS, MESH = 6, "dp=2,tp=2"

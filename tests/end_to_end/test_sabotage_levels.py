@@ -12,14 +12,14 @@ from torch import fx
 
 from autopar.capture import capture
 from autopar.errors import VerificationError
+from autopar.ir.check.check_levels import verify
 from autopar.ir.layout import parse_layout, replicated
 from autopar.ir.mesh import parse_mesh
-from autopar.ir.ops import op
+from autopar.ir.ops.ops import op
 from autopar.ir.plan import Plan
 from autopar.ir.program import Input, Level, Output, Program, Record, TensorType, record, set_record
-from autopar.ir.verify import verify
 from autopar.passes import run_passes
-from autopar.passes.check_rules import check_rules
+from autopar.passes.collectives.check_rules import check_rules
 
 Break = Callable[[Program], Program | None]
 PLAN = Plan(parse_mesh("dp=2,tp=2"))

@@ -16,18 +16,18 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.capture import Captured, capture
+from autopar.compiler.check_options import options_of
 from autopar.compiler.compile import lower
 from autopar.compiler.lowered import Lowered
-from autopar.compiler.options import options_of
 from autopar.ir.mesh import parse_mesh
-from autopar.ir.ops import is_collective, op
+from autopar.ir.ops.ops import is_collective, op
 from autopar.job import Job
 from autopar.parallel.module import ParallelModule
 from autopar.verification import lifted
-from autopar.verification.comparison import Report, Table
-from autopar.verification.distributed import verify_on_ranks
 from autopar.verification.dtypes import cast, module_in
+from autopar.verification.judge.comparison import Report, Table
 from autopar.verification.verify import verify_compiled
+from autopar.verification.verify_ranks import verify_on_ranks
 
 ROWS = 8
 

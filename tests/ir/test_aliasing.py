@@ -1,4 +1,4 @@
-"""What `autopar/ir/aliasing.py` reads from schemas, beside what the ops do with the samples of their rules."""
+"""What `autopar/ir/ops/aliasing.py` reads from schemas, beside what the ops do with the samples of their rules."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rule_samples import r
 from rule_samples_all import every_sample
 from torch import fx
 
-from autopar.ir import aliasing
-from autopar.ir.aliasing import is_fresh, is_view, is_whole_view, may_return_operand
-from autopar.ir.ops import op
+from autopar.ir.ops import aliasing
+from autopar.ir.ops.aliasing import is_fresh, is_view, is_whole_view, may_return_operand
+from autopar.ir.ops.ops import op
 from autopar.passes.rules import TABLE
-from autopar.runtime.callables import function_of
-from autopar.runtime.lifetime import lifetimes
+from autopar.runtime.executor.callables import function_of
+from autopar.runtime.executor.lifetime import lifetimes
 from autopar.torch_compat import is_composite, schema_of
 
 aten = torch.ops.aten

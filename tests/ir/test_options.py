@@ -14,8 +14,8 @@ import pytest
 import torch
 from conftest import ROOT
 
-from autopar.cli.options import FLAGS
-from autopar.compiler.options import options_of
+from autopar.cli.arguments.command_options import FLAGS
+from autopar.compiler.check_options import options_of
 from autopar.errors import AutoparError
 from autopar.ir.options import StepKeywords, StepOptions, option_texts, short_text
 from autopar.passes.schedules import SCHEDULES

@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from autopar.ir.program import Builder, erase_unused, record
-from autopar.ir.text import parse_program, print_program
+from autopar.ir.text.text import parse_program, print_program
 
 aten = torch.ops.aten
 TEXT = """CAPTURED program

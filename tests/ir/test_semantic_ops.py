@@ -1,4 +1,5 @@
-"""Every semantic op that `autopar/ir/ops.py` declares has all that an op needs: a new one fails here until it has."""
+"""Every semantic op that `autopar/ir/ops/ops.py` declares has all that an op needs: a new one fails here until it
+has."""
 
 from __future__ import annotations
 
@@ -10,14 +11,14 @@ from semantic_examples import semantic_examples
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.capture import functions
-from autopar.ir.aliasing import is_fresh
-from autopar.ir.ops import SEMANTIC, SemanticOp, op
+from autopar.capture.ops import functions
+from autopar.ir.ops.aliasing import is_fresh
+from autopar.ir.ops.ops import SEMANTIC, SemanticOp, op
 from autopar.passes.precision.kinds import STATISTICS, Kind, kind_of
 from autopar.passes.rules import TABLE
 from autopar.report.memory.meta_kernels import ON_CPU
-from autopar.runtime.decompositions import decomposed
-from autopar.runtime.kernels import KERNELS
+from autopar.runtime.compilers.compiler_decompositions import decomposed
+from autopar.runtime.executor.kernel_table import KERNELS
 
 each = pytest.mark.parametrize("one", SEMANTIC, ids=lambda one: one.name)
 
@@ -42,8 +43,8 @@ def missing(one: SemanticOp, examples: dict[str, Any]) -> list[str]:
         "a rule: a row in passes/rules/": name in TABLE,
         "a kernel: an entry of KERNELS in a file of runtime/": name in kernels,
         "a precision: one of Kind": one.precision in kinds and kind_of(name).value == one.precision,
-        "a gradient: a Function in capture/functions.py": hasattr(functions, one.gradient) if one.gradient else excused,
-        "a stand-in for its random bits: in report/memory/meta_kernels.py":
+        "a gradient: a Function in capture/ops/functions.py": hasattr(functions, one.gradient) if one.gradient else
+        excused, "a stand-in for its random bits: in report/memory/meta_kernels.py":
             not one.random or (name in kernels and kernels[name].run in ON_CPU),
         "an example: in tests/support/semantic_examples.py": one.name in examples,
     }  # fmt: skip

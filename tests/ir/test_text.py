@@ -16,10 +16,10 @@ from autopar.api import compile
 from autopar.errors import ArtifactError
 from autopar.ir.layout import Layout, parse_layout, replicated
 from autopar.ir.mesh import parse_mesh
-from autopar.ir.names import find_target, target_name
-from autopar.ir.ops import op
+from autopar.ir.ops.names import find_target, target_name
+from autopar.ir.ops.ops import op
 from autopar.ir.program import Input, Level, Output, Program, Record, TensorType, record, set_record
-from autopar.ir.text import diff_programs, dtype_name, parse_program, print_node, print_program
+from autopar.ir.text.text import diff_programs, dtype_name, parse_program, print_node, print_program
 
 aten = torch.ops.aten
 

@@ -11,8 +11,8 @@ import torch
 
 from autopar.machines import named
 from autopar.machines.fit import Point, fit_curve, fit_device, fit_link, fits
+from autopar.machines.measurement_plan import SIZES, items_of
 from autopar.machines.model import FRESH, MESSAGE, PRODUCTS, Curve, Group, Machine
-from autopar.machines.plan import SIZES, items_of
 from autopar.machines.samples import PRODUCT, SHARED, STREAM, UPDATE, Call, Item, Sample
 from autopar.machines.workload import (
     KINDS,

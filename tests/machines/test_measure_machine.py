@@ -19,9 +19,9 @@ from autopar.cli.measuring import _groups, _Together, _Transfers, ranks_asked
 from autopar.errors import MachineError
 from autopar.machines import named, read_machine
 from autopar.machines.fit import fits
-from autopar.machines.measure import Alone, measure
+from autopar.machines.measure_calls import Alone, measure
+from autopar.machines.measurement_plan import items_of, measure_machine
 from autopar.machines.model import MESSAGE, NORM, Group, Machine
-from autopar.machines.plan import items_of, measure_machine
 from autopar.machines.runners import CACHES, SETS, CudaRunner, HostRunner
 from autopar.machines.samples import PRODUCT, SHARED, STREAM, UPDATE, Call, Item, Transfer
 from autopar.machines.workload import KINDS, attentions, least, products, streams, transfers

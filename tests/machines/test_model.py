@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.ir.measure import group_of
 from autopar.ir.mesh import parse_mesh
+from autopar.ir.ops.measure import group_of
 from autopar.machines import named
 from autopar.machines.model import Curve, Device, Group, Link, Machine
 

@@ -13,7 +13,7 @@ from processes import Ranks
 from torch import Tensor, nn
 
 import autopar
-from autopar.parallel.agreement import WIDTH, Agreement
+from autopar.parallel.agree.agreement import WIDTH, Agreement
 
 pytestmark = pytest.mark.gloo
 BATCH = torch.ones(12, 16), torch.zeros(12, 8)

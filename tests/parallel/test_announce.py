@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import autopar
 from autopar.errors import RankError
-from autopar.parallel.agreement import name_ranks
+from autopar.parallel.agree.agreement import name_ranks
 
 pytestmark = pytest.mark.gloo
 SECONDS = 10.0  # a loaded machine's seconds

@@ -14,10 +14,10 @@ from processes import Ranks
 from torch import Tensor, nn
 
 import autopar
-from autopar.capture.containers import take_call_apart
+from autopar.capture.inputs.containers import take_call_apart
 from autopar.errors import BatchError, RankError
-from autopar.parallel import digests
-from autopar.parallel.digests import EVERY, SAMPLE
+from autopar.parallel.batches import digests
+from autopar.parallel.batches.digests import EVERY, SAMPLE
 
 ONE = digests._Digest()
 

@@ -8,7 +8,7 @@ from processes import ranks_of
 from torch import Tensor, nn
 
 from autopar.job import Job
-from autopar.verification.distributed import verify_on_ranks
+from autopar.verification.verify_ranks import verify_on_ranks
 
 pytestmark = pytest.mark.gloo
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
 import autopar
-from autopar.runtime import distributed
+from autopar.runtime.ranks import distributed
 
 ROWS, TIME, VOCABULARY = 4, 24, 40
 Result = dict[str, Any]

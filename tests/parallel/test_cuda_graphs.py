@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import AutoparError, CompileError
-from autopar.runtime.graphs import DryGraph, GraphRunner
-from autopar.runtime.recorder import Recorder
+from autopar.runtime.compilers.cuda_graphs import DryGraph, GraphRunner
+from autopar.runtime.ranks.recorder import Recorder
 
 DRY: Any = "dry-run"
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.errors import AutoparError
-from autopar.parallel import joining
-from autopar.parallel.devices import device_of_rank
-from autopar.parallel.joining import Asked, join
+from autopar.parallel.session import joining
+from autopar.parallel.session.devices import device_of_rank
+from autopar.parallel.session.joining import Asked, join
 from autopar.settings import Settings
 
 

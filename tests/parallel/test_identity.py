@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import autopar
 from autopar.errors import AutoparError, RankError
-from autopar.parallel.parameter import ParameterTensor
+from autopar.parallel.tensors.parameter import ParameterTensor
 from autopar.torch_identity import SlotlessDTensor
 
 

@@ -121,7 +121,7 @@ def test_a_length_has_the_layouts_of_the_first(monkeypatch: pytest.MonkeyPatch) 
     alone = _compile(model, 9, {})
     structure, layouts = first.decided
     assert alone.decided == (structure, layouts)
-    monkeypatch.setattr(importlib.import_module("autopar.passes.propagate"), "axis_searches", _never)
+    monkeypatch.setattr(importlib.import_module("autopar.passes.search.propagate"), "axis_searches", _never)
     second = _compile(model, 9, {structure: layouts})
     assert second.text() == alone.text()
     with pytest.raises(AssertionError, match="searched"):  # another branch
@@ -206,7 +206,7 @@ class Weighted(nn.Module):
 
 def test_programs_of_further_lengths_are_made_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also with a number that became an input after two changes, whose values are those of each step."""
-    foreseen = importlib.import_module("autopar.capture.earlier").Foreseen
+    foreseen = importlib.import_module("autopar.capture.resizing.earlier").Foreseen
     program, made = foreseen.program, list[int]()
     monkeypatch.setattr(foreseen, "program", lambda self: made.append(1) or program(self))
     one, other = Weighted().double(), Weighted().double()

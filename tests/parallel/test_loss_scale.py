@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import autopar
 from autopar.errors import PlanError
-from autopar.parallel.loss_scale import LossScale
+from autopar.parallel.session.loss_scale import LossScale
 
 CPU = torch.device("cpu")
 

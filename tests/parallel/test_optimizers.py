@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import autopar
 from autopar.ir.layout import parse_layout
 from autopar.ir.mesh import parse_mesh
-from autopar.parallel.distribute import Distributor
-from autopar.parallel.parameter import ParameterTensor
+from autopar.parallel.tensors.parameter import ParameterTensor
+from autopar.parallel.weights.distribute import Distributor
 
 OPTIMIZERS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("SGD", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),

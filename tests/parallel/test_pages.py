@@ -12,7 +12,7 @@ MIB = 2**20
 HELD = 256  # MiB, in tensors that glibc takes from its heap
 SCRIPT = f"""
 import os, torch
-from autopar.parallel.devices import compute_on
+from autopar.parallel.session.devices import compute_on
 from autopar.settings import Settings
 
 def held():

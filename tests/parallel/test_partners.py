@@ -18,7 +18,7 @@ from autopar.capture.capture import capture
 from autopar.errors import AutoparError, CaptureError, MeshError
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import StepOptions
-from autopar.parallel.partners import check_partners
+from autopar.parallel.weights.owners import check_partners
 
 TOLERANCE = 1e-9
 

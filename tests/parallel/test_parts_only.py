@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autopar
 from autopar.errors import CaptureError
-from autopar.parallel.distribute import SMALL
+from autopar.parallel.weights.distribute import SMALL
 from autopar.report.memory.track import Tracker
 from autopar.torch_compat import FakeTensor, local_of
 

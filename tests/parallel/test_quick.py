@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.parallel import operators
-from autopar.parallel.parameter import ParameterTensor
+from autopar.parallel.tensors import operators
+from autopar.parallel.tensors.parameter import ParameterTensor
 from autopar.torch_compat import spec_of
 
 OF_ONE = ("add", "add_", "div", "div_", "mul", "mul_", "sub", "sub_")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import AutoparError, RankError
-from autopar.parallel.replicas import PIECE, _digests, _Part, digest, every_of, weights_of
+from autopar.parallel.weights.replicas import PIECE, _digests, _Part, digest, every_of, weights_of
 from autopar.report.memory.track import Tracker
 
 pytestmark = pytest.mark.gloo

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 import autopar
 from autopar.errors import AutoparError
-from autopar.parallel.random_state import RandomState
+from autopar.parallel.session.random_state import RandomState
 
 pytestmark = pytest.mark.gloo
 

@@ -14,7 +14,7 @@ from torch import nn
 import autopar
 from autopar.errors import BatchError
 from autopar.ir.program import record
-from autopar.parallel import programs
+from autopar.parallel.programs import programs
 
 pytestmark = pytest.mark.gloo
 

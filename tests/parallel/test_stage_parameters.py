@@ -16,7 +16,7 @@ import autopar
 from autopar.errors import AutoparError
 from autopar.ir.layout import local_part, parse_layout
 from autopar.parallel.module import ParallelModule
-from autopar.parallel.parameter import ParameterTensor, accumulate
+from autopar.parallel.tensors.parameter import ParameterTensor, accumulate
 from autopar.torch_compat import TorchDispatchMode, local_of
 from autopar.torch_identity import SlotlessDTensor
 

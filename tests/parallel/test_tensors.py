@@ -18,8 +18,8 @@ import autopar
 from autopar.errors import AutoparError, RankError
 from autopar.ir.layout import parse_layout
 from autopar.ir.mesh import parse_mesh
-from autopar.parallel.distribute import Distributor
-from autopar.parallel.parameter import ParameterTensor
+from autopar.parallel.tensors.parameter import ParameterTensor
+from autopar.parallel.weights.distribute import Distributor
 from autopar.torch_compat import SUBCLASSED_DTENSORS
 
 pytestmark = pytest.mark.gloo

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
 from autopar.ir.layout import Layout, fits
-from autopar.parallel.distribute import Distributor
+from autopar.parallel.weights.distribute import Distributor
 from autopar.torch_compat import tree_flatten, tree_unflatten
 
 pytestmark = pytest.mark.gloo

@@ -26,10 +26,10 @@ from models import mlp
 from torch import nn
 
 import autopar
-from autopar.capture.containers import take_call_apart
-from autopar.capture.guards import Change
-from autopar.capture.spots import Spot
-from autopar.parallel.batches import signature_lines
+from autopar.capture.inputs.containers import take_call_apart
+from autopar.capture.python.guards import Change
+from autopar.capture.python.spots import Spot
+from autopar.parallel.batches.batch_checks import signature_lines
 
 FOLDER = Path(__file__).resolve().parent
 

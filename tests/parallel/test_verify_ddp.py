@@ -13,16 +13,17 @@ from processes import Ranks
 from torch import Tensor, nn
 
 import autopar
-from autopar.capture.containers import map_tensors
+from autopar.capture.inputs.containers import map_tensors
 from autopar.errors import BatchError, PlanError
 from autopar.job import Job
-from autopar.parallel import own_batch, stepping
-from autopar.parallel.own_batch import Together
-from autopar.verification import virtual
-from autopar.verification.comparison import Report
-from autopar.verification.distributed import verify_on_ranks
+from autopar.parallel import stepping
+from autopar.parallel.programs import own_batch
+from autopar.parallel.programs.own_batch import Together
+from autopar.verification import virtual_side
 from autopar.verification.dtypes import cast
+from autopar.verification.judge.comparison import Report
 from autopar.verification.verify import descent
+from autopar.verification.verify_ranks import verify_on_ranks
 
 
 def _dropout(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -124,7 +125,7 @@ def test_the_mean_is_named_where_every_program_is_right(monkeypatch: pytest.Monk
 
 
 def test_one_seed_for_all_places_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(virtual, "seeds_of", lambda seed, count: [seed] * count)
+    monkeypatch.setattr(virtual_side, "seeds_of", lambda seed, count: [seed] * count)
     assert not verified("own masks", "dp=2", (4, 4), steps=1).ok
 
 

@@ -14,12 +14,12 @@ import autopar
 from autopar.ir.layout import local_part, parse_layout
 from autopar.ir.mesh import parse_mesh
 from autopar.ir.program import record
-from autopar.ir.text import parse_program
+from autopar.ir.text.text import parse_program
 from autopar.machines import Machine
 from autopar.machines.model import TILE
-from autopar.passes.causal import causal_pairs
-from autopar.passes.node_costs import node_times
-from autopar.runtime.ring_blocks import blocks_of, runs_at
+from autopar.passes.costs.causal import causal_pairs
+from autopar.passes.costs.node_costs import node_times
+from autopar.runtime.attention.ring_blocks import blocks_of, runs_at
 
 B, H, S, D = 2, 4, 1024, 32
 FLAT = Machine.flat(1e3, 1e15, 1e15, 0.0, 0.0)  # nothing costs but products

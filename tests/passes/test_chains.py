@@ -17,16 +17,16 @@ from verified import verified
 import autopar
 from autopar.capture import capture
 from autopar.compiled import Compiled
+from autopar.compiler.check_options import options_of
 from autopar.compiler.compile import batch_arguments, lower
 from autopar.compiler.meshes import mesh_of
-from autopar.compiler.options import options_of
 from autopar.errors import VerificationError
+from autopar.ir.check.check_levels import verify
 from autopar.ir.layout import local_shape
-from autopar.ir.ops import op
+from autopar.ir.ops.ops import op
 from autopar.ir.program import Level, record
-from autopar.ir.text import parse_program, print_program
-from autopar.ir.verify import verify
-from autopar.runtime import chains as turns
+from autopar.ir.text.text import parse_program, print_program
+from autopar.runtime.kernels import run_chain as turns
 from autopar.verification.verify import verify_compiled
 
 ROWS, TIME, WIDTH = 4, 16, 6

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.compiled import Compiled
-from autopar.ir.ops import op
+from autopar.ir.ops.ops import op
 from autopar.ir.program import record
 
 WORDS, WIDTH, LENGTH = 96, 16, 12
@@ -237,7 +237,7 @@ def test_the_logits_of_a_large_vocabulary_are_gone() -> None:
 
 def test_a_dropped_chunk_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Test the tester: a sum over chunks that forgets one."""
-    chunks = importlib.import_module("autopar.passes.chunk_loss")._Chunks
+    chunks = importlib.import_module("autopar.passes.chunked_loss.chunk_loss")._Chunks
     whole = chunks._sum
 
     def forgetful(self: Any, node: Any, total: Any, part: Any, i: int) -> Any:

@@ -16,8 +16,8 @@ from verified import verified
 import autopar
 from autopar.compiled import Compiled
 from autopar.ir.program import record
-from autopar.passes import mask_values
-from autopar.runtime import compared_blocks
+from autopar.passes.masks import mask_values
+from autopar.runtime.attention import compared_blocks
 
 ROWS, TIME, WIDTH = 4, 24, 32
 sdpa = F.scaled_dot_product_attention

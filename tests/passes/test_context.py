@@ -17,7 +17,8 @@ import autopar
 from autopar.compiled import Compiled
 from autopar.errors import LayoutError, MeshError
 from autopar.ir.program import record
-from autopar.runtime import attention, attention_runs, mesh_ops
+from autopar.runtime.attention import attention_runs, attention_whole
+from autopar.runtime.collectives import mesh_ops
 
 ROWS, TIME, WIDTH, VOCABULARY = 4, 24, 32, 40
 
@@ -144,7 +145,7 @@ def test_causal_pieces_are_mirrored_and_balanced(monkeypatch: pytest.MonkeyPatch
             def count(q: Tensor, k: Tensor, v: Tensor, mask: Any, causal: bool, scale: float, rank: int = rank) -> Any:
                 s, t = q.shape[2], k.shape[2]
                 pairs[rank].append(s * (s + 1) // 2 if causal else s * t)
-                return attention.attention(q, k, v, mask, causal, scale)
+                return attention_whole.attention(q, k, v, mask, causal, scale)
 
             q, k = torch.randn(1, 1, 2 * w, 4), torch.randn(1, 1, TIME, 4)
             attention_runs.attention_of_runs(count, q, k, k, None, 1.0, starts)

@@ -15,8 +15,8 @@ from autopar.compiler.meshes import mesh_of
 from autopar.ir.options import StepOptions
 from autopar.ir.plan import Plan
 from autopar.passes import run_passes
-from autopar.passes.pipeline.cut import Limits, Line, forward_nodes
-from autopar.passes.pipeline.when import When, times_of
+from autopar.passes.pipeline.cuts.cut import Limits, Line, forward_nodes
+from autopar.passes.pipeline.cuts.when import When, times_of
 
 
 class Uneven(nn.Module):

@@ -12,14 +12,14 @@ from shares import share
 from test_golden import compare
 
 import autopar
-from autopar.ir.ops import op
+from autopar.ir.check.check_levels import verify
+from autopar.ir.ops.ops import op
 from autopar.ir.plan import Fixed, Plan
 from autopar.ir.program import Program, record
-from autopar.ir.text import parse_program, print_program
-from autopar.ir.verify import verify
+from autopar.ir.text.text import parse_program, print_program
 from autopar.machines import Machine, named
-from autopar.passes.decompose import decompose
-from autopar.passes.node_costs import node_times
+from autopar.passes.costs.node_costs import node_times
+from autopar.passes.overlap.decompose import decompose
 
 # Products and links take about as long, copies and calls nothing: what can be cut pays.
 WORTH = Fixed(machine=Machine.flat(1e2, 1e5, 1e1, 1e-3, 1e-3))

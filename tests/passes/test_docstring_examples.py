@@ -26,20 +26,20 @@ from test_golden import STEPS, compare
 from test_golden_pipeline import text_of
 from torch import fx
 
+from autopar.ir.check.check_levels import verify
 from autopar.ir.plan import Plan
 from autopar.ir.program import Level, Program, TensorType, is_gathered_input
 from autopar.ir.schedule import Action, Costs, Flow, Work
-from autopar.ir.text import parse_program, print_program
-from autopar.ir.verify import verify
+from autopar.ir.text.text import parse_program, print_program
 from autopar.passes import PASSES, make_pipeline
-from autopar.passes.check_rules import check_rules
-from autopar.passes.pipeline.cut import Stages
-from autopar.passes.pipeline.gathers import gathered_by_stage
-from autopar.passes.pipeline.pieces import Places
-from autopar.passes.pipeline.rematerialized import kept_across
+from autopar.passes.collectives.check_rules import check_rules
+from autopar.passes.pipeline.cuts.action_graphs import Places
+from autopar.passes.pipeline.cuts.cut import Stages
+from autopar.passes.pipeline.cuts.gathers import gathered_by_stage
+from autopar.passes.pipeline.cuts.rematerialized import kept_across
+from autopar.passes.pipeline.cuts.sums import sums_by_stage
+from autopar.passes.pipeline.cuts.when import times_of
 from autopar.passes.pipeline.stages import split_into_stages
-from autopar.passes.pipeline.sums import sums_by_stage
-from autopar.passes.pipeline.when import times_of
 from autopar.passes.schedules import SCHEDULES, parse_schedule, with_transfers
 
 _TWO = re.compile(r"((?:^    .*\n)+)becomes\n((?:^    .*\n?)+)", re.M)
@@ -168,14 +168,14 @@ def test_no_program_in_a_docstring_of_a_pass_is_left_untested() -> None:
 
 def test_other_programs_in_docstrings_are_as_the_printer_writes_them() -> None:
     found = [text for doc in DOCS if not doc.programs for text in _PROGRAM.findall(f"{doc.text}\n")]
-    assert found, "autopar/ir/text.py shows one"
+    assert found, "autopar/ir/text/text.py shows one"
     for text in map(unindented, found):
         assert print_program(parse_program(text)) == text
 
 
 def test_a_wrong_example_is_noticed() -> None:
     """Test the tester: another number after, another mesh, one line more and one less."""
-    name, before, after = EXAMPLES["autopar.passes.partition.partition.0"]
+    name, before, after = EXAMPLES["autopar.passes.collectives.partition.partition.0"]
     check(name, before, after)
     assert "tp=2" in before and "[8])" in after
     for wrong in (

@@ -18,21 +18,21 @@ from torch import fx
 
 from autopar.api import compile, parallelize
 from autopar.compiled import load
-from autopar.ir.fused import Fused, fused_of
+from autopar.ir.check.check_levels import verify
 from autopar.ir.layout import local_part
-from autopar.ir.ops import is_collective, op
+from autopar.ir.ops.fused import Fused, fused_of
+from autopar.ir.ops.ops import is_collective, op
+from autopar.ir.ops.unfused import in_place, unfused
 from autopar.ir.plan import Plan
 from autopar.ir.program import Level, Program, record
-from autopar.ir.text import parse_program, print_program
-from autopar.ir.unfused import in_place, unfused
-from autopar.ir.verify import verify
+from autopar.ir.text.text import parse_program, print_program
 from autopar.passes.fuse import fuse, fused
 from autopar.passes.fuse import groups as groups_module
 from autopar.passes.fuse.facts import Facts
 from autopar.passes.fuse.fits import MOST_VALUES
-from autopar.runtime.executor import Executable
-from autopar.runtime.fused import plain
-from autopar.runtime.virtual import VirtualMesh
+from autopar.runtime.executor.executor import Executable
+from autopar.runtime.executor.run_fused import plain
+from autopar.runtime.ranks.virtual import VirtualMesh
 from autopar.verification.verify import verify_compiled
 
 RANDOM = int(os.environ.get("AUTOPAR_RANDOM_GRAPHS", "40"))  # `AUTOPAR_RANDOM_GRAPHS=500 make ...` at night

@@ -8,8 +8,8 @@ from torch import nn
 
 import autopar
 from autopar.errors import VerificationError
-from autopar.ir import verify_fused
-from autopar.ir.fused import fused_of
+from autopar.ir.check import verify_fused
+from autopar.ir.ops.fused import fused_of
 
 
 class Mask(nn.Module):

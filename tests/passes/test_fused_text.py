@@ -7,10 +7,10 @@ import torch
 from test_fuse import groups_of
 
 from autopar.errors import ArtifactError, VerificationError
-from autopar.ir.fused import Fused
+from autopar.ir.check.check_levels import verify
+from autopar.ir.ops.fused import Fused
 from autopar.ir.program import Level, Program, record, set_record
-from autopar.ir.text import parse_program, print_program
-from autopar.ir.verify import verify
+from autopar.ir.text.text import parse_program, print_program
 from autopar.passes.fuse import fused
 
 aten = torch.ops.aten

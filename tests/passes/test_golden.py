@@ -16,19 +16,19 @@ import torch
 from plan_text import read_plan
 from torch import Tensor, fx
 
-import autopar.runtime.kernels  # noqa: F401  registers the kernels of our ops
-from autopar.ir.fused import fused_of
+import autopar.runtime.executor.kernel_table  # noqa: F401  registers the kernels of our ops
+from autopar.ir.check.check_levels import verify
 from autopar.ir.layout import combine, local_part, replica_error
-from autopar.ir.ops import is_mesh_op
+from autopar.ir.ops.fused import fused_of
+from autopar.ir.ops.ops import is_mesh_op
 from autopar.ir.plan import Plan
 from autopar.ir.program import Level, Program, record
-from autopar.ir.text import parse_program, print_program
-from autopar.ir.verify import verify
-from autopar.parallel.padding import beginning, pad_to
+from autopar.ir.text.text import parse_program, print_program
+from autopar.parallel.tensors.padding import beginning, pad_to
 from autopar.passes import PASSES
-from autopar.passes.check_rules import check_rules
-from autopar.runtime.executor import Executable
-from autopar.runtime.virtual import VirtualMesh
+from autopar.passes.collectives.check_rules import check_rules
+from autopar.runtime.executor.executor import Executable
+from autopar.runtime.ranks.virtual import VirtualMesh
 
 FOLDER = Path(__file__).parent / "golden"
 CASES = sorted(path.relative_to(FOLDER).with_suffix("").as_posix() for path in FOLDER.glob("*/*.txt"))

@@ -17,17 +17,17 @@ from plan_text import read_plan
 from test_golden import draw, on_one_device
 from torch import Tensor
 
-import autopar.runtime.kernels  # noqa: F401  registers the kernels of our ops
+import autopar.runtime.executor.kernel_table  # noqa: F401  registers the kernels of our ops
 from autopar.compiled import Compiled
 from autopar.ir.layout import Layout, combine, local_part, replica_error
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.plan import Plan
 from autopar.ir.program import Input, record
-from autopar.ir.text import parse_program, print_program
+from autopar.ir.text.text import parse_program, print_program
 from autopar.passes import make_pipeline, run_passes
-from autopar.runtime.inputs import inputs_of, slots_of
-from autopar.runtime.pipeline import compile_rank
-from autopar.runtime.virtual import VirtualMesh
+from autopar.runtime.executor.inputs import inputs_of, slots_of
+from autopar.runtime.pipeline.run_pipeline import compile_rank
+from autopar.runtime.ranks.virtual import VirtualMesh
 
 FOLDER = Path(__file__).parent / "golden_pipeline"
 CASES = sorted(path.stem for path in FOLDER.glob("*.txt"))

@@ -18,11 +18,11 @@ from torch.nn.utils.parametrizations import weight_norm
 import autopar
 from autopar.compiled import Compiled
 from autopar.errors import VerificationError
-from autopar.ir.measure import local_type
-from autopar.ir.ops import is_collective
+from autopar.ir.ops.measure import local_type
+from autopar.ir.ops.ops import is_collective
 from autopar.ir.program import operand_nodes, record
 from autopar.passes.search.items import Classes
-from autopar.verification.sums import sums_of_gradients, wrong_sums
+from autopar.verification.judge.sum_dtypes import sums_of_gradients, wrong_sums
 
 ASKED = [
     ({"precision": "bf16"}, F32),
@@ -188,7 +188,9 @@ def test_gradients_behind_views_move_in_buckets(name: str, options: dict[str, An
 
 
 def before_the_cast(monkeypatch: pytest.MonkeyPatch) -> None:
-    reshard = importlib.import_module("autopar.passes.reshard")  # the package has the function under this name
+    reshard = importlib.import_module(
+        "autopar.passes.collectives.reshard"
+    )  # the package has the function under this name
     monkeypatch.setattr(Classes, "is_short_term", lambda *_: False)
     monkeypatch.setattr(reshard._Reshard, "_is_rounded", lambda *_: False)
 

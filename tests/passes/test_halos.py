@@ -22,9 +22,9 @@ from autopar.compiled import Compiled
 from autopar.errors import BatchError, VerificationError
 from autopar.ir.plan import Fixed, Plan
 from autopar.ir.program import record
-from autopar.ir.text import parse_program
-from autopar.passes.check_rules import check_rules
-from autopar.runtime import collectives
+from autopar.ir.text.text import parse_program
+from autopar.passes.collectives.check_rules import check_rules
+from autopar.runtime.collectives import collectives
 
 ROWS, TIME, WIDTH = 4, 24, 8
 

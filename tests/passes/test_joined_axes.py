@@ -17,17 +17,18 @@ from torch.nn import functional
 import autopar
 from autopar.capture import Captured, capture
 from autopar.compiled import Compiled
+from autopar.compiler.check_options import options_of
 from autopar.compiler.compile import lower
-from autopar.compiler.options import options_of
 from autopar.ir.layout import parse_layout
-from autopar.ir.measure import local_type
 from autopar.ir.mesh import Mesh, parse_mesh
+from autopar.ir.ops.measure import local_type
 from autopar.ir.options import StepOptions
 from autopar.ir.plan import Plan
 from autopar.ir.program import operand_nodes, record
-from autopar.passes.zero import split_over
-from autopar.runtime import mesh_ops, virtual
-from autopar.verification.sums import sums_of_gradients, wrong_sums
+from autopar.passes.collectives.zero import split_over
+from autopar.runtime.collectives import mesh_ops
+from autopar.runtime.ranks import virtual
+from autopar.verification.judge.sum_dtypes import sums_of_gradients, wrong_sums
 from autopar.verification.verify import verify_compiled
 
 ROWS, TIME, WIDTH, HEADS, VOCABULARY = 8, 24, 16, 2, 24

@@ -14,11 +14,11 @@ from verified import verified
 import autopar
 from autopar.compiled import Compiled
 from autopar.ir.program import record
-from autopar.passes import longer_rows
-from autopar.runtime import compared_blocks
+from autopar.passes.lengths import longer_rows
+from autopar.runtime.attention import compared_blocks
 
 ROWS, PIXELS, WIDTH = 4, 16, 32
-lengthen_pass = sys.modules["autopar.passes.lengthen"]  # in the package the name is that of the function
+lengthen_pass = sys.modules["autopar.passes.lengths.lengthen"]  # in the package the name is that of the function
 
 
 @pytest.fixture(autouse=True)

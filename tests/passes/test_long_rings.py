@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.ir.ops import is_collective, op_name
+from autopar.ir.ops.ops import is_collective, op_name
 from autopar.machines import named
 from autopar.machines.model import Group
-from autopar.passes.bucket import FEWEST, bucket_limit
-from autopar.passes.prefetch import small_limit
+from autopar.passes.overlap.bucket import FEWEST, bucket_limit
+from autopar.passes.overlap.prefetch import small_limit
 
 H100 = named("h100-80g")
 WIDTH, LAYERS = 4096, 8  # a weight has 64 MiB

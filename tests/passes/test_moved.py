@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
-from autopar.ir.measure import local_bytes
-from autopar.ir.ops import op
+from autopar.ir.ops.measure import local_bytes
+from autopar.ir.ops.ops import op
 from autopar.ir.program import operand_nodes
 from autopar.machines import Machine
-from autopar.passes.moved import APART, LOOKUPS, OVER, PASSES
-from autopar.passes.node_costs import load_us, loads_of
-from autopar.passes.streams import run
+from autopar.passes.costs.moved import APART, LOOKUPS, OVER, PASSES
+from autopar.passes.costs.node_costs import load_us, loads_of
+from autopar.passes.costs.streams import run
 
 ROWS, WORDS, WIDTH = 6, 50, 8
 

@@ -14,13 +14,13 @@ from test_golden import compare
 from torch import Tensor, nn
 from verified import verified
 
-from autopar.ir.ops import is_collective, op
+from autopar.ir.check.check_levels import verify
+from autopar.ir.ops.ops import is_collective, op
 from autopar.ir.plan import Fixed
 from autopar.ir.program import record
-from autopar.ir.text import print_program
-from autopar.ir.verify import verify
+from autopar.ir.text.text import print_program
 from autopar.machines import Machine
-from autopar.passes.overlap import overlap
+from autopar.passes.overlap.overlap import overlap
 
 SLOW = Fixed(machine=Machine.flat(1e3, 1e2, 1e1, 1.0, 0.1))  # a machine that has to wait, at the sizes of tests
 EINSUM, WAIT = op("einsum"), op("wait")

@@ -9,7 +9,7 @@ from shares import share
 from torch import Tensor
 
 from autopar.passes.schedules import SCHEDULES, in_flight
-from autopar.runtime.pipeline import Totals
+from autopar.runtime.pipeline.run_pipeline import Totals
 
 TOLERANCE = 1e-12
 

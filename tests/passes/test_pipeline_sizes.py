@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from autopar.capture import capture
 from autopar.compiled import Compiled
+from autopar.compiler.check_options import options_of
 from autopar.compiler.compile import lower
 from autopar.compiler.meshes import mesh_of
-from autopar.compiler.options import options_of
 from autopar.ir.options import StepOptions
 from autopar.ir.plan import Fixed
 from autopar.verification.verify import verify_compiled

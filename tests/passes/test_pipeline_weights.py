@@ -15,8 +15,8 @@ from verified import verified
 
 from autopar.api import compile
 from autopar.errors import VerificationError
+from autopar.ir.check.check_levels import verify_pipeline
 from autopar.ir.program import record
-from autopar.ir.verify import verify_pipeline
 
 WIDTH = 12
 Penalty = Callable[[nn.Module], Tensor]

@@ -16,20 +16,20 @@ from torch import Tensor, fx, nn
 import autopar
 from autopar.capture import capture
 from autopar.compiled import Compiled
+from autopar.compiler.check_options import options_of
 from autopar.compiler.compile import lower
-from autopar.compiler.options import options_of
 from autopar.compiler.precision_check import check_device
 from autopar.errors import PlanError
 from autopar.ir.mesh import parse_mesh
-from autopar.ir.names import find_target
+from autopar.ir.ops.names import find_target
 from autopar.ir.options import StepOptions
 from autopar.ir.program import is_getitem, record
-from autopar.ir.text import parse_program, print_program
+from autopar.ir.text.text import parse_program, print_program
 from autopar.passes.precision.kinds import STATISTICS, Kind, kind_of
 from autopar.passes.rules import TABLE
-from autopar.runtime.callables import function_of
+from autopar.runtime.executor.callables import function_of
 from autopar.verification.verify import Report
-from autopar.verification.virtual import Virtual
+from autopar.verification.virtual_side import Virtual
 
 BF16, F32 = torch.bfloat16, torch.float32
 aten = torch.ops.aten

@@ -13,21 +13,21 @@ from recompute_case import MODELS, captured, check, compiled, duplicates, locali
 from torch import fx
 
 from autopar.ir.mesh import parse_mesh
-from autopar.ir.ops import is_collective, op
+from autopar.ir.ops.ops import is_collective, op
 from autopar.ir.options import StepOptions
 from autopar.ir.program import Builder, Program, is_getitem, record
-from autopar.ir.text import print_program
-from autopar.parallel.padding import padded_part
-from autopar.passes.node_costs import node_times
-from autopar.passes.pipeline.rematerialized import originals
+from autopar.ir.text.text import print_program
+from autopar.parallel.tensors.padding import padded_part
+from autopar.passes.costs.node_costs import node_times
+from autopar.passes.pipeline.cuts.rematerialized import originals
 from autopar.passes.recompute import recompute
 from autopar.report.inspection import memory_of
 from autopar.report.inspection_pipeline import saved_bytes
-from autopar.report.saved import saved_values
-from autopar.runtime import executor
-from autopar.runtime.executor import Executable
-from autopar.runtime.lifetime import Lifetimes, lifetimes
-from autopar.runtime.virtual import VirtualMesh
+from autopar.report.memory.saved import saved_values
+from autopar.runtime.executor import executor
+from autopar.runtime.executor.executor import Executable
+from autopar.runtime.executor.lifetime import Lifetimes, lifetimes
+from autopar.runtime.ranks.virtual import VirtualMesh
 
 MIXED = {"blocks.0": "full", "*": 0.9}
 PARITY: list[tuple[str, str, Any, dict[str, Any]]] = [

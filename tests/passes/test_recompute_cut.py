@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from autopar.passes.recompute.cut import Point, Problem, Value, frontier, least, nothing_again
+from autopar.passes.recompute.min_cut import Point, Problem, Value, frontier, least, nothing_again
 
 
 def problem(seed: int) -> Problem:

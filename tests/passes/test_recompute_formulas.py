@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from autopar.capture import Captured, capture
 from autopar.compiled import Compiled
+from autopar.compiler.check_options import options_of
 from autopar.compiler.compile import lower
-from autopar.compiler.options import options_of
 from autopar.ir.mesh import parse_mesh
 from autopar.ir.options import StepOptions
 from autopar.ir.program import Program, record
 from autopar.passes.recompute import recompute
 from autopar.report.inspection import memory_of
-from autopar.report.saved import recomputed_values
+from autopar.report.memory.saved import recomputed_values
 
 Sizes = tuple[int, int, int, int]  # batch, sequence, width, heads
 SIZES: list[Sizes] = [(2, 16, 64, 4), (4, 32, 128, 8)]

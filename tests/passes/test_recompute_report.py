@@ -7,7 +7,7 @@ from recompute_case import with_policy
 
 from autopar.errors import PlanError
 from autopar.report.inspection import memory_of
-from autopar.report.saved import recomputed_values, saved_text, saved_values
+from autopar.report.memory.saved import recomputed_values, saved_text, saved_values
 
 
 def test_a_budget_that_cannot_be_met_says_what_can() -> None:

@@ -263,7 +263,7 @@ def test_verify_sees_a_lost_state(monkeypatch: pytest.MonkeyPatch) -> None:
     def lost(build: Any, own: Any, *_: Any) -> Any:
         return own
 
-    monkeypatch.setattr(sys.modules["autopar.passes.partition"], "with_states_before", lost)
+    monkeypatch.setattr(sys.modules["autopar.passes.collectives.partition"], "with_states_before", lost)
     with pytest.raises(AssertionError, match="gradient"):
         verified(Looping(gated), ("cp=2",), None, (torch.randn(ROWS, TIME, WIDTH),))
 

@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-import autopar.runtime.kernels  # noqa: F401  registers the kernels of our ops
+import autopar.runtime.executor.kernel_table  # noqa: F401  registers the kernels of our ops
+from autopar.ir.check.check_levels import verify
 from autopar.ir.layout import Factor, Layout, combine, fits, local_part, parse_layout, replica_error
 from autopar.ir.mesh import Mesh, parse_mesh
-from autopar.ir.ops import is_collective, op
+from autopar.ir.ops.ops import is_collective, op
 from autopar.ir.plan import Plan
 from autopar.ir.program import Input, Level, Output, Program, Record, TensorType, record, set_record
-from autopar.ir.verify import verify
-from autopar.passes.partition import partition
-from autopar.passes.reshard import moves, reshard
-from autopar.runtime.executor import Executable
-from autopar.runtime.virtual import VirtualMesh
+from autopar.passes.collectives.partition import partition
+from autopar.passes.collectives.reshard import moves, reshard
+from autopar.runtime.executor.executor import Executable
+from autopar.runtime.ranks.virtual import VirtualMesh
 
 MESH = parse_mesh("dp=2,tp=3")
 SHAPES: list[tuple[int, ...]] = [(36,), (12, 36), (6, 12, 36), (), (24, 1), (6, 6)]

@@ -14,19 +14,19 @@ from verified import verified
 import autopar
 from autopar.compiled import Compiled
 from autopar.errors import VerificationError
+from autopar.ir.check.check_levels import verify
 from autopar.ir.layout import local_part, parse_layout
-from autopar.ir.ops import op
+from autopar.ir.ops.ops import op
+from autopar.ir.ops.ring_ops import RING_ATTENTION, RING_ATTENTION_BACKWARD, is_ring, messages_of
 from autopar.ir.program import record
-from autopar.ir.ring_ops import RING_ATTENTION, RING_ATTENTION_BACKWARD, is_ring, messages_of
-from autopar.ir.text import parse_program, print_program
-from autopar.ir.verify import verify
+from autopar.ir.text.text import parse_program, print_program
 from autopar.machines import Machine, named
-from autopar.passes.node_costs import node_times
-from autopar.passes.ring import hidden
-from autopar.runtime.inputs import inputs_of, slots_of
-from autopar.runtime.pipeline import compile_rank
-from autopar.runtime.recorder import COLLECTIVE, Recorder
-from autopar.runtime.virtual import VirtualMesh
+from autopar.passes.collectives.ring import hidden
+from autopar.passes.costs.node_costs import node_times
+from autopar.runtime.executor.inputs import inputs_of, slots_of
+from autopar.runtime.pipeline.run_pipeline import compile_rank
+from autopar.runtime.ranks.recorder import COLLECTIVE, Recorder
+from autopar.runtime.ranks.virtual import VirtualMesh
 
 H100 = named("h100-80g")
 
@@ -136,7 +136,7 @@ def test_bytes_are_those_of_the_formulas(kv_heads: int, dtype: str | None) -> No
 
 def test_messages_counted_are_the_messages_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """What `collectives` says, against the requests of a run; of all that is sent at a time."""
-    from autopar.runtime import virtual
+    from autopar.runtime.ranks import virtual
 
     sent: list[tuple[str, int]] = []
     together = virtual.together

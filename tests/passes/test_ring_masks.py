@@ -17,8 +17,8 @@ from verified import verified
 
 import autopar
 from autopar.compiled import Compiled
-from autopar.ir.ring_ops import RING_COMPARED, RING_COMPARED_BACKWARD, is_ring
-from autopar.runtime import attention_compared, compared_blocks, ring_kernels
+from autopar.ir.ops.ring_ops import RING_COMPARED, RING_COMPARED_BACKWARD, is_ring
+from autopar.runtime.attention import attention_compared, compared_blocks, ring_kernels
 from autopar.torch_compat import has_cpp_compiler
 
 needs_compiler = pytest.mark.skipif(not has_cpp_compiler(), reason="Inductor needs a C++ compiler (apt install g++)")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from autopar.ir.check.check_levels import verify
+from autopar.ir.ops.ring_ops import is_ring
 from autopar.ir.options import StepOptions
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.ir.ring_ops import is_ring
-from autopar.ir.text import parse_program
-from autopar.ir.verify import verify
-from autopar.passes.ring import ring
+from autopar.ir.text.text import parse_program
+from autopar.passes.collectives.ring import ring
 
 PIECE, WHOLE = "f32[1,1,4,2] of [1,1,8,2] [-,-,{outer}cp,-]", "f32[1,1,8,2] [-,-,-,-]"
 SUM = "f32[1,1,8,2] [-,-,-,-] partial(cp)"

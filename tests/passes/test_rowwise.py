@@ -14,7 +14,7 @@ from autopar.capture import capture
 from autopar.compiler.meshes import mesh_of
 from autopar.ir.plan import Plan
 from autopar.ir.program import record
-from autopar.passes.rowwise import Known, rowwise
+from autopar.passes.masks.rowwise import Known, rowwise
 
 Model = Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]
 

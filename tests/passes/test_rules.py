@@ -9,7 +9,7 @@ from rule_samples import r
 from rule_samples_all import every_sample
 
 from autopar.errors import RuleError
-from autopar.ir.ops import SEMANTIC
+from autopar.ir.ops.ops import SEMANTIC
 from autopar.passes.rules import TABLE, rule_of
 from autopar.passes.rules.build import build, named, replicated_rule
 from autopar.passes.rules.notation import instantiate, parse

@@ -23,9 +23,9 @@ from rule_brute_force import Sample, check, tensors_in, with_tensors
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.capture.canonical import view_of_copy
-from autopar.capture.decompositions import decompositions
-from autopar.ir.aliasing import is_fresh
+from autopar.capture.ops.canonical import view_of_copy
+from autopar.capture.ops.decompositions import decompositions
+from autopar.ir.ops.aliasing import is_fresh
 from autopar.passes.rules import TABLE
 
 SAMPLES_PER_OP = 6  # inputs taken of each op of the database

@@ -14,8 +14,8 @@ from verified import verified
 
 import autopar
 from autopar.errors import LayoutError
-from autopar.passes.carried import sees_before
-from autopar.runtime import compared_blocks
+from autopar.passes.collectives.carried import sees_before
+from autopar.runtime.attention import compared_blocks
 
 # That hide from each query what lies behind it; of the others some may be causal, but nobody knows.
 CAUSAL = ["window", "chunks", "padding", "padding of both", "documents", "documents, window and padding", "triangle",

@@ -19,7 +19,7 @@ from autopar.errors import BatchError, LayoutError, PlanError, ScheduleError
 from autopar.ir.options import StepOptions
 from autopar.ir.plan import Fixed
 from autopar.ir.program import record
-from autopar.runtime import slices as runtime_slices
+from autopar.runtime.pipeline import slices as runtime_slices
 
 ROWS, TIME, WIDTH, VOCABULARY = 4, 24, 32, 40
 

@@ -14,13 +14,13 @@ from unlike import unlike
 from autopar.capture import capture
 from autopar.ir.mesh import parse_mesh
 from autopar.ir.plan import Plan
-from autopar.passes.search import programme
-from autopar.passes.search import solve as search
 from autopar.passes.search.axes import AxisSearch, axis_searches, classes_of
-from autopar.passes.search.parts import parts_of
-from autopar.passes.search.problem import Edge, Problem
-from autopar.passes.search.programme import Found, Programme, programme_of
-from autopar.passes.search.solve import solve
+from autopar.passes.search.solver import programme
+from autopar.passes.search.solver import solve as search
+from autopar.passes.search.solver.parts import parts_of
+from autopar.passes.search.solver.problem import Edge, Problem
+from autopar.passes.search.solver.programme import Found, Programme, programme_of
+from autopar.passes.search.solver.solve import solve
 
 STATES = "xyz"
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.ir.text import parse_program
+from autopar.ir.text.text import parse_program
 from autopar.machines import Machine
-from autopar.passes.node_costs import node_times
-from autopar.passes.streams import Ran, run
+from autopar.passes.costs.node_costs import node_times
+from autopar.passes.costs.streams import Ran, run
 
 # Every call takes half a microsecond, a collective one, and one for ten bytes. (A text tells no FLOPs.)
 MACHINE = Machine.flat(10, 1e9, 10, 1.0, 0.5)

@@ -19,8 +19,8 @@ import autopar
 from autopar.compiled import Compiled
 from autopar.errors import BatchError, MeshError, PlanError, ScheduleError
 from autopar.ir.layout import local_part, parse_layout
-from autopar.ir.measure import local_type
 from autopar.ir.mesh import Mesh, parse_mesh
+from autopar.ir.ops.measure import local_type
 from autopar.ir.options import read_slices
 from autopar.ir.plan import Fixed
 from autopar.ir.program import record
@@ -28,9 +28,9 @@ from autopar.ir.schedule import Action
 from autopar.machines import named
 from autopar.passes.rules.rule import Reading, starts_of
 from autopar.report.inspection_pipeline import saved_bytes
-from autopar.report.timeline.show import picture_of
-from autopar.runtime import microbatches
-from autopar.runtime.counter import Counters, Runs
+from autopar.report.timeline.show_timeline import picture_of
+from autopar.runtime.kernels.counter import Counters, Runs
+from autopar.runtime.pipeline import microbatches
 
 LLAMA: dict[str, tuple[str, dict[str, Any]]] = {
     "two": ("pp=2", sliced([14, 10])),

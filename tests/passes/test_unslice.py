@@ -16,9 +16,9 @@ from autopar.api import compile
 from autopar.capture import capture
 from autopar.compiler.meshes import mesh_of
 from autopar.ir.plan import Plan
-from autopar.passes import sliced_rows
-from autopar.passes.reslice import reslice
-from autopar.passes.unslice import _Unslice, unslice
+from autopar.passes.lengths import sliced_rows
+from autopar.passes.lengths.reslice import reslice
+from autopar.passes.lengths.unslice import _Unslice, unslice
 
 WORDS, WIDTH, BATCH, TIME = 20, 12, 4, 24
 Loss = Callable[[Any, Tensor, Tensor], Any]

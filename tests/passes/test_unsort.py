@@ -13,8 +13,8 @@ from autopar.compiled import Compiled
 from autopar.compiler.meshes import mesh_of
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, record
-from autopar.passes.sorted_rows import SORTS
-from autopar.passes.unsort import unsort
+from autopar.passes.sorts.sorted_rows import SORTS
+from autopar.passes.sorts.unsort import unsort
 from autopar.verification.verify import verify
 
 TOPK = "aten.topk.default"  # of the router

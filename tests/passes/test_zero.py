@@ -16,17 +16,18 @@ from torch.nn import functional
 import autopar
 from autopar.capture import Captured, capture
 from autopar.compiled import Compiled
+from autopar.compiler.check_options import options_of
 from autopar.compiler.compile import lower
-from autopar.compiler.options import options_of
 from autopar.errors import PlanError
 from autopar.ir.layout import parse_layout
-from autopar.ir.measure import local_bytes, local_type
 from autopar.ir.mesh import parse_mesh
-from autopar.ir.ops import op
+from autopar.ir.ops.measure import local_bytes, local_type
+from autopar.ir.ops.ops import op
 from autopar.ir.program import operand_nodes, record
-from autopar.ir.text import print_program
-from autopar.passes.zero import stored_layout
-from autopar.runtime import mesh_ops, virtual
+from autopar.ir.text.text import print_program
+from autopar.passes.collectives.zero import stored_layout
+from autopar.runtime.collectives import mesh_ops
+from autopar.runtime.ranks import virtual
 from autopar.verification.verify import verify_compiled
 
 VOCABULARY, WIDTH = 11, 10

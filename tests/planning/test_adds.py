@@ -10,10 +10,10 @@ from plan_jobs import llama_job
 
 import autopar
 from autopar.machines import named
-from autopar.planning.candidates import Candidate
-from autopar.planning.layers import Layers
-from autopar.planning.plan import layers_of
-from autopar.planning.predict import predict
+from autopar.planning.planner import layers_of
+from autopar.planning.price.layers import Layers
+from autopar.planning.price.predict import predict
+from autopar.planning.space.candidates import Candidate
 
 MACHINE = named("h100-80g")
 SIZES = (4, 1024, 8, 2816, 8000, 512)  # so many weights for so few rows that the sums show

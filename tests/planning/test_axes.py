@@ -17,20 +17,20 @@ from torch import nn
 
 import autopar
 from autopar.errors import PlanError
-from autopar.ir.measure import group_of
 from autopar.ir.mesh import Mesh
+from autopar.ir.ops.measure import group_of
 from autopar.machines import Machine, named
 from autopar.machines.model import Group
 from autopar.planning.bounds import Bounds
-from autopar.planning.candidates import Candidate, Model, Space
-from autopar.planning.data_time import DataGroups
-from autopar.planning.fixed import WAYS, fixed_text, read_fixed
 from autopar.planning.jobs import layers_of
-from autopar.planning.layers import Layers
-from autopar.planning.orders import ORDER, orders
 from autopar.planning.others import reasons
-from autopar.planning.plan import Asked, Planned, planned
-from autopar.planning.predict import Prediction, predict
+from autopar.planning.planner import Asked, Planned, planned
+from autopar.planning.price.data_time import DataGroups
+from autopar.planning.price.layers import Layers
+from autopar.planning.price.predict import Prediction, predict
+from autopar.planning.space.axis_orders import ORDER, orders
+from autopar.planning.space.candidates import Candidate, Model, Space
+from autopar.planning.space.fixed import WAYS, fixed_text, read_fixed
 
 FLAT = Machine.flat(1e6, 1e5, 1e4, 2.0, 1.0)
 MACHINE = replace(FLAT, ranks=2, between=replace(FLAT.between, bandwidth=2e9, start_us=20.0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autopar.errors import PlanError
-from autopar.planning.batch_sizes import MOST, read_batches
+from autopar.planning.space.batch_sizes import MOST, read_batches
 
 RANGES = {
     (64, "256-512"): [256, 320, 384, 448, 512],

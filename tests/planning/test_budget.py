@@ -17,16 +17,16 @@ from torch import nn
 import autopar
 from autopar.errors import PlanError
 from autopar.machines import Machine
-from autopar.planning import budget
+from autopar.planning import layer_budget
 from autopar.planning.bounds import Bounds
-from autopar.planning.budget import MIXES, with_fewest
-from autopar.planning.candidates import LAYERS, Again, Candidate, Model, Space
-from autopar.planning.decisions import PLANNED, read_plan, write_plan
-from autopar.planning.layers import Layers
+from autopar.planning.find_plan import SAME
+from autopar.planning.layer_budget import MIXES, with_fewest
 from autopar.planning.others import frontier
-from autopar.planning.plan import Asked, Planned, candidates_of, layers_of, planned
-from autopar.planning.predict import Prediction, predict
-from autopar.planning.search import SAME
+from autopar.planning.planner import Asked, Planned, candidates_of, layers_of, planned
+from autopar.planning.price.layers import Layers
+from autopar.planning.price.predict import Prediction, predict
+from autopar.planning.space.candidates import LAYERS, Again, Candidate, Model, Space
+from autopar.planning.space.decisions import PLANNED, read_plan, write_plan
 
 MACHINE = Machine.flat(1e6, 1e5, 1e3, 2.0, 1.0)
 LENGTH, EQUAL, ROWS = 256, 6, 4
@@ -71,7 +71,7 @@ def test_each_layer_takes_time_and_leaves_memory(less: str, more: str) -> None:
 
 @pytest.mark.parametrize(("less", "more"), MIXES)
 def test_as_few_layers_as_fit(less: str, more: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budget, "MIXES", ((less, more),))
+    monkeypatch.setattr(layer_budget, "MIXES", ((less, more),))
     mix = mixed(less, more)
     for count in range(1, EQUAL):
         limit = with_count(count, mix).memory

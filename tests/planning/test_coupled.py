@@ -12,11 +12,11 @@ from torch import Tensor, nn
 import autopar
 from autopar.errors import PlanError
 from autopar.machines import Machine
-from autopar.planning.candidates import Candidate
 from autopar.planning.jobs import layers_of
-from autopar.planning.layers import Layers
-from autopar.planning.plan import Asked, planned
-from autopar.planning.predict import predict
+from autopar.planning.planner import Asked, planned
+from autopar.planning.price.layers import Layers
+from autopar.planning.price.predict import predict
+from autopar.planning.space.candidates import Candidate
 
 MACHINE = Machine.flat(1e6, 1e5, 1e4, 2.0, 1.0)
 ROWS, GPUS = 512, 4

@@ -8,7 +8,7 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 
-from autopar.planning.deal import Section, Sections, whole
+from autopar.planning.space.deal import Section, Sections, whole
 
 ENTRY, LAYER, BEHIND = [1.0, 0.5], [2.0, 5.0, 1.0, 3.0], [0.5, 8.0, 2.0]
 

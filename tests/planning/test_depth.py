@@ -8,10 +8,10 @@ from models import Llama, token_loss
 from torch import Tensor, nn
 
 from autopar.compiler.compile import capture_step
+from autopar.ir.check.check_levels import verify
 from autopar.ir.options import StepOptions
 from autopar.ir.program import Level, Program, record
-from autopar.ir.verify import verify
-from autopar.planning.depth import crossing, shallow
+from autopar.planning.shallow.depth import crossing, shallow
 
 
 def captured(model: nn.Module, loss_fn: object, *batch: Tensor) -> Program:

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from autopar.ir.options import StepOptions
 from autopar.machines import named
-from autopar.planning.captures import KEPT, LEAST_ROWS, Captures
-from autopar.planning.depth import shallow
-from autopar.planning.fewer import is_same, with_fewer
 from autopar.planning.jobs import layers_of_call
+from autopar.planning.shallow.captures import KEPT, LEAST_ROWS, Captures
+from autopar.planning.shallow.depth import shallow
+from autopar.planning.shallow.fewer import is_same, with_fewer
 
 LAYERS = 12
 

@@ -6,11 +6,11 @@ from plan_jobs import llama_job
 
 from autopar.machines import named
 from autopar.planning.bounds import Bounds, Work
-from autopar.planning.candidates import Candidate
-from autopar.planning.floor import Floor
-from autopar.planning.plan import layers_of
-from autopar.planning.predict import predict
-from autopar.planning.split import Split
+from autopar.planning.planner import layers_of
+from autopar.planning.price.predict import predict
+from autopar.planning.shallow.floor import Floor
+from autopar.planning.space.candidates import Candidate
+from autopar.planning.space.split import Split
 
 MACHINE = named("h100-80g")
 

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.machines import named
-from autopar.planning.candidates import Candidate
-from autopar.planning.layers import Layers
-from autopar.planning.pipelined import pipelined
-from autopar.planning.plan import Asked, layers_of, planned
-from autopar.planning.predict import predict
-from autopar.planning.rank_memory import rank_bytes
+from autopar.planning.planner import Asked, layers_of, planned
+from autopar.planning.price.layers import Layers
+from autopar.planning.price.pipelined import pipelined
+from autopar.planning.price.predict import predict
+from autopar.planning.price.rank_memory import rank_bytes
+from autopar.planning.space.candidates import Candidate
 
 MACHINE = named("h100-80g")
 EXACT, NEAR, CUT = 1e-3, 0.03, 0.045

@@ -11,10 +11,10 @@ from plan_jobs import llama_job
 import autopar
 from autopar.machines import Machine, named
 from autopar.planning.bounds import Bounds, Work
-from autopar.planning.candidates import Candidate
-from autopar.planning.layers import Layers
-from autopar.planning.plan import layers_of
-from autopar.planning.predict import predict
+from autopar.planning.planner import layers_of
+from autopar.planning.price.layers import Layers
+from autopar.planning.price.predict import predict
+from autopar.planning.space.candidates import Candidate
 
 LAUNCH = 200.0  # us
 NEAR, CUT = 0.03, 0.04  # where the compiler cuts one small weight from where the planner does, -3.5 %

@@ -16,15 +16,15 @@ from autopar.compiler.compile import capture_step
 from autopar.ir.options import StepOptions
 from autopar.ir.program import Program, record
 from autopar.machines import named
-from autopar.planning.between import between
-from autopar.planning.captures import KEPT, LEAST_ROWS, Captures
-from autopar.planning.cost import PEAKS
-from autopar.planning.depth import Rest, Shallow, shallow
-from autopar.planning.layers import Layers
-from autopar.planning.micro import HIGH, LOW, Micros
-from autopar.planning.sheets import Sheets
-from autopar.planning.split import Split
-from autopar.planning.stage import cut_at
+from autopar.planning.price.cost import PEAKS
+from autopar.planning.price.layers import Layers
+from autopar.planning.shallow.between import between
+from autopar.planning.shallow.captures import KEPT, LEAST_ROWS, Captures
+from autopar.planning.shallow.depth import Rest, Shallow, shallow
+from autopar.planning.shallow.sheets import Sheets
+from autopar.planning.shallow.stage_graphs import cut_at
+from autopar.planning.space.micro import HIGH, LOW, Micros
+from autopar.planning.space.split import Split
 
 MACHINE = named("h100-80g")
 SEQUENCE, OPTIONS = 256, StepOptions(precision="bf16")

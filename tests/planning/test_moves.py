@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autopar
-from autopar.ir.measure import local_bytes
-from autopar.ir.ops import is_collective, mesh_op_name, op
+from autopar.ir.ops.measure import local_bytes
+from autopar.ir.ops.ops import is_collective, mesh_op_name, op
 from autopar.ir.program import Program, record
 from autopar.machines import named
-from autopar.planning.candidates import Candidate
-from autopar.planning.layers import Layers
-from autopar.planning.pipelined import pipelined
-from autopar.planning.plan import layers_of
-from autopar.planning.predict import predict
+from autopar.planning.planner import layers_of
+from autopar.planning.price.layers import Layers
+from autopar.planning.price.pipelined import pipelined
+from autopar.planning.price.predict import predict
+from autopar.planning.space.candidates import Candidate
 
 MACHINE = named("h100-80g")
 DEPTH, WIDTH, WORDS, LENGTH = 5, 128, 512, 32

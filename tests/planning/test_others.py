@@ -19,11 +19,11 @@ from autopar.compiler.lowered import Lowered
 from autopar.errors import LayoutError, PlanError
 from autopar.machines import Machine
 from autopar.planning.jobs import layers_of
-from autopar.planning.layers import Layers
-from autopar.planning.micro import Micros, Split
 from autopar.planning.others import LESS, best_with, fastest, frontier, reasons, scales, with_batches
-from autopar.planning.plan import Asked, Planned, candidates_of, planned
-from autopar.planning.predict import Prediction, predict
+from autopar.planning.planner import Asked, Planned, candidates_of, planned
+from autopar.planning.price.layers import Layers
+from autopar.planning.price.predict import Prediction, predict
+from autopar.planning.space.micro import Micros, Split
 from autopar.report.plans import scales_text
 
 MACHINE = Machine.flat(1e3, 1e3, 1e3, 2.0, 0.1)

@@ -9,10 +9,10 @@ from plan_jobs import llama_job
 
 import autopar
 from autopar.machines import named
-from autopar.planning.candidates import Candidate
-from autopar.planning.layers import Layers
-from autopar.planning.plan import layers_of
-from autopar.planning.predict import predict
+from autopar.planning.planner import layers_of
+from autopar.planning.price.layers import Layers
+from autopar.planning.price.predict import predict
+from autopar.planning.space.candidates import Candidate
 
 MACHINE = named("h100-80g")
 NEAR, FULL = 0.04, 0.08  # of the time, and of the memory: where gradients of weights are apart too much is said

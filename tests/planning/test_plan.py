@@ -17,10 +17,10 @@ from autopar.cli import commands as cli
 from autopar.errors import PlanError
 from autopar.machines import Machine, named
 from autopar.planning.bounds import Bounds
-from autopar.planning.candidates import Candidate, Space
-from autopar.planning.layers import Layers
-from autopar.planning.plan import Asked, Planned, layers_of, plan
-from autopar.planning.predict import predict
+from autopar.planning.planner import Asked, Planned, layers_of, plan
+from autopar.planning.price.layers import Layers
+from autopar.planning.price.predict import predict
+from autopar.planning.space.candidates import Candidate, Space
 
 ROWS, GPUS = 4, 4
 PLAIN = {"recompute": "none"}  # so that there are few programs to make

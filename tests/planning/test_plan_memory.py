@@ -10,12 +10,12 @@ from models import Llama, token_loss
 
 import autopar
 from autopar.machines import named
-from autopar.planning.candidates import Candidate
-from autopar.planning.layers import Layers
-from autopar.planning.pipelined import pipelined
-from autopar.planning.plan import layers_of
-from autopar.planning.predict import predict
-from autopar.planning.rank_memory import rank_bytes
+from autopar.planning.planner import layers_of
+from autopar.planning.price.layers import Layers
+from autopar.planning.price.pipelined import pipelined
+from autopar.planning.price.predict import predict
+from autopar.planning.price.rank_memory import rank_bytes
+from autopar.planning.space.candidates import Candidate
 
 MACHINE = named("h100-80g")
 EXACT, NEAR = 1e-3, 0.04  # ZeRO-3 and gradients that leave as parts of larger values are not said to the byte

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from autopar.compiler.check_options import options_of
 from autopar.compiler.meshes import mesh_of
-from autopar.compiler.options import options_of
 from autopar.errors import TargetError
 from benchmarks.published.__main__ import lines
 from benchmarks.published.case import BACKWARD, FORWARD, MEMORY, STEP, Case, stages

@@ -16,13 +16,13 @@ import autopar
 from autopar.ir.mesh import Mesh
 from autopar.machines import Machine, named
 from autopar.planning.bounds import Bounds
-from autopar.planning.budget import MIXES, with_fewest
-from autopar.planning.candidates import LAYERS, Again, Candidate
-from autopar.planning.deal import Ranges
-from autopar.planning.decisions import PLANNED, read_plan, write_plan
-from autopar.planning.layers import Layers
-from autopar.planning.plan import Asked, Planned, candidates_of, layers_of, planned
-from autopar.planning.predict import Prediction, predict
+from autopar.planning.layer_budget import MIXES, with_fewest
+from autopar.planning.planner import Asked, Planned, candidates_of, layers_of, planned
+from autopar.planning.price.layers import Layers
+from autopar.planning.price.predict import Prediction, predict
+from autopar.planning.space.candidates import LAYERS, Again, Candidate
+from autopar.planning.space.deal import Ranges
+from autopar.planning.space.decisions import PLANNED, read_plan, write_plan
 from autopar.planning.stage_bound import Layer, most_layers, stored_apart
 from autopar.planning.stage_budget import Counts, Trials
 

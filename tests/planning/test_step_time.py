@@ -19,7 +19,7 @@ from autopar.ir.schedule import Action
 from autopar.machines import Machine, named
 from autopar.machines.model import ADAMW, TILE
 from autopar.planning import StepTime
-from autopar.planning.pipeline_time import emitted_costs
+from autopar.planning.price.pipeline_time import emitted_costs
 
 ROWS, WIDTH = 2**15, 2048
 FLAT = Machine.flat(1e3, 1e6, 1e5, 1e-3, 1e-3)  # nothing costs but products: 1e3 FLOPs a microsecond

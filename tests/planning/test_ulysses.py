@@ -12,23 +12,23 @@ from models import Llama, token_loss
 
 import autopar
 from autopar.compiled import Compiled
+from autopar.compiler.check_options import options_of
 from autopar.compiler.compile import compile_step
 from autopar.compiler.lowered import Lowered
 from autopar.compiler.meshes import mesh_of
-from autopar.compiler.options import options_of
 from autopar.errors import LayoutError, PlanError
 from autopar.ir.plan import Fixed
 from autopar.machines import Machine, named
 from autopar.machines.model import Group
 from autopar.passes.search.heads import head_splits
 from autopar.planning.bounds import Bounds
-from autopar.planning.candidates import Candidate, Model, Space
-from autopar.planning.data_time import DataGroups
 from autopar.planning.jobs import layers_of
-from autopar.planning.layers import Layers
-from autopar.planning.plan import Asked, planned
-from autopar.planning.predict import predict
-from autopar.planning.step_time import step_time
+from autopar.planning.planner import Asked, planned
+from autopar.planning.price.data_time import DataGroups
+from autopar.planning.price.layers import Layers
+from autopar.planning.price.predict import predict
+from autopar.planning.price.step_time import step_time
+from autopar.planning.space.candidates import Candidate, Model, Space
 
 WIDE = named("h100-80g")
 SMALL = replace(WIDE, ranks=2)  # of a node

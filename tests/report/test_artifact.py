@@ -13,7 +13,7 @@ from test_text import MLP, same
 
 from autopar.errors import ArtifactError
 from autopar.ir.mesh import Mesh, parse_mesh
-from autopar.ir.text import parse_program
+from autopar.ir.text.text import parse_program
 from autopar.report.artifact import artifact as artifact_module
 from autopar.report.artifact.artifact import INDEX, Artifact, load_programs, save_programs
 from autopar.report.artifact.readable import parse_ranges, rank_ranges

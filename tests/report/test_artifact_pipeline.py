@@ -16,14 +16,14 @@ from test_artifact import reseal
 import autopar
 from autopar.capture import capture
 from autopar.compiled import Compiled
+from autopar.compiler.check_options import options_of
 from autopar.compiler.compile import lower
-from autopar.compiler.options import options_of
 from autopar.errors import ArtifactError
 from autopar.ir.mesh import parse_mesh
-from autopar.ir.text import print_program
-from autopar.report.artifact.pipeline import parse_instruction, print_instruction
+from autopar.ir.text.text import print_program
+from autopar.report.artifact.pipeline_json import parse_instruction, print_instruction
 from autopar.verification.verify import cast, descent
-from autopar.verification.virtual import Virtual
+from autopar.verification.virtual_side import Virtual
 
 PIPELINE = "pipeline.json"
 

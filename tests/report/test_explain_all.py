@@ -24,8 +24,8 @@ from autopar.ir.layout import Layout
 from autopar.ir.mesh import parse_mesh
 from autopar.ir.plan import Fixed
 from autopar.ir.program import record
+from autopar.passes.rules.states import states_of
 from autopar.passes.search.explain import CHOSEN, SIZE, Decision, _Question
-from autopar.passes.search.states import states_of
 from autopar.report.explanation import _Finder
 
 SAMPLES = 6

@@ -23,7 +23,7 @@ import autopar
 from autopar.cli import commands as cli
 from autopar.compiled import Compiled
 from autopar.report.page import page_text
-from autopar.report.page.page import page_data
+from autopar.report.page.program_page import page_data
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 PAGE = Path(autopar.__file__).parent / "report" / "page"

@@ -13,11 +13,11 @@ from torch import nn
 
 import autopar
 from autopar.compiled import Compiled
+from autopar.compiler.check_options import options_of
 from autopar.compiler.meshes import mesh_of
-from autopar.compiler.options import options_of
 from autopar.errors import PlanError
 from autopar.ir.modules import unit_of
-from autopar.planning.batches import sizes_of
+from autopar.planning.space.batches import sizes_of
 from autopar.report.memory.formula import (
     WHOLE,
     Sizes,
@@ -26,7 +26,7 @@ from autopar.report.memory.formula import (
     saved_by_module,
     states_formula,
 )
-from autopar.report.memory.show import _builder
+from autopar.report.memory.show_memory import _builder
 
 a, b, h, s, P, T = sympy.symbols("a b h s P T", positive=True)
 

@@ -16,9 +16,9 @@ from autopar.ir.plan import Fixed
 from autopar.machines.files import named
 from autopar.report.memory.meta_kernels import ON_GPU, unlaunched
 from autopar.report.memory.track import Tracker
-from autopar.runtime.dropout import dropout, dropout_inplace
-from autopar.runtime.fused import plain
-from autopar.runtime.random import random
+from autopar.runtime.executor.run_fused import plain
+from autopar.runtime.kernels.dropout import dropout, dropout_inplace
+from autopar.runtime.kernels.random_kernels import random
 
 META = torch.device("meta")
 WIDTH, ROWS, FLOAT = 1024, 4096, 4
@@ -106,7 +106,7 @@ def test_a_group_without_a_kernel_takes_what_its_calls_take(caplog: pytest.LogCa
 
 def test_the_launcher_allocates_them(tmp_path: Path) -> None:
     """What runs, in memory of the CPU, allocates what the estimate says of as many processors."""
-    from autopar.runtime.triton.launch import FusedKernel
+    from autopar.runtime.triton.launch_kernel import FusedKernel
 
     class Nothing:
         def __getitem__(self, grid: tuple[int, ...]):

@@ -14,13 +14,13 @@ import autopar
 from autopar.compiled import Compiled
 from autopar.errors import TargetError
 from autopar.ir.layout import local_part
-from autopar.ir.ops import is_collective
-from autopar.report.timeline.show import picture_of
+from autopar.ir.ops.ops import is_collective
+from autopar.report.timeline.show_timeline import picture_of
 from autopar.report.timeline.trace import MERGED, measured_costs, merge_ranks, read_trace, timeline_of, write_rank
-from autopar.runtime.inputs import inputs_of, slots_of
-from autopar.runtime.pipeline import compile_rank
-from autopar.runtime.recorder import COLLECTIVE, OTHER, POSTED, RUN, WAITED, Event, Recorder
-from autopar.runtime.virtual import VirtualMesh
+from autopar.runtime.executor.inputs import inputs_of, slots_of
+from autopar.runtime.pipeline.run_pipeline import compile_rank
+from autopar.runtime.ranks.recorder import COLLECTIVE, OTHER, POSTED, RUN, WAITED, Event, Recorder
+from autopar.runtime.ranks.virtual import VirtualMesh
 
 
 @pytest.fixture(scope="module")

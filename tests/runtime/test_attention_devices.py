@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.runtime.attention import attention, attention_backward
-from autopar.runtime.attention_kernels import call_of, kernel_for
-from autopar.runtime.attention_plain import plain, plain_backward
+from autopar.runtime.attention.attention_kernels import call_of, kernel_for
+from autopar.runtime.attention.attention_plain import plain, plain_backward
+from autopar.runtime.attention.attention_whole import attention, attention_backward
 
 D, BF16, F16, F32 = torch.float64, torch.bfloat16, torch.float16, torch.float32
 TOLERANCE = {F32: 1e-4, F16: 1e-2, BF16: 6e-2}

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar.runtime.attention_dropout import dropped_attention, dropped_attention_backward
-from autopar.runtime.dropout import dropout
+from autopar.runtime.attention.attention_dropout import dropped_attention, dropped_attention_backward
+from autopar.runtime.kernels.dropout import dropout
 
 D = torch.float64
 SEED = torch.tensor([5, 9])
@@ -42,7 +42,7 @@ def square(model: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("rows", [100, 3])
 def test_it_is_dropout_of_the_probabilities(hk: int, causal: bool, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in blocks of a few queries."""
-    monkeypatch.setattr("autopar.runtime.attention_plain._BLOCK_BYTES_CPU", rows * 2 * 4 * 7 * 8)
+    monkeypatch.setattr("autopar.runtime.attention.attention_plain._BLOCK_BYTES_CPU", rows * 2 * 4 * 7 * 8)
     q, k, v = (torch.randn(2, heads, 7, 8, dtype=D, requires_grad=True) for heads in (4, hk, hk))
     mask, shape = torch.randn(7, 7, dtype=D), [2, 4, 7, 7]
     scores = q @ k.repeat_interleave(4 // hk, 1).mT * 0.4 + mask

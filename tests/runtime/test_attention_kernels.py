@@ -15,10 +15,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import autopar
 from autopar.compiled import Compiled
-from autopar.ir.ops import attention as meta_attention
-from autopar.runtime.attention import KERNELS
-from autopar.runtime.attention_kernels import PLAIN, TABLE, AttentionKernel, Call, Device, call_of, kernel_for
-from autopar.runtime.attention_plain import plain, plain_backward
+from autopar.ir.ops.ops import attention as meta_attention
+from autopar.runtime.attention.attention_kernels import PLAIN, TABLE, AttentionKernel, Call, Device, call_of, kernel_for
+from autopar.runtime.attention.attention_plain import plain, plain_backward
+from autopar.runtime.attention.attention_whole import KERNELS
 
 D = torch.float64
 DOCS = (Path(__file__).parents[2] / "docs/attention.md").read_text()

@@ -1,4 +1,4 @@
-"""Every collective of `autopar/ir/ops.py` has an algorithm and a layout, and the two agree."""
+"""Every collective of `autopar/ir/ops/ops.py` has an algorithm and a layout, and the two agree."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from autopar.custom_ops.brute_force import sum_of_halos, with_halo
+from autopar.ir.check.check_levels import moved_layout
 from autopar.ir.layout import Layout, combine, local_part
 from autopar.ir.mesh import Mesh
-from autopar.ir.ops import COLLECTIVES, CollectiveOp, collective_of, mesh_op_name, op, whole_of
-from autopar.ir.verify import moved_layout
+from autopar.ir.ops.ops import COLLECTIVES, CollectiveOp, collective_of, mesh_op_name, op, whole_of
 from autopar.passes.rules.rule import Halo
 from autopar.passes.search.costs import move_cost
-from autopar.runtime import mesh_ops
-from autopar.runtime.collectives import _BEGIN, Member, Move, begin, together
+from autopar.runtime.collectives import mesh_ops
+from autopar.runtime.collectives.collectives import _BEGIN, Member, Move, begin, together
 
 MESH = Mesh((("x", 3),))
 SPLIT, SPLIT_IN, MIRRORED = Layout((("x",), ())), Layout(((2, "x"), ())), Layout(((-2, "x"), ()))

@@ -17,15 +17,15 @@ import autopar
 from autopar.api import compile
 from autopar.compiled import Compiled
 from autopar.ir.layout import local_shape
-from autopar.ir.ops import op
+from autopar.ir.ops.ops import op
 from autopar.ir.program import record
 from autopar.passes.rules.creation import ROWS
 from autopar.report.memory.fake_group import fake_groups
-from autopar.runtime.direct import creates
-from autopar.runtime.distributed import DistributedDriver
-from autopar.runtime.executor import Executable
-from autopar.runtime.functional import FunctionalCollectives
-from autopar.runtime.rank_trace import RankTrace
+from autopar.runtime.compilers.functional import FunctionalCollectives
+from autopar.runtime.compilers.rank_trace import RankTrace
+from autopar.runtime.executor.executor import Executable
+from autopar.runtime.kernels.direct import creates
+from autopar.runtime.ranks.distributed import DistributedDriver
 from autopar.torch_compat import OpOverload
 
 META = torch.device("meta")

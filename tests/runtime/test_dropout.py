@@ -9,8 +9,8 @@ import math
 import pytest
 import torch
 
-from autopar.runtime.counter import Counters, Runs, keys_of
-from autopar.runtime.dropout import dropout, dropout_inplace
+from autopar.runtime.kernels.counter import Counters, Runs, keys_of
+from autopar.runtime.kernels.dropout import dropout, dropout_inplace
 
 pytestmark = pytest.mark.usefixtures("each_side")
 

@@ -10,8 +10,8 @@ from experts import experts_case
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from autopar.runtime import experts, host
-from autopar.runtime.experts import expert_mm, expert_mm_backward
+from autopar.runtime.kernels import experts, host
+from autopar.runtime.kernels.experts import expert_mm, expert_mm_backward
 from autopar.verification.verify import verify
 
 READS = {"tolist", "item", "__bool__", "__int__", "__float__", "__index__", "numpy", "cpu", "nonzero", "bincount"}

@@ -19,13 +19,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from autopar.errors import RankError
 from autopar.ir.mesh import Mesh, parse_mesh
-from autopar.ir.ops import op
+from autopar.ir.ops.ops import op
+from autopar.ir.ops.ring_ops import axes_of
 from autopar.ir.program import Record, TensorType, set_record
-from autopar.ir.ring_ops import axes_of
-from autopar.runtime.distributed import DistributedDriver
-from autopar.runtime.executor import Executable
-from autopar.runtime.groups import make_groups
-from autopar.runtime.virtual import VirtualMesh
+from autopar.runtime.executor.executor import Executable
+from autopar.runtime.ranks.distributed import DistributedDriver
+from autopar.runtime.ranks.process_groups import make_groups
+from autopar.runtime.ranks.virtual import VirtualMesh
 
 pytestmark = pytest.mark.gloo
 TIMEOUT = timedelta(seconds=20)

@@ -17,20 +17,20 @@ from processes import Ranks, ranks_of
 from torch import Tensor, nn
 
 import autopar
-from autopar.capture.containers import take_call_apart
+from autopar.capture.inputs.containers import take_call_apart
 from autopar.compiler.lowered import collectives_of
 from autopar.errors import BatchError, CompileError, RankError
 from autopar.ir.mesh import parse_mesh
-from autopar.ir.ops import op
+from autopar.ir.ops.ops import op
 from autopar.parallel.module import ParallelModule
-from autopar.parallel.portions import Given
+from autopar.parallel.programs.portions import Given
 from autopar.parallel.stepping import run_step
-from autopar.runtime.distributed import DistributedDriver
-from autopar.runtime.executor import Request
-from autopar.runtime.functional import FunctionalCollectives
-from autopar.runtime.groups import make_groups
-from autopar.runtime.inductor import Code, InductorProgram
-from autopar.runtime.recorder import Recorder
+from autopar.runtime.compilers.functional import FunctionalCollectives
+from autopar.runtime.compilers.inductor import Code, InductorProgram
+from autopar.runtime.executor.executor import Request
+from autopar.runtime.ranks.distributed import DistributedDriver
+from autopar.runtime.ranks.process_groups import make_groups
+from autopar.runtime.ranks.recorder import Recorder
 from autopar.torch_compat import has_cpp_compiler
 from autopar.verification.plain import Plain
 

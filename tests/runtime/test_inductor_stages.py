@@ -16,16 +16,16 @@ from processes import Ranks
 from torch import Tensor, nn
 
 import autopar
-from autopar.ir.measure import local_type
-from autopar.ir.ops import op
+from autopar.ir.ops.measure import local_type
+from autopar.ir.ops.ops import op
 from autopar.ir.pipeline import Pipeline
-from autopar.runtime import inductor
-from autopar.runtime.inductor_stages import compile_stages
-from autopar.runtime.microbatches import StageGraph, Turn
-from autopar.runtime.pipeline import compile_rank
-from autopar.runtime.slices import Carried
+from autopar.runtime.compilers import inductor
+from autopar.runtime.compilers.inductor_stages import compile_stages
+from autopar.runtime.pipeline.microbatches import StageGraph, Turn
+from autopar.runtime.pipeline.run_pipeline import compile_rank
+from autopar.runtime.pipeline.slices import Carried
 from autopar.torch_compat import has_cpp_compiler
-from autopar.verification.distributed import verify_on_ranks
+from autopar.verification.verify_ranks import verify_on_ranks
 
 needs_compiler = pytest.mark.skipif(not has_cpp_compiler(), reason="Inductor needs a C++ compiler (apt install g++)")
 SLICED = {"slices": 2, "schedule": "seq1f1b"}

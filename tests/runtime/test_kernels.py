@@ -8,15 +8,16 @@ import torch.nn.functional as F
 from semantic_examples import semantic_examples
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autopar.ir.ops import equation_shape, op
-from autopar.runtime import callables, direct
-from autopar.runtime.attention import attention, attention_backward
-from autopar.runtime.attention_plain import plain, plain_backward
-from autopar.runtime.contraction import add_contraction, contraction_plan, einsum
-from autopar.runtime.embedding import add_embedding_gradient, embedding, embedding_backward
-from autopar.runtime.experts import expert_mm, expert_mm_backward
-from autopar.runtime.kernels import KERNELS
-from autopar.runtime.losses import cross_entropy_backward, cross_entropy_backward_inplace, logsumexp, pick
+from autopar.ir.ops.ops import equation_shape, op
+from autopar.runtime.attention.attention_plain import plain, plain_backward
+from autopar.runtime.attention.attention_whole import attention, attention_backward
+from autopar.runtime.executor import callables
+from autopar.runtime.executor.kernel_table import KERNELS
+from autopar.runtime.kernels import direct
+from autopar.runtime.kernels.contraction import add_contraction, contraction_plan, einsum
+from autopar.runtime.kernels.embedding import add_embedding_gradient, embedding, embedding_backward
+from autopar.runtime.kernels.experts import expert_mm, expert_mm_backward
+from autopar.runtime.kernels.loss_kernels import cross_entropy_backward, cross_entropy_backward_inplace, logsumexp, pick
 from autopar.torch_compat import tree_map
 
 pytestmark = pytest.mark.usefixtures("each_side")

@@ -14,11 +14,11 @@ from test_gloo_driver import TIMEOUT, _join, _spawn
 from autopar.ir.mesh import parse_mesh
 from autopar.ir.program import TensorType
 from autopar.ir.schedule import Action, Instruction
-from autopar.parallel import making
+from autopar.parallel.programs import making
 from autopar.report.memory.fake_group import FakeGroup
-from autopar.runtime.groups import Group, connect, make_groups
-from autopar.runtime.p2p import Peers
-from autopar.runtime.pipeline import Send
+from autopar.runtime.pipeline.run_pipeline import Send
+from autopar.runtime.ranks.p2p import Peers
+from autopar.runtime.ranks.process_groups import Group, connect, make_groups
 
 VALUES = (
     torch.arange(6, dtype=torch.bfloat16).view(2, 3).t(),  # 12 bytes: what follows is aligned all the same

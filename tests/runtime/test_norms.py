@@ -11,7 +11,7 @@ from rule_brute_force import _rms_norm_backward
 from torch import Tensor, nn
 
 import autopar
-from autopar.runtime.norms import fused, fused_backward, rms_norm, rms_norm_backward
+from autopar.runtime.kernels.norm_kernels import fused, fused_backward, rms_norm, rms_norm_backward
 
 D, BF16 = torch.float64, torch.bfloat16
 

@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import autopar
-from autopar.ir.ops import op
-from autopar.runtime.counter import Counters, Runs, keys_of
-from autopar.runtime.indices import checked_index
-from autopar.runtime.kernels import KERNELS
-from autopar.runtime.losses import cross_entropy_backward
+from autopar.ir.ops.ops import op
+from autopar.runtime.executor.kernel_table import KERNELS
+from autopar.runtime.kernels.counter import Counters, Runs, keys_of
+from autopar.runtime.kernels.indices import checked_index
+from autopar.runtime.kernels.loss_kernels import cross_entropy_backward
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -118,21 +118,21 @@ def test_a_label_at_the_edge_of_a_piece_is_subtracted_once() -> None:
 
 # Files that may name a kind of device, with the reason.
 KINDS: dict[str, str] = {
-    "runtime/host.py": "it is the one that asks",
-    "runtime/attention_kernels.py": "flash kernels are for CUDA alone",
-    "runtime/experts.py": "whose grouped product reads nothing",
-    "runtime/norms.py": "whose fused kernel is for CUDA alone",
-    "runtime/gpu_kernels.py": "Triton is for CUDA alone",
-    "runtime/inductor.py": "which compiler must be installed",
-    "runtime/fused.py": "groups have kernels on CUDA, elsewhere in an interpreter",
+    "runtime/kernels/host.py": "it is the one that asks",
+    "runtime/attention/attention_kernels.py": "flash kernels are for CUDA alone",
+    "runtime/kernels/experts.py": "whose grouped product reads nothing",
+    "runtime/kernels/norm_kernels.py": "whose fused kernel is for CUDA alone",
+    "runtime/kernels/gpu_kernels.py": "Triton is for CUDA alone",
+    "runtime/compilers/inductor.py": "which compiler must be installed",
+    "runtime/executor/run_fused.py": "groups have kernels on CUDA, elsewhere in an interpreter",
     "runtime/triton/toolchain.py": "which Triton and which GPU there must be",
     "runtime/triton/configuration.py": "how many programs run at once",
-    "autopar/parallel/materialize.py": "whose generator is kept",
-    "autopar/parallel/draws.py": "whose generator draws",
-    "autopar/parallel/devices.py": "which GPU is a rank's",
-    "autopar/parallel/joining.py": "which back end connects the ranks",
-    "autopar/parallel/session.py": "which machine the search weighs by",
-    "autopar/parallel/place.py": "a mesh says the kind alone, without an index",
+    "autopar/parallel/weights/materialize.py": "whose generator is kept",
+    "autopar/parallel/tensors/draws.py": "whose generator draws",
+    "autopar/parallel/session/devices.py": "which GPU is a rank's",
+    "autopar/parallel/session/joining.py": "which back end connects the ranks",
+    "autopar/parallel/session/session.py": "which machine the search weighs by",
+    "autopar/parallel/tensors/place.py": "a mesh says the kind alone, without an index",
 }
 _ASKS = re.compile(r'(==|!=) "(cpu|cuda)"|\bis_cuda\b|\bis_cpu\b')
 

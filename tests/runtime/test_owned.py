@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-import autopar.runtime.kernels  # noqa: F401  registers the kernels of our ops
+import autopar.runtime.executor.kernel_table  # noqa: F401  registers the kernels of our ops
 from autopar.api import Compiled
 from autopar.capture import capture
 from autopar.compiler.meshes import mesh_of
@@ -24,14 +24,14 @@ from autopar.ir.options import StepOptions
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.plan import Plan
 from autopar.passes import make_pipeline, run_passes
-from autopar.runtime.executor import Executable
-from autopar.runtime.lines import code_of, graphs_at, on_executor, sums_of
-from autopar.runtime.microbatches import ExecutorGraph, StageGraph, Turn
-from autopar.runtime.owned import own_results, owned
-from autopar.runtime.pipeline import Finals, RankCode
-from autopar.runtime.virtual import VirtualMesh
-from autopar.verification.inputs import scattered
-from autopar.verification.virtual import Virtual
+from autopar.runtime.executor.executor import Executable
+from autopar.runtime.executor.owned import own_results, owned
+from autopar.runtime.pipeline.compiled_instructions import code_of, graphs_at, on_executor, sums_of
+from autopar.runtime.pipeline.microbatches import ExecutorGraph, StageGraph, Turn
+from autopar.runtime.pipeline.run_pipeline import Finals, RankCode
+from autopar.runtime.ranks.virtual import VirtualMesh
+from autopar.verification.virtual_inputs import scattered
+from autopar.verification.virtual_side import Virtual
 
 Owned = Callable[[Pipeline, Any], frozenset[fx.Node]]
 SEED = torch.tensor([3, 5])

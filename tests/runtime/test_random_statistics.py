@@ -9,8 +9,8 @@ import pytest
 import torch
 from scipy import stats
 
-from autopar.runtime.dropout import dropout
-from autopar.runtime.random import random
+from autopar.runtime.kernels.dropout import dropout
+from autopar.runtime.kernels.random_kernels import random
 
 N = 200_000
 SIGMA = 1 / math.sqrt(N)  # of a correlation of N independent pairs

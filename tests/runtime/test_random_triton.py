@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from autopar.runtime.dropout import dropout
-from autopar.runtime.gpu_kernels import triton_kernels
-from autopar.runtime.random import random
+from autopar.runtime.kernels.dropout import dropout
+from autopar.runtime.kernels.gpu_kernels import triton_kernels
+from autopar.runtime.kernels.random_kernels import random
 
 CASE = Path(__file__).resolve().parents[1] / "support" / "triton_case.py"
 

@@ -11,15 +11,15 @@ import torch
 from models import Llama, token_loss
 
 import autopar
-from autopar.ir.ops import op
-from autopar.ir.ring_ops import RING_ATTENTION, RING_ATTENTION_BACKWARD, RING_COMPARED, RING_COMPARED_BACKWARD
-from autopar.runtime import ring, ring_kernels
-from autopar.runtime.attention import attention, attention_backward
-from autopar.runtime.attention_compared import compared_attention, compared_attention_backward
-from autopar.runtime.collectives import together
-from autopar.runtime.mesh_ops import COORD, WAIT, pieces
-from autopar.runtime.ring_blocks import Runs, blocks_of, runs_at
-from autopar.runtime.ring_kernels import RINGS
+from autopar.ir.ops.ops import op
+from autopar.ir.ops.ring_ops import RING_ATTENTION, RING_ATTENTION_BACKWARD, RING_COMPARED, RING_COMPARED_BACKWARD
+from autopar.runtime.attention import ring_attention, ring_kernels
+from autopar.runtime.attention.attention_compared import compared_attention, compared_attention_backward
+from autopar.runtime.attention.attention_whole import attention, attention_backward
+from autopar.runtime.attention.ring_blocks import Runs, blocks_of, runs_at
+from autopar.runtime.attention.ring_kernels import RINGS
+from autopar.runtime.collectives.collectives import together
+from autopar.runtime.collectives.mesh_ops import COORD, WAIT, pieces
 
 # -- blocks ---------------------------------------------------------------------------------------------------------
 
@@ -166,7 +166,7 @@ def test_a_ring_under_a_condition(
     n: int, outer: int, condition: str, causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In blocks smaller than a piece: positions, a window, documents of each sample, padding; rows that see nothing."""
-    monkeypatch.setattr("autopar.runtime.compared_blocks._SIZE_CPU", 4)
+    monkeypatch.setattr("autopar.runtime.attention.compared_blocks._SIZE_CPU", 4)
     place, document = torch.arange(24).view(1, 1, 24), torch.tensor([[7], [15]]).le(torch.arange(24)).long()[:, None]
     pads = torch.ones(2, 1, 24, dtype=torch.bool)
     pads[0, :, :9], pads[1, :, 17:] = False, False
@@ -238,12 +238,14 @@ def _verified() -> Any:
 
 def _wrong_fold(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first rank's keys are taken to lie in order."""
-    monkeypatch.setattr(ring, "runs_at", lambda place, n, outer, count: runs_at(place, n, outer if place else 1, count))
+    monkeypatch.setattr(
+        ring_attention, "runs_at", lambda place, n, outer, count: runs_at(place, n, outer if place else 1, count)
+    )
 
 
 def _last_hop(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last message of keys and values does not arrive: the one before is used again."""
-    monkeypatch.setattr(ring, "_unpacked", _once_stale(ring._unpacked))
+    monkeypatch.setattr(ring_attention, "_unpacked", _once_stale(ring_attention._unpacked))
 
 
 def _once_stale(unpacked: Any) -> Any:
@@ -266,7 +268,7 @@ def _no_rescale(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """What goes round beside keys and values stays zero."""
-    monkeypatch.setattr(ring, "_add", lambda grads, parts: None)
+    monkeypatch.setattr(ring_attention, "_add", lambda grads, parts: None)
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ import torch
 from torch import fx
 
 from autopar.ir.layout import Layout, replicated
-from autopar.ir.ops import op
+from autopar.ir.ops.ops import op
 from autopar.ir.program import Record, TensorType, set_record
-from autopar.runtime.executor import Executable, Request, run
-from autopar.runtime.lifetime import lifetimes
+from autopar.runtime.executor.executor import Executable, Request, run
+from autopar.runtime.executor.lifetime import lifetimes
 
 aten = torch.ops.aten
 

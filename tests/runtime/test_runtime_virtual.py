@@ -13,11 +13,11 @@ from torch import fx
 from autopar.errors import RankError
 from autopar.ir.layout import Layout, combine, local_part, parse_layout
 from autopar.ir.mesh import Mesh, parse_mesh
-from autopar.ir.ops import op
+from autopar.ir.ops.ops import op
 from autopar.ir.program import Record, TensorType, set_record
-from autopar.runtime.executor import Executable
-from autopar.runtime.mesh_ops import axis_coord, axis_group, join, pieces
-from autopar.runtime.virtual import VirtualMesh
+from autopar.runtime.collectives.mesh_ops import axis_coord, axis_group, join, pieces
+from autopar.runtime.executor.executor import Executable
+from autopar.runtime.ranks.virtual import VirtualMesh
 
 MESH = parse_mesh("dp=2,tp=3")
 

@@ -15,13 +15,13 @@ from torch import fx
 
 from autopar.api import compile
 from autopar.ir.mesh import parse_mesh
-from autopar.ir.ops import op
+from autopar.ir.ops.ops import op
 from autopar.report.memory.fake_group import FakeGroup
-from autopar.runtime import distributed
-from autopar.runtime.distributed import DistributedDriver
-from autopar.runtime.executor import Executable
-from autopar.runtime.groups import Group
-from autopar.runtime.launches import joined
+from autopar.runtime.executor.executor import Executable
+from autopar.runtime.executor.launches import joined
+from autopar.runtime.ranks import distributed
+from autopar.runtime.ranks.distributed import DistributedDriver
+from autopar.runtime.ranks.process_groups import Group
 
 
 class Recording(FakeGroup):

@@ -10,7 +10,7 @@ import torch
 from hand_groups import group
 from triton_groups import CASES, DIMS, Case, Dims
 
-from autopar.runtime.fused import plain
+from autopar.runtime.executor.run_fused import plain
 
 CUDA = torch.device("cuda")
 APPROXIMATE = {torch.float32: 4e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}  # exponentials of a GPU are off a little

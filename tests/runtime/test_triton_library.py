@@ -19,14 +19,14 @@ from hand_groups import group
 from torch import Tensor
 
 from autopar.errors import CompileError
-from autopar.ir.fused import Fused
-from autopar.runtime.fused import kernels_for, plain
+from autopar.ir.ops.fused import Fused
+from autopar.runtime.executor.run_fused import kernels_for, plain
 from autopar.runtime.triton import source, toolchain
 from autopar.runtime.triton.emit import Kernel, emit
-from autopar.runtime.triton.launch import FusedKernel
-from autopar.runtime.triton.lower import lower
+from autopar.runtime.triton.launch_kernel import FusedKernel
+from autopar.runtime.triton.lowering.lower import lower
+from autopar.runtime.triton.lowering.values import CannotEmit
 from autopar.runtime.triton.toolchain import check_toolchain
-from autopar.runtime.triton.values import CannotEmit
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

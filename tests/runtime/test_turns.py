@@ -10,10 +10,10 @@ import pytest
 import torch
 from semantic_examples import STEP
 
-from autopar.ir.turns import messages, turns_of
-from autopar.runtime import chains
-from autopar.runtime.collectives import together
-from autopar.runtime.mesh_ops import COORD, WAIT, pieces
+from autopar.ir.ops.ring_ops import messages, turns_of
+from autopar.runtime.collectives.collectives import together
+from autopar.runtime.collectives.mesh_ops import COORD, WAIT, pieces
+from autopar.runtime.kernels import run_chain
 
 # an LSTM's state and a count of its steps, which is a number of another dtype
 TWO = (
@@ -34,7 +34,7 @@ def examples() -> dict[str, tuple[Any, ...]]:
 
 def turning(run: Any, *args: Any) -> Callable[[Any], Any]:
     """Makes the generator of a rank."""
-    return lambda ask: chains.in_turns(run, ask, *args)
+    return lambda ask: run_chain.in_turns(run, ask, *args)
 
 
 def driven(makes: list[Callable[[Any], Any]]) -> tuple[list[Any], int]:
@@ -57,13 +57,13 @@ def driven(makes: list[Callable[[Any], Any]]) -> tuple[list[Any], int]:
     return done, moved
 
 
-@pytest.mark.parametrize("run", (chains.run_steps, chains.called_steps), ids=("steps", "called"))
+@pytest.mark.parametrize("run", (run_chain.run_steps, run_chain.called_steps), ids=("steps", "called"))
 @pytest.mark.parametrize("reverse", (False, True))
 @pytest.mark.parametrize("outer", (1, 2, -2, -4))
 @pytest.mark.parametrize("size", (2, 3))
 def test_turns_are_the_whole(size: int, outer: int, reverse: bool, run: Any) -> None:
     for start, rows, fixed, step in examples().values():
-        whole = chains.chain(start, rows, fixed, step, reverse)
+        whole = run_chain.chain(start, rows, fixed, step, reverse)
         mine = [[pieces(row, size, 0, outer)[place] for row in rows] for place in range(size)]
         rest = fixed, step, reverse, "cp", size, outer
         makes = [turning(run, start, given, *rest) for given in mine]
@@ -79,7 +79,7 @@ def test_each_step_is_computed_once() -> None:
 
     def counted(place: int, *args: Any) -> Any:
         counts[place] += len(args[1][0])
-        return chains.run_steps(*args)
+        return run_chain.run_steps(*args)
 
     mine = [[pieces(rows[0], 3, 0, -2)[place]] for place in range(3)]
     rest = fixed, step, False, "cp", 3, -2

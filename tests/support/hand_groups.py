@@ -9,9 +9,9 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autopar.ir.fused import Fused
 from autopar.ir.layout import replicated
 from autopar.ir.mesh import Mesh
+from autopar.ir.ops.fused import Fused
 from autopar.ir.program import Record, TensorType, set_record
 
 _NUMBER = 2**40  # from here on integers stand for operands

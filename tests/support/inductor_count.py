@@ -84,8 +84,8 @@ def graphs(block: str, **options: Any) -> Iterator[tuple[str, Any]]:
 def ours(name: str, program: Any) -> Counted:
     """The same of the groups of a program, and of the calls that stand beside them: a kernel each. What a kernel reads
     of one value through several views is not more than that value."""
-    from autopar.ir.aliasing import is_fresh
-    from autopar.ir.ops import is_mesh_op
+    from autopar.ir.ops.aliasing import is_fresh
+    from autopar.ir.ops.ops import is_mesh_op
     from autopar.ir.program import is_getitem
 
     kernels, bytes_, calls = 0, 0, Counter()
@@ -101,8 +101,8 @@ def ours(name: str, program: Any) -> Counted:
 
 def _moved(node: Any, mesh: Any) -> int:
     """The bytes of a call's operands and results."""
-    from autopar.ir.measure import local_bytes
-    from autopar.ir.program import root_of
+    from autopar.ir.ops.measure import local_bytes
+    from autopar.ir.ops.storage import root_of
 
     read: dict[Any, int] = Counter()
     for operand in node.all_input_nodes:
@@ -151,10 +151,10 @@ def count(name: str, program: Any) -> Counted:
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    from autopar.ir.measure import local_type
-    from autopar.runtime.functional import FunctionalCollectives
-    from autopar.runtime.groups import Group
-    from autopar.runtime.rank_trace import RankTrace
+    from autopar.ir.ops.measure import local_type
+    from autopar.runtime.compilers.functional import FunctionalCollectives
+    from autopar.runtime.compilers.rank_trace import RankTrace
+    from autopar.runtime.ranks.process_groups import Group
 
     cpu, gpu, written = torch.device("cpu"), torch.device("cuda", 0), []
 

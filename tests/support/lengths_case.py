@@ -16,7 +16,7 @@ from autopar.ir.mesh import parse_mesh
 from autopar.ir.options import StepOptions
 from autopar.ir.plan import Fixed
 from autopar.ir.program import record
-from autopar.ir.text import print_program
+from autopar.ir.text.text import print_program
 from autopar.verification.verify import verify_compiled
 
 TOKENS, WIDTH, MOST, ROWS = 12, 8, 64, 4

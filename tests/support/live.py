@@ -11,11 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from autopar.ir.layout import local_part
-from autopar.ir.measure import local_bytes
+from autopar.ir.ops.measure import local_bytes
 from autopar.ir.program import Program, record
-from autopar.runtime.executor import Executable
-from autopar.runtime.lifetime import lifetimes
-from autopar.runtime.virtual import VirtualMesh
+from autopar.runtime.executor.executor import Executable
+from autopar.runtime.executor.lifetime import lifetimes
+from autopar.runtime.ranks.virtual import VirtualMesh
 
 
 class Live(TorchDispatchMode):

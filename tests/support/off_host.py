@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from autopar.runtime import host
+from autopar.runtime.kernels import host
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.passes import make_pipeline, run_passes
 from autopar.verification.plain import Plain
-from autopar.verification.virtual import Virtual
+from autopar.verification.virtual_side import Virtual
 
 ROWS, TIME, VOCABULARY = 56, 4, 12  # divided by 1, 2, 4, 7 and 8
 SEED = torch.tensor([3, 5])

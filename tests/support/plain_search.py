@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from autopar.passes.search.problem import Problem
+from autopar.passes.search.solver.problem import Problem
 
 INFEASIBLE = 2  # what milp says
 

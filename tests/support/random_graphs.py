@@ -15,8 +15,9 @@ from torch import fx
 
 from autopar.ir.layout import replicated
 from autopar.ir.mesh import Mesh
-from autopar.ir.ops import op
-from autopar.ir.program import Input, Level, Output, Program, Record, TensorType, record, root_of, set_record
+from autopar.ir.ops.ops import op
+from autopar.ir.ops.storage import root_of
+from autopar.ir.program import Input, Level, Output, Program, Record, TensorType, record, set_record
 
 aten = torch.ops.aten
 SHAPE = (2, 3, 8)

@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from autopar.capture import Captured, capture
 from autopar.compiled import Compiled
+from autopar.compiler.check_options import options_of
 from autopar.compiler.compile import lower
 from autopar.compiler.meshes import mesh_of
-from autopar.compiler.options import options_of
 from autopar.ir.options import StepOptions
 from autopar.ir.program import Program, record
 from autopar.passes.recompute import recompute

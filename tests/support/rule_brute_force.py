@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-import autopar.runtime.kernels  # noqa: F401  (registers the kernels of the semantic ops)
+import autopar.runtime.executor.kernel_table  # noqa: F401  (registers the kernels of the semantic ops)
 from autopar.custom_ops.brute_force import (
     Split,
     Tensors,
@@ -128,8 +128,8 @@ def check(
 
 
 def check_permuted(name: str, one: Sample, row: Row | None = None) -> int:
-    """Every name that may be split at any place may be permuted too: what `passes/unsort.py` rests on. The number of
-    names that were; a name that makes up a dim with others, or that an index points along, is none of them."""
+    """Every name that may be split at any place may be permuted too: what `passes/sorts/unsort.py` rests on. The number
+    of names that were; a name that makes up a dim with others, or that an index points along, is none of them."""
     call, operands, results = make_call(name, one)
     rule = (row or TABLE[name]).rule(call)
     tensors = (*rule.operands, *rule.results)

@@ -10,7 +10,7 @@ import math
 import torch
 from rule_brute_force import Sample, sample
 
-from autopar.ir.ops import op  # noqa: F401  (the ops of our own are defined on import)
+from autopar.ir.ops.ops import op  # noqa: F401  (the ops of our own are defined on import)
 
 F64, C128 = torch.float64, torch.complex128
 Samples = dict[str, list[Sample]]

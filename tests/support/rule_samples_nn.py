@@ -10,7 +10,7 @@ from rule_brute_force import Sample, op_of, run, sample
 from rule_samples import C128, F64, Samples, mask, n, r
 from semantic_examples import STEP
 
-from autopar.runtime.convolution import convolution
+from autopar.runtime.kernels.convolve import convolution
 
 aten = torch.ops.aten
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from autopar.runtime.attention import attention
-from autopar.runtime.attention_compared import compared_attention
-from autopar.runtime.attention_dropout import dropped_attention
+from autopar.runtime.attention.attention_compared import compared_attention
+from autopar.runtime.attention.attention_dropout import dropped_attention
+from autopar.runtime.attention.attention_whole import attention
 
 # of a recurrent network: h = tanh(h w + x)
 STEP = (

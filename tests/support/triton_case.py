@@ -14,12 +14,12 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from autopar.runtime import dropout as dropout_module
-from autopar.runtime import random as random_module
-from autopar.runtime import random_triton
-from autopar.runtime.counter import Runs
-from autopar.runtime.dropout import dropout, dropout_inplace
-from autopar.runtime.random import random
+from autopar.runtime.kernels import dropout as dropout_module
+from autopar.runtime.kernels import random_kernels as random_module
+from autopar.runtime.kernels import random_triton
+from autopar.runtime.kernels.counter import Runs
+from autopar.runtime.kernels.dropout import dropout, dropout_inplace
+from autopar.runtime.kernels.random_kernels import random
 
 PIECES = (  # whole, local, offsets
     ([3, 2001], [3, 2001], [0, 0]),

@@ -25,10 +25,10 @@ import torch
 from hand_groups import group
 from triton_groups import CASES, DIMS, LOOPED, MOVING, WIDTH_OF_LOOPS, Case, Dims
 
-from autopar.ir.fused import Fused
-from autopar.runtime.fused import plain
+from autopar.ir.ops.fused import Fused
+from autopar.runtime.executor.run_fused import plain
 from autopar.runtime.triton.emit import Kernel
-from autopar.runtime.triton.launch import FusedKernel
+from autopar.runtime.triton.launch_kernel import FusedKernel
 from autopar.runtime.triton.library import Library
 
 CPU = torch.device("cpu")

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import autopar.runtime.kernels  # noqa: F401  registers the semantic ops
-from autopar.ir.ops import op
+import autopar.runtime.executor.kernel_table  # noqa: F401  registers the semantic ops
+from autopar.ir.ops.ops import op
 
 aten = torch.ops.aten
 Dims = tuple[int, int, int]

@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 from triton_groups import CASES, Case
 
 from autopar.runtime.triton.emit import Kernel, emit
-from autopar.runtime.triton.lower import Lowered, lower
+from autopar.runtime.triton.lowering.lower import Lowered, lower
 from autopar.runtime.triton.source import load, name_of
 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"

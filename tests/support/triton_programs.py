@@ -11,12 +11,12 @@ import torch
 from gpt import GPT, GPTConfig
 
 import autopar
-from autopar.ir.fused import Fused, fused_of
-from autopar.ir.measure import local_type
+from autopar.ir.ops.fused import Fused, fused_of
+from autopar.ir.ops.measure import local_type
 from autopar.ir.program import record
 from autopar.passes.fuse.fuse import fused
 from autopar.runtime.triton.emit import emit
-from autopar.runtime.triton.lower import lower
+from autopar.runtime.triton.lowering.lower import lower
 
 MESHES: tuple[tuple[str, dict[str, Any]], ...] = (("dp=1", {}), ("dp=2,tp=2", {"precision": "bf16"}))
 

@@ -11,9 +11,9 @@ from torch import nn
 from autopar.capture import capture
 from autopar.capture.capture import LossFn
 from autopar.compiled import Compiled
+from autopar.compiler.check_options import options_of
 from autopar.compiler.compile import batch_arguments, lower
 from autopar.compiler.meshes import mesh_of
-from autopar.compiler.options import options_of
 from autopar.ir.options import StepKeywords
 from autopar.ir.plan import Fixed
 from autopar.torch_compat import tree_map

@@ -29,8 +29,8 @@ from autopar.ir.options import StepOptions
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.ir.text import parse_program, print_program
-from autopar.report.artifact.pipeline import parse_pipeline, pipeline_json
+from autopar.ir.text.text import parse_program, print_program
+from autopar.report.artifact.pipeline_json import parse_pipeline, pipeline_json
 from autopar.report.artifact.readable import parse_ranges, python_text, rank_ranges
 
 FORMAT = "autopar artifact"

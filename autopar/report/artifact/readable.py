@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.fused import fused_of
 from autopar.ir.mesh import Mesh
-from autopar.ir.names import target_name
-from autopar.ir.ops import is_collective
+from autopar.ir.ops.fused import fused_of
+from autopar.ir.ops.names import target_name
+from autopar.ir.ops.ops import is_collective
 from autopar.ir.program import Program, Record, record
-from autopar.ir.text import print_result, quote
+from autopar.ir.text.text import print_result, quote
 
 _BOUND = ("aten.", "autopar.", "operator.")  # by the header
 _HEADER = '''"""Graph '{graph}' of rank {ranks} on mesh {mesh}, for reading.

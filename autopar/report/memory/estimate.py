@@ -10,8 +10,9 @@ from torch import fx
 from autopar.compiler.lowered import Lowered
 from autopar.errors import PlanError, RankError, one_of
 from autopar.ir.mesh import PIPELINE
-from autopar.ir.ops import is_collective
-from autopar.ir.program import Program, is_getitem, is_view, record
+from autopar.ir.ops.ops import is_collective
+from autopar.ir.ops.storage import is_view
+from autopar.ir.program import Program, is_getitem, record
 from autopar.report.memory.position import BETWEEN, OPTIMIZER, Place
 from autopar.report.memory.report import (
     ACTIVATIONS,
@@ -26,7 +27,7 @@ from autopar.report.memory.report import (
     Moment,
     Value,
 )
-from autopar.report.memory.simulate import CPU_DEVICE, GPU_DEVICE, OptimizerMaker, Trace, simulate
+from autopar.report.memory.simulate_rank import CPU_DEVICE, GPU_DEVICE, OptimizerMaker, Trace, simulate
 from autopar.report.memory.track import Block
 
 LARGEST = 12  # values of a report

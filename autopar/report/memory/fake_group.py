@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from autopar.ir.mesh import Mesh
-from autopar.runtime.groups import Group
-from autopar.runtime.mesh_ops import axis_group
+from autopar.runtime.collectives.mesh_ops import axis_group
+from autopar.runtime.ranks.process_groups import Group
 
 
 class _Done(dist.Work):

@@ -17,7 +17,7 @@ from autopar.errors import PlanError
 from autopar.ir.modules import unit_of
 from autopar.ir.program import record
 from autopar.report.memory.report import GRADIENTS, PARAMETERS, STATES
-from autopar.report.memory.simulate import GPU_DEVICE, OptimizerMaker, Trace, simulate
+from autopar.report.memory.simulate_rank import GPU_DEVICE, OptimizerMaker, Trace, simulate
 
 Sizes = Mapping[str, int]
 WHOLE = "all of the model"

@@ -14,19 +14,19 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.fused import Fused
-from autopar.ir.ops import op
+from autopar.ir.ops.fused import Fused
+from autopar.ir.ops.ops import op
 from autopar.ir.program import operand_nodes, record
-from autopar.runtime import dropout as dropout_kernel
-from autopar.runtime.attention_compared import compared_attention, compared_attention_backward
-from autopar.runtime.attention_dropout import dropped_attention, dropped_attention_backward
-from autopar.runtime.compared_blocks import undecided
-from autopar.runtime.counter import PIECE, Runs
-from autopar.runtime.executor import Kernels
-from autopar.runtime.fused import plain
-from autopar.runtime.random import random
-from autopar.runtime.ring_kernels import compared_ring, compared_ring_backward
-from autopar.runtime.triton.launch import FusedKernel
+from autopar.runtime.attention.attention_compared import compared_attention, compared_attention_backward
+from autopar.runtime.attention.attention_dropout import dropped_attention, dropped_attention_backward
+from autopar.runtime.attention.compared_blocks import undecided
+from autopar.runtime.attention.ring_kernels import compared_ring, compared_ring_backward
+from autopar.runtime.executor.executor import Kernels
+from autopar.runtime.executor.run_fused import plain
+from autopar.runtime.kernels import dropout as dropout_kernel
+from autopar.runtime.kernels.counter import PIECE, Runs
+from autopar.runtime.kernels.random_kernels import random
+from autopar.runtime.triton.launch_kernel import FusedKernel
 
 
 def _dropout(x: torch.Tensor, seed: torch.Tensor, key: int, p: float, *_: Any) -> torch.Tensor:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autopar.ir.measure import human
-from autopar.report.text import table_text
+from autopar.ir.ops.measure import human
+from autopar.ir.text.text_tables import table_text
 
 PARAMETERS, GRADIENTS, STATES = "parameters", "gradients", "optimizer states"
 ACTIVATIONS, COLLECTIVES, TEMPORARIES, INPUTS = "saved activations", "collectives", "temporaries", "inputs"

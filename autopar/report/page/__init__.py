@@ -1,5 +1,5 @@
 """The page that `autopar inspect --html` writes: its data, and the files that show them."""
 
-from autopar.report.page.page import page_text
+from autopar.report.page.program_page import page_text
 
 __all__ = ["page_text"]

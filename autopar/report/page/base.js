@@ -1,5 +1,5 @@
 "use strict";
-// The data are one rank's program (see page.py). Rows are made only when they are opened or scrolled to, and all text
+// The data are one rank's program (see program_page.py). Rows are made only when they are opened or scrolled to, and all text
 // goes in as text, never as HTML: a name may hold anything.
 const data = JSON.parse(document.getElementById("data").textContent);
 const [NAME, TYPE, CALL, MODULE, SOURCE, PHASE, PASS, WHY, SHAPE, LAYOUT, STAGE] = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10];

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from autopar.ir.measure import human
-from autopar.planning.predict import Prediction
-from autopar.planning.report import time_text
+from autopar.ir.ops.measure import human
+from autopar.planning.price.predict import Prediction
+from autopar.planning.price.step_report import time_text
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 1000, 440, 80, 24, 36, 44
 MARGIN = 1.15  # of the values, at both ends of a scale

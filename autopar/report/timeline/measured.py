@@ -12,7 +12,7 @@ from autopar.ir.program import record
 from autopar.ir.schedule import ONCE, Action
 from autopar.report.timeline.picture import Block, Lane, Picture, time_text
 from autopar.report.timeline.trace import MERGED, read_events
-from autopar.runtime.recorder import COLLECTIVE, OTHER
+from autopar.runtime.ranks.recorder import COLLECTIVE, OTHER
 
 Event = Mapping[str, Any]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from autopar.ir.measure import human
+from autopar.ir.ops.measure import human
 from autopar.ir.schedule import ONCE, Action, Timeline
-from autopar.planning.candidates import Candidate
-from autopar.planning.cost import Cost
-from autopar.planning.pipelined import cost_of, pipeline_of
-from autopar.planning.plan import Planned
-from autopar.planning.predict import Prediction
+from autopar.planning.planner import Planned
+from autopar.planning.price.cost import Cost
+from autopar.planning.price.pipelined import cost_of, pipeline_of
+from autopar.planning.price.predict import Prediction
+from autopar.planning.space.candidates import Candidate
 from autopar.report.timeline.picture import Block, Lane, Picture, time_text
 
 FIRST = 8  # micro-batches that are drawn without a pipeline

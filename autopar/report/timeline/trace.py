@@ -21,8 +21,8 @@ from autopar.errors import TargetError
 from autopar.ir.mesh import PIPELINE, Mesh
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.schedule import KINDS, ONCE, Costs, Instruction, Span, Timeline
-from autopar.report.artifact.pipeline import parse_action, parse_instruction
-from autopar.runtime.recorder import RUN, WAITED, Event, Recorder
+from autopar.report.artifact.pipeline_json import parse_action, parse_instruction
+from autopar.runtime.ranks.recorder import RUN, WAITED, Event, Recorder
 
 MERGED = "trace.json"
 FORMAT = "autopar trace"

@@ -1,0 +1,76 @@
+"""Casts that a model writes: seen in a trace, or sent to another dtype, and the user's tensors with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.capture.data.folding import FOLDED
+from autopar.capture.data.origins import QUERIES, writes_first
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
+_CASTS: dict[Any, torch.dtype] = {  # with the dtype that each names
+    Tensor.half: torch.float16, Tensor.bfloat16: torch.bfloat16, Tensor.float: torch.float32,
+    Tensor.double: torch.float64, Tensor.chalf: torch.complex32,
+    Tensor.cfloat: torch.complex64,  # type: ignore[attr-defined]
+    Tensor.cdouble: torch.complex128,  # type: ignore[attr-defined]
+}  # fmt: skip
+
+
+TO_WIDE = (Tensor.float, Tensor.to, Tensor.type)
+# Casts, what gives no tensor, and what torch itself makes of a tensor that it takes over, not in all runs alike.
+_LEFT = frozenset(
+    (Tensor.to, Tensor.type, Tensor.clone, Tensor.detach, torch.ops.aten.lift_fresh.default, *QUERIES, *FOLDED)
+)
+
+
+def traced(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    """A cast from float32 to float32 as a copy, which a trace shows."""
+    dtypes = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, torch.dtype)]
+    wanted = torch.float32 if func is Tensor.float else next(iter(dtypes), None)
+    if args[0].dtype is wanted is torch.float32:
+        return Tensor.to, (args[0], wanted), {"copy": True}
+    return func, args, kwargs
+
+
+def lifted(func: Any, args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Any, Any, Any]:
+    """The same call with every floating-point dtype in it replaced, and every complex one by that of its size."""
+    if func in _CASTS:
+        func, args, kwargs = Tensor.to, (args[0], _CASTS[func]), {}
+    instead = {**dict.fromkeys(_FLOATS, dtype), **dict.fromkeys(_COMPLEX, dtype.to_complex())}
+    args = tuple(instead.get(a, a) if isinstance(a, torch.dtype) else a for a in args)
+    return func, args, {k: instead.get(v, v) if isinstance(v, torch.dtype) else v for k, v in kwargs.items()}
+
+
+def of_dtype(
+    func: Any, args: Any, kwargs: Any, dtype: torch.dtype, convert: Callable[[Any], Tensor]
+) -> tuple[Any, Any]:
+    """The arguments of a call, with `convert((tensor, wanted))` for each floating-point or complex tensor of another
+    dtype: one that the user holds outside of parameters, buffers and batch, which no `model.to(dtype)` finds (an
+    attribute, an item of a list, the class weights of a loss). What the call writes into stays the tensor it is; beside
+    short floats all does, since ops themselves keep float32 beside them (the logsumexp of an attention)."""
+    if dtype.itemsize < torch.float32.itemsize:
+        return args, kwargs
+    if func in _CASTS or func in _LEFT or _is_inner(getattr(func, "__name__", "")):
+        return args, kwargs
+    wanted = {True: dtype.to_complex(), False: dtype}
+
+    def change(value: Any) -> Any:
+        if type(value) in (tuple, list):
+            return type(value)(map(change, value))
+        if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
+            return value
+        to = wanted[value.is_complex()]
+        return value if value.dtype is to else convert((value, to))
+
+    first = args[:1] if writes_first(func) else ()
+    return (*first, *map(change, args[len(first) :])), {k: v if k == "out" else change(v) for k, v in kwargs.items()}
+
+
+def _is_inner(name: str) -> bool:
+    """True for what reads or sets an attribute of a tensor, and for what torch alone calls."""
+    return name in ("__get__", "__set__") or (name.startswith("_") and not name.endswith("__"))

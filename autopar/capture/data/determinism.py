@@ -1,0 +1,239 @@
+"""A step must be the same the next time: the model is run once more on shapes, and the two runs are compared.
+
+What differs was a number or a tensor that the model took from outside of its inputs: a clock, a generator, or what it
+kept in Python from the step before. A compiled step would hold the first one for ever.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from torch import nn
+
+from autopar.capture.data.coins import numbers_drawn
+from autopar.capture.data.foreign import foreign_state, kept, settings
+from autopar.capture.data.recorded_calls import Call, Calls, first_difference
+from autopar.capture.python.attributes import Attributes, Change
+from autopar.capture.refusals.constructs import DRAWN_NUMBER, UNSTEADY, Construct
+from autopar.capture.refusals.explain_failure import SPECIALIZE, line_of, refusal
+from autopar.capture.refusals.user_lines import Line, line_that_changes, quoted
+from autopar.errors import AutoparError, CaptureError
+
+_NAMED = 3  # changes that a message names
+_MADE = {
+    "parameter": Construct(
+        "a parameter '{}' that is made or replaced while the model runs",
+        "No optimizer knows it, and a compiled step never makes it again: make it in __init__.",
+    ),
+    "module": Construct("a module '{}' that is made while the model runs", "Make it in __init__."),
+}
+_STATE = (
+    "Python runs only at the capture, so every later step would see the same. Make it a buffer "
+    "(self.register_buffer in __init__, then write into it), or pass it in with the batch and return the new one."
+)
+_DRAWN = (
+    "A compiled step would keep those of its capture for ever: draw them outside of the model and pass them in, "
+    "or use torch.rand (see docs/random.md)."
+)
+
+
+class Run(Protocol):
+    """Runs forward and loss on shapes. is_watched: it notes which of the user's functions run (see `Ran.watch`)."""
+
+    def __call__(self, calls: Calls, is_watched: bool = True) -> object: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Steady:
+    """Two runs of a model, whose modules `find` gives by path. `run(calls)` makes another one; `drawn` is
+    the state of the generators of Python and numpy before the first run, whose calls are `first`."""
+
+    find: Callable[[str], nn.Module]
+    run: Run
+    first: Calls
+    attributes: Attributes
+    replaced: dict[str, Any]  # plain tensor attributes as the first run left them; emptied where one starts anew
+    drawn: Mapping[str, Any]
+    standing: frozenset[str]  # names of the tensors that others stand in for while the model runs
+    selects: bool  # rows by a mask, another number of them in the second run (see `selected.py`)
+    may_specialize: bool  # this number of rows
+
+    def check(self) -> list[str]:
+        """Notes on what the model changes in Python. Raises CaptureError for what would make the next step differ."""
+        changes = self.attributes.changes()
+        for name, now in self.replaced.items():
+            kind = "parameter" if isinstance(now, nn.Parameter) else "value"
+            changes.append(Change(name.removeprefix("model."), kind, now))
+        for change in changes:
+            if change.kind in _MADE:
+                made = _MADE[change.kind]
+                line = self._line_of(change)
+                raise refusal(Construct(made.name.format(change.name), made.instead), line)
+        drawn = [name for name, state in foreign_state().items() if state != self.drawn[name]]
+        with kept():
+            notes = self._compare(changes, drawn) + [self._drawn_idly(name) for name in drawn]
+            self._check_floats()
+            return notes
+
+    def _compare(self, changes: list[Change], drawn: list[str]) -> list[str]:
+        second, error = self._second()
+        if error is not None:
+            if changes and self._fresh()[1] is None:
+                text = next(iter(str(error).splitlines()), "")
+                raise self._carried(changes, line_of(error), f": {type(error).__name__}: {text}")
+            return self._notes(changes)
+        difference = first_difference(self.first, second)
+        if difference is not None and drawn:
+            raise self._draws(drawn[0])
+        if difference is not None and not (changes and self._settles(second)):
+            if changes and first_difference(self.first, self._fresh()[0]) is None:
+                call = difference[1] or difference[0]
+                raise self._carried(changes, call.line if call else None, "")
+            raise self._unsteady(difference)
+        return self._notes(changes)
+
+    def _draws(self, name: str) -> CaptureError:
+        line = self._again(partial(_state_of, name))
+        where = f", at {quoted(line)}" if line else ". "
+        return CaptureError(f"the model draws numbers from {name} while it runs{where}{_DRAWN}")
+
+    def _drawn_idly(self, name: str) -> str:
+        """A note on numbers that decide nothing. Raises CaptureError if they do."""
+        for _ in settings():
+            calls, error = self._fresh()
+            if error is not None or first_difference(self.first, calls) is not None:
+                raise self._draws(name)
+        return f"the model draws numbers from {name} while it runs, and whatever they are, it computes the same"
+
+    def _check_floats(self) -> None:
+        """Raise CaptureError where it matters what a draw is that the model makes a float of."""
+        for draws in numbers_drawn() if self.first.drawn else ():
+            self._start_anew()
+            calls, error = self._second(draws)
+            if error is not None or first_difference(self.first, calls) is not None:
+                raise refusal(DRAWN_NUMBER, self.first.drawn[0])
+
+    def _second(self, draws: Callable[[], float] | None = None) -> tuple[Calls, Exception | None]:
+        calls = Calls(self.first)
+        calls.draws = draws or calls.draws
+        try:
+            self.run(calls)
+        except AutoparError:
+            raise
+        except Exception as error:
+            return calls, error
+        return calls, None
+
+    def _settles(self, second: Calls) -> bool:
+        """True where the third run is the second, and what the program of the first does in the second step is what the
+        model does in it: a table was made, and is found from then on. Compared by what constants hold, not by how they
+        were made."""
+        if self._made(Calls(second), second) is None:
+            return False
+        ours, theirs = self._second_by_value(is_fresh=True), self._second_by_value(is_fresh=False)
+        if ours is None or theirs is None:
+            return False
+        return first_difference(ours[0], theirs[0]) is None and ours[1] == theirs[1]
+
+    def _second_by_value(self, is_fresh: bool) -> tuple[Calls, list[Any]] | None:
+        """The second of two runs, which finds the buffers as the first left them, and what they hold after it; None if
+        one fails. `is_fresh`: not so the attributes in Python, which a program does not have."""
+        first = self.first.by_values()
+        self._start_anew()
+        if self._made(first) is None:
+            return None
+        if is_fresh:
+            self._start_anew()
+        second = self._made(Calls(first, by_value=True))
+        return None if second is None else (second, second.held())
+
+    def _made(self, calls: Calls, like: Calls | None = None) -> Calls | None:
+        """Make another run; None if it fails, or is not like an earlier one."""
+        try:
+            self.run(calls)
+        except Exception:
+            return None
+        return calls if like is None or first_difference(like, calls) is None else None
+
+    def _start_anew(self) -> None:
+        self.attributes.restore()
+        self.replaced.clear()
+
+    def _fresh(self) -> tuple[Calls, Exception | None]:
+        """Another run, from what the model was at first."""
+        self._start_anew()
+        return self._second()
+
+    def _again(self, state: Callable[[], object]) -> Line | None:
+        self._start_anew()
+        return line_that_changes(lambda: self.run(Calls(), is_watched=False), state)
+
+    def _line_of(self, change: Change) -> Line | None:
+        """The line that changes it; of what stands in for it while the model runs, the line that replaces that."""
+        owner, _, name = change.name.rpartition(".")
+        if change.name in self.standing:
+            return self._again(lambda: id(getattr(self.find(owner), name, None)))
+        return self._again(lambda: any(found.name == change.name for found in self.attributes.changes()))
+
+    def _carried(self, changes: list[Change], line: Line | None, rest: str) -> CaptureError:
+        found = [(change, self._line_of(change)) for change in _distinct(changes)]
+        names = ", ".join(f"'{change.name}'{f' ({_short(at)})' if at else ''}" for change, at in found)
+        where = f"at {quoted(line or next((at for _, at in found if at), None) or ('an unknown line', 0))}"
+        return CaptureError(
+            f"a second step would not be the same as the first{rest}, {where}"
+            f"It depends on what the model itself changed in the step before: {names}. {_STATE}"
+        )
+
+    def _unsteady(self, difference: tuple[Call | None, Call | None]) -> CaptureError:
+        one, other = difference
+        call = one or other
+        line = call.line if call else None
+        text = linecache.getline(*line) if line else ""
+        source = next((name for pattern, name in UNSTEADY if pattern.search(text)), "")
+        numbers = ""
+        if one and other and len(one.numbers) == len(other.numbers):
+            pairs = [(a, b) for a, b in zip(one.numbers, other.numbers, strict=True) if repr(a) != repr(b)]
+            numbers = f" ({pairs[0][0]:.6g} first, then {pairs[0][1]:.6g})" if pairs else ""
+        where = f"at {quoted(line)}" if line else "at an unknown line:\n"
+        if self.selects and not source:
+            return CaptureError(
+                f"the model computes with how many rows a mask selects{numbers}, {where}That number is data: count in "
+                f"a tensor instead, mask.sum(), and choose by torch.where(mask.sum() > n, a, b)."
+                f"{SPECIALIZE if self.may_specialize else ''}"
+            )
+        return CaptureError(
+            f"the model computes with a number that is another one each time it runs{numbers}, {where}"
+            f"It comes from {source or 'a clock, a generator, a file or a global variable'}. A compiled step would "
+            f"keep that of its capture for ever: pass it in with the batch as a tensor, or draw by torch.rand."
+        )
+
+    def _notes(self, changes: list[Change]) -> list[str]:
+        """A cached tensor that is made of constants is made again or not, all the same."""
+        told = [c for c in changes if c.name not in self.standing and not self._is_constant(c.new)]
+        found = [(change, self._line_of(change)) for change in _distinct(told)]
+        return [
+            f"'{change.name}' is changed at {_short(line)} while the model runs; a compiled step runs no Python, "
+            f"so it stays as it is"
+            for change, line in found
+            if line and "site-packages" not in line[0]  # a library's own books: nobody would change them
+        ]
+
+    def _is_constant(self, value: Any) -> bool:
+        return hasattr(value, "grad_fn") and not self.first.comes_from_input(value)
+
+
+def _state_of(name: str) -> object:
+    return foreign_state()[name]
+
+
+def _distinct(changes: list[Change]) -> list[Change]:
+    return list({change.name: change for change in changes}.values())[:_NAMED]
+
+
+def _short(line: Line) -> str:
+    return f"{os.path.basename(line[0])}:{line[1]}"

@@ -1,0 +1,70 @@
+"""What `.item()` gives while a step is captured: a number that stays a tensor, as long as arithmetic alone uses it.
+
+`torch.clamp(x, min=x.max().item() - 80)` needs no value. Where the model asks for one all the same (an `if`, a size, a
+text), where the number outlives the run (a log) or is returned, `.item()` is refused as ever.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from autopar.capture.python.stand_in import Misuse, Scalar
+from autopar.capture.refusals.constructs import READS
+from autopar.capture.refusals.explain_failure import read_refusal
+from autopar.capture.refusals.location import Line
+from autopar.errors import CaptureError
+
+Tensor = torch.Tensor
+
+
+@dataclass(slots=True)
+class _Item(Misuse):
+    """The numbers that come of one `.item()`, at a line."""
+
+    line: Line | None = None
+    may_specialize: bool = False
+    made: list[weakref.ref[Scalar]] = field(default_factory=list)
+
+    def error(self, how: str) -> CaptureError:
+        return read_refusal(READS[Tensor.item], self.line, self.may_specialize, f"The number {how}.")
+
+    def watch(self, number: Scalar) -> None:
+        self.made.append(weakref.ref(number))
+
+
+@dataclass(slots=True)
+class Items:
+    """The numbers of a run."""
+
+    found: list[_Item] = field(default_factory=list)
+
+    def number(self, tensor: Tensor, line: Line | None, may_specialize: bool) -> Any:
+        """What `.item()` of a tensor gives; NotImplemented where Python would have neither a float nor an integer."""
+        if tensor.numel() != 1 or tensor.is_complex() or tensor.dtype == torch.bool:
+            return NotImplemented
+        item = _Item(True, line=line, may_specialize=may_specialize)
+        self.found.append(item)
+        wide = torch.float64 if tensor.is_floating_point() else torch.int64
+        return Scalar.of_tensor(tensor.detach().reshape(()).to(wide), item)
+
+    def close(self) -> None:
+        """The run is over. Raises CaptureError for a number that somebody kept."""
+        if self.found:
+            gc.collect()
+        for item in self.found:
+            item.is_open = False
+            if any(number() is not None for number in item.made):
+                raise item.error("is kept from this step")
+
+
+def check_returned(leaves: Iterable[Any]) -> None:
+    """Raise CaptureError for a number among what the model or the loss returned."""
+    for leaf in leaves:
+        if type(leaf) is Scalar:
+            leaf.refuse("is returned")

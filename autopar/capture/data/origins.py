@@ -1,0 +1,374 @@
+"""Know which tensors of a capture hang on no input of the step, and what they hold.
+
+Each tensor has the kinds of input behind it, as bits. The calls behind those without any are kept; the first read of
+such a tensor runs them on data, in their order, so that writes in place and views do as they do in the plain model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from autopar.capture.python.stand_in import stands_for_number
+from autopar.torch_compat import FakeTensor, in_transform, on_data, storage_of
+
+Tensor = torch.Tensor
+BATCH, BUFFER, CONSTANT, PARAMETER, RANDOM, OTHER = (1 << i for i in range(6))
+KINDS = {"batch": BATCH, "buffer": BUFFER, "constant": CONSTANT, "parameter": PARAMETER, "seed": RANDOM, "scale": OTHER}
+STEADY = BATCH | BUFFER | CONSTANT  # what a step leaves as it is
+
+_PLAIN = (int, float, complex, str, bytes, bool, type(None), type(...), range, Enum, np.generic,
+          torch.dtype, torch.device, torch.layout, torch.memory_format)  # fmt: skip
+_ARRAYS = (np.ndarray, np.memmap)
+_WRITERS = frozenset(
+    ("__setitem__", "__set__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ifloordiv__",
+     "__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__")
+)  # fmt: skip
+# They say what a tensor is, not what it holds; torch's machinery asks all the time.
+QUERIES: frozenset[Any] = frozenset(
+    [getattr(Tensor, name).__get__ for name in (
+        "shape", "dtype", "device", "layout", "requires_grad", "ndim", "is_leaf", "grad_fn", "is_cuda", "is_cpu",
+        "is_meta", "is_sparse", "is_quantized", "is_nested")]
+    + [getattr(Tensor, name) for name in (
+        "size", "dim", "stride", "numel", "storage_offset", "is_contiguous", "is_floating_point", "is_complex",
+        "untyped_storage", "is_conj", "is_neg", "is_inference", "element_size", "__len__")]
+)  # fmt: skip
+# They look at the shape and the dtype of their first argument, and at nothing that it holds.
+_FORMS = frozenset(("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "new_tensor"))
+# Their results are not decided by their arguments: what is drawn, and memory as it was found.
+_UNDECIDED = frozenset(
+    ("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "normal_",
+     "uniform_", "bernoulli", "bernoulli_", "exponential_", "random_", "cauchy_", "log_normal_", "geometric_",
+     "multinomial", "poisson", "binomial", "_standard_gamma", "_sample_dirichlet", "dropout", "dropout1d", "dropout2d",
+     "dropout3d", "alpha_dropout", "feature_alpha_dropout", "feature_dropout", "rrelu", "rrelu_", "gumbel_softmax",
+     "native_dropout", "dropout_", "new", "empty", "empty_like", "empty_strided", "empty_permuted", "new_empty",
+     "new_empty_strided", "resize_", "resize_as_", "set_", "scaled_dot_product_attention",
+     "multi_head_attention_forward", "fractional_max_pool2d", "fractional_max_pool3d")
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class _Known:
+    """A tensor of the capture. `value`: what it holds, once it was asked for, or what stands behind it."""
+
+    tensor: Tensor  # held, so that its id stays its own
+    kinds: int
+    version: int
+    value: Tensor | None = None
+    original: Tensor | None = None  # of the user's, whose copy the value will be
+    seed: int | None = None  # of numbers that do for a value
+    outside: frozenset[int] = frozenset()  # ids of the user's tensors that its value was computed from
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    function: Any
+    args: Any
+    kwargs: Any
+    results: tuple[Tensor, ...]
+    written: tuple[Tensor, ...] = ()  # and what shares their memory
+    asked: tuple[Any, Any, Any] | None = None  # the user's own call, where another is made in its place
+
+
+@dataclass(slots=True)
+class Operands:
+    """The tensors among the arguments of a call, as they were before it."""
+
+    tensors: list[Tensor] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    kinds: int = 0  # of input behind any of them
+    outside: frozenset[int] = frozenset()
+
+
+class Origins:
+    """The tensors of one run; `earlier` is the run before it, whose tensors may turn up again."""
+
+    def __init__(self, earlier: Origins | None = None) -> None:
+        self._known: dict[int, _Known] = dict(earlier._known) if earlier else {}
+        self._stored: dict[int, list[_Known]] = {k: list(v) for k, v in earlier._stored.items()} if earlier else {}
+        self._calls: list[_Call] = []  # those that were not run on data yet
+        self._earlier = earlier
+        self.outside: dict[int, Tensor] = dict(earlier.outside) if earlier else {}  # the user's, by their ids
+        self.was_read: dict[int, Tensor] = {}  # those whose data decided a value that was read
+
+    def given(self, tensor: Tensor, kind: str, original: Tensor | None = None) -> None:
+        """An input of the step, which stands for `original`. A plain tensor attribute is known by that, for no step
+        may write it."""
+        has_data = original is not None and _has_data(original)
+        if kind == "constant" and original is not None and has_data:
+            self._outside(tensor, original)
+        else:
+            self._enter(tensor, KINDS[kind] | (0 if has_data else OTHER))
+
+    def kept(self, tensor: Tensor, original: Tensor, seed: int) -> None:
+        """An input that no step changes, where two runs are compared by values. Where it has no data here (a parameter
+        that is split over ranks), any will do that are the same in both."""
+        if id(tensor) in self._known:  # as the run before left it
+            return
+        known = self._enter(tensor, 0)
+        known.original, known.seed = original if _has_data(original) else None, seed
+
+    def operands(self, args: Any, kwargs: Any) -> Operands:
+        """What a call is about to be given."""
+        found = Operands()
+        for leaf in leaves((args, kwargs)):
+            if isinstance(leaf, Tensor):
+                found.tensors.append(leaf)
+                found.versions.append(version_of(leaf))
+                known = self._entered(leaf)
+                found.kinds, found.outside = found.kinds | known.kinds, found.outside | known.outside
+            elif not isinstance(leaf, _PLAIN) and type(leaf) not in _ARRAYS:
+                found.kinds |= OTHER
+        return found
+
+    def saw(
+        self, function: Any, args: Any, kwargs: Any, before: Operands, result: Any,
+        asked: tuple[Any, Any, Any] | None = None,
+    ) -> list[Tensor]:  # fmt: skip
+        """A call with what it returned. Returns those of its arguments that it wrote into. asked: the function and the
+        arguments of the user's own call, where this one was made in its place."""
+        made = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
+        written, given = _written(function, args, before), {id(tensor) for tensor in before.tensors}
+        if not made and not written:
+            return written
+        function, args, before = _by_form(function, args, before, lambda args: self.operands(args, kwargs))
+        kinds = before.kinds | (RANDOM if _is_undecided(function) else 0)
+        if any(type(tensor) is not FakeTensor for tensor in written):  # the user's own, which no run on data may change
+            kinds |= OTHER
+        if not kinds:
+            shared = (known.tensor for tensor in written for known in self._stored.get(storage_of(tensor) or -1, ()))
+            copies = None if asked is None else (asked[0], _copied(asked[1]), _copied(asked[2]))
+            self._calls.append(_Call(function, _copied(args), _copied(kwargs), tuple(made), tuple(shared), copies))
+        for tensor in made:
+            if id(tensor) not in given:
+                self._enter(tensor, kinds, outside=before.outside)
+        for tensor in written:
+            self._wrote(tensor, kinds, before.outside)
+        return written
+
+    def is_known(self, before: Operands) -> bool:
+        """True for a call whose arguments all hang on no input."""
+        return bool(before.tensors) and not before.kinds and not in_transform()
+
+    def answer(self, function: Any, args: Any, kwargs: Any, before: Operands) -> Any:
+        """What a call gives whose arguments all hang on no input; NotImplemented where data cannot tell."""
+        if not self.is_known(before) or not self._run(before.tensors):
+            return NotImplemented
+        with on_data():
+            result = function(*self._on_data(args), **self._on_data(kwargs))
+        self.was_read.update((key, self.outside[key]) for key in before.outside)
+        return self._taken(result, before.outside)
+
+    def _taken(self, result: Any, outside: frozenset[int]) -> Any:
+        """A result as the model is given it: tensors as constants of the capture."""
+        if isinstance(result, Tensor):
+            made = result.clone()
+            self._enter(made, 0, result, outside)
+            return made
+        return mapped(lambda item: self._taken(item, outside), _frozen(result))
+
+    def content(self, tensor: Tensor) -> tuple[Any, ...] | None:
+        """What a tensor holds that hangs on no input, to be compared; None for another one."""
+        known = self._of(tensor)
+        if known is None or known.kinds or not self._run([tensor]):
+            return None
+        with on_data():
+            value = self._value(tensor)
+            assert value is not None
+            data = value.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        return tuple(value.shape), str(value.dtype), hashlib.blake2b(data).digest()
+
+    def dismiss(self) -> tuple[list[_Known], list[_Call]]:
+        """All that is known, which is forgotten here: the tensors, and the calls that were not run on data."""
+        known, calls = list(self._known.values()), self._calls
+        self._known, self._stored, self._calls, self._earlier = {}, {}, [], None
+        return known, calls
+
+    # -- which ones are known -----------------------------------------------------------------------------------
+
+    def _entered(self, tensor: Tensor) -> _Known:
+        known = self._of(tensor)
+        if known is None and type(tensor) is not FakeTensor and _has_data(tensor):
+            return self._outside(tensor, tensor)
+        return known or self._enter(tensor, OTHER)
+
+    def _of(self, tensor: Tensor) -> _Known | None:
+        known = self._known.get(id(tensor))
+        if known is not None and not known.kinds and known.version != version_of(tensor):
+            known.kinds |= OTHER  # written where nobody saw it
+        return known
+
+    def _enter(
+        self, tensor: Tensor, kinds: int, value: Tensor | None = None, outside: frozenset[int] = frozenset()
+    ) -> _Known:
+        known = self._known[id(tensor)] = _Known(tensor, kinds, version_of(tensor), value, outside=outside)
+        storage = storage_of(tensor)
+        if storage is None or tensor.is_inference():  # whose writes are not counted
+            known.kinds |= OTHER
+        if storage is not None:
+            self._stored.setdefault(storage, []).append(known)
+        return known
+
+    def _outside(self, tensor: Tensor, original: Tensor) -> _Known:
+        """A tensor of the user's, which stays as it is while a copy of it is computed with."""
+        if stands_for_number(original) or original.requires_grad:
+            return self._enter(tensor, OTHER)
+        self.outside[id(original)] = original
+        known = self._enter(tensor, 0, None, frozenset((id(original),)))
+        known.original = original
+        return known
+
+    def _wrote(self, tensor: Tensor, kinds: int, outside: frozenset[int]) -> None:
+        """A write into a tensor: into all that share its memory."""
+        storage = storage_of(tensor)
+        own = self._known.get(id(tensor))
+        for known in [*self._stored.get(storage, ()), *((own,) if own else ())] if storage is not None else ():
+            known.kinds |= kinds | (OTHER if known.kinds & BUFFER else 0)  # the next step's is another one
+            known.outside |= outside
+            known.version = version_of(known.tensor)
+
+    # -- what they hold -----------------------------------------------------------------------------------------
+
+    def _run(self, wanted: list[Tensor]) -> bool:
+        """Run the calls that are due on data; False if what is wanted did not come of it."""
+        if self._earlier is not None:
+            self._earlier._run([])
+        calls, self._calls = self._calls, []
+        with on_data():
+            for call in calls:
+                self._run_one(call)
+            return all(self._value(tensor) is not None for tensor in wanted)
+
+    def _run_one(self, call: _Call) -> None:
+        state = torch.default_generator.get_state()
+        try:
+            result = call.function(*self._on_data(call.args), **self._on_data(call.kwargs))
+            values = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
+            is_steady = torch.equal(state, torch.default_generator.get_state())
+        except Exception:
+            values, is_steady = [], False
+        torch.default_generator.set_state(state)
+        is_alike = is_steady and len(values) == len(call.results) and all(map(_alike, values, call.results))
+        for position, tensor in enumerate(call.results):
+            known = self._known[id(tensor)]
+            if is_alike:
+                known.value = values[position]
+            else:
+                known.kinds |= OTHER
+        if not is_alike:  # it may have written, or not
+            for leaf in leaves((call.args, call.kwargs)):
+                if isinstance(leaf, Tensor):
+                    self._wrote(leaf, OTHER, frozenset())
+
+    def _value(self, tensor: Tensor) -> Tensor | None:
+        known = self._known[id(tensor)]
+        if known.value is None and known.original is not None:
+            known.value = known.original.detach().clone()
+        elif known.value is None and known.seed is not None:
+            numbers = torch.rand(tensor.shape, generator=torch.Generator().manual_seed(known.seed)) + 0.5
+            known.value = numbers.to(tensor.device, tensor.dtype)
+        return known.value
+
+    def _on_data(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return mapped(self._on_data, value)
+        found = self._value(value)
+        if found is None:  # not to be taken for an argument that was left out
+            raise LookupError
+        return found
+
+
+def _written(function: Any, args: Any, before: Operands) -> list[Tensor]:
+    """What a call wrote into: by torch's own count, which leaves out tensors of inference mode and lists of tensors."""
+    pairs = zip(before.tensors, before.versions, strict=True)
+    found = {id(tensor): tensor for tensor, old in pairs if version_of(tensor) != old}
+    if writes_first(function):
+        found.update((id(leaf), leaf) for leaf in leaves(args[:1]) if isinstance(leaf, Tensor))
+    return list(found.values())
+
+
+def _by_form(
+    function: Any, args: Any, before: Operands, operands: Callable[[Any], Operands]
+) -> tuple[Any, Any, Operands]:
+    """Of a call that asks a tensor for its shape and dtype alone, the call without that tensor."""
+    if getattr(function, "__name__", "") not in _FORMS or not args or not isinstance(args[0], Tensor):
+        return function, args, before
+    like = args[0].shape, args[0].dtype, args[0].device
+    return partial(_of_form, function, like), args[1:], operands(args[1:])
+
+
+def _of_form(function: Any, like: tuple[torch.Size, torch.dtype, torch.device], *args: Any, **kwargs: Any) -> Any:
+    shape, dtype, device = like
+    return function(torch.empty((), dtype=dtype, device=device).expand(shape), *args, **kwargs)
+
+
+def writes_first(function: Any) -> bool:
+    """True for a function that by its name writes into its first argument."""
+    name = getattr(function, "__name__", "")
+    return name in _WRITERS or (name.endswith("_") and not name.endswith("__"))
+
+
+def _is_undecided(function: Any) -> bool:
+    """True for a function whose result its arguments do not decide."""
+    return getattr(function, "__name__", "") in _UNDECIDED or getattr(function, "__module__", "") == "torch.nn.init"
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written, as far as torch counts that."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _has_data(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, torch.nn.Parameter, torch.nn.Buffer) and tensor.device.type != "meta"
+
+
+def _alike(value: Tensor, fake: Tensor) -> bool:
+    return value.shape == fake.shape and value.dtype == fake.dtype
+
+
+def _frozen(result: Any) -> Any:
+    """An array that shares memory with a tensor would let numpy write where no capture sees it."""
+    if isinstance(result, np.ndarray):
+        result = result.copy()
+        result.flags.writeable = False
+    return result
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            yield from leaves(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from leaves(item)
+    elif isinstance(value, slice):
+        yield from leaves((value.start, value.stop, value.step))
+    else:
+        yield value
+
+
+def mapped(function: Any, value: Any) -> Any:
+    """A container with other leaves."""
+    if isinstance(value, torch.Size):
+        return value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(function, value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(function, value))
+    if isinstance(value, dict):
+        return {key: function(item) for key, item in value.items()}
+    if isinstance(value, slice):
+        return slice(function(value.start), function(value.stop), function(value.step))
+    return value
+
+
+def _copied(value: Any) -> Any:
+    """The same arguments, which the user's code cannot change any more."""
+    return value.copy() if type(value) in _ARRAYS else mapped(_copied, value)

@@ -1,0 +1,190 @@
+"""Values that a model reads from its tensors, taken from the example batch if the user wants it so (`specialize=True`).
+
+A read ends the trace; what was traced so far computes the value, and the next trace goes on with it. The tensor leaves
+the program beside its results, so that each step is checked to have the same value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from autopar.capture.ops.canonical import filled
+from autopar.capture.refusals.constructs import Construct
+from autopar.capture.refusals.explain_failure import refusal
+from autopar.capture.refusals.location import Line
+from autopar.capture.trace.tracer import Traced
+from autopar.errors import BatchError
+from autopar.ir.program import Input
+from autopar.torch_compat import FakeTensor
+
+Tensor = torch.Tensor
+Value = bool | int | float | complex
+
+READERS: Mapping[Any, tuple[str, Callable[[Tensor], Value]]] = {
+    Tensor.__bool__: ("bool() of a tensor", bool),
+    Tensor.__int__: ("int() of a tensor", int),
+    Tensor.__index__: ("int() of a tensor", int),
+    Tensor.__float__: ("float() of a tensor", float),
+    Tensor.item: (".item() of a tensor", Tensor.item),
+}
+COUNT = "count"  # of what a function gives, in place of a function that reads
+
+# What a value may depend on: what a step leaves as it is.
+STEADY = ("batch", "constant", "buffer")
+
+
+def not_steady(kind: str, name: str, function: Any) -> Construct:
+    """A read that nothing is known of: what it depends on changes with each step, or has no data."""
+    read = "a size that is read" if function is COUNT else "a value that is read"
+    if kind in STEADY:
+        return Construct(
+            f"{read} from a tensor, and {kind} tensor '{name}', on which it depends, has no data",
+            "Give an example batch on a real device with specialize=True.",
+        )
+    what = "random numbers" if kind == "seed" else f"parameter '{name}'"
+    instead = "Keep it a tensor: compute both sides and choose by element with torch.where(condition, a, b)."
+    if function is COUNT:
+        instead = (
+            "Keep all rows, and leave those out that do not count: torch.where(mask, rows, x) in place of "
+            "x[mask] = rows, (x * mask).sum() / mask.sum() in place of x[mask].mean()."
+        )
+    return Construct(f"{read} from a tensor and depends on {what}: each step has another", instead)
+
+
+_SIZE: tuple[str, Callable[[Tensor], Value]] = ("the size of what this gives", int)
+
+
+def _reader(function: Any) -> tuple[str, Callable[[Tensor], Value]]:
+    return _SIZE if function is COUNT else READERS[function]
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """One value that was read: by which function, where, and what it is for the example batch."""
+
+    function: Any
+    line: Line | None
+    value: Value
+
+    def __str__(self) -> str:
+        where = f"{self.line[0]}:{self.line[1]}" if self.line else "an unknown line"
+        return f"{_reader(self.function)[0]} at {where}"
+
+    @property
+    def note(self) -> str:
+        return f"{self} is taken as {self.value}, as in the example batch; each step checks that it is"
+
+    def now(self, tensor: Tensor) -> Value:
+        """The value in this step."""
+        return _reader(self.function)[1](tensor)
+
+    def is_(self, value: Value) -> bool:
+        """True for the value that the program was compiled for."""
+        return value == self.value or (value != value and self.value != self.value)
+
+    def check(self, tensor: Tensor) -> None:
+        """Raise BatchError if the value is another one in this step."""
+        now = self.now(tensor)
+        if not self.is_(now):
+            raise self.refused(now)
+
+    def refused(self, now: Value, why: str = "") -> BatchError:
+        """What is said of a batch with another value; why: no program is compiled for it."""
+        return BatchError(
+            f"{self} is {now} for this batch, but the program was compiled for {self.value}, as in the example "
+            f"(specialize=True).{why} Nothing was changed by this step. Give batches that agree in it, or keep it a "
+            f"tensor: compute both sides and choose with torch.where."
+        )
+
+
+class Unknown(BaseException):
+    """Ends a trace at a read whose value is not known yet. No error: a user's `except Exception` must not stop it."""
+
+    def __init__(self, function: Any, tensor: Tensor, line: Line | None) -> None:
+        super().__init__()
+        self.function, self.tensor, self.line = function, tensor, line
+
+
+class OtherValues(Exception):
+    """A step whose batch has other values than its program was compiled for. values: those of its reads, in order, up
+    to the first that differs, which is `read`."""
+
+    def __init__(self, read: Read, values: tuple[Value, ...]) -> None:
+        super().__init__(str(read))
+        self.read, self.values = read, values
+
+
+def check_reads(reads: Sequence[Read], tensors: Sequence[Tensor]) -> None:
+    """Raise OtherValues where this step's tensors have other values. What was read after the first of them was read on
+    a way that the model does not go."""
+    values: list[Value] = []
+    for read, tensor in zip(reads, tensors, strict=True):
+        values.append(read.now(tensor))
+        if not read.is_(values[-1]):
+            raise OtherValues(read, tuple(values))
+
+
+@dataclass(slots=True)
+class Reads:
+    """The reads of a model in their order. `tensors`: those of the run that goes on, as far as it has come.
+
+    sized: lines that select rows by a mask, whose number is read; `selected` are those where it could be."""
+
+    sized: frozenset[Line | None] = frozenset()
+    known: list[Read] = field(default_factory=list)
+    tensors: list[Tensor] = field(default_factory=list)
+    selected: set[Line | None] = field(default_factory=set)
+
+    def start(self) -> None:
+        """A run begins."""
+        self.tensors.clear()
+
+    def take(self, function: Any, tensor: Tensor, line: Line | None) -> Value:
+        """The value of the next read. Raises Unknown if no trace has come this far."""
+        if len(self.tensors) == len(self.known):
+            raise Unknown(function, tensor, line)
+        read = self.known[len(self.tensors)]
+        self.tensors.append(tensor.detach())
+        return read.value
+
+    def learn(self, found: Unknown, traced: Traced, inputs: Sequence[Tensor | None]) -> None:
+        """Compute the value that ended a trace; `traced` returns its tensor."""
+        with torch.no_grad():
+            tensor = traced.run(*inputs)[0]
+        self.known.append(Read(found.function, found.line, _reader(found.function)[1](tensor)))
+
+
+def needed(traced: Traced) -> list[int]:
+    """The positions of the inputs that the results depend on. Drops all else from the graph; of what asks a tensor for
+    its shape alone, that tensor too."""
+    for node in traced.graph.nodes:
+        call = filled(node) if node.op == "call_function" else None
+        if call is not None:
+            node.target, node.args, node.kwargs = call[0], call[1], {**call[2], "device": node.meta["val"].device}
+    traced.graph.eliminate_dead_code()
+    placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
+    return [i for i, node in enumerate(placeholders) if node.users]
+
+
+def known_inputs(
+    traced: Traced, unknown: Unknown, given: Sequence[tuple[Input, Tensor | None]], device: torch.device
+) -> tuple[Traced, list[torch.Tensor | None]]:
+    """The trace without what an unknown value does not need, and the data that it needs. given: the inputs,
+    each with what it stands for."""
+    found: list[torch.Tensor | None] = [None] * len(given)
+    for position in needed(traced):
+        entry, tensor = given[position]
+        if entry.kind in STEADY and tensor is not None and not fake_like(tensor):
+            found[position] = tensor.to(device)  # the trace makes its own tensors there
+            continue
+        raise refusal(not_steady(entry.kind, entry.name, unknown.function), unknown.line)
+    return traced, found
+
+
+def fake_like(value: Any) -> bool:
+    """True for a tensor that has no data."""
+    return isinstance(value, FakeTensor) or (isinstance(value, torch.Tensor) and value.device.type == "meta")

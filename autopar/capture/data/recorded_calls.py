@@ -1,0 +1,211 @@
+"""Record the torch calls of one run of the model, so that two runs can be compared.
+
+A call's key is made of its function, its numbers and the keys of its tensors; with each tensor goes which inputs are
+behind it, as bits. What hangs on no input that changes from step to step counts only where it is used, so that a mask
+or a rotary table which the first run makes and the next one finds in a cache is the same one.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from autopar.capture.data.coins import MIDDLE
+from autopar.capture.data.origins import Origins
+from autopar.capture.refusals.location import Line
+from autopar.ir.program import PARTNER, Input
+from autopar.torch_compat import OpOverload, storage_of
+
+# What torch's machinery calls on a tensor that it takes over, in one run and not in the other.
+_SAME = (torch.ops.aten.lift_fresh, torch.ops.aten.lift_fresh_copy, torch.ops.aten.detach, torch.ops.aten.alias)
+# Memory that holds nothing yet: torch's machinery makes some for a stand-in of the user's tensors.
+_UNWRITTEN = ("empty", "empty_strided")
+_BYTES = 1 << 20  # of a numpy array: larger ones are compared by their first ones
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call that an input is behind. `numbers` are those among its arguments, `behind` the bits of inputs."""
+
+    key: int
+    function: str
+    line: Line | None
+    numbers: tuple[Any, ...]
+    behind: int
+
+
+_Key = tuple[Any, int, int]  # the tensor, its key, and the bits of the inputs behind it
+CHANGING = 1  # the bit of the inputs that each step has anew; those that no step changes have none
+_ALWAYS, _NOTHING = -1, 0
+
+
+class Calls:
+    """The calls of one run. `earlier` is the run before it, whose tensors may turn up again.
+
+    `by_value`: of what no input is behind that steps change, the key is what it holds, not how it was made.
+    """
+
+    def __init__(self, earlier: Calls | None = None, by_value: bool = False) -> None:
+        self.by_value = by_value
+        self.origins: Origins = Origins(earlier.origins if earlier else None)
+        self.made: list[Call] = []
+        self.changing: int = earlier.changing if earlier else CHANGING  # the bits of what steps change
+        self.rebound = 0  # the bits of the buffers that are other tensors after a run
+        self.draws: Callable[[], float] = lambda: MIDDLE  # what a draw is that the model makes a float of
+        self.drawn: list[Line | None] = []  # where it does
+        self._kept: list[torch.Tensor] = []
+        self._inputs: set[int] = set()
+        # The tensor is held, so that its id stays its own.
+        self._known: dict[int, _Key] = dict(earlier._known) if earlier else {}
+        self._lying: dict[Any, _Key] = dict(earlier._lying) if earlier else {}  # by the memory that they show
+
+    def given(self, tensors: Iterable[torch.Tensor], behind: Iterable[int]) -> None:
+        """The inputs of the step, with their bits."""
+        for position, (tensor, bit) in enumerate(zip(tensors, behind, strict=True)):
+            self._inputs.add(id(tensor))
+            self._enter(tensor, hash(("input", position)), bit, is_new=True)
+
+    def keep(self, bit: int, tensor: torch.Tensor, original: torch.Tensor, position: int) -> bool:
+        """Take an input by its value, if runs are compared by values and the step does not have it anew: a buffer as
+        the run before left it."""
+        if not self.by_value or bit & self.changing:
+            return False
+        self._kept += [tensor] * (bit > 0)
+        self.origins.kept(tensor, original, position)
+        return True
+
+    def held(self) -> list[Any]:
+        """What the buffers hold after a run; None for one that the batch or a weight was written into."""
+        return [self.origins.content(tensor) for tensor in self._kept]
+
+    def wrote(self, bit: int, is_replaced: bool) -> None:
+        """The step writes into a buffer, or binds it to another tensor, which no later run is given."""
+        self.changing |= 0 if self.by_value else bit
+        self.rebound |= bit * is_replaced
+
+    def by_values(self) -> Calls:
+        """For a first run that is compared by values, of the step that these are of."""
+        found = Calls(by_value=True)
+        found.changing |= self.rebound
+        return found
+
+    def _enter(self, tensor: torch.Tensor, key: int, behind: int, is_new: bool) -> None:
+        """`is_new`: what its memory holds is."""
+        self._known[id(tensor)] = (tensor, key, behind)
+        memory = _memory_of(tensor)
+        if is_new or memory not in self._lying:
+            self._lying[memory] = (tensor, key, behind)
+
+    def comes_from_input(self, tensor: Any) -> bool:
+        """True unless the tensor is known to be made of what no step changes."""
+        known = self._known.get(id(tensor))
+        return known is None or bool(known[2] & self.changing)
+
+    def saw(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, line: Line | None,
+        written: Sequence[torch.Tensor] = (),
+    ) -> None:  # fmt: skip
+        """A call with what it returned, and those of its arguments that it wrote into."""
+        name = getattr(function, "__name__", "")
+        owner = getattr(getattr(function, "__self__", None), "__name__", "") if name == "__get__" else ""
+        results = result if isinstance(result, (tuple, list)) else (result,)
+        made = [(i, item) for i, item in enumerate(results) if isinstance(item, torch.Tensor)]
+        if not made and not written:
+            return
+        is_machinery = isinstance(function, OpOverload)  # called by torch itself, not in both runs alike
+        if is_machinery and function.overloadpacket in _SAME:
+            for _, item in made:
+                lying = self._lying.get(_memory_of(item))
+                self._known[id(item)] = (item, *(lying[1:] if lying else self._key(args[0], [])))
+            return
+        if name in _UNWRITTEN:
+            return
+        numbers: list[Any] = []
+        key, behind = self._key((args, kwargs), numbers)
+        key = hash((name or repr(function), owner, key))
+        if behind and not is_machinery:
+            self.made.append(Call(key, owner or name, line, tuple(numbers), behind))
+        changed = {id(tensor) for tensor in written}
+        passed = {id(arg) for arg in args} - changed  # x.to(x.device) is x
+        for position, item in [*((0, tensor) for tensor in written), *made]:
+            if id(item) not in passed:
+                self._enter(item, hash((key, position)), behind, is_new=id(item) in changed)
+
+    def read(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], line: Line | None) -> None:
+        """A value that was taken out of tensors that no input is behind: they must be the same in the next run."""
+        if self.by_value:
+            return
+        numbers: list[Any] = []
+        key, _ = self._key((args, kwargs), numbers)
+        name = getattr(function, "__name__", "")
+        self.made.append(Call(hash((name, key)), name, line, tuple(numbers), _ALWAYS))
+
+    def draw(self, line: Line | None) -> float:
+        """A random number that is made a float, on a line."""
+        self.drawn.append(line)
+        return self.draws()
+
+    def _key(self, value: Any, numbers: list[Any]) -> tuple[int, int]:
+        if isinstance(value, torch.Tensor):
+            held = self.origins.content(value) if self.by_value and id(value) not in self._inputs else None
+            if held is not None:
+                return hash(held), _NOTHING
+            known = self._known.get(id(value)) or self._lying.get(_memory_of(value))
+            return (known[1], known[2]) if known else (hash((tuple(value.shape), str(value.dtype))), _NOTHING)
+        if isinstance(value, (tuple, list)):
+            parts = [self._key(item, numbers) for item in value]
+        elif isinstance(value, dict):
+            parts = [self._key(item, numbers) for item in value.values()]
+            parts.append((hash(tuple(value)), _NOTHING))
+        elif isinstance(value, slice):
+            parts = [self._key(item, numbers) for item in (value.start, value.stop, value.step)]
+        elif isinstance(value, np.ndarray):
+            return hash(
+                (value.shape, value.tobytes() if value.nbytes < _BYTES else value.ravel()[:1000].tobytes())
+            ), _NOTHING
+        elif isinstance(value, (int, float, complex, np.generic)):
+            numbers.append(value)
+            return hash((type(value).__name__, repr(value))), _NOTHING
+        else:
+            plain = isinstance(value, (str, bytes, type(None), torch.dtype, torch.device))
+            return hash(repr(value) if plain else type(value).__qualname__), _NOTHING
+        return hash(tuple(key for key, _ in parts)), functools.reduce(
+            operator.or_, (bits for _, bits in parts), _NOTHING
+        )
+
+
+def _memory_of(tensor: torch.Tensor) -> Any:
+    """The same for tensors that show the same values in the same memory; another one for each tensor without any."""
+    storage = storage_of(tensor)
+    if storage is None:
+        return id(tensor)
+    return storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+
+
+def behind_of(position: int, entry: Input, tensor: torch.Tensor) -> int:
+    """The bit of an input that is part of the model. A buffer has one of its own: what the step writes is changing."""
+    if entry.kind == "buffer":
+        return 2 << position
+    is_frozen = entry.kind == "parameter" and not tensor.requires_grad and not entry.name.startswith(PARTNER)
+    return _NOTHING if is_frozen else CHANGING
+
+
+def first_difference(first: Calls, second: Calls) -> tuple[Call | None, Call | None] | None:
+    """The first calls that are not the same, None for a run that has ended; None altogether if there are none."""
+    changing = first.changing | second.changing
+    one_run, other_run = ([call for call in run.made if call.behind & changing] for run in (first, second))
+    for one, other in zip(one_run, other_run, strict=False):
+        if one.key != other.key:
+            return one, other
+    shorter = min(len(one_run), len(other_run))
+    if len(one_run) == len(other_run):
+        return None
+    return one_run[shorter] if shorter < len(one_run) else None, (
+        other_run[shorter] if shorter < len(other_run) else None
+    )

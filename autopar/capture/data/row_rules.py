@@ -1,0 +1,248 @@
+"""What becomes of rows that a mask selects (see `selected.py`): by the rules of the ops that torch makes of a function.
+
+The table that says how an op may be split says it here, too: what may be split along the rows takes each by itself.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from autopar.capture.ops.canonical import filled
+from autopar.capture.ops.functions import ExpertMM
+from autopar.capture.refusals.location import Line
+from autopar.ir.ops.aliasing import is_view
+from autopar.ir.program import TensorType, is_getitem
+from autopar.passes.rules import TABLE
+from autopar.passes.rules.rule import Call
+from autopar.passes.rules.splits import Split
+from autopar.passes.rules.through import through
+from autopar.torch_compat import no_function_modes
+
+aten = torch.ops.aten
+Tensor = torch.Tensor
+Run = Callable[..., Any]
+Value = tuple[fx.Node, int]  # a node of a trace, and which of its results
+
+
+@dataclass(slots=True)
+class Guard:
+    """A hook that makes the gradient of padding zero: beyond it, rows are added up in the gradient of what is not such
+    rows. is_needed: that of the padding may be no number. Products leave it out; anything else may have no finite
+    derivative where the model computes nothing."""
+
+    valid: Tensor
+    dim: int
+    is_needed: bool = False
+
+    def __call__(self, grad: Tensor) -> Tensor | None:
+        if not self.is_needed:
+            return None
+        with no_function_modes():  # no cast of the model's: a gradient has the dtype that it has
+            return only_valid(grad, self.valid, self.dim)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of a tensor along `dim`, of which those count where `valid` [n] is True; selected at a line."""
+
+    tensor: Tensor  # held, so that its id stays its own
+    valid: Tensor
+    dim: int
+    line: Line | None
+    origin: Any  # the function that selected them
+    shape: tuple[int, ...] = ()  # of the mask
+    place: int | None = None  # of the places themselves, their dim of the mask
+    may_specialize: bool = False  # the mask hangs on what a step leaves as it is
+    guards: tuple[Guard, ...] = ()  # what their gradient passes before anything adds it up
+
+
+class Refused(Exception):
+    """A function sees how many rows there are, or takes them together: the reason, as far as one is known."""
+
+
+class Known(Protocol):
+    """What the rules ask of the rows that are known."""
+
+    def row_of(self, value: Any) -> Rows | None:
+        """What a tensor is, if it is such rows."""
+
+    def is_all(self, base: Tensor, items: list[Any]) -> bool:
+        """True if an index takes all places of one mask."""
+
+    def at_places(self, base: Tensor, items: list[Any]) -> Tensor:
+        """base[items] for all places of a mask."""
+
+    def in_range(self, index: Tensor) -> Tensor:
+        """Numbers of rows with 0 for the padding."""
+
+
+Made = tuple[Any, int]
+
+
+def indexed(self: Known, run: Run, function: Any, base: Tensor, key: Any) -> Made:
+    """x[.., places, ..] of another tensor."""
+    items = list(key) if isinstance(key, tuple) else [key]
+    taken = sum(item is not None and item is not Ellipsis for item in items)
+    if Ellipsis in [item for item in items if not isinstance(item, Tensor)]:
+        at = next(i for i, item in enumerate(items) if item is Ellipsis)
+        items[at : at + 1] = [slice(None)] * (base.ndim - taken)
+    advanced = [i for i, item in enumerate(items) if isinstance(item, (Tensor, int))]
+    if any(isinstance(items[i], Tensor) and self.row_of(items[i]) is None for i in advanced):
+        raise Refused("another index is beside the places")
+    if any(isinstance(items[i], bool) for i in advanced) or advanced[-1] - advanced[0] + 1 != len(advanced):
+        raise Refused("the places are not beside each other")
+    if self.is_all(base, items):
+        return self.at_places(base, items), advanced[0]
+    items = [self.in_range(item) if isinstance(item, Tensor) else item for item in items]
+    return run(function, base, tuple(items)), advanced[0]
+
+
+def picked(self: Known, run: Run, function: Any, base: Tensor, dim: int, index: Tensor) -> Made:
+    """index_select of another tensor."""
+    dim = dim % max(base.ndim, 1)
+    items = [*[slice(None)] * dim, index]
+    if self.is_all(base, items):
+        return self.at_places(base, items), dim
+    return run(function, base, dim, self.in_range(index)), dim
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """Rows times one matrix [k, n], and what is added to them."""
+
+    x: Tensor
+    matrix: Tensor
+    bias: Tensor | None = None
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Product | None:
+    return Product(input, weight.t(), bias) if weight.ndim == 2 else None
+
+
+def _matmul(*operands: Any, **named: Any) -> Product | None:
+    found = (*operands, *named.values())
+    return Product(*found) if len(found) == 2 and all(isinstance(one, Tensor) for one in found) else None
+
+
+def _addmm(*operands: Any, **named: Any) -> Product | None:
+    return Product(*operands[1:], operands[0]) if len(operands) == 3 and not named else None
+
+
+def _einsum(equation: Any, *operands: Any) -> Product | None:
+    """ab,bc->ac or ab,cb->ac."""
+    if not isinstance(equation, str) or len(operands) != 2 or not all(isinstance(one, Tensor) for one in operands):
+        return None
+    x, other = operands
+    spelled = equation.replace(" ", "")
+    if re.fullmatch(r"(\w)(\w),\2(\w)->\1\3", spelled):
+        return Product(x, other)
+    return Product(x, other.t()) if re.fullmatch(r"(\w)(\w),(\w)\2->\1\3", spelled) else None
+
+
+_PRODUCTS: Mapping[str, Callable[..., Product | None]] = {
+    "linear": _linear,
+    **dict.fromkeys(("matmul", "__matmul__", "mm"), _matmul),
+    "addmm": _addmm,
+    "einsum": _einsum,
+}
+
+
+def product(self: Known, name: str, args: Any, kwargs: Any) -> tuple[Tensor, bool] | None:
+    """The product of rows with one matrix, of those that count alone; and whether something is added to it. None for
+    another function, or another product."""
+    found = _PRODUCTS[name](*args, **kwargs) if name in _PRODUCTS else None
+    rows = None if found is None else self.row_of(found.x)
+    if found is None or rows is None or any(self.row_of(one) for one in (found.matrix, found.bias)):
+        return None
+    x, matrix = found.x, found.matrix
+    is_rows = matrix.ndim == 2 and rows.dim < x.ndim - 1 and x.shape[rows.dim] == math.prod(x.shape[:-1])
+    if not is_rows or not x.is_floating_point() or torch.is_autocast_enabled(x.device.type):
+        return None
+    other = torch.where(rows.valid, 0, 1)  # there is one matrix; the padding has none
+    y: Tensor = ExpertMM.apply(x.reshape(-1, x.shape[-1]), matrix.unsqueeze(0), other)
+    y = y.reshape(*x.shape[:-1], matrix.shape[1])
+    return (y, False) if found.bias is None else (y + found.bias, True)
+
+
+def follow_rows(nodes: Iterable[fx.Node], places: Mapping[Value, Split], count: int) -> dict[Value, Split]:
+    """Where the results of some calls have rows, in the order in which torch ran them. places: of what they read.
+
+    Raises Refused where one does not take each row by itself."""
+    found = dict(places)
+    for node in nodes:
+        if node.op != "call_function" or is_getitem(node):
+            continue
+        operands = [source_of(one) for one in _tensors_in((node.args, node.kwargs))]
+        known = {i: found[value] for i, value in enumerate(operands) if value in found}
+        if not known or (filled(node) is not None and not _is_alike(node)):
+            continue
+        way = through(_call_of(node), known, TABLE, count)
+        if isinstance(way, str):
+            raise Refused(way)
+        if way.adds_up:
+            raise Refused("it adds the rows up")
+        if any(at is not None and i not in known for i, at in enumerate(way.operands)):
+            raise Refused("another tensor has as many rows of its own")
+        found |= {(node, i): at for i, at in enumerate(way.results) if at is not None}
+    return found
+
+
+def are_views(nodes: Iterable[fx.Node]) -> bool:
+    """True if calls compute nothing: the gradient that passes them is the one that comes."""
+    return all(is_getitem(node) or is_view(node.target) for node in nodes)
+
+
+def source_of(node: fx.Node) -> Value:
+    """The node of a trace that computes a tensor, and which of its tensor results it is."""
+    if not is_getitem(node):
+        return node, 0
+    producer, index = node.args
+    assert isinstance(producer, fx.Node) and isinstance(index, int)
+    return producer, sum(isinstance(one, Tensor) for one in producer.meta["val"][:index])
+
+
+def _is_alike(node: fx.Node) -> bool:
+    """True for what has the shape of its operand; other tensors that are made "new" take its dtype alone."""
+    return str(node.target).endswith("_like.default")
+
+
+def _call_of(node: fx.Node) -> Call:
+    """A node of a trace as rules see it: an op in place as the op that it is, what only takes a shape as a copy."""
+    name = str(node.target)
+    if node.target._schema.is_mutable:  # type: ignore[union-attr]
+        name = name.replace("_.", ".")
+    if filled(node) is not None:
+        name = "aten.clone.default"
+    made = node.meta["val"]
+    results = [one for one in (made if isinstance(made, (tuple, list)) else (made,)) if isinstance(one, Tensor)]
+    operands = [one.meta["val"] for one in _tensors_in((node.args, node.kwargs))]
+    return Call(name, node.args, node.kwargs, tuple(map(_type, operands)), tuple(map(_type, results)))
+
+
+def _type(value: Tensor) -> TensorType:
+    return TensorType(tuple(value.shape), value.dtype)
+
+
+def _tensors_in(args: Any) -> list[fx.Node]:
+    """The tensors among the arguments of a node, in order."""
+    found: list[fx.Node] = []
+    fx.node.map_arg(args, lambda one: found.append(one) if isinstance(one.meta.get("val"), Tensor) else None)
+    return found
+
+
+def only_valid(rows: Tensor, valid: Tensor, dim: int, number: int = 0) -> Tensor:
+    """Rows with a number for the padding."""
+    return torch.where(valid.reshape(-1, *(1 for _ in rows.shape[dim + 1 :])), rows, number)
+
+
+# What asks for a property, and computes nothing.
+KEPT = frozenset(("size", "dim", "numel", "__len__", "is_floating_point", "is_complex", "element_size", "stride",
+                  "is_contiguous"))  # fmt: skip
+ADDED = frozenset(("index_add_", "index_add", "__setitem__"))

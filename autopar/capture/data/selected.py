@@ -1,0 +1,314 @@
+"""Rows that a mask selects (`torch.where(mask)`, `mask.nonzero(as_tuple=True)`): as many as the data say.
+
+A loop over experts takes the tokens of each, and adds what comes out to their rows. Here all places of the mask are
+taken, and those where it is False are padding, which nobody may see: what is made of such rows is followed through the
+model, and every function on the way must take each row by itself. Where they are added back the padding adds nothing.
+Products leave it out at run time, as those by expert do, so that a loop over experts computes no more than it should.
+
+How many rows there are shows nowhere in the tensors. So that no number is made of it, the second run of the capture
+(see `determinism.py`) has one row, and whatever depends on the number differs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.capture.data.row_rules import (
+    ADDED,
+    KEPT,
+    Guard,
+    Refused,
+    Rows,
+    Run,
+    are_views,
+    follow_rows,
+    indexed,
+    only_valid,
+    picked,
+    product,
+    source_of,
+)
+from autopar.capture.refusals.constructs import SIZES, Construct
+from autopar.capture.refusals.explain_failure import size_refusal
+from autopar.capture.refusals.location import Line
+from autopar.capture.trace.tracer import Tracer
+from autopar.errors import CaptureError
+from autopar.torch_compat import custom_function
+
+Tensor = torch.Tensor
+
+
+@dataclass(slots=True)
+class Selected:
+    """The tensors of a run whose rows a mask selected. is_first: of the run that is captured; a later one has one row
+    and is not looked at."""
+
+    is_first: bool = True
+    known: dict[int, Rows] = field(default_factory=dict)
+    tracer: Tracer | None = None  # of the run that is captured
+    is_inside: bool = False  # of a call that is followed: torch may spell it out in calls of its own
+
+    def concerns(self, args: Any, kwargs: Any) -> bool:
+        """True if a call takes such rows."""
+        return bool(self.known) and not self.is_inside and next(self.rows_in((args, kwargs)), None) is not None
+
+    @property
+    def may_specialize(self) -> bool:
+        """True if any of them could be taken by a number of the example batch."""
+        return any(rows.may_specialize for rows in self.known.values())
+
+    def select(
+        self, function: Any, condition: Tensor, line: Line | None, may_specialize: bool = False
+    ) -> tuple[Tensor, ...]:
+        """The places of all elements of a condition, in torch's order."""
+        valid = (condition != 0).reshape(-1)
+        count = valid.numel() if self.is_first else min(valid.numel(), 1)
+        places, step = [], 1
+        every = torch.arange(count, device=condition.device)
+        for size in reversed(condition.shape):
+            places.append((every // step) % max(size, 1))
+            step *= size
+        places.reverse()
+        for dim, place in enumerate(places if self.is_first else ()):
+            self.known[id(place)] = Rows(place, valid, 0, line, function, tuple(condition.shape), dim, may_specialize)
+        return tuple(places)
+
+    def rows_in(self, value: Any) -> Iterator[Rows]:
+        """Those among the arguments of a call."""
+        if isinstance(value, Tensor):
+            found = self.known.get(id(value))
+            if found is not None and found.tensor is value:
+                yield found
+        elif isinstance(value, (tuple, list)):
+            for item in value:
+                yield from self.rows_in(item)
+        elif isinstance(value, dict):
+            yield from self.rows_in(list(value.values()))
+
+    def call(self, run: Run, function: Any, args: Any, kwargs: Any) -> Any:
+        """A call that takes such rows. Raises CaptureError unless it takes each by itself."""
+        rows, name = list(self.rows_in((args, kwargs))), getattr(function, "__name__", str(function))
+        self.is_inside = True
+        try:
+            if any(one.valid is not rows[0].valid for one in rows):
+                raise Refused("it takes rows of two masks")
+            return self._call(rows, name, run, function, args, kwargs)
+        except (Refused, IndexError) as error:
+            because = str(error) if isinstance(error, Refused) else ""
+            raise _refusal(rows[0], name, because) from None
+        finally:
+            self.is_inside = False
+
+    def _call(self, rows: list[Rows], name: str, run: Run, function: Any, args: Any, kwargs: Any) -> Any:
+        like = rows[0]
+        if name in KEPT:
+            return run(function, *args, **kwargs)
+        for one in rows:
+            _check_gradient(one.tensor)
+        if name in ADDED:
+            return self._added(name, like, *args, **kwargs)
+        if name in ("__getitem__", "index_select") and self.row_of(args[0]) is None:
+            result, dim = (indexed if name == "__getitem__" else picked)(self, run, function, *args, **kwargs)
+            return self._note(like, result, dim, [self._guard(result, like.valid, dim)])
+        made = product(self, name, args, kwargs)
+        if made is not None:
+            result, is_biased = made
+            return self._note(like, result, like.dim, [self._guard(result, like.valid, like.dim)] if is_biased else [])
+        return self._followed(rows, name, run, function, args, kwargs)
+
+    def _followed(self, rows: list[Rows], name: str, run: Run, function: Any, args: Any, kwargs: Any) -> Any:
+        """Any other call, by the rules of the ops that torch makes of it."""
+        assert self.tracer is not None
+        like, count = rows[0], rows[0].valid.numel()
+        others = [one for one in _tensors_in((args, kwargs)) if self.row_of(one) is None]
+        meets = torch.is_grad_enabled() and any(one.requires_grad for one in others)  # gradients that add up rows
+        if others:
+            args, kwargs = self._filled((args, kwargs), meets, writes(name))
+            rows = list(self.rows_in((args, kwargs)))
+        graph, node_of = self.tracer.graph, self.tracer.node_of
+        last = next(iter(reversed(graph.nodes)))
+        places = {source_of(node_of(one.tensor)): (one.dim, 1) for one in rows}  # type: ignore[arg-type]
+        result = run(function, *args, **kwargs)
+        nodes = list(_since(last))
+        found = follow_rows(nodes, places, count)
+        made = _tensors_in(result)
+        if not made and name != "__get__":
+            raise Refused("what it does with them is not known")
+        guards = {id(guard): guard for one in rows for guard in one.guards}
+        if not are_views(nodes):
+            for guard in guards.values():
+                guard.is_needed = True
+            guards.clear()
+        for one in made:
+            node = node_of(one)
+            at = None if node is None else found.get(source_of(node))
+            if node is None or (at is not None and one.shape[at[0]] != count):
+                raise Refused("it joins them with another dim")
+            if at is not None:
+                more = [self._guard(one, like.valid, at[0])] if meets else []
+                self._note(like, one, at[0], [*guards.values(), *more])
+        return result
+
+    def _filled(self, value: Any, meets: bool, writes: bool) -> Any:
+        """Arguments with harmless numbers for the padding: 0 for what may be looked up; beside a tensor that gets a
+        gradient (meets) 1, where what divides, or is a base or an exponent, has a finite derivative. writes: into the
+        first of them, which must stay the same tensor."""
+        if isinstance(value, Tensor):
+            mine, is_number = self.row_of(value), value.is_floating_point() or value.is_complex()
+            if mine is None or mine.place is not None or value.dtype is torch.bool or (is_number and not meets):
+                return value
+            if writes:
+                valid = mine.valid.reshape(-1, *(1 for _ in value.shape[mine.dim + 1 :]))
+                return value.masked_fill_(~valid, int(is_number))
+            return self._fill(value, mine, int(is_number))
+        if isinstance(value, (tuple, list)):
+            return type(value)([self._filled(one, meets, writes) for one in value])
+        return (
+            {key: self._filled(one, meets, writes) for key, one in value.items()} if isinstance(value, dict) else value
+        )
+
+    def _fill(self, value: Tensor, mine: Rows, number: int) -> Tensor:
+        return self._note(mine, only_valid(value, mine.valid, mine.dim, number), mine.dim, [])
+
+    def in_range(self, index: Tensor) -> Tensor:
+        """Places of rows, or numbers made of them, which the padding may have anywhere."""
+        mine = self.known[id(index)]
+        return index if mine.place is not None else self._fill(index, mine, 0)
+
+    def _guard(self, tensor: Tensor, valid: Tensor, dim: int) -> Guard:
+        """Watch the gradient of rows behind which it is added up."""
+        guard = Guard(valid, dim)
+        if tensor.requires_grad:
+            tensor.register_hook(guard)
+        return guard
+
+    def _note(self, like: Rows, tensor: Tensor, dim: int, guards: Iterable[Guard]) -> Tensor:
+        self.known[id(tensor)] = replace(like, tensor=tensor, dim=dim, place=None, guards=tuple(guards))
+        return tensor
+
+    def check_leaving(self, results: Any) -> None:
+        """Raise CaptureError if any of them leaves the model."""
+        for one in self.rows_in(results):
+            raise _refusal(one, "")
+
+    def row_of(self, value: Any) -> Rows | None:
+        """What a tensor is, if it is such rows."""
+        return next(self.rows_in(value), None) if isinstance(value, Tensor) else None
+
+    def _added(self, name: str, rows: Rows, base: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """base[index] += rows, in which padding is zero. `base[index] = rows` adds what they differ by: two rows of one
+        place would be torch's own fault."""
+        if self.row_of(base) is not None:
+            raise Refused
+        if name == "__setitem__":
+            key, value = args
+            index = key[0] if isinstance(key, tuple) and key else key
+            rest = key[1:] if isinstance(key, tuple) else ()
+            if self.row_of(index) is None or any(one is not Ellipsis and one != slice(None) for one in rest):
+                raise Refused
+            if not isinstance(value, Tensor) or value.shape != (*index.shape, *base.shape[1:]):
+                raise Refused
+            before = self.at_places(base, [index]) if self.is_all(base, [index]) else base[index]
+            change = only_valid(value - before, rows.valid, 0).to(base.dtype)
+            self._put_back("index_add_", base, 0, index, change, {})
+            return None
+        dim, index, source = (*args, *(kwargs[key] for key in ("dim", "index", "source")[len(args) :]))
+        mine = self.row_of(source)
+        dim = dim % max(base.ndim, 1)
+        if self.row_of(index) is None or (mine is not None and mine.dim != dim):
+            raise Refused
+        options = {key: value for key, value in kwargs.items() if key == "alpha"}
+        return self._put_back(name, base, dim, index, only_valid(source, rows.valid, dim), options)
+
+    def _put_back(self, name: str, base: Tensor, dim: int, index: Tensor, source: Tensor, options: Any) -> Tensor:
+        """Rows added to their places; where these are all places of a dim, by a sum over the other one."""
+        mine = self.known[id(index)]
+        if mine.place is None or base.shape[dim] != mine.shape[mine.place]:
+            made: Tensor = getattr(base, name)(dim, self.in_range(index), source, **options)
+            return made
+        others = [dim + other for other in range(len(mine.shape)) if other != mine.place]
+        apart = source.reshape(*source.shape[:dim], *mine.shape, *source.shape[dim + 1 :])
+        total = apart.sum(others) if others else apart
+        return base.add_(total, **options) if name.endswith("_") else base.add(total, **options)
+
+    def is_all(self, base: Tensor, items: list[Any]) -> bool:
+        """True if an index is made of the places of one mask, each as long as the dim it looks up, and of slices."""
+        at, found = 0, []
+        for item in items:
+            if isinstance(item, Tensor):
+                mine = self.known[id(item)]
+                if mine.place is None or at >= base.ndim or base.shape[at] != mine.shape[mine.place]:
+                    return False
+                found.append(mine.place)
+            elif item is not None and item != slice(None):
+                return False
+            at += item is not None
+        return len(found) == len(set(found)) > 0
+
+    def at_places(self, base: Tensor, items: list[Any]) -> Tensor:
+        """base[items] for all places of a mask: a matter of views, so that rows may be split. A copy, as an index gives
+        it, for the model may write into it."""
+        dims = [item for item in items if item is not None]
+        dims += [slice(None)] * (base.ndim - len(dims))
+        of = {self.known[id(item)].place: at for at, item in enumerate(dims) if isinstance(item, Tensor)}
+        shape = next(self.known[id(item)].shape for item in dims if isinstance(item, Tensor))
+        first = min(of.values())
+        after = [at for at in range(first, base.ndim) if at not in of.values()]
+        value = base.permute(*range(first), *(of[place] for place in sorted(of)), *after)  # type: ignore[type-var]
+        for place in range(len(shape)):
+            value = value if place in of else value.unsqueeze(first + place)
+        value = value.expand(*base.shape[:first], *shape, *(base.shape[at] for at in after))
+        value = value.reshape(*base.shape[:first], math.prod(shape), *(base.shape[at] for at in after))
+        where = next(i for i, item in enumerate(items) if isinstance(item, Tensor))
+        keys = [None if item is None else slice(None) for item in items if not isinstance(item, Tensor)]
+        keys.insert(where, slice(None))
+        made: Tensor = value[tuple(keys)].clone()
+        return made
+
+
+def writes(name: str) -> bool:
+    """True for the name of a function that writes into its first argument: add_, __iadd__."""
+    return name.endswith("_") and (not name.endswith("__") or hasattr(Tensor, f"__{name.removeprefix('__i')}"))
+
+
+def _since(last: fx.Node) -> Iterator[fx.Node]:
+    """The nodes of a trace after one."""
+    while (last := last.next).op != "root":
+        yield last
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    """The tensors among arguments or results."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return _tensors_in(list(value.values()))
+    return [one for item in value for one in _tensors_in(item)] if isinstance(value, (tuple, list)) else []
+
+
+def _check_gradient(tensor: Tensor) -> None:
+    """Raise Refused for what a function with a gradient of its own made, which may take the rows together."""
+    function = custom_function(tensor.grad_fn)
+    if function is not None and function.__module__.partition(".")[0] not in ("torch", "autopar"):
+        raise Refused(f"{function.__qualname__} has a backward of its own, which may see other rows")
+
+
+def _refusal(rows: Rows, name: str, because: str = "") -> CaptureError:
+    return size_refusal(_seen(rows, name, because), rows.line, rows.may_specialize)
+
+
+def _seen(rows: Rows, name: str, because: str) -> Construct:
+    known = SIZES[rows.origin]
+    seen = f"{name.strip('_')}()" if name else "what the model returns"
+    why = f": {because}" if because else ""
+    return Construct(
+        known.name,
+        f"{known.instead} Where its places choose rows, only what takes each row by itself may follow (layers, "
+        f"activations, weights by row) until index_add_ puts them back; here {seen} does not{why}.",
+    )

@@ -1,0 +1,358 @@
+"""Semantic ops with their gradients, as autograd functions over the ops of `autopar.ir.ops.ops`.
+
+A backward pass that is itself differentiated (`autograd.grad(..., create_graph=True)`, a gradient penalty) runs with
+gradients enabled. The ops have none of their own, so it goes through the functions, or is refused.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch.autograd import Function
+
+from autopar.capture.refusals.constructs import Construct
+from autopar.capture.refusals.explain_failure import refusal
+from autopar.capture.refusals.location import user_frame
+from autopar.ir.ops.ops import op
+
+Tensor = torch.Tensor
+
+
+_CAST_BY_AUTOCAST = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _once(name: str) -> None:
+    """Refuse a second derivative: it would be zero without a word."""
+    if torch.is_grad_enabled():
+        construct = Construct(
+            f"a gradient with create_graph=True that goes through {name}, whose second derivative is not supported",
+            f"Take the gradient of a part without it, or write {name} in elementwise functions and matmul.",
+        )
+        raise refusal(construct, user_frame(sys._getframe(1)))
+
+
+def _as_product(operand: Tensor) -> Tensor:
+    """What torch.autocast makes of an operand of a product; it looks into none of ours."""
+    kind = operand.device.type
+    if not torch.is_autocast_enabled(kind) or operand.dtype not in _CAST_BY_AUTOCAST:
+        return operand
+    return operand.to(torch.get_autocast_dtype(kind))
+
+
+class Einsum(Function):
+    """Einsum of two operands; every name stands in at least two of the three tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, equation: str) -> Tensor:
+        a, b = (_as_product(operand) for operand in (a, b))
+        ctx.save_for_backward(a, b)
+        ctx.equation = equation
+        return op("einsum")(a, b, equation)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        a, b = ctx.saved_tensors
+        left, result = ctx.equation.split("->")
+        names_a, names_b = left.split(",")
+        need_a, need_b, _ = ctx.needs_input_grad
+        einsum: Any = Einsum.apply if torch.is_grad_enabled() else op("einsum")
+        grad_a = einsum(grad, b, f"{result},{names_b}->{names_a}") if need_a else None
+        grad_b = einsum(grad, a, f"{result},{names_a}->{names_b}") if need_b else None
+        return grad_a, grad_b, None
+
+
+class Attention(Function):
+    """softmax(q k^T scale + mask) v (Vaswani et al. 2017) with the logsumexp kept for the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+        out, lse = op("attention")(q, k, v, mask, causal, scale)
+        ctx.save_for_backward(q, k, v, mask, out, lse)
+        ctx.rest = (causal, scale)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        _once("attention")
+        (grad,) = grads
+        q, k, v, mask, out, lse = ctx.saved_tensors
+        grad_q, grad_k, grad_v = op("attention_backward")(grad, q, k, v, mask, out, lse, *ctx.rest)
+        return grad_q, grad_k, grad_v, None, None, None
+
+
+class DroppedAttention(Function):
+    """Attention with dropout of its probabilities, by a mask that is drawn again for the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor, causal: bool, scale: float,
+        key: int, p: float,
+    ) -> Tensor:  # fmt: skip
+        shape = [*q.shape[:3], k.shape[2]]
+        ctx.rest = (causal, scale, key, p, shape, shape, [0] * 4)
+        out, lse = op("dropped_attention")(q, k, v, mask, seed, *ctx.rest)
+        ctx.save_for_backward(q, k, v, mask, out, lse, seed)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        _once("attention")
+        (grad,) = grads
+        grad_q, grad_k, grad_v = op("dropped_attention_backward")(grad, *ctx.saved_tensors, *ctx.rest)
+        return grad_q, grad_k, grad_v, None, None, None, None, None, None
+
+
+class CrossEntropy(Function):
+    """-log softmax(x)[index] over the last dim: logsumexp(x) - x[index], both partial if the classes are split
+    (vocabulary-parallel loss, arXiv 1909.08053 section 3)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
+        lse = op("logsumexp")(x)
+        ctx.save_for_backward(x, lse, index)
+        return (lse - op("pick")(x, index)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        _once("cross entropy")
+        (grad,) = grads
+        x, lse, index = ctx.saved_tensors
+        return op("cross_entropy_backward")(grad, x, lse, index), None
+
+
+class SmoothedCrossEntropy(Function):
+    """-sum_c q_c log softmax(x)_c over the last dim, where q = near * onehot(index) + share * w (arXiv 1512.00567).
+
+    w is one if None. All that is summed over the classes is partial if they are split, and one value a row.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, w: Tensor | None, near: Tensor | float, share: float) -> Tensor:
+        lse = op("logsumexp")(x)
+        total: Any = x.shape[-1] if w is None else w.sum()
+        if w is None:
+            spread = x.sum(-1, dtype=torch.float32 if x.dtype.itemsize == 2 else None) * share
+        else:
+            names = "abcdefgh"[: x.ndim]
+            spread = op("einsum")(x, w * share, f"{names},{names[-1]}->{names[:-1]}")
+        both = near + total * share
+        ctx.save_for_backward(x, lse, index, w, *((near, both) if w is not None else ()))
+        ctx.near, ctx.both, ctx.share = (near, both, share) if w is None else (None, None, share)
+        return (lse * both - (op("pick")(x, index) * near + spread)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        _once("cross entropy")
+        (grad,) = grads
+        x, lse, index, w, *scales = ctx.saved_tensors
+        near, both = scales or (ctx.near, ctx.both)
+        grad_x = op("cross_entropy_backward")(grad * both, x, lse, index, grad * near)
+        spread = (grad * ctx.share).unsqueeze(-1)
+        return grad_x - (spread if w is None else spread * w), None, None, None, None
+
+
+class Pick(Function):
+    """x[index] over the last dim."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.size = x.shape[-1]
+        return op("pick")(x, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        _once("nll_loss")
+        (grad,) = grads
+        (index,) = ctx.saved_tensors
+        return op("pick_backward")(grad, index, ctx.size), None
+
+
+class LogSumExp(Function):
+    """Over the last dim, which may be split."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        lse: Tensor = op("logsumexp")(x).to(x.dtype)
+        ctx.save_for_backward(x, lse)
+        return lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        x, lse = ctx.saved_tensors
+        return (x - lse.unsqueeze(-1)).exp() * grad.unsqueeze(-1)
+
+
+class LogSoftmax(Function):
+    """x - logsumexp(x) over the last dim, which may be split."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x - op("logsumexp")(x).unsqueeze(-1)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        (y,) = ctx.saved_tensors
+        return grad - y.exp() * grad.sum(-1, keepdim=True)
+
+
+class Embedding(Function):
+    """weight[index]; the gradient of row `padding` is left out if padding >= 0."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, index: Tensor, padding: int) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.rows, ctx.padding = weight.shape[0], padding
+        return op("embedding")(weight, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        _once("an embedding")
+        (grad,) = grads
+        (index,) = ctx.saved_tensors
+        return op("embedding_backward")(grad, index, ctx.rows, ctx.padding), None, None
+
+
+class ExpertMM(Function):
+    """Row i of x [s,k] times matrix index[i] of w [g,k,n]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w, index)
+        return op("expert_mm")(x, w, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        _once("grouped_mm")
+        x, w, index = ctx.saved_tensors
+        need_x, need_w, _ = ctx.needs_input_grad
+        grad_x = op("expert_mm")(grad, w.transpose(1, 2), index) if need_x else None
+        grad_w = op("expert_mm_backward")(x, grad, index, w.shape[0]) if need_w else None
+        return grad_x, grad_w, None
+
+
+class CTCLoss(Function):
+    """-log p of each target; with `zero_infinity`, one that cannot be has no gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, targets: Tensor, lengths: Tensor, target_lengths: Tensor, blank: int, zero_infinity: bool
+    ) -> Tensor:
+        ctx.save_for_backward(x, targets, lengths, target_lengths)
+        ctx.rest = (blank, zero_infinity)
+        return op("ctc_loss")(x, targets, lengths, target_lengths, blank)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        _once("ctc_loss")
+        grad_x = op("ctc_loss_backward")(grads[0], *ctx.saved_tensors, *ctx.rest)
+        return grad_x, None, None, None, None, None
+
+
+class Dropout(Function):
+    """x * keep / (1 - p), keep a function of (seed, key, index of the element) alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seed: Tensor, key: int, p: float) -> Tensor:
+        ctx.save_for_backward(seed)
+        ctx.rest = (key, p)
+        return _dropout(x, seed, key, p)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        (seed,) = ctx.saved_tensors
+        return Dropout.apply(grad, seed, *ctx.rest), None, None, None
+
+
+def _dropout(x: Tensor, seed: Tensor, key: int, p: float) -> Tensor:
+    shape = list(x.shape)
+    return op("dropout")(x, seed, key, p, shape, shape, [0] * len(shape))
+
+
+class RMSNorm(Function):
+    """x / sqrt(mean(x^2) + eps) * weight over the dims of the weight (arXiv 1910.07467)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        y, factor = op("rms_norm")(x, weight, eps)
+        ctx.save_for_backward(x, weight, factor)
+        ctx.eps = eps
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        x, weight, factor = ctx.saved_tensors
+        if not torch.is_grad_enabled():
+            return *op("rms_norm_backward")(grad, x, weight, factor), None
+        dims, rows = list(range(-weight.ndim, 0)), list(range(x.ndim - weight.ndim))
+        factor = (x.square().mean(dims, keepdim=True) + ctx.eps).rsqrt()  # hangs on x
+        normal, scaled = x * factor, grad * weight
+        grad_x = factor * (scaled - normal * (scaled * normal).mean(dims, keepdim=True))
+        return grad_x, (grad * normal).sum(rows) if rows else grad * normal, None
+
+
+class BatchNorm(Function):
+    """Normalisation over all dims but 1 with the statistics of the whole batch (arXiv 1502.03167).
+
+    Returns (y, mean, biased variance). Sums and element counts are apart, so that a split batch sums right. Short
+    floats are computed in float32 and rounded once, as torch's kernels do: a sum of many would overflow in float16,
+    and one rounded mean is an error of the same sign in all rows.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Any:
+        dims, shape, count = _per_channel(x)
+        wide = widened(x)
+        mean = wide.sum(dims) / count
+        centred = wide - mean.reshape(shape)
+        variance = (centred * centred).sum(dims) / count
+        rstd = (variance + eps).rsqrt()
+        normal = centred * rstd.reshape(shape)
+        y = normal
+        if weight is not None:
+            y = y * weight.reshape(shape)
+        if bias is not None:
+            y = y + bias.reshape(shape)
+        # What is kept of a short float is short.
+        ctx.save_for_backward(*((x, mean) if x.dtype != wide.dtype else (normal, None)), rstd, weight)
+        ctx.has_bias = bias is not None
+        ctx.mark_non_differentiable(mean, variance)
+        return y.to(x.dtype), mean, variance
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        _once("batch norm")
+        kept, mean, rstd, weight = ctx.saved_tensors
+        dims, shape, count = _per_channel(kept)
+        grad = widened(grads[0])
+        normal = kept if mean is None else (widened(kept) - mean.reshape(shape)) * rstd.reshape(shape)
+        grad_bias = grad.sum(dims)
+        grad_weight = (grad * normal).sum(dims)
+        scale = rstd if weight is None else rstd * weight
+        inner = grad - (grad_bias / count).reshape(shape) - normal * (grad_weight / count).reshape(shape)
+        grad_x = (inner * scale.reshape(shape)).to(grads[0].dtype) if ctx.needs_input_grad[0] else None
+        if weight is None:
+            return grad_x, None, None, None
+        grad_weight = grad_weight.to(weight.dtype)
+        return grad_x, grad_weight, grad_bias.to(weight.dtype) if ctx.has_bias else None, None
+
+
+def widened(x: Tensor) -> Tensor:
+    """A short float in float32, in which torch's kernels add and normalise; any other tensor as it is."""
+    return x.float() if x.is_floating_point() and x.dtype.itemsize < torch.float32.itemsize else x
+
+
+def _per_channel(x: Tensor) -> tuple[list[int], list[int], int]:
+    dims = [dim for dim in range(x.ndim) if dim != 1]
+    shape = [x.shape[1] if dim == 1 else 1 for dim in range(x.ndim)]
+    return dims, shape, x.numel() // x.shape[1]

@@ -1,0 +1,107 @@
+"""Which torch functions are raised to semantic ops while a model is traced.
+
+Each entry of `RAISED` takes the arguments of its torch function and returns a result with the same value and
+gradients, or `NotImplemented` to leave the call to torch (right all the same, only less can be split).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from autopar.capture.ops.raised_attention import attention, multi_head_attention
+from autopar.capture.ops.raised_experts import grouped_mm
+from autopar.capture.ops.raised_lookups import (
+    clamp,
+    embedding_bag,
+    fill_diagonal_,
+    put,
+    setitem,
+    take,
+    where,
+    where_self,
+)
+from autopar.capture.ops.raised_losses import (
+    ELEMENTWISE,
+    batch_norm,
+    cross_entropy,
+    ctc_loss,
+    embedding,
+    instance_norm,
+    linear_cross_entropy,
+    log_softmax,
+    nll_loss,
+    rms_norm,
+    with_reduction,
+)
+from autopar.capture.ops.raised_products import (
+    CONVOLUTIONS,
+    addmm,
+    bilinear,
+    einsum,
+    linear,
+    matmul,
+    rmatmul,
+    with_bias_apart,
+)
+from autopar.capture.ops.raised_random import RANDOM
+from autopar.capture.ops.raised_recurrent import RECURRENT
+from autopar.capture.ops.raised_windows import as_strided, average_pool_of, istft, stft
+from autopar.torch_compat import GROUPED_MM
+
+Tensor = torch.Tensor
+
+# Raised also where the plain module is run for comparison: what draws random numbers, or may, and what torch cannot
+# compute in float64.
+ALWAYS: dict[Any, Callable[..., Any]] = {
+    **RANDOM,
+    **RECURRENT,
+    F.scaled_dot_product_attention: attention,
+    F.multi_head_attention_forward: multi_head_attention,
+    GROUPED_MM: grouped_mm,
+}
+
+RAISED: dict[Any, Callable[..., Any]] = {
+    F.linear: linear,
+    torch.matmul: matmul,
+    Tensor.matmul: matmul,
+    Tensor.__matmul__: matmul,
+    Tensor.__rmatmul__: rmatmul,
+    torch.bmm: matmul,
+    Tensor.bmm: matmul,
+    torch.mm: matmul,
+    Tensor.mm: matmul,
+    torch.addmm: addmm,
+    Tensor.addmm: addmm,
+    torch.einsum: einsum,
+    **dict.fromkeys((F.bilinear, torch.bilinear), bilinear),
+    **dict.fromkeys((torch.take, Tensor.take), take),
+    **dict.fromkeys((torch.put, Tensor.put), put),
+    **dict.fromkeys((torch.clamp, Tensor.clamp, torch.clip, Tensor.clip), clamp),
+    Tensor.fill_diagonal_: fill_diagonal_,
+    Tensor.__setitem__: setitem,
+    F.cross_entropy: cross_entropy,
+    F.nll_loss: nll_loss,
+    **dict.fromkeys((F.ctc_loss, torch.ctc_loss), ctc_loss),
+    getattr(F, "linear_cross_entropy", None): linear_cross_entropy,  # torch 2.13 has it
+    **dict.fromkeys((F.log_softmax, torch.log_softmax, Tensor.log_softmax), log_softmax),
+    F.adaptive_avg_pool1d: average_pool_of(1),
+    F.adaptive_avg_pool2d: average_pool_of(2),
+    F.adaptive_avg_pool3d: average_pool_of(3),
+    **dict.fromkeys((torch.stft, Tensor.stft), stft),
+    **dict.fromkeys((torch.istft, Tensor.istft), istft),
+    torch.as_strided: as_strided,
+    Tensor.as_strided: as_strided,
+    F.embedding: embedding,
+    F.embedding_bag: embedding_bag,
+    torch.where: where,
+    Tensor.where: where_self,
+    F.batch_norm: batch_norm,
+    **dict.fromkeys((F.rms_norm, torch.rms_norm), rms_norm),
+    F.instance_norm: instance_norm,
+    **{function: with_bias_apart(function) for function in CONVOLUTIONS},
+    **{loss: with_reduction(loss) for loss in ELEMENTWISE},
+}

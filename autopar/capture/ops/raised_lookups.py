@@ -1,0 +1,113 @@
+"""Lookups of several rows at a time, and by places in a flat tensor, raised to the lookup of each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from autopar.capture.ops.raised_losses import embedding
+
+Tensor = torch.Tensor
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
+
+
+def embedding_bag(
+    input: Tensor, weight: Tensor, offsets: Tensor | None = None, max_norm: float | None = None, norm_type: float = 2,
+    scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False,
+    per_sample_weights: Tensor | None = None, include_last_offset: bool = False, padding_idx: int | None = None,
+) -> Any:  # fmt: skip
+    """Bags of one size, [bags, size], summed or averaged. Bags given by offsets are left to torch."""
+    if input.ndim != 2 or mode not in ("sum", "mean") or padding_idx is not None:
+        return NotImplemented
+    rows = embedding(input, weight, None, max_norm, norm_type, scale_grad_by_freq, sparse)
+    if rows is NotImplemented:
+        return rows
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.unsqueeze(-1)
+    total = rows.sum(1)
+    return total if mode == "sum" else total / input.shape[1]
+
+
+def take(input: Tensor, index: Tensor) -> Any:
+    """Elements by their places in the flat tensor."""
+    return input.reshape(-1)[index]
+
+
+def put(input: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Any:
+    """The other way round."""
+    flat = input.reshape(-1).index_put((index.reshape(-1),), source.reshape(-1), accumulate)
+    return flat.reshape(input.shape)
+
+
+def fill_diagonal_(input: Tensor, fill_value: float, wrap: bool = False) -> Any:
+    """Of a matrix. torch's own writes by strides, of which nothing is known when rows are split."""
+    if input.ndim != 2 or wrap:
+        return NotImplemented
+    input.diagonal().fill_(fill_value)
+    return input
+
+
+def setitem(input: Tensor, index: Any, value: Any) -> Any:
+    """Raise `x[mask] = value` with one value for all rows, whose gradient torch takes from rows that it counts."""
+    is_mask = isinstance(index, Tensor) and index.dtype == torch.bool and index.ndim > 0
+    if not is_mask or not isinstance(value, Tensor) or input.shape[: index.ndim] != index.shape:
+        return NotImplemented
+    row = input.shape[index.ndim :]
+    if any(size != 1 for size in value.shape[: value.ndim - len(row)]):
+        return NotImplemented
+    value = value.reshape(value.shape[max(value.ndim - len(row), 0) :]).to(input.dtype)
+    input.copy_(torch.where(index.reshape(*index.shape, *(1 for _ in row)), value, input))
+    return None
+
+
+def clamp(input: Tensor, min: Any = None, max: Any = None) -> Any:
+    """Raise torch.clamp with a tensor (a number that is an input) and a number, which torch does not mix."""
+    if min is None or max is None or isinstance(min, Tensor) == isinstance(max, Tensor):
+        return NotImplemented
+    return input.clamp(min=min).clamp(max=max)
+
+
+def looked_up(function: Any, args: Any) -> Any:
+    """`x[i]` with a tensor of one integer as the lookup of one row: torch takes its value, where a table would not.
+    NotImplemented for an index with other tensors in it."""
+    if function is not Tensor.__getitem__:
+        return NotImplemented
+    x, items = args[0], list(args[1]) if isinstance(args[1], tuple) else [args[1]]
+    tensors = [item for item in items if isinstance(item, Tensor)]
+    if not tensors or any(item.ndim or item.dtype not in _INTEGERS for item in tensors):
+        return NotImplemented
+    if any(isinstance(item, (bool, list)) for item in items):
+        return NotImplemented
+    taken = sum(item is not None and item is not Ellipsis for item in items)
+    at = next((i for i, item in enumerate(items) if item is Ellipsis), len(items))
+    items[at : at + 1] = [slice(None)] * (x.ndim - taken)
+    places = [i for i, item in enumerate(items) if isinstance(item, Tensor)]
+    y = x[tuple(slice(None) if i in places else item for i, item in enumerate(items))]
+    for i in reversed(places):
+        dim = sum(not isinstance(item, int) for item in items[:i])
+        row = torch.where(items[i] < 0, items[i] + y.shape[dim], items[i])
+        y = y.index_select(dim, row.reshape(1)).squeeze(dim)
+    return y
+
+
+def counts_rows(function: Any, args: Any) -> bool:
+    """True for `x[mask] = rows` with a gradient: torch wants to know how many they are, though only backward."""
+    if function is not Tensor.__setitem__ or not torch.is_grad_enabled():
+        return False
+    _, index, value = args
+    items = index if isinstance(index, tuple) else (index,)
+    has_mask = any(isinstance(item, Tensor) and item.dtype == torch.bool and item.ndim for item in items)
+    return has_mask and isinstance(value, Tensor) and value.requires_grad
+
+
+def where(condition: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Raise torch.where with a condition of bytes, which torch takes on a device and not in a trace."""
+    if not isinstance(condition, torch.Tensor) or condition.dtype != torch.uint8 or not (args or kwargs):
+        return NotImplemented
+    return torch.where(condition.bool(), *args, **kwargs)
+
+
+def where_self(self: Tensor, condition: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Raise Tensor.where, the choice of `self` where a condition of bytes holds."""
+    return where(condition, self, *args, **kwargs)

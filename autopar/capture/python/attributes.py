@@ -1,0 +1,139 @@
+"""Save the Python attributes of modules before a capture, compare them after it, and restore them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.capture.inputs import tables
+
+_DEPTH = 3
+_LONG = 10_000  # a longer list or dict is data, not state
+_TENSORS = ("_parameters", "_buffers", "_modules")
+_OWN = frozenset(vars(nn.Module())).difference(_TENSORS)  # hooks and flags of torch's
+_PLAIN = (int, float, complex, str, bytes, bool, type(None))
+_OPAQUE = (*_PLAIN, type, FunctionType, MethodType, ModuleType, torch.Tensor, nn.Module, torch.dtype, torch.device)
+_GONE = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """An attribute or item that a run changed. `kind` is parameter, module or value."""
+
+    name: str
+    kind: str
+    new: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    name: str
+    holder: Any
+    items: Any  # a copy of the insides
+    is_object: bool  # whose items are attributes
+
+
+class Attributes:
+    """The Python attributes of all modules of a model, with the insides of their lists, dicts and objects."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.kept: dict[int, _Kept] = {}
+        self.hooks: list[tuple[dict[Any, Any], set[Any]]] = []
+        self.books: list[tuple[dict[str, Any], str, list[Any], list[Any]]] = []  # of torch's modules, each with a copy
+        self.add(model)
+
+    def add(self, model: nn.Module, prefix: str = "") -> None:
+        """Remember those of another model too."""
+        self.hooks += [(table, set(table)) for module in tables.modules(model) for table in _hooks_of(module)]
+        for path, module in tables.named_modules(model, prefix=prefix):
+            values = vars(module)
+            if type(module).__module__.startswith("torch.nn."):  # its own books (an RNN's _flat_weights) are no state
+                self.books += [(values, name, v, v.copy()) for name, v in values.items() if type(v) is list]
+                values = {name: values[name] for name in _TENSORS}
+            else:
+                self.kept[id(values)] = _Kept(path, values, {k: v for k, v in values.items() if k not in _OWN}, True)
+            for name, value in values.items():
+                if name not in _OWN:
+                    self._keep(_joined(path, name), value, _DEPTH)
+
+    def _keep(self, name: str, value: Any, depth: int) -> None:
+        if isinstance(value, _OPAQUE) or depth == 0:
+            return
+        holder = value if isinstance(value, (list, dict, set)) else getattr(value, "__dict__", None)
+        if not isinstance(holder, (list, dict, set)) or id(holder) in self.kept or len(holder) > _LONG:
+            return
+        kept = self.kept[id(holder)] = _Kept(name, holder, holder.copy(), holder is not value)
+        if not isinstance(holder, set):
+            for key, item in _items(holder):
+                self._keep(_name(kept, key), item, depth - 1)
+
+    def changes(self) -> list[Change]:
+        """What is not as it was."""
+        return [change for kept in self.kept.values() for change in _changes(kept)]
+
+    def restore(self) -> None:
+        """Put everything back. Hooks too: a flag that says they are in place and the hooks go together."""
+        for table, names in self.hooks:
+            for name in set(table) - names:
+                del table[name]
+        for values, name, book, items in self.books:
+            book[:] = items
+            values[name] = book
+        for kept in self.kept.values():
+            if not any(True for _ in _changes(kept)):
+                continue
+            if isinstance(kept.holder, list):
+                kept.holder[:] = kept.items
+            elif isinstance(kept.holder, set):
+                kept.holder.clear()
+                kept.holder.update(kept.items)
+            else:
+                for key in [key for key in kept.holder if key not in kept.items and key not in _OWN]:
+                    del kept.holder[key]
+                kept.holder.update(kept.items)
+
+
+def _hooks_of(module: nn.Module) -> Iterator[dict[Any, Any]]:
+    """The tables of hooks that torch keeps in a module."""
+    return (value for name, value in vars(module).items() if "_hooks" in name and isinstance(value, dict))
+
+
+def _changes(kept: _Kept) -> Iterator[Change]:
+    if isinstance(kept.holder, set):
+        if kept.holder != kept.items:
+            yield Change(kept.name, "value", kept.holder)
+        return
+    old, new = dict(_items(kept.items)), dict(_items(kept.holder))
+    base, _, last = kept.name.rpartition(".")
+    kind = {"_parameters": "parameter", "_modules": "module", "_buffers": "buffer"}.get(last, "value")
+    for key in {**old, **new}:
+        before, after = old.get(key, _GONE), new.get(key, _GONE)
+        if key in _OWN or before is after or _equal(before, after):
+            continue
+        if kind != "value":
+            yield Change(_joined(base, key), kind, after)
+        elif isinstance(kept.holder, list):
+            yield Change(kept.name, kind, after)
+        else:
+            yield Change(_name(kept, key), kind, after)
+
+
+def _name(kept: _Kept, key: Any) -> str:
+    return _joined(kept.name, key) if kept.is_object else f"{kept.name}[{key!r}]"
+
+
+def _equal(before: Any, after: Any) -> bool:
+    return type(before) is type(after) and issubclass(type(before), _PLAIN) and before == after
+
+
+def _items(holder: Any) -> Iterator[tuple[Any, Any]]:
+    return iter(holder.items()) if isinstance(holder, dict) else enumerate(holder)
+
+
+def _joined(path: str, name: Any) -> str:
+    return f"{path}.{name}" if path else str(name)

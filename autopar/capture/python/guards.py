@@ -1,0 +1,239 @@
+"""Guards: the attributes, globals, closures and hooks that a captured step read, and what has changed since."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain, starmap
+from operator import attrgetter, call, is_, itemgetter
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from autopar.capture.inputs import tables
+from autopar.capture.inputs.leaves import text_of
+from autopar.capture.python.library_state import Entries
+from autopar.capture.python.ran import Ran
+from autopar.capture.python.scalars import GONE, Place, Scalars
+from autopar.capture.python.spots import (
+    BY_ITEM,
+    LONG,
+    NAMESPACES,
+    PLAIN,
+    Numbers,
+    Spot,
+    SpotKey,
+    Walk,
+    hook_tables,
+    is_library,
+    torch_state,
+)
+from autopar.torch_compat import global_module_hooks
+
+_GONE = "nothing"
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A value that is not as it was; `old` or `new` is None where there was or is none."""
+
+    old: Spot | None
+    new: Spot | None
+    key: SpotKey
+
+    def __str__(self) -> str:
+        spot = self.old or self.new
+        return f"{spot} was {_shown(self.old)} and is {_shown(self.new)}"
+
+    @property
+    def line(self) -> str:
+        """What it is now, as ranks compare it."""
+        return f"{self.old or self.new} = {_shown(self.new)}"
+
+
+class Guards:
+    """The values that a step read, found from a model, its loss function and the functions that ran.
+
+    What torch and Python's library own is not looked into. Values are compared by identity first: a container whose
+    insides are all the same is the same, and a tensor of the same form is read anew by the program. So are numbers
+    that are inputs of it (`places`), of which only the type counts. `given`: the numbers among the arguments of the
+    call at hand, which the caller keeps up to date.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss_fn: Any, ran: Ran, scalars: Scalars | None = None,
+        given: Numbers | None = None,
+    ) -> None:  # fmt: skip
+        self.model, self.loss_fn, self.ran = model, loss_fn, ran
+        self.given: Numbers = {} if given is None else given
+        self.places: frozenset[Place] = frozenset()
+        for table in global_module_hooks() + tuple(t for m in tables.modules(model) for t in hook_tables(m)):
+            for hook in table.values():
+                ran.add(hook)
+        ran.add_backward()
+        walk = self._walk()
+        if scalars is not None:
+            self.places = scalars.found(_by_name(walk.spots))
+        self._anchor(walk)
+
+    @property
+    def notes(self) -> list[str]:
+        """On what is read, but not looked at before each step."""
+        return [
+            f"{name}{f', {where},' if where else ''} is read at the capture alone: changes inside of it are not seen. "
+            f"Keep what changes in an attribute of the model, a list or dict of its own, or a tensor"
+            for name, where in self._unseen.items()
+        ]
+
+    def spots_of(self, tensor: torch.Tensor) -> list[SpotKey]:
+        """Where a tensor was read."""
+        return [key for key, spot in self.index.items() if spot.value is tensor]
+
+    def holds(self) -> bool:
+        """True if nothing has changed."""
+        return self._is_given() and (self._is_untouched() or not self.changes())
+
+    def changes(self) -> list[Change]:
+        """What has changed. Where nothing has, equal values in other objects are those to look at from now on."""
+        walk = self._walk()
+        old, new = self.index, _by_name(walk.spots)
+        found = [
+            Change(spot, new.get(key), key) for key, spot in old.items() if not self._same(key, spot, new.get(key))
+        ]
+        found += [Change(None, spot, key) for key, spot in new.items() if key not in old]
+        if not found:
+            self._anchor(walk)
+        return found
+
+    def _is_given(self) -> bool:
+        """The arguments have the same numbers: looked at first, as they may well be others at each call."""
+        return all(_equal(self._fixed(key, self.given[at]), was) for key, at, was in self._numbers)
+
+    def _walk(self) -> Walk:
+        walk = Walk(self.ran)
+        walk.given(self.given)
+        walk.model(self.model)
+        walk.function(self.loss_fn)
+        for root in self.ran.globals():
+            walk.root(root)
+        for tensor in self.ran.values:
+            walk.value(tensor)
+        return walk
+
+    def _anchor(self, walk: Walk) -> None:
+        seen: dict[int, int] = {id(tensor): 1 for tensor in self.ran.values}
+        for spot in walk.spots:
+            if isinstance(spot.value, torch.Tensor):
+                seen[id(spot.value)] = seen.get(id(spot.value), 0) + 1
+        # One of several names for a tensor: bound to another they are two tensors.
+        self.spots = [
+            Spot(s.name, s.where, s.holder, s.key, s.value, True) if seen.get(id(s.value), 0) > 1 else s
+            for s in walk.spots
+        ]
+        self.index = _by_name(self.spots)
+        inputs = {place.key for place in self.places}
+        self._inputs = [(key, spot, self._fixed(key, spot.value)) for key, spot in self.index.items() if key in inputs]
+        self._numbers = [
+            (key, spot.key, self._fixed(key, spot.value))
+            for key, spot in self.index.items()
+            if spot.holder is self.given
+        ]
+        self._unseen = walk.unseen
+        self._sized, self._sizes = walk.sized, list(map(len, walk.sized))
+        self._empty = walk.empty
+        self._contents = walk.contents
+        self.torch_state = torch_state()
+        by_holder: dict[int, list[Spot]] = {}
+        for spot in (spot for key, spot in self.index.items() if key not in inputs):
+            by_holder.setdefault(id(spot.holder), []).append(spot)
+        groups = [_group(spots) for spots in by_holder.values()]
+        self._getters = [(get, holder) for get, holder, _ in groups]
+        self._kept = [value for *_, kept in groups for value in kept]
+
+    def _is_untouched(self) -> bool:
+        """Every object is the very one that it was: the common case, in C."""
+        try:
+            return (
+                not any(self._empty)
+                and self.torch_state == torch_state()
+                and list(map(len, self._sized)) == self._sizes
+                and all(map(is_, chain.from_iterable(starmap(call, self._getters)), self._kept))
+                and all(read() == was for read, was in self._contents)
+                and all(_equal(self._fixed(key, spot.read()), was) for key, spot, was in self._inputs)
+            )
+        except GONE:
+            return False
+
+    def _same(self, key: SpotKey, old: Spot, new: Spot | None) -> bool:
+        return new is not None and _equal(self._fixed(key, old.value), self._fixed(key, new.value), old.exact)
+
+    def _fixed(self, key: SpotKey, value: Any) -> Any:
+        """What must stay of a value: of numbers that are inputs, their type."""
+        for place in self.places:
+            if place.key == key and place.number(value) is not None:
+                value = place.replaced(value, type(place.number(value)))
+        return value
+
+
+def _group(spots: Sequence[Spot]) -> tuple[Callable[[Any], Any], Any, tuple[Any, ...]]:
+    """How to read all spots of one holder at once, and what they held."""
+    holder, spots = spots[0].holder, [spots[0], *spots]  # two at least, of which a getter makes a tuple
+    keys, kept = [spot.key for spot in spots], tuple(spot.value for spot in spots)
+    by_item = isinstance(holder, BY_ITEM)
+    return (itemgetter(*keys) if by_item else attrgetter(*keys)), holder, kept
+
+
+def _by_name(spots: Sequence[Spot]) -> dict[SpotKey, Spot]:
+    """Several of one name, of functions that share their code, by their order."""
+    found: dict[SpotKey, Spot] = {}
+    count: dict[tuple[str, str], int] = {}
+    for spot in spots:
+        key = spot.name, spot.where
+        found[*key, count.setdefault(key, 0)] = spot
+        count[key] += 1
+    return found
+
+
+def _equal(a: Any, b: Any, exact: bool = False) -> bool:
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return not exact and form(a) == form(b)
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(_equal(x, y, exact) for x, y in zip(a, b, strict=True))
+    if isinstance(a, Entries):
+        return a.are_in(b)
+    if isinstance(a, (frozenset, *PLAIN)):
+        return bool(a == b) or (a != a and b != b)
+    if isinstance(a, MethodType):
+        return a.__func__ is b.__func__ and a.__self__ is b.__self__
+    if isinstance(a, set):
+        return a == b
+    if isinstance(a, np.ndarray):
+        return a.shape == b.shape and a.dtype == b.dtype and a.size <= LONG and bool((a == b).all())
+    if isinstance(a, (type, ModuleType, FunctionType, nn.Module, BuiltinFunctionType)):
+        return False
+    # Objects of the user's with the same insides, which are spots of their own.
+    return isinstance(a, (list, dict, *NAMESPACES)) or not is_library(type(a).__module__)
+
+
+def form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What a program is compiled for."""
+    return tuple(tensor.shape), tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad
+
+
+def _shown(spot: Spot | None) -> str:
+    value = _GONE if spot is None else spot.value
+    if isinstance(value, torch.Tensor):
+        return f"a tensor {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, (FunctionType, type)):
+        return f"{value.__module__}.{value.__qualname__}"
+    if not isinstance(value, (tuple, list, dict, set, frozenset, *PLAIN)):
+        return f"another {type(value).__name__}"
+    text = text_of(value) if spot is not None else _GONE
+    return text if len(text) <= 80 else text[:77] + "..."

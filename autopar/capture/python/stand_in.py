@@ -1,0 +1,321 @@
+"""What stands for a Python number while a step is captured: an input of the program, that does as the number does.
+
+It never promotes the dtype of a tensor that it meets, and only arithmetic may use it: `if beta > 0`, `math.exp(beta)`,
+a size, an option of a torch function (`F.dropout(x, p=beta)`) and a text would need its value and are refused.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+import sys
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from autopar.capture.python.arithmetic import DTYPES, Arithmetic, is_input, plain
+from autopar.capture.refusals.location import user_frame
+from autopar.errors import CaptureError
+
+Tensor = torch.Tensor
+
+
+def is_number(value: Any) -> bool:
+    """True for a Python number that could be an input of a program."""
+    return type(value) in DTYPES
+
+
+@dataclass(slots=True)
+class Misuse:
+    """How numbers were used that arithmetic alone may use; what stands for them does so while `is_open`."""
+
+    is_open: bool = False
+    reasons: dict[Hashable, str] = field(default_factory=dict)
+    arithmetic: Arithmetic = field(default_factory=Arithmetic)
+
+    def error(self, how: str) -> CaptureError:
+        """What is said of a number that is used so."""
+        return CaptureError(f"a number {how}.")
+
+    def watch(self, number: Scalar) -> None:
+        """Be told of each number that is made."""
+
+
+def stands_for_number(tensor: Tensor) -> bool:
+    """True for the tensor of a stand-in, which holds another value in each step."""
+    return hasattr(tensor, "is_autopar_number")
+
+
+_KEPT = "is kept from a capture"
+_TOO_LARGE = "is an integer of more than 64 bits where it meets a tensor"
+_DIVIDES = "is divided with a number, which Python refuses where it is zero"
+_RAISES = "is in a power of numbers"
+
+
+def _refusal(name: str) -> Callable[..., Any]:
+    """A method for what takes the value out of a number."""
+
+    def method(self: Scalar, *_: Any) -> Any:
+        self.refuse(f"is used by Python itself ({name})")
+
+    return method
+
+
+def _comparison(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    """A method that compares a number with a tensor; with another number Python would choose by it."""
+
+    def method(self: Scalar, other: Any) -> Any:
+        if isinstance(other, Tensor):
+            return _of_two(function, self, other)
+        return self.refuse(f"is compared ({function.__name__})")
+
+    return method
+
+
+class Scalar:
+    """Stands for a Python number, or for one that was computed of such.
+
+    value: the number now, where Python has it, as the result of the step `at` of its book's arithmetic. tensor: what
+    stands for it in the graph; made where a tensor meets the number."""
+
+    __slots__ = ("__weakref__", "_at", "_book", "_number", "_tensor", "_value")
+    __array_ufunc__ = None  # numpy leaves arithmetic to this class
+
+    def __init__(self, book: tuple[Misuse, frozenset[Hashable]], tensor: Tensor | None = None, value: Any = None,
+                 at: int | None = None, number: Any = None) -> None:  # fmt: skip
+        self._tensor, self._value, self._at, self._number, self._book = tensor, value, at, number, book
+        book[0].watch(self)
+        if tensor is not None:
+            tensor.is_autopar_number = True  # type: ignore[attr-defined]
+
+    @staticmethod
+    def of_place(place: Hashable, number: Any, misuse: Misuse) -> Scalar:
+        """What stands for the number at a place."""
+        return Scalar((misuse, frozenset((place,))), value=number, at=misuse.arithmetic.at(place), number=number)
+
+    @staticmethod
+    def of_tensor(tensor: Tensor, misuse: Misuse) -> Scalar:
+        """What stands for a number that a tensor holds."""
+        return Scalar((misuse, frozenset()), tensor)
+
+    @staticmethod
+    def original(value: Any) -> Any:
+        """The object that stood where a value stands."""
+        return value._number if type(value) is Scalar else value
+
+    @property
+    def __class__(self) -> Any:
+        """What `isinstance` is told: C code, which would take a value out, looks at the real type."""
+        if self._at is not None:
+            return type(self._value)
+        return float if self.tensor().dtype == torch.float64 else int
+
+    @__class__.setter
+    def __class__(self, kind: Any) -> None:
+        raise TypeError("a number has no other class")
+
+    def tensor(self) -> Tensor:
+        """What stands for the number in the graph: nothing of it is rounded."""
+        if self._tensor is None:
+            if not is_input(self._value):
+                self.refuse(_TOO_LARGE)
+            self._tensor = self._book[0].arithmetic.tensor(self._at or 0, self._value)
+            self._tensor.is_autopar_number = True  # type: ignore[attr-defined]
+        return self._tensor
+
+    def refuse(self, how: str) -> Any:
+        """Raise CaptureError, and remember why, should the user's code catch it."""
+        misuse, places = self._book
+        frame = user_frame(sys._getframe(1))
+        line = f" at {os.path.basename(frame[0])}:{frame[1]}" if frame else ""
+        for place in places:
+            misuse.reasons.setdefault(place, f"{how}{line}")
+        raise misuse.error(f"{how}{line}")
+
+    def like(self, tensors: list[Tensor], is_same: bool) -> Tensor:
+        """The tensor that promotes others as the number does. is_same: the function wants one dtype of all."""
+        if not self._book[0].is_open:
+            self.refuse(_KEPT)
+        dtype = tensors[0].dtype
+        for tensor in tensors[1:]:
+            dtype = torch.promote_types(dtype, tensor.dtype)
+        for tensor in tensors:
+            if tensor.ndim and tensor.dtype == dtype and dtype.is_floating_point and not is_same:
+                return self.tensor()  # of no dimensions and at most of the same category: it promotes nothing
+        is_float = self.tensor().dtype == torch.float64
+        if not (dtype.is_floating_point or dtype.is_complex) and is_float:
+            dtype = torch.get_default_dtype()
+        elif dtype == torch.bool:
+            dtype = torch.int64
+        return self._as(dtype)
+
+    def _as(self, dtype: torch.dtype) -> Tensor:
+        return self.tensor() if self.tensor().dtype == dtype else self.tensor().to(dtype)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = with_tensors(func, args, kwargs or {})
+        return func(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("__") and hasattr(0.0, name):
+            self.refuse(f"is asked for its .{name}")
+        raise AttributeError(f"'float' object has no attribute '{name}'")
+
+    def __deepcopy__(self, memo: Any) -> Scalar:
+        return self
+
+    def __copy__(self) -> Scalar:
+        return self
+
+    def __neg__(self) -> Scalar:
+        return _of_numbers(operator.neg, self)
+
+    def __pos__(self) -> Scalar:
+        return self
+
+    def __abs__(self) -> Scalar:
+        return _of_numbers(operator.abs, self)
+
+    def __add__(self, other: Any) -> Any:
+        return _of_two(operator.add, self, other)
+
+    def __radd__(self, other: Any) -> Any:
+        return _of_two(operator.add, other, self)
+
+    def __sub__(self, other: Any) -> Any:
+        return _of_two(operator.sub, self, other)
+
+    def __rsub__(self, other: Any) -> Any:
+        return _of_two(operator.sub, other, self)
+
+    def __mul__(self, other: Any) -> Any:
+        return _of_two(operator.mul, self, other)
+
+    def __rmul__(self, other: Any) -> Any:
+        return _of_two(operator.mul, other, self)
+
+    def __truediv__(self, other: Any) -> Any:
+        return _of_two(operator.truediv, self, other)
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return _of_two(operator.truediv, other, self)
+
+    def __pow__(self, other: Any) -> Any:
+        return _of_two(operator.pow, self, other)
+
+    def __rpow__(self, other: Any) -> Any:
+        return _of_two(operator.pow, other, self)
+
+    def __floordiv__(self, other: Any) -> Any:
+        return _of_two(operator.floordiv, self, other)
+
+    def __rfloordiv__(self, other: Any) -> Any:
+        return _of_two(operator.floordiv, other, self)
+
+    def __mod__(self, other: Any) -> Any:
+        return _of_two(operator.mod, self, other)
+
+    def __rmod__(self, other: Any) -> Any:
+        return _of_two(operator.mod, other, self)
+
+    def __round__(self, digits: int | None = None) -> Any:
+        return _of_numbers(round, self) if digits is None else _of_numbers(round, self, digits)
+
+    def __trunc__(self) -> Any:
+        return _of_numbers(math.trunc, self)
+
+    def __floor__(self) -> Any:
+        return _of_numbers(math.floor, self)
+
+    def __ceil__(self) -> Any:
+        return _of_numbers(math.ceil, self)
+
+    __bool__, __float__, __int__, __index__ = map(_refusal, ("bool", "float", "int", "index"))
+    __eq__, __ne__ = map(_comparison, (operator.eq, operator.ne))
+    __lt__, __le__, __gt__, __ge__ = map(_comparison, (operator.lt, operator.le, operator.gt, operator.ge))
+    __hash__, __str__, __repr__, __format__ = map(_refusal, ("hash", "str", "repr", "format"))
+    __divmod__, __rdivmod__, __reduce_ex__ = map(_refusal, ("divmod", "divmod", "pickle"))
+
+
+def with_tensors(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of a torch function with tensors for the stand-ins among them."""
+    values = [*args, *kwargs.values()]
+    for inside in (item for value in values if type(value) in (tuple, list) for item in value):
+        if type(inside) is Scalar:
+            inside.refuse(f"is in an argument of {getattr(func, '__name__', 'a function')}()")
+    found = [value for value in values if type(value) is Scalar]
+    if not found:
+        return args, kwargs
+    if len(args) > _OPERANDS.get(func, 0) or any(type(v) is Scalar for k, v in kwargs.items() if k in _OPTIONS):
+        found[0].refuse(f"is an argument of {getattr(func, '__name__', 'a function')}()")
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    made = [v.like(tensors, func in _OF_ONE_DTYPE) if type(v) is Scalar else v for v in values]
+    return tuple(made[: len(args)]), dict(zip(kwargs, made[len(args) :], strict=True))
+
+
+def _of_two(function: Callable[[Any, Any], Any], left: Any, right: Any) -> Any:
+    """Arithmetic of a stand-in with a tensor or another number."""
+    if isinstance(left, Tensor):
+        return function(left, right.like([left], False))
+    if isinstance(right, Tensor):
+        return function(left.like([right], False), right)
+    is_number = isinstance(left, (int, float)) and isinstance(right, (int, float))
+    return _of_numbers(function, left, right) if is_number else NotImplemented
+
+
+def _of_numbers(function: Callable[..., Any], *numbers: Any) -> Scalar:
+    """A function of numbers alone, as Python computes it."""
+    known = [number for number in numbers if type(number) is Scalar]
+    if not known[0]._book[0].is_open:
+        known[0].refuse(_KEPT)
+    if any(number._at is None for number in known):
+        return _of_tensors(function, *numbers)
+    misuse, places = known[0]._book[0], frozenset(place for number in known for place in number._book[1])
+    given = tuple(number._value if type(number) is Scalar else number for number in numbers)
+    value = plain(function(*given))
+    if type(value) not in DTYPES:
+        known[0].refuse(f"gives a {type(value).__name__} in Python ({function.__name__})")
+    at = misuse.arithmetic.call(function, given, tuple(n._at if type(n) is Scalar else None for n in numbers))
+    return Scalar((misuse, places), value=value, at=at)
+
+
+def _of_tensors(function: Callable[..., Any], *numbers: Any) -> Scalar:
+    """A function of numbers of which a tensor holds one: it may not decide what Python does."""
+    known = next(number for number in numbers if type(number) is Scalar and number._at is None)
+    left, right = numbers[0], numbers[-1]
+    if function is operator.truediv and not (type(right) in DTYPES and right != 0):
+        known.refuse(_DIVIDES)
+    if function is operator.pow and not ((type(right) is int and right >= 0) or (type(left) is float and left > 0)):
+        known.refuse(_RAISES)
+    if function not in _OF_TENSORS:
+        known.refuse(f"is used by Python itself ({_SIGNS.get(function, function.__name__)})")
+    is_float = function is operator.truediv or any(isinstance(number, float) for number in numbers)
+    dtype = torch.float64 if is_float else torch.int64
+    tensors = [number._as(dtype) if type(number) is Scalar else number for number in numbers]
+    places = frozenset(place for number in numbers if type(number) is Scalar for place in number._book[1])
+    return Scalar((known._book[0], places), function(*tensors))
+
+
+_OF_TENSORS = (operator.neg, operator.abs, operator.add, operator.sub, operator.mul, operator.truediv, operator.pow)
+_SIGNS: dict[Any, str] = {operator.mod: "%", operator.floordiv: "//"}
+
+
+def _spelled(*names: str) -> frozenset[Any]:
+    """A torch function by all its names."""
+    spellings = [form for name in names for form in (name, f"{name}_", f"__{name}__", f"__r{name}__", f"__i{name}__")]
+    return frozenset(getattr(owner, form) for owner in (torch, Tensor) for form in spellings if hasattr(owner, form))
+
+
+_OPTIONS = ("alpha", "rounding_mode", "out")
+_OF_ONE_DTYPE = _spelled("lerp")
+_OPERANDS = {  # by function: how many of its arguments may be numbers or tensors
+    **dict.fromkeys(_spelled("lerp", "where", "masked_fill", "clamp", "clip"), 3),
+    **dict.fromkeys(_spelled(
+        "add", "sub", "subtract", "mul", "multiply", "div", "divide", "truediv", "true_divide", "pow", "clamp_min",
+        "clamp_max", "gt", "ge", "lt", "le", "eq", "ne", "floor_divide", "floordiv", "remainder", "mod",
+    ), 2),
+}  # fmt: skip

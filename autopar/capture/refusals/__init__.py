@@ -1,0 +1,1 @@
+"""What is said of a model that cannot be captured, and of which line?"""

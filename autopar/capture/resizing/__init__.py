@@ -1,0 +1,1 @@
+"""How does the program of another size come from those of earlier sizes?"""

@@ -1,0 +1,1 @@
+"""Which ops ran, and what do they write and give?"""

@@ -1,0 +1,180 @@
+"""Know what ops give on tensors without data, once an op was called with operands of the same form.
+
+A model repeats its layers, the run that proves a step steady repeats all of it, and the backward pass asks for the
+same sums and products. torch remembers too, but comes to its memory by way of some forty calls in Python an op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from types import EllipsisType, NoneType
+from typing import Any
+
+import torch
+
+from autopar.capture.trace.forms import Elementwise, Form, elementwise_key, infer
+from autopar.torch_compat import (
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    no_function_modes,
+    schema_of,
+    storage_of,
+)
+from autopar.torch_shortcuts import fake_maker
+
+_NAMESPACES = ("aten", "prims", "autopar")  # the user's own ops may do anything
+_TAGS = frozenset(
+    (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view,
+     torch.Tag.nondeterministic_seeded)
+)  # fmt: skip
+_LIFTS = ("lift", "lift_fresh", "lift_fresh_copy")  # of tensors with data
+# Hashable, and compared by value among those of their own kind.
+_VALUES = frozenset(
+    (float, bool, complex, str, NoneType, EllipsisType, torch.dtype, torch.device, torch.layout, torch.memory_format)
+)
+_MOST = 1 << 16  # calls that are remembered
+
+
+@dataclass(frozen=True, slots=True)
+class _Results:
+    made: tuple[Form | None, ...]
+    kind: type | None  # of the list of several results
+
+
+@dataclass(slots=True)
+class _Memory:
+    calls: dict[tuple[Any, ...], _Results] = field(default_factory=dict)
+    elementwise: Elementwise = field(default_factory=Elementwise)
+
+
+@cache
+def _memory() -> _Memory:
+    """The results of every call so far: what follows from the form of its operands is the same in any capture."""
+    return _Memory()
+
+
+class _Unknown(Exception):
+    """An operand of which a form does not tell all."""
+
+
+class Results:
+    """What ops give on the tensors of one fake mode."""
+
+    def __init__(self, fake: FakeTensorMode) -> None:
+        self._fake, self._make, self._memory = fake, fake_maker(fake), _memory()
+
+    def call(self, call: Callable[..., Any], func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What `call(*args, **kwargs)` gives, where `call` infers the results of `func`. It runs if none is known,
+        unseen by function modes."""
+        if not _is_decided(func):
+            with no_function_modes():
+                return call(*args, **kwargs)
+        operands: list[FakeTensor] = []
+        key: list[Any] = [func, torch.get_default_dtype()]
+        with no_function_modes():
+            try:
+                self._add_forms(args, key, operands)
+                if kwargs:
+                    key += kwargs
+                    self._add_forms(kwargs.values(), key, operands)
+            except _Unknown:
+                operands = []
+            if operands:
+                known = self._memory.calls.get(tuple(key)) or self._told(func, args, kwargs, operands, tuple(key))
+                if known is not None:
+                    made = [None if each is None else self._tensor(each, operands) for each in known.made]
+                    return made[0] if known.kind is None else known.kind(made)
+            return self._asked(call, func, args, kwargs, operands, tuple(key)) if operands else call(*args, **kwargs)
+
+    def _told(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], operands: list[FakeTensor],
+        key: tuple[Any, ...],
+    ) -> _Results | None:  # fmt: skip
+        """The results of a call that is new, if a rule has them."""
+        made = infer(func, args, kwargs)
+        if made is None:
+            made = self._memory.elementwise.infer(elementwise_key(func, args, kwargs, operands), operands)
+        return self._keep(key, _Results(made, None if len(made) == 1 else tuple)) if made is not None else None
+
+    def _asked(
+        self, call: Callable[..., Any], func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+        operands: list[FakeTensor], key: tuple[Any, ...],
+    ) -> Any:  # fmt: skip
+        """What torch infers, without a look into its own memory."""
+        before, self._fake.cache_enabled = self._fake.cache_enabled, False
+        try:
+            result = call(*args, **kwargs)
+        finally:
+            self._fake.cache_enabled = before
+        found = self._results(result, operands)
+        if found is not None:
+            self._memory.elementwise.learn(elementwise_key(func, args, kwargs, operands), operands, found.made)
+            self._keep(key, found)
+        return result
+
+    def _keep(self, key: tuple[Any, ...], found: _Results) -> _Results:
+        if len(self._memory.calls) > _MOST:
+            self._memory.calls.clear()
+        self._memory.calls[key] = found
+        return found
+
+    def _add_forms(self, values: Any, key: list[Any], operands: list[FakeTensor]) -> None:
+        for value in values:
+            kind = type(value)
+            if kind is FakeTensor:
+                if value.fake_mode is not self._fake or value.constant is not None or not _is_plain(value):
+                    raise _Unknown
+                key += (value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device)
+                operands.append(value)
+            elif kind is int:
+                key.append(value)
+            elif kind in _VALUES:
+                key += (kind, value)
+            elif kind is list or kind is tuple or kind is torch.Size:
+                key += (kind, len(value))
+                self._add_forms(value, key, operands)
+            else:
+                raise _Unknown
+
+    def _results(self, result: Any, operands: list[FakeTensor]) -> _Results | None:
+        """What is remembered of a result; None if that would not be all of it."""
+        is_several = type(result) in (tuple, list)
+        tensors = result if is_several else (result,)
+        made = tuple(self._form(each, operands) for each in tensors)
+        own = {storage_of(tensor) for tensor, form in zip(tensors, made, strict=True) if form and form.view_of is None}
+        if None in made or len(own) < sum(form is not None and form.view_of is None for form in made):
+            return None
+        return _Results(made, type(result) if is_several else None)
+
+    def _form(self, tensor: Any, operands: list[FakeTensor]) -> Form | None:
+        if type(tensor) is not FakeTensor or tensor.fake_mode is not self._fake or tensor.constant is not None:
+            return None
+        if tensor.requires_grad or not _is_plain(tensor) or any(tensor is operand for operand in operands):
+            return None
+        memory = storage_of(tensor)
+        shown = [at for at, operand in enumerate(operands) if storage_of(operand) == memory]
+        if len(shown) > 1 or (not shown and tensor.storage_offset() != 0):
+            return None  # which of them it shows is not known
+        return Form(
+            tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype, tensor.fake_device,
+            shown[0] if shown else None,
+        )  # fmt: skip
+
+    def _tensor(self, form: Form, operands: list[FakeTensor]) -> FakeTensor:
+        shown = None if form.view_of is None else operands[form.view_of]
+        return self._make(form.shape, form.stride, form.offset, form.dtype, form.device, shown)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """True if shape, strides and place in memory tell all of what a tensor without data is."""
+    return not (tensor.is_conj() or tensor.is_neg() or tensor.is_inference() or tensor.layout != torch.strided)
+
+
+@cache
+def _is_decided(func: OpOverload) -> bool:
+    """True for an op of torch's or ours whose results follow from the forms of its operands, and which writes none."""
+    is_ours = func.namespace in _NAMESPACES and func._opname not in _LIFTS
+    return is_ours and not schema_of(func).is_mutable and _TAGS.isdisjoint(func.tags)

@@ -1,0 +1,87 @@
+"""Check the writes of a traced step: right to a buffer, noted to the batch, refused to a weight or a kept tensor."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import fx
+
+from autopar.capture.refusals.constructs import COLLECTIVE, Construct
+from autopar.capture.refusals.explain_failure import refusal
+from autopar.capture.refusals.location import Locator, place_of
+from autopar.capture.trace.tracer import Traced
+from autopar.ir.program import Input
+from autopar.torch_compat import OpOverload
+
+_WEIGHT = (
+    "a write to the parameter '{}'",
+    "A compiled step gives gradients and changes no weights, so the write would be lost. Compute a new tensor instead "
+    "(w = self.weight / self.weight.norm(), or torch.nn.utils.parametrizations), or change the weight after "
+    "optimizer.step().",
+)
+_KEPT = (
+    "a write to {}, a tensor that is neither a buffer nor a parameter",
+    "It would be lost after the step: make it a buffer, self.register_buffer(name, tensor).",
+)
+_COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd")
+
+
+def check_collectives(traced: Traced, locator: Locator) -> None:
+    """Raise CaptureError for a collective of the user's own."""
+    for node in traced.graph.nodes:
+        if getattr(node.target, "namespace", "") in _COLLECTIVES:
+            raise refusal(COLLECTIVE, locator.line(place_of(node)[2]))
+
+
+def check_writes(traced: Traced, inputs: Sequence[Input], locator: Locator) -> list[str]:
+    """Notes on writes to the batch. Raises CaptureError for those that a compiled step would lose."""
+    places = [node for node in traced.graph.nodes if node.op == "placeholder"]
+    entries = dict(zip(places, inputs, strict=True))
+    notes = {}
+    for node, root in _writes(traced.graph):
+        entry = entries.get(root)
+        source = place_of(node)[2]
+        if entry is None or entry.kind == "constant":
+            name, instead = _KEPT
+            what = f"'{entry.name}'" if entry else "a tensor from outside of the model"
+            raise refusal(Construct(name.format(what), instead), locator.line(source))
+        if entry.kind == "parameter":
+            name, instead = _WEIGHT
+            raise refusal(Construct(name.format(entry.name), instead), locator.line(source))
+        if entry.kind == "batch":
+            notes[entry.name] = (
+                f"the model writes into tensor {entry.name} of the batch, at {source or 'an unknown line'}: "
+                f"the caller's tensor stays as it is"
+            )
+    return list(notes.values())
+
+
+def _writes(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Each in-place op, with the input or constant whose memory it writes."""
+    for node in graph.nodes:
+        for written in _operands(node, write=True):
+            root = _root(written)
+            if root is not None:
+                yield node, root
+
+
+def _root(node: Any) -> fx.Node | None:
+    """The input or constant that a value is a view of; None for memory of the step's own."""
+    while isinstance(node, fx.Node) and node.op == "call_function":
+        viewed = [node.args[0]] if node.target is operator.getitem else list(_operands(node, write=False))
+        node = viewed[0] if viewed else None
+    return node if isinstance(node, fx.Node) else None
+
+
+def _operands(node: fx.Node, write: bool) -> Iterator[Any]:
+    """The operands that a call writes into, or else those that its results share memory with."""
+    if not isinstance(node.target, OpOverload):
+        return
+    for position, argument in enumerate(node.target._schema.arguments):
+        alias = argument.alias_info
+        if alias is None or (write and not alias.is_write):
+            continue
+        given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+        yield from given if isinstance(given, (tuple, list)) else (given,)

@@ -1,0 +1,1 @@
+"""What may a command line say?"""

@@ -1,0 +1,147 @@
+"""The options that every command takes: declared once, and put into each command's parameters."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import typer
+
+from autopar.cli.arguments.plan_conflicts import check_beside, mesh_beside
+from autopar.cli.arguments.target import load_job
+from autopar.ir.options import Flag, StepOptions, read_stages, short_text
+from autopar.job import Job
+from autopar.planning.space.decisions import Decisions, read_plan
+
+OWN = {  # what a run takes beside its steps
+    "seed": (0, Flag(int, more="of the initial weights and of random ops")),
+    "cuda_graphs": (False, Flag(bool, more="record the step on each GPU once, and replay it")),
+    "check_replicas": (None, Flag(int, "N", more="compare what ranks hold alike every N steps; 0 never does")),
+}
+STEP = {each.name: each for each in fields(StepOptions) if each.metadata["flag"] is not None}
+
+
+def _flags() -> list[tuple[str, Any, Any]]:
+    """Name, annotation and default of each option of a command. What is True by default is turned off by "no_"."""
+    found = [_typed(name, flag, default) for name, (default, flag) in OWN.items()]
+    for name, each in STEP.items():
+        is_on = each.default is True
+        text = f"do not {short_text(name)}" if is_on else short_text(name)
+        found.append(_typed(f"no_{name}" if is_on else name, each.metadata["flag"], None, text))
+    return found
+
+
+def _typed(name: str, flag: Flag, default: Any, text: str = "") -> tuple[str, Any, Any]:
+    text = "; ".join(filter(None, (text, flag.more)))
+    if flag.kind is bool:  # named, or typer would add one that says no
+        how = typer.Option(f"--{name.replace('_', '-')}", help=text)
+        return name, Annotated[bool, how], False
+    kind = flag.kind if default is not None else flag.kind | None
+    return name, Annotated[kind, typer.Option(metavar=flag.metavar, help=text)], default
+
+
+FLAGS = _flags()
+
+
+class Options:
+    """What a command line says of a job, by the names of `FLAGS`; what is None or False is left to the job. plan: of
+    `--plan`, which goes before what the job says as well."""
+
+    def __init__(self, plan: Decisions | None = None, **given: Any) -> None:
+        self.plan = plan
+        self.given = {name: given.pop(name, default) for name, _, default in FLAGS}
+        assert not given, given
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["given"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Options) and (self.given, self.plan) == (other.given, other.plan)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def job(self, target: str) -> Job:
+        """The TARGET's job, with what the command line says of it."""
+        own = {name: value for name, value in self._said().items() if name in OWN}
+        return replace(load_job(target, own.pop("seed", 0)), **own, **self._step())
+
+    def arguments(self) -> list[str]:
+        """The same options for the process of a rank."""
+        StepOptions(**self._step())  # what is wrong is said before anything starts
+        found = [] if self.plan is None else ["--plan", self.plan.file]
+        for name, value in self._said().items():
+            flag = f"--{name.replace('_', '-')}"
+            if isinstance(value, (list, tuple)):
+                value = ";".join(read_stages(value))
+            found += [flag] if value is True else [flag, str(value)]
+        return found
+
+    def _step(self) -> dict[str, Any]:
+        """What is said of a step, by the names of `StepOptions`."""
+        return {**({} if self.plan is None else self.plan.step), **self.flags()}
+
+    def flags(self) -> dict[str, Any]:
+        """What the flags alone say of a step."""
+        found: dict[str, Any] = {}
+        for name, value in self._said().items():
+            if name.startswith("no_"):
+                found[name.removeprefix("no_")] = False
+            elif name in STEP:
+                found[name] = STEP[name].metadata["flag"].read(value)
+        return found
+
+    def _said(self) -> dict[str, Any]:
+        return {name: value for name, value in self.given.items() if value is not None and value is not False}
+
+
+def takes_options(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The parameter `options` of a command becomes those of `FLAGS`, but for the names in `without`. One that takes
+    `mesh` takes `--plan` in its place, too."""
+    taken = [flag for flag in FLAGS if flag[0].removeprefix("no_") not in without]
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(command, eval_str=True)
+        added = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+            for name, kind, default in (*_PLAN * ("mesh" in own.parameters), *taken)
+        ]
+        kept = [_optional(parameter) for name, parameter in own.parameters.items() if name != "options"]
+
+        @functools.wraps(command)
+        def called(**given: Any) -> None:
+            found = {name: given.pop(name) for name, *_ in taken}
+            path = given.pop("plan", None)
+            options = Options(None if path is None else read_plan(path), **found)
+            if "mesh" in given:
+                is_needed = own.parameters["mesh"].default is inspect.Parameter.empty
+                given["mesh"] = mesh_beside(options.plan, given["mesh"], is_needed)
+            if options.plan is not None:
+                check_beside(options.plan, options.flags())
+            command(**given, options=options)
+
+        del called.__wrapped__  # type: ignore[attr-defined]  # typer would read its signature
+        called.__signature__ = own.replace(parameters=[*kept, *added])  # type: ignore[attr-defined]
+        called.__annotations__ = {name: each.annotation for name, each in called.__signature__.parameters.items()}  # type: ignore[attr-defined]
+        return called
+
+    return decorate
+
+
+_PLAN_TEXT = "mesh and options that `autopar plan --out` wrote, in place of --mesh"
+_PLAN = [("plan", Annotated[Path | None, typer.Option(metavar="FILE.toml", help=_PLAN_TEXT)], None)]
+
+
+def _optional(parameter: inspect.Parameter) -> inspect.Parameter:
+    """A parameter of a command by its name; a mesh may be left to a plan."""
+    kept = parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+    if parameter.name != "mesh" or parameter.default is not inspect.Parameter.empty:
+        return kept
+    kind, *more = get_args(parameter.annotation)
+    return kept.replace(annotation=Annotated[kind | None, *more], default=None)

@@ -1,0 +1,1 @@
+"""Does a program keep what its level promises?"""

@@ -1,0 +1,231 @@
+"""Check what each level promises, after every pass."""
+
+from __future__ import annotations
+
+import math
+
+from torch import fx
+
+from autopar.errors import VerificationError
+from autopar.ir.check.verify_chains import check_chains
+from autopar.ir.check.verify_fused import check_groups
+from autopar.ir.layout import Layout, fits, outer_of
+from autopar.ir.mesh import axes_of_group
+from autopar.ir.ops.ops import is_mesh_op, mesh_op_name
+from autopar.ir.ops.ring_ops import Ring, is_attention, is_ring_backward
+from autopar.ir.pipeline import Pipeline
+from autopar.ir.program import Level, Program, has_record, operand_nodes, record
+
+
+def verify(program: Program, level: Level) -> None:
+    """Raise VerificationError if `program` breaks a promise of `level`: a bug in a pass, never the user's."""
+    _check_graph(program, level)
+    if level >= Level.SHARDED:
+        for node in program.graph.nodes:
+            _check_layouts(node, program)
+        _check_gradients(program)
+    if level >= Level.EXPLICIT:
+        for node in program.graph.nodes:
+            _check_operands(node)
+            if node.op == "call_function" and is_mesh_op(node.target) and record(node).is_tensor:
+                _check_move(node, program)
+            elif is_attention(node.target):
+                _check_ring(node, program)
+
+
+def verify_pipeline(pipeline: Pipeline, program: Program) -> None:
+    """Raise VerificationError if a graph of a pipeline breaks a promise of its level, or if together they are not the
+    LOCAL program: every output leaves (a gradient once, all else on every rank), and no product of stages is computed
+    twice. (What needs no stage, since it is of the batch alone or of no batch, each rank may compute for itself.)"""
+    seen: dict[str, tuple[int, str]] = {}
+    staged = _of_stages(program)
+    for key, graph in pipeline.graphs.items():
+        _check_graph(graph, Level.STAGED)
+        for node in graph.graph.nodes:
+            _check_layouts(node, graph)
+            _check_operands(node)
+            if node.op == "call_function" and is_mesh_op(node.target) and record(node).is_tensor:
+                _check_move(node, graph)
+            elif is_attention(node.target):
+                _check_ring(node, graph)
+            if node.op != "call_function" or not record(node).flops:
+                continue
+            if seen.setdefault(node.name, key) != key and node.name in staged:
+                _fail(node, f"is computed in graphs {seen[node.name]} and {key}")
+    ends = [(rank, out) for (rank, kind), graph in pipeline.graphs.items() if kind == "E" for out in graph.outputs]
+    for out in program.outputs:
+        ranks = [rank for rank, known in ends if known == out]
+        wanted = [pipeline.rank_of(out.name)] if out.kind == "gradient" else list(range(pipeline.flow.size))
+        if sorted(ranks) != wanted:
+            raise VerificationError(f"{out.kind} '{out.name}' leaves on ranks {ranks} of the pipeline, not on {wanted}")
+    # what would be computed again on another stage than its original was sent there by the forward pass
+    products = {node.name for node in program.calls() if record(node).flops and record(node).made_by != "recompute"}
+    lost = sorted(products - seen.keys())
+    if lost:
+        raise VerificationError(f"products that no graph of the pipeline computes: {', '.join(lost[:5])}")
+
+
+def _of_stages(program: Program) -> set[str]:
+    """The names of the calls that depend on parameters and on the batch."""
+    entries = dict(program.entries)
+    kinds: dict[fx.Node, set[str]] = {}
+    for node in program.nodes:
+        kinds[node] = {entries[node].kind} if node in entries else set()
+        kinds[node].update(*(kinds[operand] for operand in node.all_input_nodes))
+    return {node.name for node, found in kinds.items() if {"parameter", "batch"} <= found}
+
+
+def _fail(node: fx.Node, text: str) -> None:
+    found = record(node)
+    raise VerificationError(f"%{node.name} ({node.target}, made by {found.made_by}, {found.source}): {text}")
+
+
+def _check_graph(program: Program, level: Level) -> None:
+    program.graph.lint()
+    if program.level != level:
+        raise VerificationError(f"the program is at level {program.level.name}, not {level.name}")
+    missing = [node.name for node in program.graph.nodes if not has_record(node)]
+    if missing:
+        raise VerificationError(f"nodes without a record: {', '.join(missing[:5])}")
+    if len(program.placeholders) != len(program.inputs):
+        raise VerificationError(f"{len(program.placeholders)} placeholders for {len(program.inputs)} inputs")
+    if len(program.results) != len(program.outputs):
+        raise VerificationError(f"{len(program.results)} results for {len(program.outputs)} outputs")
+    check_chains(program)
+    if level >= Level.LOCAL:
+        check_groups(program)
+
+
+def _check_layouts(node: fx.Node, program: Program) -> None:
+    found = record(node)
+    if node.op == "output":
+        return
+    if len(found.layouts) != len(found.types) and any(type_ is not None for type_ in found.types):
+        _fail(node, f"{len(found.types)} results, but {len(found.layouts)} layouts")
+    for type_, layout in zip(found.types, found.layouts, strict=False):
+        if (type_ is None) != (layout is None):
+            _fail(node, f"type {type_} with layout {layout}")
+        if type_ is not None and layout is not None and not fits(type_.shape, layout, program.mesh):
+            _fail(node, f"layout {layout} does not fit shape {list(type_.shape)} on mesh {program.mesh}")
+
+
+def _check_gradients(program: Program) -> None:
+    layouts = {entry.name: record(node).layout for node, entry in program.parameters()}
+    wanted = record(program.graph.output_node()).operands
+    for layout, out in zip(wanted, program.outputs, strict=True):
+        expected = layouts.get(out.name) if out.kind == "gradient" else Layout(((),) * len(layout.dims))
+        if layout != expected or layout.partial:
+            raise VerificationError(f"{out.kind} '{out.name}' leaves in {layout}, not in {expected}")
+
+
+def _check_operands(node: fx.Node) -> None:
+    """Every operand has the layout that its user wants."""
+    operands = operand_nodes(node)
+    wanted = record(node).operands
+    if len(operands) != len(wanted):
+        _fail(node, f"{len(operands)} operands, but {len(wanted)} wanted layouts")
+    for operand, layout in zip(operands, wanted, strict=True):
+        if record(operand).layout != layout:
+            _fail(node, f"wants %{operand.name} in {layout}, which is in {record(operand).layout}")
+
+
+def _check_move(node: fx.Node, program: Program) -> None:
+    """A collective gives the layout that it says, inferred from what it does."""
+    has = record(operand_nodes(node)[0]).layout
+    inferred = moved_layout(mesh_op_name(node.target), node.args[1:], has)
+    if inferred is None:
+        _fail(node, f"cannot be applied to {has}: {node.args[1:]}")
+    elif not _is_same(_canonical(inferred), record(node).layout):
+        _fail(node, f"turns {has} into {_canonical(inferred)}, not into {record(node).layout}")
+
+
+def _check_ring(node: fx.Node, program: Program) -> None:
+    """Keys and values, and their gradients, lie in the pieces that go round: gathered, no axis would split them."""
+    ring, found = Ring.of(node), record(node)
+    known = all(axis in program.mesh for axis in axes_of_group(ring.axis))
+    if not known or ring.size != program.mesh[ring.axis]:
+        _fail(node, f"goes round {ring.size} ranks of '{ring.axis}', which mesh '{program.mesh}' has not")
+    pieces = [record(ring.k).layout, record(ring.v).layout]
+    pieces += [one for one in found.layouts[1:] if one is not None] if is_ring_backward(node.target) else []
+    for layout in pieces:
+        whole = moved_layout("all_gather", (ring.axis, 2, ring.outer), layout)
+        if whole is None or _canonical(whole).dims[2] or layout.partial:
+            _fail(node, f"sends round pieces over '{ring.axis}' at outer {ring.outer}, and has {layout}")
+
+
+def _is_same(a: Layout, b: Layout) -> bool:
+    """True if two layouts are equal but for the order of partial axes, which the mesh decides."""
+    return a.dims == b.dims and sorted(a.partial) == sorted(b.partial)
+
+
+def moved_layout(name: str, args: tuple[object, ...], has: Layout) -> Layout | None:
+    """The layout that a mesh op gives to a value in `has`; None if it cannot be applied."""
+    dims = [list(dim) for dim in has.dims]
+    partial = list(has.partial)
+    axes = axes_of_group(str(args[0])) if args else ()
+    if name in ("all_reduce", "reduce_scatter", "later"):
+        kind = "sum" if name == "later" else str(args[-1])
+        summed = {(axis, kind) for axis in axes}
+        if not summed.issubset(partial):
+            return None
+        partial = [pair for pair in partial if pair not in summed]
+    if name == "keep_first":
+        partial += [(axis, "sum") for axis in axes]
+    if name in ("all_gather", "all_to_all", "earlier"):
+        for axis in reversed(axes):
+            _remove(dims, axis, args[1], args[2])
+    if name == "all_to_all":
+        for axis in axes:
+            _insert(dims, axis, args[3], args[4])
+    if name in ("shard", "reduce_scatter", "later"):
+        for axis in axes:
+            _insert(dims, axis, args[1], args[2])
+    if name in ("halo", "halo_sum"):  # each run of rows longer, or shorter: they must be split as it says
+        for axis in reversed(axes):
+            _remove(dims, axis, args[1], args[2])
+        dims = [list(dim) for dim in (dims if ["wrong"] in dims else has.dims)]
+    return Layout(tuple(tuple(dim) for dim in dims), tuple(partial))
+
+
+def _remove(dims: list[list[str | int]], axis: str, dim: object, outer: object) -> None:
+    assert isinstance(dim, int)
+    factors = dims[dim]
+    if axis not in factors:
+        dims[dim] = ["wrong"]
+        return
+    position = factors.index(axis)
+    if any(isinstance(factor, str) for factor in factors[position + 1 :]) or outer_of(factors, axis) != outer:
+        dims[dim] = ["wrong"]
+        return
+    del factors[position:]
+
+
+def _insert(dims: list[list[str | int]], axis: str, dim: object, outer: object) -> None:
+    """Split what follows the last axis of a dim, after `outer` whole blocks of the local value; mirrored in every
+    second of them if it is negative."""
+    assert isinstance(dim, int) and isinstance(outer, int)
+    factors, blocks = dims[dim], abs(outer)
+    known = math.prod(abs(factor) for factor in factors if isinstance(factor, int))
+    more = blocks // known
+    if blocks % known or (outer < 0 and more % 2):
+        dims[dim] = ["wrong"]
+        return
+    if more > 1:
+        factors.append(-more if outer < 0 else more)
+    factors.append(axis)
+
+
+def _canonical(layout: Layout) -> Layout:
+    """Adjacent integers multiplied, integers at the end dropped, partial axes in no particular order kept."""
+    dims = []
+    for factors in layout.dims:
+        made: list[str | int] = []
+        for factor in factors:
+            if isinstance(factor, int) and made and isinstance(made[-1], int):
+                made[-1] *= factor
+            else:
+                made.append(factor)
+        while made and isinstance(made[-1], int):
+            made.pop()
+        dims.append(tuple(made))
+    return Layout(tuple(dims), layout.partial)

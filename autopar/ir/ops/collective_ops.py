@@ -1,0 +1,63 @@
+"""The table of collectives: all about one but its layout (ir/check/check_levels.py), its place
+(passes/collectives/reshard.py) and its algorithm (runtime/collectives/collectives.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.ir.ops.semantic import name_of
+
+Spread = tuple[int, int] | str | None
+"""A value over one axis: split (dim, outer), partial (the kind), or whole (None)."""
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveOp:
+    """An op that moves data between the ranks of an axis.
+
+    has, gives: what it makes of a value, as its costs go. halves: whether it also stands as two ops, `<name>_start` and
+    `wait`, for overlap. to_one: all of the operand goes to one rank, and the layout stays. edges: what moves are the
+    rows by which its result is longer or shorter than its operand.
+    """
+
+    schema: str
+    has: Spread
+    gives: Spread
+    halves: bool = True
+    to_one: bool = False
+    edges: bool = False
+
+    @property
+    def name(self) -> str:
+        return name_of(self.schema)
+
+    @property
+    def counts_result(self) -> bool:
+        """True if the value that is moved is the result (a gather's), not the operand."""
+        return isinstance(self.has, tuple) and self.gives is None
+
+
+COLLECTIVES = (
+    CollectiveOp("all_reduce(Tensor x, str axis, str kind) -> Tensor", "sum", None),
+    # dim is (outer, rest) on each rank and (outer, axis, rest) in the result
+    CollectiveOp("all_gather(Tensor x, str axis, int dim, int outer) -> Tensor", (0, 1), None),
+    CollectiveOp("reduce_scatter(Tensor x, str axis, int dim, int outer, str kind) -> Tensor", "sum", (0, 1)),
+    # the split moves from dim `gather` to dim `scatter`
+    CollectiveOp(
+        "all_to_all(Tensor x, str axis, int gather, int gather_outer, int scatter, int scatter_outer) -> Tensor",
+        (0, 1), (1, 1), halves=False,
+    ),
+    # what the rank `by` places before has, around the axis
+    CollectiveOp("shift(Tensor x, str axis, int by) -> Tensor", (0, 1), (0, 1), to_one=True),
+    # each run of consecutive rows with those of the runs beside it, zeros at the ends of the whole (or the rows of its
+    # other end if `wrap`); and its transpose
+    CollectiveOp("halo(Tensor x, str axis, int dim, int outer, int before, int after, bool wrap=False) -> Tensor",
+                 (0, 1), None, halves=False, edges=True),
+    CollectiveOp("halo_sum(Tensor x, str axis, int dim, int outer, int before, int after) -> Tensor", "sum", (0, 1),
+                 halves=False, edges=True),
+    # An all-gather and a reduce-scatter over the slices of a sequence, of what causal attention reads and gives: since
+    # slices are computed in order, and back in reverse, only those up to this one are there, or those from this one on.
+    # key: the value, the same for a forward pass and what the backward pass reads again of it.
+    CollectiveOp("earlier(Tensor x, str axis, int dim, int outer, str key) -> Tensor", (0, 1), None, halves=False),
+    CollectiveOp("later(Tensor x, str axis, int dim, int outer, str key) -> Tensor", "sum", (0, 1), halves=False),
+)  # fmt: skip

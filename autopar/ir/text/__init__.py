@@ -1,0 +1,1 @@
+"""How is a program written and read as text?"""

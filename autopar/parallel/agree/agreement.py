@@ -1,0 +1,301 @@
+"""Check that all ranks mean the same before anything runs: a difference is an error and never a hang."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import itertools
+import sys
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from autopar.capture.refusals.location import user_line
+from autopar.errors import RankError
+from autopar.runtime.ranks.lost import is_loss_of_peer
+
+T = TypeVar("T")
+Fault = Callable[[str, list[list[str]]], Exception]
+WIDTH = 64  # numbers in an exchange, whatever it compares: one of another size would not meet it
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What the user called on this rank. progress: how far training is, as a message says it behind the call."""
+
+    name: str
+    progress: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """What a rank was asked for when ranks differed: its call, the user's line, and what was compared there."""
+
+    call: Call
+    line: str
+    what: str
+    value: Any
+
+    def __str__(self) -> str:
+        return f"{self.call.name}()" + f" at {self.line}" * bool(self.line)
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """A rank's phase, as it is sent where ranks are not at one."""
+
+    now: str
+    failure: str | None
+    texts: Mapping[str, list[str]]
+
+
+@dataclass(slots=True)
+class Phase:
+    """Checks that a rank makes on its own, before all ranks agree on them once.
+
+    now: what is checked at the moment, which a failure is then said to be of. texts: what must be alike on all ranks,
+    by what it is of.
+    """
+
+    now: str
+    texts: dict[str, Sequence[str]] = field(default_factory=dict)
+    failure: Exception | None = None
+
+    @property
+    def told(self) -> _Told:
+        failure = None if self.failure is None else f"{type(self.failure).__name__}: {self.failure}"
+        return _Told(self.now, failure, {what: list(lines) for what, lines in self.texts.items()})
+
+    @property
+    def lines(self) -> list[str]:
+        """All of it, to be compared: of a failure that alone, which may come before or behind some texts."""
+        told = self.told
+        if told.failure is not None:
+            return [told.failure]
+        return [f"{what}: {line}" for what, lines in told.texts.items() for line in lines]
+
+
+class Agreement:
+    """Compares short descriptions between all ranks, over a group that moves the host's memory: on a GPU's queue each
+    comparison would wait for the step before it. device: where the model lies.
+
+    Every comparison is one exchange of the same size, and covers the call that the user made: ranks in two different
+    calls find that out, whatever each of them wanted to compare.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.size = dist.get_world_size()
+        self.call = Call("parallelize")
+        self._group = _host_group()
+
+    @contextmanager
+    def called(self, call: Call) -> Iterator[None]:
+        """What is compared inside belongs to a call of its own, and not to the last one, which ranks may have made
+        unlike and been told so."""
+        around, self.call = self.call, call
+        try:
+            yield
+        finally:
+            self.call = around
+
+    def check(
+        self, what: str, lines: Sequence[str], data: Sequence[int] | None = None, fault: Fault | None = None
+    ) -> bool:
+        """Raise RankError on every rank if the ranks' lines differ, saying which rank differs in what; or what `fault`
+        makes of `what` and the lines of all ranks. False if digests of `data` do (see `Digests`), on every rank.
+
+        One tiny all-reduce where they agree.
+        """
+        is_equal, is_same_data = self._compare(what, lines, data)
+        if not is_equal:
+            everyone: list[list[str]] = self.everyone(what, list(lines))
+            raise (fault or difference)(what, everyone)
+        return is_same_data
+
+    def check_within(self, what: str, part: Hashable, lines: Sequence[str]) -> None:
+        """As `check`, between ranks of the same `part` alone."""
+        if self.size == 1:
+            return
+        parts: dict[Hashable, dict[int, list[str]]] = {}
+        for rank, (its, found) in enumerate(self.everyone(what, (part, list(lines)))):
+            parts.setdefault(its, {})[rank] = found
+        for alike in parts.values():
+            if len(set(map(tuple, alike.values()))) > 1:
+                raise difference(what, alike)
+
+    def together(self, what: str, make: Callable[[Phase], T]) -> T:
+        """What `make` returns; if it fails on any rank, every rank raises: its own error, or RankError with theirs.
+        RankError on every rank, as of `check`, if the texts that it leaves in its phase differ between ranks.
+
+        One tiny all-reduce where all is well. `make` moves no data between ranks.
+        """
+        phase = Phase(what)
+        try:
+            made = make(phase)
+        except Exception as error:
+            phase.failure = error
+        if not self._equal(what, phase.lines):
+            self._raise_for(phase, self.everyone(what, phase.told))
+        if phase.failure is not None:
+            raise phase.failure
+        return made
+
+    def _raise_for(self, phase: Phase, everyone: list[_Told]) -> None:
+        """Raise what ranks have to say that are not at one: failures go before texts that differ."""
+        failed = [(rank, told.failure, told.now) for rank, told in enumerate(everyone) if told.failure]
+        if phase.failure is not None:
+            raise phase.failure
+        if failed:
+            said = "\n".join(f"  rank {rank}: {failure}" for rank, failure, _ in failed)
+            raise RankError(f"the {failed[0][2]} failed on some ranks, not on this one:\n{said}")
+        for what in dict.fromkeys(what for told in everyone for what in told.texts):
+            texts = [told.texts.get(what, []) for told in everyone]
+            if any(text != texts[0] for text in texts):
+                raise difference(what, texts)
+
+    def tell_apart(self, digests: Mapping[str, str], part: str, when: str, advice: str) -> None:
+        """Raise RankError on every rank with the names of what differs between ranks that should hold the same `part`
+        of the data, if something does. digests: by name."""
+        everyone: list[tuple[str, dict[str, str]]] = self.everyone("batch", (part, dict(digests)))
+        first: dict[str, int] = {}
+        faults = []
+        for rank, (own, found) in enumerate(everyone):
+            other = first.setdefault(own, rank)
+            names = [name for name, digest in found.items() if digest != everyone[other][1].get(name)]
+            if names:
+                faults.append(f"  rank {rank} has other values than rank {other} in {', '.join(names)}")
+        if not faults:
+            return
+        raise RankError(f"ranks were given different data {when}:\n" + "\n".join(faults) + f"\n{advice}")
+
+    def any(self, what: str, mine: bool) -> bool:
+        """Whether something is true of any rank. One tiny all-reduce."""
+        if self.size == 1:
+            return mine
+        with lost_peers(f"comparing the {what} of all ranks"):
+            return bool(self._highest([int(mine)])[0])
+
+    def everyone(self, what: str, mine: Any) -> list[Any]:
+        """What each rank says. Raises RankError on every rank if they are in different calls."""
+        said: list[Any] = [None] * self.size
+        with lost_peers(f"comparing the {what} of all ranks"):
+            dist.all_gather_object(said, _Said(self.call, user_line(sys._getframe()), what, mine), group=self._group)
+        _check_calls(said)
+        return [each.value for each in said]
+
+    def _equal(self, what: str, lines: Sequence[str]) -> bool:
+        return self._compare(what, lines, None)[0]
+
+    def _compare(self, what: str, lines: Sequence[str], data: Sequence[int] | None) -> tuple[bool, bool]:
+        """Whether all ranks have the same lines, and whether they have the same digests by place."""
+        if self.size == 1:
+            return True, True
+        text = "\n".join((self.call.name, self.call.progress, what, *lines))
+        number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+        head, data = [number, -number], data or ()
+        fits = len(head) + len(data) <= WIDTH
+        sent = [*head, *data] if fits else head
+        with lost_peers(f"comparing the {what} of all ranks"):
+            highest, lowest, *rest = self._highest(sent + [0] * (WIDTH - len(sent)))
+            if not fits and highest == -lowest:
+                rest = self._highest(data)
+        half = len(data) // 2
+        rest = rest[: len(data)]
+        return highest == -lowest, all(a == -b for a, b in zip(rest[:half], rest[half:], strict=True))
+
+    def _highest(self, numbers: Sequence[int]) -> list[int]:
+        """The highest of each number over all ranks."""
+        sent = torch.tensor(numbers, dtype=torch.int64)
+        dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=self._group)
+        found: list[int] = sent.tolist()
+        return found
+
+
+def _host_group() -> Any:
+    """A group of all ranks for tensors of the host: None, the default one, unless that is NCCL's alone. Every rank must
+    call this."""
+    backends = dist.get_backend_config()
+    if dist.get_world_size() == 1 or "nccl" not in backends or "gloo" in backends:
+        return None
+    return dist.new_group(backend="gloo")
+
+
+@contextmanager
+def lost_peers(doing: str) -> Iterator[None]:
+    """Raise RankError for what the backend says of a peer that is gone. `doing`: what this rank was at."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_loss_of_peer(error):
+            raise
+        raise RankError(
+            f"rank {dist.get_rank()} lost its peers while {doing}.\n"
+            f"  Look for the first error of another rank. The backend says: {str(error).strip()}"
+        ) from error
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """`rank 3` or `ranks 0-2, 5`."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1] = [runs[-1][0], rank]
+        else:
+            runs.append([rank])
+    plural = len(runs) > 1 or runs[0][-1] != runs[0][0]
+    return f"rank{'s' * plural} {', '.join('-'.join(map(str, run)) for run in runs)}"
+
+
+def difference(
+    what: str, everyone: Sequence[Sequence[str]] | Mapping[int, Sequence[str]], advice: str = ""
+) -> RankError:
+    """The error that says which ranks have other lines than most, and which ones. everyone: the lines, by rank. advice:
+    what to do."""
+    everyone = everyone if isinstance(everyone, Mapping) else dict(enumerate(everyone))
+    versions: dict[tuple[str, ...], list[int]] = {}
+    for rank, found in everyone.items():
+        versions.setdefault(tuple(found), []).append(rank)
+    common = max(versions, key=lambda version: len(versions[version]))
+    faults = []
+    for version, ranks in versions.items():
+        if version == common:
+            continue
+        pairs = _aligned(version, common)[:3]
+        shown = "; ".join(f"'{a}' where the others have '{b}'" for a, b in pairs)
+        faults.append(f"  {name_ranks(ranks)} {'have' if ranks[1:] else 'has'} {shown}")
+    advice = advice or f"Give every rank the same {what}."
+    return RankError(f"ranks disagree on the {what}:\n" + "\n".join(faults) + f"\n{advice}")
+
+
+def _check_calls(said: Sequence[_Said]) -> None:
+    """Raise RankError if ranks made different calls, or the same one at different points of the training."""
+    if len({(each.call.name, each.what) for each in said}) > 1:
+        alike, advice = _alike(said, lambda each: str(each)), "every rank must make the same calls"
+    elif len({each.call for each in said}) > 1:
+        alike = _alike(said, lambda each: f"{each} {each.call.progress}")
+        advice = "a rank made a call, or a step of an optimizer, that the others did not make"
+    else:
+        return
+    shown = [f"{name_ranks(ranks)} call{'s' * (len(ranks) == 1)} {text}" for text, ranks in alike.items()]
+    raise RankError(f"{', '.join(shown)}: {advice}.")
+
+
+def _alike(said: Sequence[_Said], text: Callable[[_Said], str]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for rank, each in enumerate(said):
+        found.setdefault(text(each), []).append(rank)
+    return found
+
+
+def _aligned(a: tuple[str, ...], b: tuple[str, ...]) -> list[tuple[str, str]]:
+    """The lines that differ, side by side; 'nothing' beside what only one has."""
+    found: list[tuple[str, str]] = []
+    for kind, i, i_end, j, j_end in difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
+        if kind != "equal":
+            found += itertools.zip_longest(a[i:i_end], b[j:j_end], fillvalue="nothing")
+    return found

@@ -1,0 +1,1 @@
+"""Which program runs a call: found, or made and agreed on?"""

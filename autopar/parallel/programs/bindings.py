@@ -1,0 +1,106 @@
+"""Bind a program to what this rank holds, once: a step is then a few passes over lists.
+
+A model has hundreds of parameters, and a step of a small one is over before Python has looked up each of them by its
+path. The modules and parameters of a model stay (`Structure`), and so do layouts once there is a program; the memory of
+a parameter need not, and is read at each step. What partners hold may be exchanged, and is looked up by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.compiler.lowered import Lowered
+from autopar.ir.layout import padded_shape
+from autopar.ir.program import PARTNER
+from autopar.parallel.programs.own_batch import Together
+from autopar.parallel.weights.owners import Owners
+from autopar.parallel.weights.store import ParameterStore
+from autopar.runtime.executor.executor import Outputs
+from autopar.runtime.executor.inputs import Slot, Source, StepInputs
+from autopar.torch_compat import local_of
+
+Tensor = torch.Tensor
+_GIVEN = {"batch", "scale", "seed"}  # inputs that each step has anew
+
+
+class Bindings:
+    """Where a program's inputs are read on this rank, and where its outputs go. constants: by name."""
+
+    def __init__(
+        self, compiled: Lowered, slots: tuple[Slot, ...], store: ParameterStore, owners: Owners, constants: Any
+    ) -> None:
+        self._store, self._owners, self._constants = store, owners, constants
+        self._keys = [slot.key for slot in slots]
+        self._given = [(at, slot) for at, slot in enumerate(slots) if slot.entry.kind in _GIVEN]
+        self._reads = [self._read(slot) for slot in slots]
+        outputs = list(enumerate(compiled.program.outputs))
+        self.together = Together.of(compiled.program.outputs)
+        self.losses = [at for at, out in outputs if out.kind == "loss"]
+        self.guards = [at for at, out in outputs if out.kind == "guard"]
+        self._buffers = [(at, out.name) for at, out in outputs if out.kind == "buffer"]
+        trained = [(at, out.name) for at, out in outputs if out.kind == "gradient"]
+        self._gradients = [at for at, _ in trained]
+        known = store.structure.parameters
+        self._trained = [known.get(name) for _, name in trained]
+        names = [name for _, name in trained]
+        self._foreign = [(at, name) for at, name in enumerate(names) if name.startswith(PARTNER)]
+        self._padded = [(at, name) for at, name in enumerate(names) if self._is_padded(name)]
+
+    def inputs(self, given: Source) -> StepInputs:
+        """What a step begins with. given: the batch, the seed and the scale."""
+        values = [read(held) for read, held in self._reads]
+        for at, slot in self._given:
+            values[at] = given(slot.entry, slot.layout, slot.coord)
+        return dict(zip(self._keys, values, strict=True))
+
+    def gradients(self, outputs: Outputs) -> tuple[Sequence[nn.Parameter], list[Tensor | None]]:
+        """The parameters that a step trains, and this rank's part of each one's gradient; None on other stages."""
+        values = [outputs[at] for at in self._gradients]
+        for at, name in self._padded:
+            values[at] = self._owners.taken(name, values[at])
+        trained: list[Any] = self._trained
+        if self._foreign:
+            known = self._owners.parameters()
+            trained = list(trained)
+            for at, name in self._foreign:
+                trained[at], values[at] = known[name], self._owners.taken(name, values[at])
+        return trained, values
+
+    def write_buffers(self, outputs: Outputs) -> None:
+        """Buffers take the values that the step gave them."""
+        for at, name in self._buffers:
+            self._owners.set_buffer(name, outputs[at])
+
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """Of the model and its partners, by their names in the program."""
+        return self._store.structure.parameters if len(self._owners.stores) == 1 else self._owners.parameters()
+
+    def _read(self, slot: Slot) -> tuple[Callable[[Any], Any], Any]:
+        """A function, and what of it is the input's value."""
+        kind, name = slot.entry.kind, slot.entry.name
+        if kind == "parameter":
+            if name.startswith(PARTNER):
+                return partial(self._owners.given, layout=slot.layout), name
+            parameter = self._store.structure.parameters[name]
+            if not self._is_padded(name):
+                return local_of, parameter
+            return partial(self._store.distributor.given, layout=slot.layout), parameter
+        if kind == "buffer":
+            return self._owners.buffer, name
+        return (self._constants.__getitem__, name) if kind == "constant" else (_nothing, None)
+
+    def _is_padded(self, name: str) -> bool:
+        """Whether an own parameter's part in the program is longer than its part on some rank."""
+        if name.startswith(PARTNER):
+            return False
+        shape, layout = tuple(self._store.structure.parameters[name].shape), self._store.layouts[name]
+        return padded_shape(shape, layout, self._store.distributor.inner) != shape
+
+
+def _nothing(_: object) -> None:
+    return None

@@ -1,0 +1,188 @@
+"""Keep the programs of one signature by what each step read in Python, and find the one that fits now."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.capture import Captured
+from autopar.capture.inputs.leaves import text_of
+from autopar.capture.python.arithmetic import Number
+from autopar.capture.python.guards import Change, Guards, form
+from autopar.capture.python.scalars import Place, Scalars
+from autopar.capture.python.spots import Spot, SpotKey
+from autopar.parallel.programs.numbers import ChangingNumbers
+
+_log = logging.getLogger("autopar")
+_FIRST = "Python values as at first"
+_NAMED = 3  # changes that a note names
+Key = tuple[Any, ...]
+
+
+@dataclass(slots=True)
+class Constants:
+    """The tensors beside parameters, buffers and batch that a program reads: each step from where the user keeps them,
+    so that another one put there is used from then on; those of no such place were made by the trace. Those of
+    `numbers` are computed in Python at each step."""
+
+    made: Mapping[str, torch.Tensor]
+    device: torch.device
+    guards: Guards | None = None
+    spots: Mapping[str, SpotKey] = field(default_factory=dict)
+    numbers: Mapping[str, Number] = field(default_factory=dict)
+    _seen: dict[str, _State] = field(default_factory=dict)
+    _digest: str = ""
+    _forms: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # of tensors of the user's, as they were captured
+    _moved: dict[str, tuple[_State, torch.Tensor]] = field(default_factory=dict)  # to where they are read
+
+    @staticmethod
+    def of(captured: Captured, guards: Guards, scalars: Scalars, device: torch.device) -> Constants:
+        """Those of a captured step."""
+        found = {name: guards.spots_of(tensor) for name, tensor in captured.constants.items()}
+        spots = {name: keys[0] for name, keys in found.items() if keys}
+        made = Constants(captured.constants, device, guards, spots, scalars.numbers(captured.constants))
+        made.tensors()  # moved to the device at once
+        made._forms.update((name, form(made._now(name))) for name in spots)
+        return made
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name in self.numbers:  # filled in there: a copy would wait for what the device computes
+            return torch.full((), self.numbers[name].value(self._read), dtype=self.made[name].dtype, device=self.device)
+        tensor = self._now(name)
+        state, moved = self._moved.get(name, (None, tensor))
+        if state is None or not _is_same({name: _state(tensor)}, {name: state}):
+            moved = tensor.detach().to(self.device)
+            self._moved[name] = _state(tensor), moved
+        return moved
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All of them."""
+        return [self[name] for name in self.made]
+
+    def fit(self) -> bool:
+        """True if the program takes the numbers that stand in Python now."""
+        alike = all(form(self._now(name)) == was for name, was in self._forms.items())
+        return alike and all(number.fits(self._read) for number in self.numbers.values())
+
+    def digest(self) -> str:
+        """A text for their values, made anew when one was bound to another tensor or written in place."""
+        tensors = [name for name in self.made if name not in self.numbers]
+        now = {name: _state(tensor) for name in tensors if (tensor := self._now(name)) is not None}
+        if not _is_same(now, self._seen):
+            text = hashlib.sha256()
+            for name in tensors:
+                tensor = self._now(name)
+                if tensor.device.type != "meta":
+                    flat = tensor.detach().cpu().contiguous().flatten()
+                    text.update(flat.view(torch.uint8).numpy().tobytes())
+            self._seen, self._digest = now, text.hexdigest()[:16]
+        return self._digest
+
+    def lines(self) -> list[str]:
+        """What ranks must agree on."""
+        places = dict.fromkeys(place for number in self.numbers.values() for place in number.places)
+        numbers = [f"{self._spot(place.key)} = {text_of(self._read(place))}" for place in places]
+        is_any = len(self.made) > len(self.numbers)
+        return sorted(set(numbers)) + [f"tensors beside the batch: {self.digest()}"] * is_any
+
+    def _now(self, name: str) -> torch.Tensor:
+        found: torch.Tensor = self._spot(self.spots[name]).read() if name in self.spots else self.made[name]
+        return found
+
+    def _read(self, place: Place) -> Any:
+        return place.number(self._spot(place.key).read())
+
+    def _spot(self, key: SpotKey) -> Spot:
+        assert self.guards is not None
+        return self.guards.index[key]
+
+
+_State = tuple[torch.Tensor, int, int]  # a tensor, how often it was written, and its memory, which `.data` exchanges
+
+
+def _state(tensor: torch.Tensor) -> _State:
+    return tensor, tensor._version, 0 if tensor.device.type == "meta" else tensor.data_ptr()
+
+
+def _is_same(now: Mapping[str, _State], seen: Mapping[str, _State]) -> bool:
+    """Whether all names have the very tensors that they had, in their memory, written to as often."""
+    return now.keys() == seen.keys() and all(
+        state[0] is seen[name][0] and state[1:] == seen[name][1:] for name, state in now.items()
+    )
+
+
+@dataclass(slots=True)
+class Variant:
+    """One program of a signature. `line`: how what was read differs from the signature's first program."""
+
+    number: int
+    guards: Guards
+    constants: Constants
+    line: str
+
+
+class Variants:
+    """Which program of a signature fits what stands in Python now."""
+
+    def __init__(self) -> None:
+        self._known: dict[Key, list[Variant]] = {}  # the last used first
+        self._next = 0
+        self.numbers = ChangingNumbers()
+
+    def knows(self, key: Key) -> bool:
+        """True if there are programs of a signature."""
+        return key in self._known
+
+    def find(self, key: Key, fits: Callable[[int], bool]) -> tuple[int, list[str]]:
+        """The number of the program to run, a new one where none fits; and what ranks must agree on. fits: whether one
+        will do, by its number.
+
+        Changes nothing: the ranks may not agree, and what programs are made of must stay the same on all of them.
+        """
+        known = self._known.get(key, [])
+        for variant in known:
+            if fits(variant.number) and variant.guards.holds() and variant.constants.fit():
+                alike = sum(other.line == variant.line for other in known)  # they differ in the values of tensors
+                which = [f"program {variant.number}"] * (alike > 1)
+                return variant.number, [variant.line, *which, *variant.constants.lines()]
+        if not known:
+            return self._next + 1, [_FIRST]
+        first = min(known, key=lambda variant: variant.number)
+        return self._next + 1, [_line(first, first.guards.changes())]
+
+    def use(self, key: Key, number: int) -> None:
+        """Note that all ranks run the program that `find` gave."""
+        known = self._known.get(key, [])
+        if number <= self._next:
+            known.sort(key=lambda variant: variant.number != number)
+            return
+        self._next = number
+        if known:
+            changes = known[0].guards.changes()
+            if changes and dist.get_rank() == 0:
+                _log.warning("%s: compiling again", "; ".join(map(str, changes[:_NAMED])))
+            self.numbers.saw(changes)
+
+    def add(self, key: Key, number: int, guards: Guards, constants: Constants) -> None:
+        """Remember a program that was compiled."""
+        known = self._known.setdefault(key, [])
+        first = min(known, key=lambda variant: variant.number, default=None)
+        line = _line(first, first.guards.changes()) if first else _FIRST
+        known.insert(0, Variant(number, guards, constants, line))
+
+    def forget(self, key: Key, number: int) -> bool:
+        """Drop a program; True if it was its signature's last."""
+        self._known[key] = [variant for variant in self._known[key] if variant.number != number]
+        if not self._known[key]:
+            del self._known[key]
+        return key not in self._known
+
+
+def _line(first: Variant, changes: Sequence[Change]) -> str:
+    return "; ".join(change.line for change in changes) or first.line

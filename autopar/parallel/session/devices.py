@@ -1,0 +1,60 @@
+"""The device of this rank: which one, and that the process computes there."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from autopar.errors import AutoparError
+from autopar.parallel.session.pages import keep_pages
+from autopar.settings import Settings
+
+
+def device_of_rank(asked: str | torch.device | None, settings: Settings) -> torch.device:
+    """The device that was asked for, with its index; this rank's GPU if none was and each rank here has one.
+
+    Raises AutoparError for a GPU that is not there.
+    """
+    if asked is None:
+        backend = dist.get_backend() if dist.is_initialized() else None
+        ranks = settings.local_world_size or (settings.local_rank or 0) + 1
+        enough = backend == "nccl" or ranks <= torch.cuda.device_count()
+        here = backend != "gloo" and torch.cuda.is_available() and enough
+        return torch.device("cuda", _own_index(settings)) if here else torch.device("cpu")
+    device = torch.device(asked)
+    if device.type != "cuda":
+        return device
+    _check(device, settings)
+    return torch.device("cuda", _own_index(settings)) if device.index is None else device
+
+
+def compute_on(device: torch.device, settings: Settings) -> None:
+    """Make a GPU the current one of this process, also where a group was made before: what names no device (kernels of
+    Triton, objects that ranks exchange) would all go to the first. On a CPU keep the memory of steps."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    elif device.type == "cpu" and not settings.trims:
+        keep_pages()
+
+
+def _own_index(settings: Settings) -> int:
+    """By the launcher, unless it shows each process a GPU of its own; without one the current device is the user's."""
+    if settings.local_rank is None:
+        return torch.cuda.current_device()
+    return settings.local_rank if torch.cuda.device_count() > 1 else 0
+
+
+def _check(device: torch.device, settings: Settings) -> None:
+    if not torch.cuda.is_available():
+        raise AutoparError(
+            f'device="{device}", but torch {torch.__version__} sees no GPU (torch.cuda.is_available() is False). '
+            f'Install a CUDA build of torch and a driver, or pass device="cpu".'
+        )
+    count = torch.cuda.device_count()
+    index = device.index if device.index is not None else _own_index(settings)
+    if index >= count:
+        source = "" if device.index is not None else f" and LOCAL_RANK={index}"
+        raise AutoparError(
+            f'device="{device}"{source}, but this process sees {count} GPUs, 0 to {count - 1}. Start at most {count} '
+            f"processes a machine, or show each its own by CUDA_VISIBLE_DEVICES."
+        )

@@ -1,0 +1,117 @@
+"""Join the ranks of a mesh: each checks what it was given, all agree on it once, and then there are groups."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from autopar.capture.capture import LossFn
+from autopar.compiler.check_options import CHECK_EVERY, Graphs, check_graphs, options_of
+from autopar.compiler.meshes import MeshLike, mesh_of
+from autopar.compiler.models import check_model
+from autopar.compiler.precision_check import check_device
+from autopar.ir.mesh import Mesh
+from autopar.ir.options import StepKeywords, StepOptions
+from autopar.parallel.agree.agreement import Agreement, Phase
+from autopar.parallel.session.auto_options import AUTO, check_open, check_own, machine_for
+from autopar.parallel.session.compilers import check_compiler
+from autopar.parallel.session.devices import compute_on, device_of_rank
+from autopar.parallel.weights.identity import check_identity
+from autopar.parallel.weights.replicas import every_of
+from autopar.parallel.weights.store import describe_state
+from autopar.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What `parallelize` was asked for on this rank; see there. step: the options of a step, not checked yet. lift: as
+    of `capture`."""
+
+    model: nn.Module
+    mesh: MeshLike
+    step: StepKeywords
+    _: KW_ONLY
+    loss_fn: LossFn | None = None
+    batch: str = "global"
+    seed: int = 0
+    device: str | torch.device | None = None
+    cuda_graphs: Graphs = False
+    check_replicas: int | None = CHECK_EVERY
+    lift: torch.dtype | None = None
+    weights: str | Path | None = None
+    machine: str | None = None
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the mesh is planned once there is a batch."""
+        return isinstance(self.mesh, str) and self.mesh == AUTO
+
+    def mesh_on(self, world: int) -> Mesh:
+        """The mesh, until a plan says another one: all ranks split the batch."""
+        return Mesh((("dp", world),)) if self.is_auto else mesh_of(self.mesh, world)
+
+    def check(self, phase: Phase, world: int, device: torch.device) -> tuple[Mesh, StepOptions]:
+        """Check all of it as far as this rank can; the phase gets what must be alike on all ranks."""
+        phase.now = "mesh"
+        mesh = self.mesh_on(world)
+        phase.texts["mesh"] = [AUTO if self.is_auto else str(mesh)]
+        phase.now = "options"
+        options = options_of(**self.step)
+        check_open(self.is_auto, self.step, self.batch, self.machine)
+        check_own(self.batch, mesh, options)
+        if self.is_auto:
+            phase.texts["machine"] = [str(machine_for(self.machine, device))]
+        every_of(self.check_replicas)
+        others = {name: getattr(self, name) for name in ("seed", "batch", "cuda_graphs", "check_replicas")}
+        phase.texts["options"] = [*(f"{name}={value}" for name, value in others.items()), *options.lines]
+        phase.now = "model"
+        check_model(self.model, runs_hooks=True)
+        phase.texts["gradients"] = check_identity(self.model)
+        phase.texts["model"] = describe_state(self.model)
+        phase.now = "compiler"
+        check_compiler(options.compile, device)
+        check_graphs(self.cuda_graphs, device)
+        phase.now = "precision"
+        check_device(options, device)
+        return mesh, options
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """What all ranks agreed on."""
+
+    agreement: Agreement
+    mesh: Mesh
+    device_mesh: DeviceMesh
+    options: StepOptions
+
+
+def join(asked: Asked) -> Agreed:
+    """Join the process group that the launcher prepared, if none is there, and agree on what ranks were asked for.
+
+    A mesh of size 1 needs no launcher: it gets a group of its own. Raises what `Asked.check` does, on every rank.
+    """
+    settings = Settings.read()
+    world = dist.get_world_size() if dist.is_initialized() else settings.world_size or 1
+    place = device_of_rank(asked.device, settings)
+    if world == 1:  # before a group is made for it
+        asked.mesh_on(world)
+        options_of(**asked.step)
+        check_open(asked.is_auto, asked.step, asked.batch, asked.machine)
+    compute_on(place, settings)
+    if not dist.is_initialized():
+        backend = "nccl" if place.type == "cuda" else "gloo"
+        if settings.world_size is None:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        else:
+            dist.init_process_group(backend)
+    agreement = Agreement(place)
+    mesh, options = agreement.together("arguments", lambda phase: asked.check(phase, world, place))
+    if isinstance(asked.mesh, DeviceMesh):
+        return Agreed(agreement, mesh, asked.mesh, options)
+    return Agreed(agreement, mesh, init_device_mesh(place.type, mesh.shape, mesh_dim_names=mesh.names), options)

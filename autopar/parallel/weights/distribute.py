@@ -1,0 +1,122 @@
+"""Turn parameters into DTensors with the compiler's layouts, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autopar.ir.layout import Layout, combine, replicated
+from autopar.ir.mesh import PIPELINE, Mesh
+from autopar.parallel.tensors.padding import beginning, with_padding, without_padding
+from autopar.parallel.tensors.parameter import ParameterTensor, parameter_tensor
+from autopar.parallel.tensors.place import World
+from autopar.parallel.weights.identity import lay_out
+from autopar.passes.collectives.zero import stored_layout
+from autopar.runtime.ranks.wire import on_wire
+from autopar.torch_compat import local_of
+
+SMALL = 1 << 16  # elements: a parameter with fewer waits whole, for a collective would cost more than its memory
+
+
+class Distributor:
+    """Makes DTensors of whole tensors, and whole tensors of DTensors.
+
+    Layouts are over `inner`, the mesh without `pp`. `owner`: the stage where a value lies (its place on `pp`); None: on
+    each.
+    """
+
+    def __init__(self, mesh: Mesh, device_mesh: DeviceMesh, announce: Callable[[str], None]) -> None:
+        self.mesh, self.device_mesh, self.world = mesh, device_mesh, World.of(mesh, device_mesh, announce)
+        self.inner, self.coord = self.world.inner, self.world.coord
+
+    def split(self, tensor: torch.Tensor, layout: Layout, owner: int | None = None) -> ParameterTensor:
+        """A whole tensor, the same on every rank, in a layout."""
+        place = self.world.place(layout, owner)
+        part = tensor.detach().contiguous() if place.is_replicated else place.part(tensor.detach())
+        return parameter_tensor(part, place, tensor.shape)
+
+    def waiting(self, shape: torch.Size, least: int = SMALL) -> Layout:
+        """How a parameter of `shape` lies until the first program decides its layout: split over all axes.
+
+        Rows in the order of the ranks, if they can be: what is gathered is then the whole value, without a copy.
+        """
+        mesh, axes = self.mesh, tuple(axis for axis, size in self.mesh.axes if size > 1)
+        found = replicated(len(shape))
+        if shape.numel() < max(least, mesh.size) or not axes:
+            return found
+        dim = next((dim for dim, size in enumerate(shape) if size % mesh.size == 0), None)
+        if dim is None and len(axes) == 1:
+            dim = max(range(len(shape)), key=lambda dim: (shape[dim] >= mesh.size, -dim))
+        if dim is not None:
+            return Layout((*found.dims[:dim], axes, *found.dims[dim + 1 :]))
+        for axis in sorted(axes, key=lambda axis: -mesh[axis]):
+            found = stored_layout(tuple(shape), found, mesh, axis) or found
+        return found
+
+    def made_alike(self, part: torch.Tensor, layout: Layout, shape: torch.Size) -> ParameterTensor:
+        """As `split`, of a part that every rank made itself from one seed. Ranks that hold the same part take it from
+        one of them: machines may differ in the last digit. Every rank must call this."""
+        for axis, size in self.mesh.axes:
+            if size > 1 and axis not in layout.axes:
+                source = self.mesh.rank({**self.coord, axis: 0})
+                dist.broadcast(on_wire(part), src=source, group=self.device_mesh.get_group(axis))
+        return parameter_tensor(part, self.world.place(layout), shape)
+
+    def parameter(self, tensor: torch.Tensor, layout: Layout, owner: int | None = None) -> nn.Parameter:
+        """As `split`, as a parameter that requires a gradient if `tensor` does."""
+        return nn.Parameter(self.split(tensor, layout, owner), requires_grad=tensor.requires_grad)
+
+    def given(self, parameter: DTensor, layout: Layout) -> torch.Tensor:
+        """What a program takes of a parameter on this rank."""
+        return with_padding(local_of(parameter), tuple(parameter.shape), layout, self.inner)
+
+    def taken(self, value: torch.Tensor, layout: Layout, shape: torch.Size) -> torch.Tensor:
+        """What a program's gradient is, on this rank, for a parameter of `shape`."""
+        return without_padding(value, tuple(shape), layout, self.inner, self.coord)
+
+    def is_owner(self, owner: int | None) -> bool:
+        """True if this rank holds a part of what lies there."""
+        return owner is None or owner == self.coord[PIPELINE]
+
+    def gather(
+        self, part: torch.Tensor, layout: Layout, shape: torch.Size, owner: int | None = None
+    ) -> torch.Tensor | None:
+        """The whole CPU tensor, of `shape`, on rank 0; None elsewhere. Every rank must call this, in a call that
+        announced itself."""
+        first = dist.get_rank() == 0
+        part = part.detach()
+        if owner is not None:
+            value = self.gather_everywhere(part, layout, shape, owner)
+            return value.cpu() if first else None
+        if layout.is_replicated:
+            return part.cpu().clone() if first else None
+        part = with_padding(part, tuple(shape), layout, self.mesh).contiguous()
+        parts = [torch.empty_like(part) for _ in range(self.mesh.size)] if first else None
+        dist.gather(on_wire(part), [on_wire(each) for each in parts] if parts else None, dst=0)
+        return beginning(combine([p.cpu() for p in parts], layout, self.mesh), shape) if parts is not None else None
+
+    def gather_everywhere(
+        self, part: torch.Tensor, layout: Layout, shape: torch.Size, owner: int | None = None
+    ) -> torch.Tensor:
+        """The whole tensor, of `shape`, on every rank; those that are not at its owner hold no part of it. In a call
+        that announced itself."""
+        return self.world.place(layout, owner).gather(part.detach(), torch.Size(shape), None)
+
+    def relayout(
+        self, name: str, parameter: nn.Parameter, has: Layout, wanted: Layout,
+        owner: int | None = None, new_owner: int | None = None,
+    ) -> None:  # fmt: skip
+        """Change layout and owner of a parameter in place: optimizers and users that hold it keep holding it.
+
+        A collective: every rank must call it, in a call that announced itself. Raises RankError if a rank is lost.
+        """
+        local = local_of(parameter)  # type: ignore[arg-type]
+        value = local
+        if owner is not None or has != replicated(len(has.dims)):
+            value = self.gather_everywhere(local, has, parameter.shape, owner)
+        lay_out(name, parameter, self.parameter(value, wanted, new_owner))

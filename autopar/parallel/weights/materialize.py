@@ -1,0 +1,209 @@
+"""Give values to the parameters and buffers of a model that was built on the meta device, to each rank its parts.
+
+From files, or by the modules' own `reset_parameters()`, which then runs on tensors that are split already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autopar.capture.capture import state_of
+from autopar.capture.inputs import tables
+from autopar.errors import AutoparError, CaptureError
+from autopar.ir.program import Input
+from autopar.parallel.agree.agreement import Agreement, Phase
+from autopar.parallel.tensors.parameter import ParameterTensor, parameter_tensor
+from autopar.parallel.tensors.place import World
+from autopar.parallel.weights.distribute import Distributor
+from autopar.parallel.weights.identity import make_parallel
+from autopar.parallel.weights.weight_files import Weights
+from autopar.torch_compat import local_of
+
+_RESET = ("reset_parameters", "_reset_parameters")
+Made = list[tuple[Input, torch.Tensor]]
+
+
+def materialize(
+    model: nn.Module, where: Distributor, device: torch.device, agreement: Agreement, seed: int,
+    weights: str | Path | None = None,
+) -> None:  # fmt: skip
+    """Give the meta tensors of `model` memory on `device` and values: from files, or by `reset_parameters()`.
+
+    Modules reset bottom-up, so that an outer module may have the last word; one that also holds real tensors resets
+    only if it owns a meta tensor itself. Tied tensors stay tied; all ranks draw the numbers of one device. Raises
+    CaptureError naming the tensors that nothing fills. Every rank must call it.
+
+    What is on the meta device on rank 0 counts, as its values do: what it has is sent to ranks that have none.
+    """
+    filled = _Filling(model, where, device, seed, weights)
+    filled.take_from_first()
+    made = agreement.together("model", filled.run)
+    if made and weights is None and device.type != "meta":  # where a dry run has no values to look for
+        _check_filled(made, device)
+
+
+class _Filling:
+    """The way of one model's meta tensors to their values, on this rank."""
+
+    def __init__(
+        self, model: nn.Module, where: Distributor, device: torch.device, seed: int, weights: str | Path | None
+    ) -> None:
+        self.model, self.where, self.device, self.seed, self.weights = model, where, device, seed, weights
+        self.world: World = where.world.alike()
+        self.entries: Made = list(state_of(model).entries)
+        self.missing = {entry.name for entry, tensor in self.entries if tensor.device.type == "meta"}
+
+    def take_from_first(self) -> None:
+        """Take from rank 0 which parameters and buffers have no values. (What is neither, each rank keeps alone.)"""
+        names = [entry.name for entry, _ in self.entries if entry.kind != "constant"]
+        if dist.get_world_size() > 1 and names:
+            found = torch.tensor([name in self.missing for name in names], dtype=torch.uint8, device=self.device)
+            dist.broadcast(found, src=0)
+            theirs = {name for name, is_missing in zip(names, found.tolist(), strict=True) if is_missing}
+            self.missing = self.missing.difference(names) | theirs
+
+    def run(self, phase: Phase) -> Made:
+        """The tensors with values, in the model already. Moves data between ranks only where a module's
+        `reset_parameters()` reads whole values."""
+        entries = [pair for pair in self.entries if pair[0].name in self.missing]
+        phase.texts["source of values"] = ["reset_parameters" if self.weights is None else "weights"]
+        if self.weights is not None:
+            return self._read(entries, Weights.open(self.weights))
+        made = [(entry, self._fill(entry, tensor, self._empty(entry, tensor))) for entry, tensor in entries]
+        if made:
+            self._reset({name for entry, _ in made for name in entry.names})
+        return made
+
+    def _read(self, entries: Made, files: Weights) -> Made:
+        files.check([(entry.names, tensor) for entry, tensor in entries])
+        made = [
+            (entry, self._fill(entry, tensor, self._like(entry, tensor, lambda p: files.part(entry.names, p, tensor))))  # noqa: B023
+            for entry, tensor in entries
+        ]
+        return made
+
+    def _fill(self, entry: Input, tensor: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+        """Let a tensor on the meta device become one with memory."""
+        if entry.kind == "constant":
+            return self._put(entry, made)
+        make_parallel(entry.name, tensor, made)
+        return tensor
+
+    def _empty(self, entry: Input, tensor: torch.Tensor) -> torch.Tensor:
+        """Memory for a tensor, full of what no initialisation leaves."""
+        mark = _mark(tensor.dtype)
+
+        def part(place: Any) -> torch.Tensor:
+            shape = place.part(torch.empty(tensor.shape, device="meta")).shape
+            return torch.full(shape, mark, dtype=tensor.dtype, device=self.device)
+
+        return self._like(entry, tensor, part)
+
+    def _like(self, entry: Input, tensor: torch.Tensor, part: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+        """A parameter around its part at the place where it waits for the first program; a buffer is whole."""
+        if entry.kind != "parameter":
+            return part(self.world.everywhere(tensor.ndim)).to(self.device)
+        place = self.world.place(self.where.waiting(tensor.shape))
+        made = parameter_tensor(part(place).to(self.device), place, tensor.shape)
+        return nn.Parameter(made, requires_grad=tensor.requires_grad)
+
+    def _put(self, entry: Input, tensor: torch.Tensor) -> torch.Tensor:
+        for name in entry.names:
+            assign(self.model, name, tensor, entry.kind)
+        return tensor
+
+    # -- reset_parameters ---------------------------------------------------------------------------------------
+
+    def _reset(self, on_meta: set[str]) -> None:
+        everything = {name for entry, _ in state_of(self.model).entries for name in entry.names}
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(self.seed)
+            for path, module in reversed(list(tables.named_modules(self.model))):
+                inside = {name for name in everything if name.startswith(f"{path}." if path else "")}
+                own = any(name.rpartition(".")[0] == path for name in on_meta)
+                reset = next((getattr(module, name) for name in _RESET if hasattr(module, name)), None)
+                if callable(reset) and (own or (inside and inside <= on_meta)):
+                    self._on_parts(reset, inside)
+
+    def _on_parts(self, reset: Callable[[], Any], inside: set[str]) -> None:
+        """Let a module reset its split parameters; whole ones, if it does what parts refuse, such as `.numpy()`."""
+        states = _generators(self.device)
+        try:
+            reset()
+        except AutoparError:
+            for put, state in states:
+                put(state)
+            with self._whole(inside):
+                reset()
+
+    @contextmanager
+    def _whole(self, inside: set[str]) -> Iterator[None]:
+        entries = [
+            (entry, tensor) for entry, tensor in state_of(self.model).entries if inside.intersection(entry.names)
+        ]
+        split = [(entry, tensor) for entry, tensor in entries if isinstance(tensor, ParameterTensor)]
+        with torch.no_grad():
+            whole = [nn.Parameter(tensor.full_tensor(), tensor.requires_grad) for _, tensor in split]
+        for (entry, _), value in zip(split, whole, strict=True):
+            self._put(entry, value)
+        yield
+        for (entry, tensor), value in zip(split, whole, strict=True):
+            local_of(tensor).detach().copy_(tensor.place.part(value.detach()))
+            self._put(entry, tensor)
+
+
+def _generators(device: torch.device) -> list[tuple[Callable[[torch.Tensor], Any], torch.Tensor]]:
+    """How to set the generators that an initialisation draws from, each with its state."""
+    found: list[tuple[Callable[[torch.Tensor], Any], torch.Tensor]] = [(torch.set_rng_state, torch.get_rng_state())]
+    if device.type == "cuda":
+        found.append((lambda state: torch.cuda.set_rng_state(state, device), torch.cuda.get_rng_state(device)))
+    return found
+
+
+def _check_filled(made: Made, device: torch.device) -> None:
+    """Raise CaptureError, on every rank, for tensors that nothing filled on some rank."""
+    marked = torch.tensor([_is_marked(tensor) for _, tensor in made], dtype=torch.int32, device=device)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(marked, op=dist.ReduceOp.MAX)
+    empty = [f"'{entry.name}'" for (entry, _), is_empty in zip(made, marked.tolist(), strict=True) if is_empty]
+    if empty:
+        raise CaptureError(
+            f"the model is on the meta device, and no reset_parameters() gives values to {', '.join(empty[:3])}"
+            f"{f' and {len(empty) - 3} more' if empty[3:] else ''}. Define reset_parameters() on the module that owns "
+            f"{'them' if empty[1:] else 'it'}, build the model on a real device, or say which files have its values: "
+            f"parallelize(..., weights=FOLDER)."
+        )
+
+
+def assign(model: nn.Module, name: str, tensor: torch.Tensor, kind: str) -> None:
+    """Put `tensor` in the place of the parameter, buffer or plain attribute `name`."""
+    path, _, attribute = name.rpartition(".")
+    owner = tables.submodule(model, path)
+    if kind == "buffer":
+        owner.register_buffer(attribute, tensor, persistent=attribute not in owner._non_persistent_buffers_set)
+    else:
+        setattr(owner, attribute, tensor)
+
+
+def _mark(dtype: torch.dtype) -> float | int | bool:
+    """A value that no initialisation leaves: what still holds it was not filled."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return True if dtype == torch.bool else torch.iinfo(dtype).max
+
+
+def _is_marked(tensor: torch.Tensor) -> bool:
+    """Whether this rank's part was not filled."""
+    part = local_of(tensor).detach() if isinstance(tensor, ParameterTensor) else tensor
+    if part.numel() == 0:
+        return False
+    mark = _mark(part.dtype)
+    found = torch.isnan(part) if mark != mark else part == mark
+    return bool(found.all() if part.dtype == torch.bool else found.any())

@@ -1,0 +1,207 @@
+"""The parameters and buffers of a parallel module: their layouts and owner stages, and the way in and out of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autopar.capture.capture import state_of
+from autopar.capture.inputs import tables
+from autopar.compiler.lowered import Lowered
+from autopar.errors import AutoparError
+from autopar.ir.layout import Layout, replicated
+from autopar.ir.program import Input
+from autopar.parallel.agree.agreement import Agreement, lost_peers
+from autopar.parallel.tensors.parameter import ParameterTensor
+from autopar.parallel.weights.distribute import Distributor
+from autopar.parallel.weights.identity import lay_out, make_parallel, tell_held, tell_moved
+from autopar.parallel.weights.materialize import materialize
+from autopar.parallel.weights.structure import Structure
+from autopar.runtime.ranks.wire import on_wire
+from autopar.torch_compat import local_of
+
+
+class ParameterStore:
+    """What this rank holds of a module. Until the first compilation decides layouts parameters are split over all axes,
+    and small ones whole."""
+
+    def __init__(self, model: nn.Module, distributor: Distributor, device: torch.device) -> None:
+        self.model, self.distributor, self.device = model, distributor, device
+        self.layouts: dict[str, Layout] = {}  # by first name
+        self.searched: Mapping[str, Layout] = {}  # the same without what ZeRO splits
+        self.owners: dict[str, int | None] = {}  # the stage where a parameter lies; None: on every one
+        self.is_placed = False  # by a program
+        self.told: Set[str] = set()  # parameters of which others hold the memory, as the user knows
+        self.stages: Mapping[str, int] | None = None  # that keep the parameters, once there are some
+
+    # -- making it ----------------------------------------------------------------------------------------------
+
+    def distribute(self, agreement: Agreement, seed: int, weights: str | Path | None = None) -> None:
+        """Parameters become DTensors with rank 0's values; buffers lie whole on every rank. All do so in place. Every
+        rank must call this, with models of the same state. No more than one parameter is whole on the device at a time.
+
+        weights: the files of what is on the meta device; None for `reset_parameters`.
+        """
+        self.told = tell_held(self.model) if dist.get_rank() == 0 else set()
+        materialize(self.model, self.distributor, self.device, agreement, seed, weights)
+        entries = self.entries()[::-1]
+        while entries:  # taken off the list, so that nobody keeps a whole value whose part is taken
+            entry, tensor = entries.pop()
+            made = self._distributed(entry, tensor)
+            if isinstance(made, ParameterTensor):
+                self.layouts[entry.name], self.owners[entry.name] = made.place.layout, None
+            make_parallel(entry.name, tensor, made)
+        self.structure = Structure(self.model)
+
+    def _distributed(self, entry: Input, tensor: torch.Tensor) -> torch.Tensor:
+        with lost_peers(f"sending {entry.kind} '{entry.name}' from rank 0"):
+            if isinstance(tensor, ParameterTensor):
+                part = self.distributor.made_alike(local_of(tensor), tensor.place.layout, tensor.shape)
+                return nn.Parameter(part, requires_grad=tensor.requires_grad)
+            is_missing = tensor.device.type == "meta"  # and rank 0 has it
+            value = torch.empty_like(tensor, device=self.device) if is_missing else tensor.detach().to(self.device)
+            if dist.get_world_size() > 1:
+                value = value.contiguous()
+                dist.broadcast(on_wire(value), src=0)
+        if entry.kind != "parameter":
+            return value
+        value.requires_grad_(tensor.requires_grad)
+        return self.distributor.parameter(value, self.distributor.waiting(value.shape))
+
+    def adopt(self, compiled: Lowered, prefix: str = "") -> None:
+        """Take the layouts and owner stages that the first program wants, which knows the parameters with a prefix.
+        Every rank must call this."""
+        owners, searched = compiled.owners, compiled.searched
+        inner = {name: f"{prefix}{name}" for name in self.layouts}
+        self.relayout(
+            {name: compiled.layouts[known] for name, known in inner.items()},
+            {name: owners[known] for name, known in inner.items()},
+        )
+        self.searched = {name: searched[known] for name, known in inner.items()}
+        self.is_placed = True
+        self.stages = compiled.pipeline.owners if compiled.pipeline is not None else None
+
+    def relayout(self, layouts: Mapping[str, Layout], owners: Mapping[str, int | None]) -> None:
+        """Move parameters to other layouts and stages, in place. Every rank must call this."""
+        wanted = {name: (layout, owners.get(name)) for name, layout in layouts.items()}
+        moved = {name: to for name, to in wanted.items() if to != (self.layouts[name], self.owners[name])}
+        parameters = {name: tables.parameter(self.model, name) for name in moved}
+        if dist.get_rank() == 0:
+            tell_moved(parameters, self.told)
+        for name, (layout, owner) in moved.items():
+            self.distributor.relayout(name, parameters[name], self.layouts[name], layout, self.owners[name], owner)
+            self.layouts[name], self.owners[name] = layout, owner
+
+    def move(self, other: Distributor) -> None:
+        """Lie over another mesh of the same ranks, as before the first program; the next one decides layouts. Who
+        holds parameters keeps holding them. Every rank must call this, in a call that announced itself."""
+        if dist.get_rank() == 0:
+            tell_moved(self.parameters(), self.told)
+        for name, parameter in self.parameters().items():
+            layout, owner = self.layouts[name], self.owners[name]
+            value = self.distributor.gather_everywhere(local_of(parameter), layout, parameter.shape, owner)
+            self.layouts[name], self.owners[name] = other.waiting(parameter.shape), None
+            lay_out(name, parameter, other.parameter(value, self.layouts[name]))
+        self.distributor, self.searched, self.is_placed, self.stages = other, {}, False, None
+        self.told = set(self.layouts)
+
+    # -- what it holds ------------------------------------------------------------------------------------------
+
+    def entries(self) -> list[tuple[Input, torch.Tensor]]:
+        """Parameters and buffers, tied ones once with all their names."""
+        return _entries(self.model)
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """By first name."""
+        return dict(tables.named_parameters(self.model))
+
+    def given(self, name: str, layout: Layout) -> torch.Tensor:
+        """What a program takes of a parameter on this rank."""
+        parameter = tables.parameter(self.model, name)
+        if self.structure.meanwhile:
+            raise AutoparError(self.structure.meanwhile)
+        assert isinstance(parameter, DTensor)
+        return self.distributor.given(parameter, layout)
+
+    def buffer(self, name: str) -> torch.Tensor:
+        return tables.buffer(self.model, name)
+
+    def set_buffer(self, name: str, value: torch.Tensor) -> None:
+        """Write a buffer's new value into it."""
+        with torch.no_grad():
+            tables.buffer(self.model, name).copy_(value)
+
+    def taken(self, name: str, value: torch.Tensor | None) -> torch.Tensor | None:
+        """This rank's part of a gradient, from what a program gives for the parameter; None on other stages."""
+        if value is None:
+            return None
+        return self.distributor.taken(value, self.layouts[name], tables.parameter(self.model, name).shape)
+
+    # -- out of it and into it ----------------------------------------------------------------------------------
+
+    def whole_state(self) -> dict[str, torch.Tensor]:
+        """Whole CPU tensors under the original names on rank 0; empty on the other ranks. Every rank must call it."""
+        found = {}
+        for entry, tensor in self.entries():
+            value = self._gather(entry.name, tensor)
+            if value is not None:
+                found.update(dict.fromkeys(entry.names, value))
+        return {name: found[name] for name in nn.Module.state_dict(self.model, keep_vars=True) if name in found}
+
+    def whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The whole value of a parameter or buffer on every rank, the very memory where each has all of it. Every rank
+        must call it, in a call that announced itself."""
+        if not isinstance(tensor, DTensor):
+            return tensor
+        layout, owner = self.layouts[name], self.owners[name]
+        return self.distributor.gather_everywhere(local_of(tensor), layout, tensor.shape, owner)
+
+    def with_gradients(self) -> list[str]:
+        """The parameters that have gradients, by first name."""
+        return [name for name, parameter in self.parameters().items() if isinstance(parameter.grad, DTensor)]
+
+    def whole_gradients(self) -> dict[str, torch.Tensor]:
+        """Whole CPU gradients by parameter name on rank 0; empty on the others. Every rank must call it."""
+        found = {}
+        for name in self.with_gradients():
+            gradient = tables.parameter(self.model, name).grad
+            assert gradient is not None
+            value = self._gather(name, gradient)
+            if value is not None:
+                found[name] = value
+        return found
+
+    def refuse_assign(self, _module: Any, state: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
+        """Keep the parameters that programs and optimizers hold: a hook of load_state_dict."""
+        if metadata.get("assign_to_params_buffers"):
+            raise AutoparError(
+                "load_state_dict(assign=True) would replace the parameters of a parallel model, which programs and "
+                "optimizers hold. Leave assign out: values are copied into this rank's parts."
+            )
+
+    def _gather(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+        part = local_of(tensor) if isinstance(tensor, DTensor) else tensor
+        layout = self.layouts.get(name, replicated(tensor.ndim))
+        return self.distributor.gather(part, layout, tensor.shape, self.owners.get(name))
+
+
+def describe_state(model: nn.Module) -> list[str]:
+    """The parameters and buffers of a model as ranks compare them."""
+    return [_describe(entry, tensor) for entry, tensor in _entries(model)]
+
+
+def _entries(model: nn.Module) -> list[tuple[Input, torch.Tensor]]:
+    return [(entry, tensor) for entry, tensor in state_of(model).entries if entry.kind != "constant"]
+
+
+def _describe(entry: Input, tensor: torch.Tensor) -> str:
+    """A parameter or buffer as ranks compare it."""
+    names = " = ".join(entry.names)
+    frozen = " frozen" if entry.kind == "parameter" and not tensor.requires_grad else ""
+    return f"{entry.kind} {names} {list(tensor.shape)} {tensor.dtype}{frozen}"

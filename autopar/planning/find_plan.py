@@ -1,0 +1,199 @@
+"""Find the fastest plan that fits: candidates in the order of a bound, simulated until no other one can be better."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import chain, count, groupby
+from operator import attrgetter
+
+from autopar.errors import AutoparError, first_sentence
+from autopar.machines import Machine
+from autopar.planning.bounds import Bounds, Work
+from autopar.planning.layer_budget import improved, with_fewest
+from autopar.planning.price.layers import Layers
+from autopar.planning.price.pipelined import least_us
+from autopar.planning.price.predict import Prediction, predict
+from autopar.planning.space.axis_orders import ORDER
+from autopar.planning.space.candidates import LAYERS, Candidate, Space
+
+SMALL = 4  # candidates that are tried for the least memory, where a bound says that none fits
+Alike = tuple[Candidate, ...]
+SHARED = 2  # the first step before which plans with ulysses stand with those that have as many ranks of cp
+OWN = ("recompute", "again")  # fields that no bound reads before that of what is computed again
+# By step of `Bounds.steps`: what candidates that it cannot tell apart have in common, from this step on.
+ALIKE: Mapping[int, Callable[[Candidate], Hashable]] = {
+    0: attrgetter("dp", "fsdp", "cp", "ulysses", "tp", "pp", "order", "rows", "microbatches", "schedule", "chunks"),
+    1: attrgetter(*(name for name in Candidate._fields if name not in OWN)),
+    3: lambda candidate: candidate,
+}
+REFINED = 8  # the fastest pipelines that compute all layers again: it is tried if a part of these is enough
+SAME = "the same without recomputation"  # what became of candidates that need compute no layer again
+FITS = 0.92  # of a device's memory: the rest is the allocator's, the libraries' and the driver's
+
+
+@dataclass(slots=True)
+class Found:
+    """best: plans that fit, the fastest first (`_one_of_each`). least: the one that takes least memory. tried: all
+    whose whole time is known. counts: of candidates, by what became of them: "simulated", "larger than the memory",
+    "slower by a bound", "larger by a bound", SAME, or the first sentence of what refused them. refined: pipelines
+    beside them that were tried with a part of their layers computed again."""
+
+    best: list[Prediction] = field(default_factory=list)
+    least: Prediction | None = None
+    tried: list[Prediction] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    refined: int = 0
+
+    @property
+    def certificate(self) -> str:
+        """How many candidates there were, and what became of them."""
+        parts = ", ".join(f"{count} {what}" for what, count in self.counts.most_common())
+        more = f"; {self.refined} pipelines tried with a part of their layers computed again" if self.refined else ""
+        return f"{sum(self.counts.values())} candidates: {parts}{more}"
+
+
+def search(
+    space: Space, layers: Layers, work: Work, machine: Machine, limit: float, top: int,
+    equal: int, tell: Callable[[int, int], None] = lambda done, all_: None,
+) -> Found:  # fmt: skip
+    """The `top` fastest plans of a space whose memory is at most `limit` bytes. equal: layers of the model that are
+    equal.
+
+    Those come first whose bound is lowest. Each has several (`Bounds.steps`), of which the next one is looked at when
+    no other candidate has a lower one: the first costs nothing, the last its own programs. Candidates that a bound
+    cannot tell apart (`ALIKE`) have it together. When the lowest bound is above the time of the last of `top`, no other
+    can be among them. tell: of progress, (done, all).
+
+    A plan with ulysses is none of its own until its bound differs from that with as many ranks of cp (`SHARED`).
+    """
+
+    def plans(alike: Alike, done: int) -> int:
+        return len(alike) * (1 + len(space.parts(alike[0])) * (done < SHARED))
+
+    found, bounds = Found(), Bounds(layers, work, machine, equal)
+    bounds.limit = limit
+    memories, last = bounds.memories, len(bounds.steps) - 1
+    known = [tuple(alike) for _, alike in groupby(space.drawn(), ALIKE[0])]
+    queue = [(bounds.products(alike[0]), i, 1, alike) for i, alike in enumerate(known)]
+    later: list[tuple[float, int, int, Alike]] = []  # plans with ulysses: the others say what they must be better than
+    total = left = sum(plans(alike, 0) for alike in known)
+    number = count(len(queue))  # of what has the same bound, what was there before comes first
+    larger: list[Candidate] = []
+    heapq.heapify(queue)
+    while queue or later:
+        if not queue:
+            queue, later = later, []
+            heapq.heapify(queue)
+        bound, _, step, alike = heapq.heappop(queue)
+        slowest = bounds.slowest = found.best[-1].total if len(found.best) >= top else math.inf
+        if bound >= slowest:
+            queue, slower = [], [(bound, 0, step, alike), *queue]
+            found.counts["slower by a bound"] += sum(plans(each, at - 1) for _, _, at, each in slower)
+            continue
+        left -= plans(alike, step - 1)
+        for shared in zip(*map(space.shared, alike), strict=True) if step == SHARED else ():
+            later.append((bound, next(number), step + 1, shared))
+            left += len(shared)
+        for each in _parts(alike, step):
+            try:
+                if step in memories and all(memories[step](one) > limit for one in reversed(each)):
+                    found.counts["larger by a bound"] += plans(each, step)
+                elif step == last and bounds.is_larger(each[0], limit):
+                    larger += each
+                    found.counts["larger by a bound"] += plans(each, step)
+                elif step <= last:
+                    more = max(bound, bounds.steps[step](each[0]))
+                    heapq.heappush(queue, (more, next(number), step + 1, each))
+                    left += plans(each, step)
+                else:
+                    _try(each[0], found, layers, machine, limit, top, equal, slowest)
+            except AutoparError as error:
+                found.counts[f"refused ({first_sentence(str(error))})"] += plans(each, step)
+        tell(total - left, total)
+    _refine(found, space, layers, machine, limit, top)
+    if not found.best:
+        every = [] if found.least else chain.from_iterable(known)
+        larger.sort(key=lambda each: (bounds.held(each), _places(each)))
+        smallest = [*larger[:SMALL], *heapq.nsmallest(SMALL, every, bounds.memory)]
+        for small in smallest:
+            with suppress(AutoparError):  # it is counted already
+                decided = with_fewest(small, layers, machine, limit)
+                if decided is not None:
+                    _keep_least(found, predict(decided, layers, machine))
+    return found
+
+
+def _refine(found: Found, space: Space, layers: Layers, machine: Machine, limit: float, top: int) -> None:
+    """Of the fastest pipelines that compute all layers again, let as few do so as fit; and where a plan was found
+    before it was known how fast others are, look again for the best layers."""
+    found.best = _one_of_each(improved(made, layers, machine, limit) for made in found.best)
+    again, is_open = space.model.again, "recompute" not in space.fixed
+    uniform = [
+        made for made in found.tried if made.candidate.pp > 1 and made.candidate.recompute in ("selective", "full")
+    ]
+    for made in sorted(uniform, key=lambda made: made.total)[: REFINED * bool(again and is_open and found.best)]:
+        slowest = found.best[-1].total if len(found.best) >= top else math.inf
+        mix = made.candidate._replace(recompute=LAYERS, again=again)
+        with suppress(AutoparError):  # of a program that no candidate asked for
+            decided = with_fewest(mix, layers, machine, limit, min(slowest, made.total))
+            if decided is not None and decided.ranges:
+                found.refined += 1
+                other = predict(decided, layers, machine)
+                if other.memory <= limit and other.total < made.total:
+                    found.tried.append(other)
+                    found.best = _one_of_each([*found.best, other])[:top]
+
+
+def _parts(alike: Alike, step: int) -> Iterator[Alike]:
+    """Those of some candidates that a step cannot tell apart."""
+    if step not in ALIKE or len(alike) == 1:
+        yield alike
+        return
+    found: dict[Hashable, list[Candidate]] = {}
+    for one in alike:
+        found.setdefault(ALIKE[step](one), []).append(one)
+    yield from map(tuple, found.values())
+
+
+def _try(
+    candidate: Candidate, found: Found, layers: Layers, machine: Machine, limit: float, top: int, equal: int,
+    slowest: float,
+) -> None:  # fmt: skip
+    decided = with_fewest(candidate, layers, machine, limit, slowest, is_last=False)
+    if decided is None:
+        found.counts[SAME] += 1
+        return
+    made = predict(decided, layers, machine, slowest, limit)
+    if candidate.pp == 1 or (made.total < slowest and made.memory <= limit):  # of others no pipeline was simulated
+        found.tried.append(made)
+    _keep_least(found, made)
+    if made.memory > limit:
+        is_slow = candidate.again is not None and least_us(decided, layers) >= slowest  # no more layers were tried
+        found.counts["slower by a bound" if is_slow else "larger than the memory"] += 1
+        return
+    found.counts["simulated"] += 1
+    found.best = _one_of_each([*found.best, made])[:top]
+
+
+def _one_of_each(plans: Iterable[Prediction]) -> list[Prediction]:
+    """The fastest first. Of those that differ in nothing but where their axes lie, the nearest to `ORDER`: products
+    hide all that moves farther."""
+    first: dict[Prediction, Prediction] = {}
+    for each in sorted(plans, key=lambda each: (each.total, _places(each.candidate))):
+        first.setdefault(replace(each, candidate=each.candidate._replace(order=ORDER)), each)
+    return list(first.values())
+
+
+def _places(candidate: Candidate) -> list[int]:
+    """Of its axes in `ORDER`, outermost first."""
+    return [ORDER.index(axis) for axis, _ in candidate.axes]
+
+
+def _keep_least(found: Found, made: Prediction) -> None:
+    if found.least is None or made.memory < found.least.memory:
+        found.least = made

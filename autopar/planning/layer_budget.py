@@ -1,0 +1,98 @@
+"""How many layers are computed again: as few as the memory of a device allows; of a pipeline `stage_budget.py` says."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+from autopar.machines import Machine
+from autopar.planning.price.layers import Layers
+from autopar.planning.price.pipelined import pipelined
+from autopar.planning.price.predict import Prediction, predict
+from autopar.planning.price.rank_memory import rank_bytes
+from autopar.planning.space.candidates import Candidate
+from autopar.planning.stage_budget import Trials
+
+MIXES = (("none", "selective"), ("selective", "full"), ("none", "full"))  # of some layers, and of the others more
+
+
+def with_fewest(
+    candidate: Candidate,
+    layers: Layers,
+    machine: Machine,
+    limit: float,
+    slowest: float = math.inf,
+    is_last: bool = True,
+) -> Candidate | None:
+    """The fastest mix of two policies that holds at most `limit` bytes, or, where none is so small, the least one;
+    the candidate itself if it has one policy for all layers. None if it fits with nothing computed again. slowest,
+    is_last: of a pipeline, as of `Trials.fewest`. Raises AutoparError as `Micros.local`."""
+    if candidate.again is None:
+        return candidate
+    if _bytes(candidate, 0, layers) <= limit:
+        return None
+    found = list[Prediction]()
+    for less, more in MIXES:
+        mix = candidate._replace(again=replace(candidate.again, less=less, more=more))
+        if _bytes(mix, 0, layers) <= limit:
+            continue
+        if mix.pp == 1:
+            found.append(predict(_fewest(mix, layers, limit), layers, machine))
+            continue
+        found.append(Trials(mix, layers, machine, limit).fewest(slowest, is_last))
+        slowest = min(slowest, found[-1].total if found[-1].memory <= limit else math.inf)
+    fitting = [made for made in found if made.memory <= limit]
+    best = min(fitting, key=lambda made: made.total) if fitting else min(found, key=lambda made: made.memory)
+    return best.candidate
+
+
+def improved(made: Prediction, layers: Layers, machine: Machine, limit: float) -> Prediction:
+    """A plan that was found before it was known how fast others are, with the best layers of the best two policies."""
+    again = made.candidate.again
+    if again is None or made.candidate.pp == 1:
+        return made
+    found = with_fewest(made.candidate._replace(again=replace(again, ranges=())), layers, machine, limit)
+    others = [] if found is None else [predict(found, layers, machine)]
+    return min(made, *others, key=lambda each: (each.memory > limit, each.total))
+
+
+def _fewest(mix: Candidate, layers: Layers, limit: float) -> Candidate:
+    """The mix with the fewest layers that leaves at most `limit` bytes, or the least one. With each layer less is
+    saved, until what the last ones need at once, with what enters all of them, is most."""
+    assert mix.again is not None
+
+    @cache
+    def bytes_(count: int) -> float:
+        return _bytes(mix, count, layers)
+
+    def is_enough(count: int) -> bool:
+        return bytes_(count) <= limit or bytes_(count + 1) >= bytes_(count)
+
+    most = mix.again.layers - 1
+    saving = (bytes_(0) - bytes_(most)) / most
+    guess = math.ceil((bytes_(0) - limit) / saving) if saving > 0 else 1
+    return _with_count(mix, _first(most, max(1, min(guess, most)), is_enough))
+
+
+def _first(last: int, guess: int, is_enough: Callable[[int], bool]) -> int:
+    """The first number, from 1 on, that is enough, as all behind it are; `last` is taken to be. Few are asked about if
+    the guess is near."""
+    low, high, step = 0, last, 1  # what is not enough, what is
+    at = guess
+    while low < at < high:
+        low, high = (low, at) if is_enough(at) else (at, high)
+        at, step = (at - step if high == at else at + step), 2 * step
+    return low + 1 + bisect_left(range(low + 1, high), True, key=is_enough)
+
+
+def _bytes(mix: Candidate, count: int, layers: Layers) -> float:
+    made = _with_count(mix, count)
+    return max(rank_bytes(made, pipelined(made, layers), rank) for rank in range(mix.pp))
+
+
+def _with_count(mix: Candidate, count: int) -> Candidate:
+    assert mix.again is not None
+    return mix._replace(again=replace(mix.again, ranges=((0, count),) if count else ()))

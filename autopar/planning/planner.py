@@ -1,0 +1,210 @@
+"""`plan`: the fastest way to train a model on so many devices of a machine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from autopar.compiler.garbage import uncollected
+from autopar.errors import AutoparError, BatchError, PlanError, divisors, first_sentence, one_of
+from autopar.ir.ops.measure import human
+from autopar.ir.program import Program, record
+from autopar.job import Job
+from autopar.machines import Machine
+from autopar.planning.bounds import Work
+from autopar.planning.find_plan import FITS, SAME, Found, search
+from autopar.planning.jobs import layers_of
+from autopar.planning.price.layers import Layers
+from autopar.planning.price.step_time import tokens_of
+from autopar.planning.shallow.captures import LEAST_ROWS
+from autopar.planning.space.batch_sizes import OF_A_BATCH
+from autopar.planning.space.candidates import LAYERS, RESHARD, Candidate, Model, Space
+from autopar.planning.space.fixed import fixed_text
+
+Tell = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is to be planned. gpus: devices. batch: rows of a step. memory: bytes that a rank may hold, by default what
+    of a device's memory is left to a program. fixed: fields of a candidate (`tp`) that are decided. top: plans."""
+
+    gpus: int
+    batch: int
+    machine: Machine
+    memory: float | None = None
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    top: int = 10
+
+    @property
+    def limit(self) -> float:
+        return FITS * self.machine.device.memory if self.memory is None else self.memory
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """found: the plans. tokens: of a step. programs: that costs are read off."""
+
+    asked: Asked
+    found: Found
+    tokens: int
+    work: Work
+    model: Model
+    programs: Layers
+
+    @property
+    def rate(self) -> float:
+        """Tokens that the best plan trains on in a second."""
+        return self.tokens / self.found.best[0].total * 1e6
+
+    @property
+    def certificate(self) -> str:
+        """How many candidates there were, what became of them, and what none of them has."""
+        none = {"cp": self.model.whole, "micro-batches or pp": first_sentence(self.model.coupled)}
+        return self.found.certificate + "".join(f"; none with {what}: {why}" for what, why in none.items() if why)
+
+
+@uncollected()
+def plan(job: Job, asked: Asked, tell: Tell = lambda done, all_: None, layers: Layers | None = None) -> Planned:
+    """Search all plans for a job's model (`planned`). layers: what `layers_of` gave for this job and machine; what it
+    knows is not made again."""
+    return planned(layers or layers_of(job, asked.machine), asked, tell)
+
+
+@uncollected()
+def planned(layers: Layers, asked: Asked, tell: Tell = lambda done, all_: None) -> Planned:
+    """Search all plans (`planning/find_plan.py`). tell: of progress, (done, all).
+
+    Raises PlanError if no plan fits, with the least memory that any would take, and for a batch that no number of
+    devices divides.
+    """
+    model = model_of(layers, asked)
+    work = _work(layers.whole, layers, asked)
+    space = space_of(asked, model)
+    if next(space.drawn(), None) is None:
+        raise _none_divides(asked, model)
+    found = search(space, layers, work, asked.machine, asked.limit, asked.top, model.layers, tell)
+    if not found.best:
+        raise _none_fits(asked, found, model)
+    return Planned(asked, found, tokens_of(layers.whole) // LEAST_ROWS * asked.batch, work, model, layers)
+
+
+def candidates_of(asked: Asked, model: Model) -> list[Candidate]:
+    """All plans for what is asked."""
+    return list(space_of(asked, model).candidates())
+
+
+def is_divided(asked: Asked, layers: Layers) -> bool:
+    """True if there is a plan that divides the batch, whether it fits or not."""
+    return next(space_of(asked, model_of(layers, asked)).drawn(), None) is not None
+
+
+def space_of(asked: Asked, model: Model) -> Space:
+    """What there is to choose from."""
+    return Space(asked.gpus, asked.batch, asked.machine.ranks, model, asked.fixed)
+
+
+def model_of(layers: Layers, asked: Asked) -> Model:
+    """What of the model says which plans there are."""
+    whole, micros = _no_context(layers, asked), layers.micros
+    attention = micros.options.attention
+    heads = frozenset[tuple[int, int]]() if attention == "gather" else micros.captures.heads
+    return Model(layers.equal, whole, micros.coupled, layers.first, heads, alone=attention == "ring")
+
+
+def _no_context(layers: Layers, asked: Asked) -> str:
+    """Why no rank of cp has less to do than all of it, by the program of the fewest ranks; empty where it has."""
+    if asked.gpus == 1 or not asked.fixed.keys().isdisjoint(("cp", "ulysses")):
+        return ""
+    size = divisors(asked.gpus, asked.gpus)[1]
+    try:
+        part = layers.part(size)
+    except BatchError:  # a length that this size does not divide
+        return ""
+    except AutoparError as error:
+        return first_sentence(str(error))
+    fair = 1 / size
+    return f"of {size} ranks each would compute {part:.0%} of the products" if part > (1 + fair) / 2 else ""
+
+
+def _work(whole: Program, layers: Layers, asked: Asked) -> Work:
+    """The products of a step, and the bytes of its parameters."""
+    flops, least, dtype = layers.products()
+    bytes_ = {entry.name: record(node).type.bytes_ for node, entry in whole.parameters()}
+    trained = sum(bytes_[out.name] for out in whole.outputs if out.kind == "gradient")
+    parameters = sum(bytes_.values())
+    return Work(flops * asked.batch, least * asked.batch, parameters, dtype, parameters - trained)
+
+
+def _none_divides(asked: Asked, model: Model) -> PlanError:
+    given = f" with {fixed_text(asked.fixed)}" if asked.fixed else ""
+    return PlanError(f"no plan for {asked.gpus} devices and {asked.batch} rows a step{given}: {_room(asked, model)}")
+
+
+def _room(asked: Asked, model: Model) -> str:
+    """What the sizes of a plan may be, and the numbers of devices near by that a plan divides."""
+    some = one_of(divisors(asked.batch, asked.gpus))
+    alone = max(divisors(asked.batch, asked.gpus))
+    fewer = f" Of {alone} devices each could take {asked.batch // alone} of the rows." if not asked.fixed else ""
+    pipeline = f"a pipeline has at most a rank for each of the {model.layers} equal layers, and a micro-batch for each"
+    if model.coupled:
+        pipeline = f"there is no pipeline ({first_sentence(model.coupled)})"
+    elif not model.layers:
+        pipeline = "no pipeline is planned, since the model has no equal layers"
+    return (
+        f"the data axes must divide the rows ({some} here), tp, cp, ulysses and pp the devices, and {pipeline}. Change "
+        f"the batch or what is fixed.{_part(asked, model)}{fewer}"
+    )
+
+
+def _part(asked: Asked, model: Model) -> str:
+    """What it takes to decide what is of some plans alone, where that is fixed."""
+    found = ""
+    if asked.fixed.get("recompute") == LAYERS:
+        found += f" recompute={LAYERS} is of models with 2 or more equal layers ({model.layers} here)."
+    if not asked.fixed.get(RESHARD, True):
+        found += f" {RESHARD}=false is of plans with zero=3, over 2 or more ranks of dp, fsdp, cp and ulysses together."
+    return found + _rows_text(asked)
+
+
+def _rows_text(asked: Asked) -> str:
+    """Which batches have the micro-batches that are fixed."""
+    given = {name: asked.fixed[name] for name in OF_A_BATCH if name in asked.fixed}
+    words, unit = fixed_text(given), math.prod(given.values())
+    if len(given) == len(OF_A_BATCH):
+        return f" With {words} it is {unit} rows for each rank of dp and fsdp: leave --batch out, and it follows."
+    if asked.batch % unit:
+        return f" With {words} it is a multiple of {unit}, as {-(-asked.batch // unit) * unit} is."
+    return ""
+
+
+def _none_fits(asked: Asked, found: Found, model: Model) -> PlanError:
+    if found.counts[SAME]:  # of what is fixed: else they were there without recomputation
+        return PlanError(
+            f"no plan for {asked.gpus} devices with {fixed_text(asked.fixed)}: {found.counts[SAME]} fit in "
+            f"{human(asked.limit)} a device with no layer computed again. Write recompute=none, or less memory."
+        )
+    if found.least is None:
+        reasons = "; ".join(f"{count} {what.replace(':)', ')')}" for what, count in found.counts.most_common(3))
+        return PlanError(
+            f"no plan for {asked.gpus} devices: of the candidates {reasons}. {_capital(_room(asked, model))}"
+        )
+    least = found.least
+    return PlanError(
+        f"no plan fits in {human(asked.limit)} a device on {asked.gpus} devices: the least memory is "
+        f"{human(least.memory)}, with {least.candidate}. About {-(-asked.gpus * least.memory // asked.limit):.0f} "
+        f"devices, a smaller batch, or a device with more memory would do.{_freed(asked, found)}"
+    )
+
+
+def _freed(asked: Asked, found: Found) -> str:
+    """What is fixed and takes memory."""
+    recompute, reshard = asked.fixed.get("recompute", "full"), asked.fixed.get(RESHARD, True)
+    text = f" recompute={recompute} is fixed: full keeps less." if recompute not in ("full", LAYERS) else ""
+    return text if reshard else f"{text} {RESHARD}=false is fixed: true keeps less."
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]

@@ -1,0 +1,1 @@
+"""What does a plan cost: time and memory?"""

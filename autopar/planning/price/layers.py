@@ -1,0 +1,212 @@
+"""What a micro-batch costs on a stage, as a number outside of the equal layers and one for each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+from autopar.compiler.garbage import uncollected
+from autopar.ir.mesh import PIPELINE, Mesh
+from autopar.ir.ops.measure import group_of
+from autopar.ir.options import StepOptions
+from autopar.ir.program import Program, record
+from autopar.machines import Machine
+from autopar.planning.price.cost import Cost, Linear
+from autopar.planning.price.step_time import products
+from autopar.planning.shallow.captures import KEPT, LEAST_ROWS, Captures
+from autopar.planning.shallow.depth import Rest
+from autopar.planning.shallow.floor import Floor, rank_flops
+from autopar.planning.shallow.sheets import Known, Sheets
+from autopar.planning.space.deal import Ranges, Sections, Share
+from autopar.planning.space.micro import HIGH, Micros
+from autopar.planning.space.split import Split
+
+T = TypeVar("T")
+Place = tuple[Split, tuple[int, ...]]  # of ranks with nothing between them, and how many of each axis share a node
+
+
+class Layers:
+    """The costs of micro-batches, read off programs of few layers: what a layer costs is what they cost less without
+    it."""
+
+    def __init__(self, captures: Captures, options: StepOptions, machine: Machine) -> None:
+        self.micros = Micros(captures, options, machine)
+        self._least: dict[tuple[Place, Split, int, float, bool], tuple[float, float, float]] = {}
+        self._flops_again: dict[str, float] = {}
+        self._places: dict[Split, Place] = {}
+        self._known: dict[tuple[Place, int, str, bool], Cost] = {}
+        self._sections: dict[tuple[Split, str, bool], Sections] = {}
+        self._stages: dict[Hashable, tuple[Share, ...]] = {}
+        self._sheets: dict[tuple[Place, str, bool], dict[int, Sheets]] = {}  # by rows
+        self._apart: set[Split] = set()  # whose sheets of the fewest and the most rows have none between them
+        self._once: Known = {}
+        self._made: dict[Hashable, Any] = {}
+
+    @cached_property
+    def equal(self) -> int:
+        """The equal layers of the model; 0 if it has none."""
+        return self.micros.captures.shallow().layers
+
+    @property
+    def first(self) -> str:
+        """The path of the first of the equal layers; "" if there are none."""
+        return self.micros.captures.shallow().border[0]
+
+    @property
+    def whole(self) -> Program:
+        """The captured step of LEAST_ROWS rows."""
+        return self.micros.captures.whole.program
+
+    def products(self) -> tuple[float, float, str]:
+        """Of the products of one row, known once there are layouts: their FLOPs, as the model asks for them; those that
+        kernels compute at least; the dtype of most of them."""
+        program = dict(self.micros.local(Split(), self.micros.low).history)["propagate"]
+        counts, rest = products(program), self._rest
+        less = float(sum(record(node).flops for node in program.calls() if rest.counts(node)))
+        asked = self._of_model(float(sum(counts.values())), less) / LEAST_ROWS
+        least = self._of_model(rank_flops(program), rank_flops(program, rest.counts)) / LEAST_ROWS
+        return asked, least, max(counts, key=lambda name: counts[name], default="float32")
+
+    def cost(self, split: Split, rows: int, recompute: str, halves: bool = False, more: str = "") -> Cost:
+        """Of a micro-batch of `rows` on the ranks of tp, cp and ulysses (`Micros.micro`). Where they lie changes
+        times alone, and what is done to hide collectives, not the layouts. more: the policy of the layers that compute
+        more again, if there are such. Raises AutoparError as `Micros.local`."""
+        if more:
+            return replace(self.cost(split, rows, recompute, halves), again=self.cost(split, rows, more, halves))
+        key = self.place(split), rows, recompute, halves
+        if key not in self._known:
+            self._known[key] = self._cost(self.sheets(split, rows, recompute, halves), self.micros.machine)
+        return self._known[key]
+
+    def still(self, split: Split, rows: int, recompute: str, halves: bool = False) -> float:
+        """The part of its time that is left of each pass of such a micro-batch, at least, if what cp and ulysses move
+        took none. Raises AutoparError as `Micros.local`."""
+        key = "still", self.place(split), rows, recompute, halves
+        return self.kept(key, lambda: self._still(split, rows, recompute, halves))
+
+    def _still(self, split: Split, rows: int, recompute: str, halves: bool) -> float:
+        own = self.cost(split, rows, recompute, halves)
+        less = self._cost(self.sheets(split, rows, recompute, halves), self.micros.machine, is_still=True)
+        lines = zip(less.inputs, own.inputs, strict=True)
+        pairs = [pair for few, all_ in lines for pair in ((few(self.equal), all_(self.equal)), (few.each, all_.each))]
+        return min(few / all_ for few, all_ in pairs if all_ > 0)
+
+    @uncollected()
+    def sheets(self, split: Split, rows: int, recompute: str, halves: bool = False) -> Sheets:
+        """The programs of a micro-batch as numbers: those of other rows lie on a line between the nearest ones that
+        were read off programs, where these are alike. Raises AutoparError as `Micros.local`."""
+        made = self._sheets.setdefault((self.place(split), recompute, halves), {})
+        if rows not in made:
+            if self.micros.low < rows < HIGH and self.micros.is_alike(split.program):
+                for end in (self.micros.low, HIGH) if split.program not in self._apart else ():
+                    self.sheets(split, end, recompute, halves)
+                found = _between(made, rows)
+                if found is not None:
+                    return found
+                self._apart.add(split.program)
+            micro = self.micros.micro(split.program, rows, recompute, halves)
+            is_placed = split.around and split.data == 1  # ranks that divide rows are others than the program has
+            found = Sheets.of(micro.placed(split.placed) if is_placed else micro, self._rest, self._once)
+            made[rows] = found.on(split.placed) if split.data > 1 else found
+        return made[rows]
+
+    def notes(self, split: Split, rows: int) -> tuple[str, ...]:
+        """What a person should know of the program of such a micro-batch, which recomputes nothing."""
+        split = split.near
+        is_alike = rows < HIGH and self.micros.is_alike(split)
+        return self.micros.micro(split, self.micros.low if is_alike else rows, "none").program.notes
+
+    def least_us(
+        self, split: Split, of: Split, rows: int, share: float, is_still: bool = False
+    ) -> tuple[float, float, float]:  # fmt: skip
+        """us of the forward and of the backward pass of a micro-batch at least, and of the device in both. It is a
+        share of one of so many rows, on the ranks `of` a split with fewer of cp (`Low.us`). Raises AutoparError as
+        `Micros.local`."""
+        key = self.place(split), of, rows, share, is_still
+        if key not in self._least:
+            floor = self.kept(("floor", of, rows), lambda: Floor.of(self.micros.micro(of, rows, "none"), self._rest))
+            low = self.kept(("low", *key[1:]), lambda: floor.at(share, self._rising, is_still))
+            self._least[key] = low.us(split.placed, self._of_model)
+        return self._least[key]
+
+    def flops_again(self, recompute: str) -> float:
+        """The FLOPs of the products that are computed again of a row."""
+        if recompute not in self._flops_again:
+            self._flops_again[recompute] = self._flops(recompute) - self._flops("none")
+        return self._flops_again[recompute]
+
+    def _flops(self, recompute: str) -> float:
+        """Of the products of a row on one rank."""
+        graphs = self.micros.micro(Split(), self.micros.low, recompute).graphs.values()
+        whole, less = (sum(rank_flops(graph, counts) for graph in graphs) for counts in (None, self._rest.counts))
+        return self._of_model(whole, less) / self.micros.low
+
+    @cached_property
+    def _rising(self) -> Machine:
+        return self.micros.machine.rising()
+
+    def _of_model(self, whole: float, less: float) -> float:
+        return self._line(whole, less)(self.equal)
+
+    def part(self, cp: int) -> float:
+        """The part of the products of a micro-batch that each of so many ranks of cp computes."""
+        low = self.micros.low
+        whole = rank_flops(self.micros.local(Split(), low).program)
+        return rank_flops(self.micros.local(Split(cp=cp), low).program) / whole if whole else 1.0
+
+    @cached_property
+    def _rest(self) -> Rest:
+        return Rest.of(self.micros.captures.shallow())
+
+    def _cost(self, sheets: Sheets, machine: Machine, is_still: bool = False) -> Cost:
+        whole, less, entry = sheets.costs(machine, self.equal > 0, is_still)
+        lines = {name: self._line(whole[name], less[name], entry.get(name, 0.0)) for name in whole}
+        return Cost(**lines, message=sheets.message, again=None)
+
+    def _line(self, whole: float, less: float, entry: float = 0.0) -> Linear:
+        return Linear.of(KEPT, whole, less, entry) if self.equal else Linear(whole, 0.0)
+
+    def stages(
+        self, split: Split, recompute: str, mesh: Mesh, count: int, more: str = "", ranges: Ranges = ()
+    ) -> tuple[Share, ...]:
+        """What each of so many stages of a pipeline has (`Sections.stages`), by the times of the fewest rows. mesh:
+        that says over which links stages send. ranges: of the layers that have the policy `more`."""
+        key = split.near, recompute, self._near(mesh), count, more, ranges
+        if key not in self._stages:
+            sections = self.sections(split, recompute, mesh, more)
+            self._stages[key] = tuple(sections.stages(self.equal, count, ranges=ranges))
+        return self._stages[key]
+
+    def sections(self, split: Split, recompute: str, mesh: Mesh, more: str = "") -> Sections:
+        """Those of the fewest rows, as of `stages`."""
+        if more:
+            return replace(self.sections(split, recompute, mesh), again=self.sections(split, more, mesh).layer)
+        key = split.near, recompute, self._near(mesh)
+        if key not in self._sections:
+            micro = self.micros.micro(split.near, self.micros.low, recompute)
+            self._sections[key] = Sections.of(micro, self._rest, self.micros.machine, mesh)
+        return self._sections[key]
+
+    def _near(self, mesh: Mesh) -> bool:
+        return group_of(mesh, PIPELINE, self.micros.machine.ranks).nodes == 1
+
+    def place(self, split: Split) -> Place:
+        """What of a split decides times."""
+        if split not in self._places:
+            self._places[split] = split.near, split.inside(self.micros.machine.ranks)
+        return self._places[split]
+
+    def kept(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What was made of these costs before, by a key that says all that it follows from."""
+        if key not in self._made:
+            self._made[key] = make()
+        found: T = self._made[key]
+        return found
+
+
+def _between(made: Mapping[int, Sheets], rows: int) -> Sheets | None:
+    """The sheets of so many rows from the nearest ones of fewer and of more; None where that cannot be."""
+    below, above = max((at for at in made if at < rows), default=0), min((at for at in made if at > rows), default=0)
+    return made[below].between(made[above], (rows - below) / (above - below)) if below and above else None

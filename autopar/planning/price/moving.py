@@ -1,0 +1,208 @@
+"""What a rank moves over its data axes beside the calls of a graph: by the decisions of the passes that emit it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from autopar.machines import Machine
+from autopar.machines.model import Group
+from autopar.passes.costs.streams import Streams
+from autopar.passes.overlap.bucket import SCATTER, Buckets, Sum, bucket_limit
+from autopar.passes.overlap.coalesce import Move, Together
+from autopar.passes.overlap.prefetch import Ahead, Gather, small_limit
+from autopar.planning.shallow.graph_track import FORWARD, Place, Road, place_of
+
+GATHER, SUM = "all_gather", "all_reduce"
+SHARDS, COPIES, TENSOR = "shards", "copies", "tp"
+BACKWARD, PART = "B", "part"
+LOSS, LOSS_BYTES = "loss", 4  # what leaves beside the gradients
+
+
+@dataclass(frozen=True, slots=True)
+class Net:
+    """Between which ranks a plan moves data, and how long that takes. groups: by name. asked:
+    `StepOptions.bucket_bytes`. known: us of collectives, by kind, bytes and group."""
+
+    machine: Machine
+    groups: Mapping[str, Group]
+    asked: int | None
+    known: dict[tuple[str, float, Group], float]
+
+    def us(self, kind: str, bytes_: float, over: str) -> float:
+        """As of `Machine.collective_us`."""
+        key = kind, bytes_, self.groups[over]
+        if key not in self.known:
+            self.known[key] = self.machine.collective_us(*key)
+        return self.known[key]
+
+    def small(self, over: str) -> float:
+        return small_limit(self.machine, self.groups[over], self.asked)
+
+    def limit(self, total: float, kind: str, over: str) -> float:
+        return bucket_limit(total, self.machine, kind, self.groups[over], self.asked)
+
+
+@dataclass(slots=True)
+class Moving:
+    """A rank at work. level: bytes of values of micro-batches that are alive; alive: of what moves, and of what it
+    leaves behind; peak: of both at most. moves: all that was started and awaited, as (True if it starts, kind, bytes).
+    """
+
+    net: Net
+    streams: Streams = field(init=False)
+    ahead: Ahead[Place] | None = None
+    gathers: Mapping[Place, Gather[Place]] = field(default_factory=dict)
+    made: Mapping[Place, float] = field(default_factory=dict)
+    buckets: Buckets[Place] | None = None
+    sums: Mapping[Place, Sum[Place]] = field(default_factory=dict)
+    ends: dict[Hashable, float] = field(default_factory=dict)
+    held: dict[Place, float] = field(default_factory=dict)  # bytes of what was read, or gathered, and has a use left
+    whole: dict[Hashable, float] = field(default_factory=dict)  # bytes of what is on its way
+    lies_in: dict[Place, float] = field(default_factory=dict)  # bytes, of gradients that did not move yet
+    level: float = 0.0
+    alive: float = 0.0
+    lent: frozenset[Place] = frozenset()
+    gone: float = 0.0  # bytes of what was lent
+    peak: float = -math.inf
+    before: float = -math.inf
+    moves: list[tuple[bool, str, float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.streams = Streams(self.net.machine)
+
+    def gather(self, gathers: Iterable[Gather[Place]], made: Mapping[Place, float]) -> None:
+        """From here on some parameters are gathered, in the order of their uses. made: us of casts that are made of
+        what is stored before they move."""
+        self.gathers, self.made = {each.of: each for each in gathers}, made
+        self.ahead = Ahead(self.gathers.values(), self.net.small)
+
+    def sum(self, sums: Iterable[Sum[Place]]) -> None:
+        """From here on gradients are summed."""
+        self.sums = {each.of: each for each in sums}
+        self.buckets = Buckets(self.sums.values(), self.net.limit)
+
+    def lend(self, values: Iterable[tuple[Place, float]]) -> None:
+        """Some values are there from before, and count elsewhere. They go with their last use."""
+        self.held |= values
+        self.lent = frozenset(self.held)
+
+    def compute_once(self, us: float, calls: int) -> None:
+        """What is computed once a step, before all else."""
+        machine = self.net.machine
+        self.streams.compute(us, 0.0 if machine.is_host else machine.launch_us * calls)
+
+    def run(self, road: Road, keeps: Collection[Place] = frozenset(), is_whole: bool = False) -> None:
+        """A graph, without what it has not started to move when its calls are done. keeps: what a later graph reads
+        too. is_whole: True of a step that is one graph: it makes casts where they are read, and its gradients stay."""
+        for number, step in road.steps:
+            for read in step.events.reads:
+                place = place_of(road.kind, number, read.own)
+                if self.ahead is not None and place in self.gathers:
+                    self.use(self.gathers[place])
+                elif is_whole and read.is_cast and place._replace(kind=FORWARD) not in self.held:
+                    self._hold(place, read.bytes_)
+            self._mark(step.most)
+            given = [place_of(road.kind, number, each.own) for each in step.events.gives]
+            if is_whole or any(
+                place in self.sums for place in given
+            ):  # else the last call adds to a gradient that is there
+                self._mark(step.last + sum(each.bytes_ for each in step.events.gives if not each.holds))
+            self.level += step.left
+            if step.launched or step.busy:
+                self.streams.compute(step.busy, step.launched)
+                self.streams.device += step.waits
+            for own in step.events.ends:
+                self._let_go(place_of(road.kind, number, own), keeps)
+            for place, gradient in zip(given, step.events.gives, strict=True):
+                if place in self.sums:
+                    self.give(self.sums[place], gradient.alive)
+                elif is_whole:
+                    self.alive += gradient.alive
+
+    def use(self, gather: Gather[Place]) -> None:
+        """Wait for a parameter that is gathered."""
+        assert self.ahead is not None
+        for starts, bundle in self.ahead.use(gather):
+            if starts:
+                self._gather(bundle)
+            else:
+                self.streams.wait(self.ends.pop(bundle), bundle.members[0].over)
+                self.moves.append((False, GATHER, bundle.bytes_))
+
+    def give(self, coming: Sum[Place], alive: float) -> None:
+        """A gradient is there. alive: bytes of what it lies in."""
+        assert self.buckets is not None
+        self.alive += alive
+        self.lies_in[coming.of] = alive
+        self._sum(self.buckets.add(coming))
+
+    def flush(self) -> None:
+        """Start the sums that are left, and wait for all."""
+        if self.buckets is not None:
+            self._sum(self.buckets.flush())
+
+    def lose(self) -> None:
+        """Wait for the sum of the losses."""
+        if LOSS in self.net.groups:
+            self.streams.wait(self.streams.start(LOSS, self.net.us(SUM, LOSS_BYTES, LOSS)), LOSS)
+
+    def _gather(self, bundle: Together[Gather[Place]]) -> None:
+        over = str(bundle.members[0].over)
+        ranks = self.net.groups[over].size
+        for member in bundle.members:
+            again, part = member.of._replace(kind=BACKWARD), member.of._replace(kind=PART)
+            self._hold(member.of, member.bytes_)
+            if member.of in self.made:
+                self.streams.compute(self.made[member.of], self.net.machine.launch_us)
+                if again in self.gathers:  # until it is gathered again a rank keeps its part of the cast
+                    self._hold(part, member.bytes_ / ranks)
+            elif member.of == again:
+                self._let_go(part, ())
+        if len(bundle.members) > 1:
+            self._copy(bundle.bytes_ / ranks)
+        self.ends[bundle] = self.streams.start(over, self.net.us(GATHER, bundle.bytes_, over))
+        self.moves.append((True, GATHER, bundle.bytes_))
+        self._mark()
+
+    def _hold(self, place: Place, bytes_: float) -> None:
+        self.held[place] = bytes_
+        self.alive += bytes_
+
+    def _let_go(self, place: Place, keeps: Collection[Place]) -> None:
+        for each in (place, place._replace(kind=FORWARD)):  # a graph may read what one before it gathered
+            if each in self.held and each not in keeps:
+                bytes_ = self.held.pop(each)
+                self.alive -= bytes_
+                self.gone += bytes_ * (each in self.lent)
+                return
+
+    def _sum(self, moves: Iterator[Move[Sum[Place]]]) -> None:
+        for starts, bucket in moves:
+            first = bucket.members[0]
+            over, bytes_ = str(first.over), bucket.bytes_
+            is_scattered = first.kind == SCATTER  # a sum of whole values is made in their place
+            self.moves.append((starts, first.kind, bytes_))
+            if not starts:
+                self.streams.wait(self.ends.pop(bucket), over)
+                self.alive -= self.whole.pop(bucket) if is_scattered else 0.0
+                continue
+            lies_in = sum(self.lies_in.pop(each.of, each.bytes_) for each in bucket.members)
+            if len(bucket.members) > 1:
+                self._mark(bytes_)
+                self._copy(bytes_)
+                self.alive += bytes_ - lies_in
+            self.whole[bucket] = bytes_ if len(bucket.members) > 1 else lies_in
+            self.ends[bucket] = self.streams.start(over, self.net.us(first.kind, bytes_, over))
+            self.alive += bytes_ / self.net.groups[over].size if is_scattered else 0.0
+            self._mark()
+
+    def _copy(self, bytes_: float) -> None:
+        """A call that reads and writes so many bytes."""
+        machine = self.net.machine
+        self.streams.compute(machine.call_us(0.0, "", 2 * bytes_), machine.launch_us)
+
+    def _mark(self, more: float = 0.0) -> None:
+        now = self.level + self.alive + more
+        self.peak, self.before = max(self.peak, now), max(self.before, now + self.gone)

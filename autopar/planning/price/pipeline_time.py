@@ -1,0 +1,110 @@
+"""Simulate the instruction lists of a pipeline with the times of its emitted graphs on a machine."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from autopar.ir.mesh import PIPELINE, Mesh
+from autopar.ir.ops.measure import group_of
+from autopar.ir.pipeline import Pipeline
+from autopar.ir.program import Program, TensorType
+from autopar.ir.schedule import ONCE, Action, Timeline
+from autopar.machines import Machine
+from autopar.machines.model import Group
+from autopar.passes.collectives.carried import sees_before
+from autopar.passes.costs.node_costs import node_times
+from autopar.passes.costs.streams import Ran, run
+from autopar.passes.schedules.simulate import simulate
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineTime:
+    """Of the slowest rank. end: of its last action; spent: what all of them take; bubble: what it is idle before the
+    last; optimizer: of its step."""
+
+    end: float
+    spent: Ran
+    bubble: float
+    optimizer: float
+    timeline: Timeline | None = None
+
+
+def pipeline_time(pipeline: Pipeline, machine: Machine, optimizer: Mapping[int, float]) -> PipelineTime:
+    """Run each graph on the machine, and then the lists with these times. optimizer: us of its step, by rank."""
+    emitted = emitted_costs(pipeline, machine)
+    timeline = simulate(pipeline.lists, pipeline.flow, emitted)
+    ends = {rank: max((span.end_us for span in spans), default=0.0) for rank, spans in enumerate(timeline.ranks)}
+    last = max(ends, key=lambda rank: ends[rank] + optimizer.get(rank, 0.0))
+    spent = _sum(emitted.ran(span.instruction.action) for span in timeline.runs(last))
+    return PipelineTime(ends[last], spent, ends[last] - spent.total, optimizer.get(last, 0.0), timeline)
+
+
+@dataclass(frozen=True, slots=True)
+class Emitted:
+    """What the actions of a pipeline take on a machine: `Times` of the emitted graphs.
+
+    graphs: by (stage, kind, length). growing: the part of each that grows with the place of a slice: attention to what
+    lies before it. Its FLOPs are those of a slice in the middle of the sequence.
+    """
+
+    pipeline: Pipeline
+    machine: Machine
+    link: Group
+    graphs: Mapping[tuple[int, str, int], Ran]
+    growing: Mapping[tuple[int, str, int], float]
+
+    def time_us(self, action: Action) -> float:
+        return self.ran(action).total
+
+    def transfer_us(self, types: tuple[TensorType, ...]) -> float:
+        return self.machine.message_us(sum(type_.bytes_ for type_ in types), self.link)
+
+    def ran(self, action: Action) -> Ran:
+        """An action, with all graphs that it runs: the prologue begins with the counts of every micro-batch."""
+        key = action.stage, action.kind, self.pipeline.length_of(action)
+        more = (self._place(action) - 1) * self.growing.get(key, 0.0)
+        own = self.graphs[key]
+        own = replace(own, total=own.total + more, computed=own.computed + more)
+        if action.kind != "P" or (action.stage, "C", 0) not in self.graphs:
+            return own
+        counts = (self.ran(Action(action.stage, "C", i)) for i in range(self.pipeline.microbatches))
+        return _sum((*counts, own))
+
+    def _place(self, action: Action) -> float:
+        """How much more a slice sees before it, and in it, than one in the middle of the sequence."""
+        flow = self.pipeline.flow
+        if action.microbatch == ONCE or flow.slices == 1:
+            return 1.0
+        lengths = flow.lengths or (1,) * flow.slices
+        at = action.microbatch % flow.slices
+        return (2 * sum(lengths[:at]) + lengths[at]) / sum(lengths)
+
+
+def emitted_costs(pipeline: Pipeline, machine: Machine) -> Emitted:
+    """The times of the emitted graphs, in place of those by which the pipeline was cut for its own machine."""
+    graphs = {one.place: _placed(one.program, pipeline.mesh) for one in pipeline.every_graph()}
+    ran = {place: run(graph, machine) for place, graph in graphs.items()}
+    sliced = graphs if pipeline.flow.slices > 1 else {}
+    growing = {place: _growing(graph, machine) for place, graph in sliced.items()}
+    return Emitted(pipeline, machine, group_of(pipeline.mesh, PIPELINE, machine.ranks), ran, growing)
+
+
+def _placed(graph: Program, mesh: Mesh) -> Program:
+    """A graph of a stage in the mesh of all stages: ranks of other stages may lie between its own."""
+    return graph.with_(mesh=Mesh((*(pair for pair in graph.mesh.axes if pair[0] not in mesh), *mesh.axes)))
+
+
+def _growing(graph: Program, machine: Machine) -> float:
+    return sum(time for node, time in node_times(graph, machine).items() if sees_before(node))
+
+
+def _sum(all_: Iterable[Ran]) -> Ran:
+    total = computed = hosted = 0.0
+    calls, exposed = 0, Counter[str]()
+    for ran in all_:
+        total, computed, hosted = total + ran.total, computed + ran.computed, hosted + ran.hosted
+        calls += ran.calls
+        exposed.update(ran.exposed)  # type: ignore[arg-type]  # of floats too
+    return Ran(total, computed, dict(exposed), hosted, calls)

@@ -1,0 +1,278 @@
+"""The pipeline of a candidate: what each stage has of the model, in which order it runs, and how long that takes."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, lru_cache
+
+import torch
+
+from autopar.ir.mesh import PIPELINE, Mesh
+from autopar.ir.ops.measure import group_of
+from autopar.ir.program import TensorType
+from autopar.ir.schedule import Action, Costs, Flow, Timeline, Work
+from autopar.machines import Machine
+from autopar.passes.schedules import Schedule, Walk, parse_schedule, simulate, with_transfers
+from autopar.planning.price.cost import Cost
+from autopar.planning.price.data_streams import Data, Known, Moved
+from autopar.planning.price.layers import Layers
+from autopar.planning.price.moments import Moments
+from autopar.planning.price.stage_calls import Slot, slots_of
+from autopar.planning.price.whole_step import WholeStep
+from autopar.planning.space.candidates import Candidate
+from autopar.planning.space.deal import Sections, Share, whole
+
+ROUNDS = 4  # micro-batches a rank that are looked at: each one more takes as long as the one before
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """What of the model a stage has, or a rank, and what that costs. whole: the cost of the whole model. us: of each
+    action on one micro-batch, F, and B or its halves I and W, with what it moves over the data axes. slots: its calls,
+    in the order of the forward pass. moved: bytes of what its backward pass moves, at most, by section. step: of a plan
+    without a pipeline."""
+
+    share: Share
+    whole: Cost
+    us: Mapping[str, float]
+    slots: tuple[Slot, ...] = ()
+    moved: Moved = (0.0, 0.0, 0.0)
+    step: WholeStep | None = None
+
+    @cached_property  # of many pipelines only the first rank is looked at
+    def cost(self) -> Cost:
+        return self.whole.on(self.share)
+
+    @property
+    def micro_us(self) -> float:
+        """Of one micro-batch."""
+        return sum(self.us.values())
+
+    @property
+    def moved_us(self) -> float:
+        """The part of it that it takes longer for the data axes."""
+        layers = self.share.time.layers
+        return self.micro_us - self.cost.forward(layers) - self.cost.backward(layers)
+
+    def __add__(self, other: Stage) -> Stage:
+        """Both on one rank."""
+        us = {kind: self.us[kind] + other.us[kind] for kind in self.us}
+        return Stage(self.share + other.share, self.whole, us, self.slots + other.slots)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pipelined:
+    """stages: of the pipeline; of a plan without one, one. ranks: what each rank has of the model, all its stages
+    together. schedule: of the first micro-batches, `count` of them. moments: of each rank in it."""
+
+    stages: Sequence[Stage]
+    ranks: Sequence[Stage]
+    schedule: Schedule
+    moments: Sequence[Moments]
+    count: int
+
+    def times(self) -> Mapping[tuple[int, str], float]:
+        """us of each action on one micro-batch, by stage and kind."""
+        return {(s, kind): us for s, stage in enumerate(self.stages) for kind, us in stage.us.items()}
+
+
+def pipelined(candidate: Candidate, layers: Layers) -> Pipelined:
+    """The pipeline of a candidate. Raises AutoparError as `Micros.local`."""
+    model = layers.place(candidate.ranks_of(layers.micros.coupled)), candidate.halves, *_model(candidate, layers)
+
+    def make() -> Pipelined:
+        return _pipelined(candidate, layers.kept(("stages", *model), lambda: _stages(candidate, layers)))
+
+    found: Pipelined = layers.kept((*model, *_order(candidate)), make)
+    return found
+
+
+def with_least_memory(candidate: Candidate, layers: Layers) -> Pipelined:
+    """The same with stages that hold what they store and save, and no more: nothing that is alive while a graph runs,
+    and nothing that gradients of weights wait for. No graphs of halves are needed, nor where ranks of tp and cp lie.
+    Raises AutoparError as `Micros.local`."""
+    near, (policy, more) = candidate.split.near, candidate.policies
+    key = "least memory", near, *_model(candidate, layers), *_order(candidate)
+
+    def make() -> Pipelined:
+        cost = layers.cost(near, candidate.rows, policy, more=more).kept.in_stages()
+        return _pipelined(candidate, [Stage(share, cost, {}) for share in _shares(candidate, layers)])
+
+    found: Pipelined = layers.kept(key, make)
+    return found
+
+
+def least_us(candidate: Candidate, layers: Layers) -> float:
+    """us of the micro-batches of the slowest rank."""
+    return candidate.microbatches * max(rank.micro_us for rank in pipelined(candidate, layers).ranks)
+
+
+def data_of(candidate: Candidate, layers: Layers) -> Data:
+    """What a candidate moves over its data axes."""
+    known: Known = layers.kept("collectives", dict)
+    return Data(candidate, layers.micros.machine, layers.micros.options.bucket_bytes, known)
+
+
+def _model(candidate: Candidate, layers: Layers) -> tuple[Hashable, ...]:
+    """All that stages follow from, beside the place of their ranks of tp and cp."""
+    data = data_of(candidate, layers)
+    if candidate.pp == 1:
+        moved: Hashable = candidate.data > 1 and (data.groups, candidate.zero, candidate.gathers_again)
+        return (
+            candidate.rows,
+            candidate.recompute,
+            candidate.again,
+            candidate.adds,
+            min(candidate.microbatches, 2),
+            moved,
+        )
+    return (
+        candidate.rows, candidate.recompute, candidate.again, candidate.adds, candidate.pp,
+        _is_near(candidate.axes, layers.micros.machine.ranks), candidate.chunks,
+        data.is_each and (data.groups.shards, candidate.gathers_again),
+    )  # fmt: skip
+
+
+def _order(candidate: Candidate) -> tuple[Hashable, ...]:
+    """What their schedule follows from."""
+    return candidate.schedule, _first(candidate), _first(candidate) < candidate.microbatches
+
+
+@cache
+def _is_near(axes: tuple[tuple[str, int], ...], ranks: int) -> bool:
+    """True if all stages lie in one node of so many ranks."""
+    return group_of(Mesh(axes), PIPELINE, ranks).nodes == 1
+
+
+def _first(candidate: Candidate) -> int:
+    return min(candidate.microbatches, ROUNDS * candidate.pp)
+
+
+def _pipelined(candidate: Candidate, stages: Sequence[Stage]) -> Pipelined:
+    p, first = candidate.pp, _first(candidate)
+    schedule, moments = schedule_of(candidate, len(stages))
+    own: list[Stage | None] = [None] * p
+    for stage, rank in zip(stages, schedule.ranks, strict=True):
+        before = own[rank]
+        own[rank] = stage if before is None else before + stage
+    return Pipelined(stages, tuple(stage for stage in own if stage is not None), schedule, moments, first)
+
+
+def _stages(candidate: Candidate, layers: Layers) -> Sequence[Stage]:
+    """The stages of a candidate."""
+    cost = cost_of(candidate, layers)
+    if candidate.pp == 1:
+        all_ = whole(layers.equal, candidate.again.count if candidate.again else 0)
+        once, net = cost.on(all_).once(layers.equal), data_of(candidate, layers).net
+        step = WholeStep.of(candidate, layers, candidate.ranks_of(layers.micros.coupled), once, net)
+        least = cost.on(all_).us(layers.equal, halves=False)
+        return (Stage(all_, cost, {kind: max(us, least[kind]) for kind, us in step.us.items()}, step=step),)
+    cost, data, shares = cost.in_stages(), data_of(candidate, layers), _shares(candidate, layers)
+    sections = _sections(candidate, layers)
+    slots = slots_of(sections, shares, layers.equal, candidate.ranges)
+    found = []
+    for share, own in zip(shares, slots, strict=True):
+        us, moved = data.graphs(share, own, cost)
+        least = cost.on(share).us(share.time.layers, candidate.halves)
+        found.append(Stage(share, cost, {kind: max(us[kind], least[kind]) for kind in us}, own, moved))
+    return found
+
+
+def _shares(candidate: Candidate, layers: Layers) -> Sequence[Share]:
+    """What each stage of a pipeline has of the model: with ZeRO-2 and ZeRO-3 stages are cut by what they move too."""
+    near, mesh, count = candidate.split.near, Mesh(candidate.axes), candidate.pp * candidate.chunks
+    (policy, more), ranges, data = candidate.policies, candidate.ranges, data_of(candidate, layers)
+    if not data.is_each:
+        return layers.stages(near, policy, mesh, count, more, ranges)
+
+    def make() -> Sequence[Share]:
+        sections = _sections(candidate, layers)
+        cost, few = (layers.cost(near, rows, policy, more=more) for rows in (candidate.rows, layers.micros.low))
+        return sections.stages(layers.equal, count, data.rates(sections, cost, few), ranges)
+
+    found: Sequence[Share] = layers.kept(("shares", near, *_model(candidate, layers)), make)
+    return found
+
+
+def _sections(candidate: Candidate, layers: Layers) -> Sections:
+    policy, more = candidate.policies
+    return layers.sections(candidate.split, policy, Mesh(candidate.axes), more)
+
+
+def cost_of(candidate: Candidate, layers: Layers) -> Cost:
+    """Of a micro-batch on the ranks of tp and cp, with the whole model. Raises AutoparError as `Micros.local`."""
+    policy, more = candidate.policies
+    found = layers.cost(candidate.ranks_of(layers.micros.coupled), candidate.rows, policy, candidate.halves, more)
+    return found if candidate.adds else found.alone
+
+
+def schedule_of(candidate: Candidate, stages: int) -> tuple[Schedule, tuple[Moments, ...]]:
+    """That of the first micro-batches, and the moments of each rank in it."""
+    return _schedule(*_drawn(candidate, stages))
+
+
+def _drawn(candidate: Candidate, stages: int) -> tuple[str, int, int, int, bool]:
+    """The arguments of `_schedule`."""
+    first = _first(candidate)
+    return candidate.schedule, candidate.pp, first, stages, first < candidate.microbatches
+
+
+@cache
+def _schedule(name: str, ranks: int, count: int, stages: int, has_more: bool) -> tuple[Schedule, tuple[Moments, ...]]:
+    """has_more: further micro-batches follow."""
+    schedule = parse_schedule(name, ranks, count, stages)
+    return schedule, tuple(Moments.of(order, has_more) for order in schedule.orders)
+
+
+def step_us(candidate: Candidate, made: Pipelined, once: Sequence[tuple[float, float]], machine: Machine) -> float:
+    """us of a step. once: of each rank, what it does before the first micro-batch and after the last one. Some
+    micro-batches are looked at: with each one more a step grows by the time of the slowest rank."""
+    flow, costs = _flow(candidate, made, machine)
+    ends = {(rank, kind): us for rank, both in enumerate(once) for kind, us in zip("PE", both, strict=True)}
+    costs = replace(costs, times_us={**costs.times_us, **ends})
+    span = _walk(*_drawn(candidate, len(made.stages)), candidate.halves).span_us(flow.types, costs)
+    return span + (candidate.microbatches - made.count) * max(rank.micro_us for rank in made.ranks)
+
+
+@lru_cache(256)
+def _walk(name: str, ranks: int, count: int, stages: int, has_more: bool, halves: bool) -> Walk:
+    """Through a pipeline, with what each rank does before the first micro-batch (P) and after the last one (E)."""
+    schedule, _ = _schedule(name, ranks, count, stages, has_more)
+    orders = tuple((Action(r, "P", 0), *order, Action(r, "E", 0)) for r, order in enumerate(schedule.orders))
+    ends = {(rank, kind): Work() for rank in range(len(orders)) for kind in "PE"}
+    works = {(s, kind): work for s, kind, work in _chain(stages, halves)}
+    return Walk.of(orders, Flow(schedule.ranks, count, {**works, **ends}, {}))
+
+
+def pipeline_of(candidate: Candidate, layers: Layers, machine: Machine) -> tuple[Timeline, int]:
+    """When each rank of a candidate's pipeline does what in the first micro-batches, and how many these are."""
+    made = pipelined(candidate, layers)
+    flow, costs = _flow(candidate, made, machine)
+    return simulate(with_transfers(made.schedule.orders, flow, costs), flow, costs), made.count
+
+
+def _flow(candidate: Candidate, made: Pipelined, machine: Machine) -> tuple[Flow, Costs]:
+    """What flows between the actions of the first micro-batches, and what they take."""
+    message = int(made.stages[0].cost.message)
+    works: dict[tuple[int, str], Work] = {}
+    types: dict[str, TensorType] = {}
+    for s, kind, work in _chain(len(made.stages), candidate.halves):
+        works[s, kind] = work
+        types |= dict.fromkeys((*work.reads, *work.writes), TensorType((message,), torch.uint8))
+    line = machine.message_line(group_of(Mesh(candidate.axes), PIPELINE, machine.ranks))
+    return Flow(made.schedule.ranks, made.count, works, types), Costs(made.times(), *line)
+
+
+def _chain(count: int, halves: bool) -> Iterator[tuple[int, str, Work]]:
+    """Stages one behind the other, with one value between two of them on the way there and back."""
+    last = count - 1
+    for s in range(count):
+        there = ((f"x{s}",) if s else ()), ((f"x{s + 1}",) if s < last else ())
+        back = ((f"g{s + 1}",) if s < last else ()), ((f"g{s}",) if s else ())
+        yield s, "F", Work(there[0], (*there[1], f"saved{s}"))
+        if halves:
+            yield s, "I", Work((*back[0], f"saved{s}"), (*back[1], f"late{s}"))
+            yield s, "W", Work((f"late{s}",))
+        else:
+            yield s, "B", Work((*back[0], f"saved{s}"), back[1])

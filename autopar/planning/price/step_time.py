@@ -1,0 +1,87 @@
+"""Simulate a step of the emitted programs on a machine: its time, and what the time is made of."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from autopar.compiler.lowered import Lowered
+from autopar.errors import ArtifactError
+from autopar.ir.layout import local_shape
+from autopar.ir.mesh import PIPELINE
+from autopar.ir.program import Program, TensorType, operand_nodes, record
+from autopar.machines import Machine
+from autopar.machines.model import ADAMW
+from autopar.passes.costs.streams import run
+from autopar.planning.price.pipeline_time import PipelineTime, pipeline_time
+from autopar.planning.price.step_report import StepTime
+
+
+def step_time(compiled: Lowered, machine: Machine | None = None) -> StepTime:
+    """The time of a step on a machine; by default on the one that the programs were made for.
+
+    Ranks that differ by dp, tp or cp alone run the same program, so each place on pp is simulated once. Raises
+    ArtifactError for programs that were loaded.
+    """
+    _check_has_flops(compiled)
+    machine = machine or compiled.plan.fixed.machine
+    mesh = compiled.mesh
+    optimizer = {place: machine.update_us(bytes_) for place, bytes_ in _states(compiled).items()}
+    if compiled.pipeline is None:
+        spent = run(compiled.program, machine)
+        found = PipelineTime(spent.total, spent, 0.0, optimizer[0])
+    else:
+        found = pipeline_time(compiled.pipeline, machine, optimizer)
+    spent = found.spent
+    return StepTime(
+        machine, str(mesh), mesh.size, found.end + found.optimizer, spent.computed, spent.exposed, spent.hosted,
+        found.bubble, found.optimizer, spent.calls, *_flops(compiled), tokens_of(compiled.program), found.timeline,
+    )  # fmt: skip
+
+
+def _check_has_flops(compiled: Lowered) -> None:
+    if "propagate" not in dict(compiled.history):
+        raise ArtifactError(
+            f"the time of these programs on '{compiled.mesh}' cannot be simulated: they were loaded, and saved "
+            f"programs tell no FLOPs of their products, nor which of them are computed again. Ask what "
+            f"autopar.compile(model, '{compiled.mesh}', ...) returns, before it is saved."
+        )
+
+
+def _states(compiled: Lowered) -> dict[int, float]:
+    """The bytes that AdamW reads and writes on a rank, by its place on pp."""
+    found = dict.fromkeys(range(dict(compiled.mesh.axes).get(PIPELINE, 1)), 0.0)
+    owners, frozen = compiled.owners, compiled.plan.frozen
+    for node, entry in compiled.program.parameters():
+        if entry.name in frozen:
+            continue
+        known = record(node)
+        part = TensorType(local_shape(known.type.shape, known.layout, compiled.program.mesh), known.type.dtype)
+        found[owners[entry.name] or 0] += ADAMW * part.bytes_
+    return found
+
+
+def _flops(compiled: Lowered) -> tuple[float, float, str]:
+    """(FLOPs of the model's own products, those that are computed again, the dtype of most of them)."""
+    whole = products(dict(compiled.history).get("propagate", compiled.program))
+    final = products(compiled.program)
+    dtype = max(whole, key=lambda name: whole[name], default="float32")
+    asked = float(sum(whole.values()))
+    return asked, max(0.0, float(sum(final.values())) - asked), dtype
+
+
+def products(program: Program) -> Counter[str]:
+    """The FLOPs of the products of a program, by the dtype of their operands."""
+    found: Counter[str] = Counter()
+    for node in program.calls():
+        if flops := record(node).flops:
+            found[str(record(operand_nodes(node)[0]).type.dtype).removeprefix("torch.")] += flops
+    return found
+
+
+def tokens_of(program: Program) -> int:
+    """The elements of the first integers of the batch; its rows if it has none."""
+    batch = [record(node).type for node, entry in program.entries if entry.kind == "batch"]
+    ids = next((type_ for type_ in batch if not type_.dtype.is_floating_point and len(type_.shape) > 1), None)
+    if ids is not None:
+        return ids.numel
+    return next((type_.shape[0] for type_ in batch if type_.shape), 1)

@@ -1,0 +1,193 @@
+"""The step of a plan without a pipeline: its graphs, with what they move over the data axes, in time and in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from autopar.passes.overlap.bucket import SCATTER, Sum
+from autopar.passes.overlap.prefetch import Gather
+from autopar.planning.price.layers import Layers
+from autopar.planning.price.moving import BACKWARD, COPIES, PART, SHARDS, SUM, Moving, Net
+from autopar.planning.shallow.events import OUTSIDE, Gradient, Read
+from autopar.planning.shallow.graph_track import FORWARD, Place, Road, Track
+from autopar.planning.space.candidates import Candidate
+from autopar.planning.space.split import Split
+
+FIRST, LAST, BOTH = "P", "E", "FB"  # beside F: kinds of graphs
+Moves = list[tuple[bool, str, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """Bytes at most, beside what is stored, and of several micro-batches what all of them read, and the gradients that
+    they add to. forward, backward: in the last micro-batch, of which the backward graph lets go of what it read last;
+    before: in the backward graph of earlier ones. once: in the sums behind the last."""
+
+    forward: float
+    backward: float
+    before: float
+    once: float
+
+
+@dataclass(frozen=True, slots=True)
+class WholeStep:
+    """us: of a micro-batch's graphs, F and B; before, after: of what runs once. moves: of each graph what it starts and
+    awaits."""
+
+    us: Mapping[str, float]
+    before: float
+    after: float
+    peaks: Peaks
+    moves: Mapping[str, Moves] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, candidate: Candidate, layers: Layers, split: Split, once: float, net: Net) -> WholeStep:
+        """split: of its ranks. once: us of what is computed once a step, of whole parameters. Raises AutoparError as
+        `Micros.local`."""
+        asked = _Asked(candidate, roads_of(candidate, layers, split), net)
+        return asked.alone(once) if candidate.is_alone else asked.in_parts(once)
+
+
+def roads_of(candidate: Candidate, layers: Layers, split: Split) -> Mapping[str, Road]:
+    """The passes of a micro-batch through the whole model, by kind of graph."""
+    again, (policy, more) = candidate.again.count if candidate.again else 0, candidate.policies
+
+    def tracks(recompute: str) -> Mapping[str, Track]:
+        machine, all_ = layers.micros.machine, layers.sheets(split, candidate.rows, recompute).sheets
+        own = {kind: all_[kind][False] for kind in (FORWARD, BACKWARD)}
+        times = {kind: sheet.times(machine, adds=candidate.adds) for kind, sheet in own.items()}
+        return {kind: Track.of(kind, sheet, times[kind], machine) for kind, sheet in own.items()}
+
+    def known(recompute: str) -> Mapping[str, Track]:
+        key = "tracks", layers.place(split), candidate.rows, recompute, candidate.adds
+        return layers.kept(key, lambda: tracks(recompute))
+
+    most, some = known(policy), known(more or policy)
+    return {kind: Road.of(kind, most[kind], some[kind], layers.equal, again) for kind in most}
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    candidate: Candidate
+    roads: Mapping[str, Road]
+    net: Net
+
+    def alone(self, once: float) -> WholeStep:
+        """A step of one micro-batch is one graph: all that it moves goes under its passes."""
+        candidate, moving, begun = self.candidate, Moving(self.net), 0.0
+        forward = list(self._gathers(FORWARD))
+        both = [*forward, *self._gathers(BACKWARD)] if candidate.gathers_again else forward
+        if both:
+            moving.gather([gather for gather, _ in both], self._made(forward, once))
+        elif once:
+            moving.compute_once(once, sum(read.is_cast for _, read in self.roads[FORWARD].reads()))
+            begun = moving.streams.device
+        moving.sum(self._sums(self.roads[BACKWARD].gives(), over_data=True))
+        again = () if candidate.gathers_again else self.roads[BACKWARD].reads()
+        keeps = frozenset(place._replace(kind=FORWARD) for place, _ in again)
+        moving.run(self.roads[FORWARD], keeps, is_whole=True)
+        moving.lose()
+        middle = moving.streams.device
+        moving.run(self.roads[BACKWARD], is_whole=True)
+        moving.flush()
+        us = {FORWARD: middle - begun, BACKWARD: moving.streams.device - middle}
+        return WholeStep(us, begun, 0.0, Peaks(moving.peak, moving.peak, moving.peak, 0.0), {BOTH: moving.moves})
+
+    def in_parts(self, once: float) -> WholeStep:
+        """Of several micro-batches each runs a forward and a backward graph, between what is done once."""
+        candidate, us, moves = self.candidate, dict[str, float](), dict[str, Moves]()
+        first, last, made = self._first(once), self._last(), dict[str, Moving]()
+        for kind in (FORWARD, BACKWARD):
+            moving = made[kind] = Moving(self.net, level=made[FORWARD].level if made else 0.0)
+            if candidate.gathers_again:
+                moving.gather([gather for gather, _ in self._gathers(kind)], {})
+            if kind == BACKWARD:  # what is there from before the first micro-batch goes with the last one
+                moving.lend(self._lent())
+            if kind == BACKWARD and candidate.zero >= 2 and candidate.data > 1:
+                moving.sum(self._sums(self.roads[BACKWARD].gives(), over_data=True, is_part=True))
+            moving.run(self.roads[kind])
+            moving.flush()
+            us[kind], moves[kind] = moving.streams.device, moving.moves
+        moves |= {FIRST: first.moves, LAST: last.moves}
+        lies_in = 0.0
+        if candidate.zero < 2 or candidate.data == 1:  # what micro-batches add to lies in the values of the first
+            lies_in = sum(gradient.alive - gradient.bytes_ for _, gradient in self.roads[BACKWARD].gives())
+        ends = made[FORWARD].peak + lies_in, made[BACKWARD].peak + lies_in, made[BACKWARD].before + lies_in
+        return WholeStep(us, first.streams.device, last.streams.device, Peaks(*ends, last.peak), moves)
+
+    def _lent(self) -> Iterator[tuple[Place, float]]:
+        """Bytes of the values that the backward graph reads, or gathers, and that were made before the first
+        micro-batch."""
+        candidate = self.candidate
+        is_split = candidate.zero and candidate.data > 1
+        for place, read in self.roads[BACKWARD].reads():
+            if candidate.gathers_again:
+                yield from [(place._replace(kind=PART), read.bytes_ / candidate.shards)] * read.is_cast
+            elif read.is_cast or (is_split and (read.trained or candidate.zero == 3)):
+                yield place, read.bytes_
+
+    def _first(self, once: float) -> Moving:
+        """What is done before the first micro-batch: casts, and gathers of what no micro-batch gathers."""
+        moving, candidate = Moving(self.net), self.candidate
+        gathers = [] if candidate.gathers_again else list(self._gathers(FORWARD, BACKWARD))
+        if not gathers:
+            moving.streams.compute(once / candidate.shards, 0.0)
+            return moving
+        moving.gather([gather for gather, _ in gathers], self._made(gathers, once))
+        for gather, _ in gathers:
+            moving.use(gather)
+        return moving
+
+    def _last(self) -> Moving:
+        """What is done behind the last micro-batch: the sum of the losses, and sums of gradients."""
+        moving, candidate = Moving(self.net), self.candidate
+        moving.lose()
+        is_scattered = candidate.zero >= 2 and candidate.data > 1
+        sums = list(self._sums(self.roads[BACKWARD].gives(), over_data=not is_scattered, is_last=True))
+        moving.alive = sum(each.bytes_ for each in sums)
+        moving.sum(sums)
+        for each in sums:
+            moving.alive -= each.bytes_
+            moving.give(each, each.bytes_)
+        moving.flush()
+        return moving
+
+    def _gathers(self, *kinds: str) -> Iterator[tuple[Gather[Place], Read]]:
+        """What graphs gather of the parameters that ZeRO splits, each value once."""
+        candidate, seen = self.candidate, set[Place]()
+        if not candidate.zero or candidate.data == 1:
+            return
+        for kind in kinds:
+            for place, read in self.roads[kind].reads():
+                one = place._replace(kind="")
+                if (read.trained or candidate.zero == 3) and one not in seen:
+                    seen.add(one)
+                    layer = kind, place.layer, read.unit if place.layer == OUTSIDE else ""
+                    yield Gather(place, layer, SHARDS, read.dtype, read.bytes_), read
+
+    def _made(self, gathers: Iterable[tuple[Gather[Place], Read]], once: float) -> dict[Place, float]:
+        """us of each cast, of a rank's part. once: of all, of whole parameters."""
+        casts = {gather.of: read.bytes_ for gather, read in gathers if read.is_cast}
+        all_ = sum(casts.values())
+        return {place: once / self.candidate.shards * bytes_ / all_ for place, bytes_ in casts.items()}
+
+    def _sums(
+        self, gradients: Iterable[tuple[Place, Gradient]], over_data: bool, is_part: bool = False, is_last: bool = False
+    ) -> Iterator[Sum[Place]]:  # fmt: skip
+        """The sums of gradients. over_data: False if they are scattered before. is_part: without what is done behind
+        the last micro-batch."""
+        candidate, shards = self.candidate, self.candidate.shards
+        for place, gradient in gradients:
+            part = gradient.bytes_ / shards
+            kinds = [(SUM, axis, part) for axis in gradient.over] * (not is_part)
+            if candidate.zero and candidate.data > shards and not is_part:
+                kinds.insert(0, (SUM, COPIES, part))
+            if candidate.data > 1 and over_data:
+                kinds.insert(
+                    0, (SCATTER, SHARDS, gradient.bytes_) if candidate.zero else (SUM, COPIES, gradient.bytes_)
+                )
+            found: tuple[Sum[Place], ...] = ()
+            for kind, over, bytes_ in reversed(kinds):
+                found = (Sum(place, kind, over, gradient.dtype, bytes_, found),)
+            yield from found

@@ -1,0 +1,184 @@
+"""A graph of a micro-batch as steps between the places where it reads parameters, or gives gradients away, and those of
+as many equal layers as a model has."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from autopar.ir.ops.measure import PIECE_BYTES
+from autopar.machines import Machine
+from autopar.passes.costs.streams import Streams
+from autopar.planning.shallow.captures import KEPT
+from autopar.planning.shallow.events import OUTSIDE, Events, Gradient, Own, Read
+from autopar.planning.shallow.sheet import Call, Sheet
+
+FORWARD = "F"
+
+
+class Step(NamedTuple):
+    """Calls of a graph, the first of which may read parameters, and the last of which may give gradients. busy: us of
+    the device that computes; waits: for what moves over other axes than those of data; launched: us of the host that
+    launches them. most: bytes alive at most, beside what was when the first
+    began; left: when the last is done; last: at most in the last one."""
+
+    events: Events
+    busy: float
+    waits: float
+    launched: float
+    most: float
+    left: float
+    last: float
+
+
+class Place(NamedTuple):
+    """Where a graph reads a parameter, or gives a gradient. layer: the number in the model; -1: outside of all."""
+
+    kind: str
+    layer: int
+    name: str
+
+
+Steps = tuple[Step, ...]
+Calls = Sequence[tuple[Call, Step]]
+
+
+@dataclass(frozen=True, slots=True)
+class Track:
+    """The steps of a graph. outer: of what comes before the equal layers, in the order of the graph, and behind them.
+    ends: of the first and of the last of these layers; second: of the one behind the first; middle: of each other one.
+    A model without equal layers has all in the first of `outer`."""
+
+    outer: tuple[Steps, Steps]
+    ends: tuple[Steps, Steps] = ((), ())
+    second: Steps = ()
+    middle: Steps = ()
+
+    @classmethod
+    def of(cls, kind: str, sheet: Sheet, times: Sequence[float], machine: Machine) -> Track:
+        """kind: of the graph's action. times: us of its calls."""
+        steps = list(_steps(sheet, times, machine))
+        order = (0, 1, 2) if kind == FORWARD else (2, 1, 0)
+        calls = [(i, call.layer) for i, (call, _) in enumerate(steps) if call.launch is not None]  # and no views
+        places = [[i for i, own in calls if own == layer] for layer in order]
+        if not all(places):
+            return cls((_joined(steps), ()))
+        first, middle, last, end = (
+            places[0][0], _border(places[0], places[1]), _border(places[1], places[2]), places[2][-1] + 1,
+        )  # fmt: skip
+        parts = [steps[:first], steps[first:middle], steps[middle:last], steps[last:end], steps[end:]]
+        steady = _steady(parts[2], parts[3], order)
+        before, begin, second, ending, behind = map(_joined, parts)
+        return cls((before, behind), (begin, ending), second, _joined(steady))
+
+
+def _border(before: Sequence[int], behind: Sequence[int]) -> int:
+    """Where one layer ends and the next one begins: so that the fewest calls lie on the wrong side, of which some are
+    computed later than they stand, to hide what moves, and some earlier, since the layer before computes them again.
+    before, behind: the places of their calls."""
+    return min(behind, key=lambda at: len(before) - bisect_left(before, at) + bisect_left(behind, at))
+
+
+def _steady(second: Calls, last: Calls, order: tuple[int, int, int]) -> Calls:
+    """A layer of many, from the second and the last one of three: what the second computes later than it stands, in
+    the last one, so does each. order: of the layers, as the graph has them."""
+    before, own, behind = order
+    late = [i for i, (call, _) in enumerate(last) if call.layer == own]
+    if sum(call.layer == before for call, _ in second) == len(late):
+        return second
+    found: list[tuple[Call, Step]] = []
+    at = {sum(call.layer == behind for call, _ in last[:i]): list[tuple[Call, Step]]() for i in late}
+    for i in late:
+        at[sum(call.layer == behind for call, _ in last[:i])].append(last[i])
+    count = 0
+    for call, step in second:
+        if call.layer == before:
+            continue
+        found.append((call, step))
+        if call.layer == own:
+            count += 1
+            found += [(each, _earlier(step, own, before)) for each, step in at.get(count, ())]
+    return found
+
+
+def _earlier(step: Step, own: int, before: int) -> Step:
+    """A step of one layer as that of the layer before it in a graph."""
+
+    def moved(of: Own) -> Own:
+        return of._replace(layer=before) if of.layer == own else of
+
+    reads, ends, gives = step.events
+    events = Events(
+        tuple(replace(each, own=moved(each.own)) for each in reads), tuple(map(moved, ends)),
+        tuple(replace(each, own=moved(each.own)) for each in gives),
+    )  # fmt: skip
+    return step._replace(events=events)
+
+
+def _steps(sheet: Sheet, times: Sequence[float], machine: Machine) -> Iterator[tuple[Call, Step]]:
+    """Each call as a step."""
+    streams, alive, busy, waited = Streams(machine), 0.0, 0.0, 0.0
+    for place, (call, us) in enumerate(zip(sheet.calls, times, strict=True)):
+        launched = 0.0
+        if call.launch is not None:
+            streams.launch(place, call.launch, us)
+            launched = machine.launch_us * (call.launch.awaits < 0)
+        now, waits, before = streams.computed, streams.device - streams.hosted - streams.computed, alive
+        kept = call.kept[False]
+        most = call.own + max(0.0, kept) + min(call.widened, PIECE_BYTES)
+        alive += call.own + kept - sum(sheet.calls[other].own for other in call.dying)
+        yield call, Step(call.events, now - busy, waits - waited, launched, most, alive - before, most)
+        busy, waited = now, waits
+
+
+def _joined(steps: Calls) -> Steps:
+    """Steps one behind the other as one, where nothing is read or given between them."""
+    found: list[Step] = []
+    for _, step in steps:
+        before = found[-1] if found else None
+        if before is None or before.events.gives or before.events.ends or step.events.reads:
+            found.append(step)
+            continue
+        events = Events(before.events.reads, step.events.ends, step.events.gives)
+        most, left, last = max(before.most, before.left + step.most), before.left + step.left, before.left + step.last
+        busy, waits, launched = (one + other for one, other in zip(before[1:4], step[1:4], strict=True))
+        found[-1] = Step(events, busy, waits, launched, most, left, last)
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Road:
+    """The steps of the graph of a whole model, each with the number that the first of the equal layers of its program
+    has in the model."""
+
+    kind: str
+    steps: tuple[tuple[int, Step], ...]
+
+    @classmethod
+    def of(cls, kind: str, less: Track, more: Track, layers: int, again: int) -> Road:
+        """less, more: of the policies of recomputation of most layers, and of the first ones, `again` of them."""
+        is_forward, last = kind == FORWARD, max(layers - KEPT, 0)
+        found = [(0 if is_forward else last, step) for step in less.outer[0]]
+        for at in range(layers):
+            number = at if is_forward else layers - 1 - at
+            track = more if number < again else less
+            own = {0: track.ends[0], 1: track.second, layers - 1: track.ends[1]}.get(at, track.middle)
+            found += [(min(max(number - 1, 0), last), step) for step in own]
+        return cls(kind, (*found, *((last if is_forward else 0, step) for step in less.outer[1])))
+
+    def reads(self) -> Iterator[tuple[Place, Read]]:
+        for number, step in self.steps:
+            for read in step.events.reads:
+                yield place_of(self.kind, number, read.own), read
+
+    def gives(self) -> Iterator[tuple[Place, Gradient]]:
+        for number, step in self.steps:
+            for gradient in step.events.gives:
+                yield place_of(self.kind, number, gradient.own), gradient
+
+
+def place_of(kind: str, number: int, own: Own) -> Place:
+    """number: that the first of the program's layers has in the model."""
+    return Place(kind, OUTSIDE if own.layer == OUTSIDE else number + own.layer, own.name)

@@ -1,0 +1,1 @@
+"""Which plans are there?"""

@@ -1,0 +1,133 @@
+"""A rank's programs of one micro-batch, from few captures and few searches: those of other rows and of other
+recomputation are made of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+from functools import cached_property
+
+from autopar.compiler.garbage import uncollected
+from autopar.compiler.lowered import Lowered
+from autopar.compiler.make_plan import make_plan
+from autopar.compiler.sequence import through_passes
+from autopar.custom_ops.registry import check_calls
+from autopar.errors import AutoparError, CoupledError
+from autopar.ir.options import StepOptions
+from autopar.ir.plan import Fixed
+from autopar.machines import Machine
+from autopar.passes.costs.streams import run
+from autopar.planning.shallow.between import between
+from autopar.planning.shallow.captures import LEAST_ROWS, Captures
+from autopar.planning.shallow.depth import Shallow
+from autopar.planning.shallow.stage_graphs import Micro, cut_at
+from autopar.planning.space.split import Split
+
+PARTS = 2  # micro-batches of a program: all of them are alike
+GOOD = 1.01  # of the time in the best layouts: these are as good
+LOW, HIGH = 1, 64  # rows of a micro-batch on one rank for which programs are made; others lie between them
+
+
+class Micros:
+    """Makes programs of micro-batches, and keeps what several of them have in common."""
+
+    def __init__(self, captures: Captures, options: StepOptions, machine: Machine) -> None:
+        self.captures, self.options, self.machine = captures, options, machine
+        self._local: dict[tuple[Split, int], Lowered | AutoparError] = {}
+        self._low: dict[Split, Lowered | None] = {}
+        self._ends: dict[tuple[Split, str, bool], Micro] = {}
+        self._known: dict[tuple[Split, int, str, bool], Micro] = {}
+
+    @cached_property
+    def coupled(self) -> str:
+        """Why the rows of a batch cannot be computed some at a time; empty if they can."""
+        found = self._lowered(Split(), LOW, PARTS)
+        try:
+            cut_at(found, "none", self.captures.shallow().border, halves=False)
+        except CoupledError as error:
+            return str(error)
+        self._local[Split(), LOW] = found
+        return ""
+
+    @property
+    def parts(self) -> int:
+        """Micro-batches of a program."""
+        return 1 if self.coupled else PARTS
+
+    @property
+    def low(self) -> int:
+        """The fewest rows of a micro-batch for which programs are made."""
+        return LEAST_ROWS // self.parts
+
+    def shallow(self, rows: int) -> Shallow:
+        """The captured step of micro-batches of so many rows, with few equal layers."""
+        return self.captures.shallow(self.parts * rows)
+
+    def local(self, split: Split, rows: int) -> Lowered:
+        """The LOCAL program that recomputes nothing. Raises AutoparError for a mesh that the model cannot take."""
+        if (split, rows) not in self._local:
+            try:
+                self._local[split, rows] = self.lowered(split, rows)
+            except AutoparError as error:  # a candidate of many asks for such a split
+                self._local[split, rows] = error
+        found = self._local[split, rows]
+        if isinstance(found, AutoparError):
+            raise found.with_traceback(None)
+        return found
+
+    def lowered(self, split: Split, rows: int, like: Lowered | None = None) -> Lowered:
+        """like: a program whose layouts it takes over."""
+        return self._lowered(split, rows, self.parts, like)
+
+    @uncollected()
+    def _lowered(self, split: Split, rows: int, parts: int, like: Lowered | None = None) -> Lowered:
+        options = replace(self.options, microbatches=parts, sequence_parallel=split.sequence)
+        batch = parts * rows * split.mesh.size // (split.tp * split.context)
+        captured = replace(self.captures.captured(batch), program=self.captures.shallow(batch).program)
+        fixed = Fixed(machine=self.machine, decided=dict([like.decided]) if like else {})
+        return through_passes(check_calls(captured.program), make_plan(captured, split.mesh, options, fixed))
+
+    def micro(self, split: Split, rows: int, recomputed: str, halves: bool = False) -> Micro:
+        """The programs of a micro-batch of `rows` on the ranks of tp and cp. halves: gradients of weights apart from
+        those of inputs. Raises AutoparError as `local`."""
+        key = split, rows, recomputed, halves
+        if key not in self._known:
+            is_between = self.low <= rows < HIGH and (split.cp == 1 or rows > self.low)  # of cp few take more rows
+            found = self._between(*key) if is_between else None
+            self._known[key] = found or cut_at(self.local(split, rows), recomputed, self.shallow(rows).border, halves)
+        return self._known[key]
+
+    def _between(self, split: Split, rows: int, recomputed: str, halves: bool) -> Micro | None:
+        local = self._alike(split)
+        if local is None:
+            return None
+        key = split, recomputed, halves
+        if key not in self._ends:
+            self._ends[key] = cut_at(local, recomputed, self.shallow(self.low).border, halves)
+        low, share = self._ends[key], Fraction(rows - self.low, HIGH - self.low)
+        if rows == self.low:
+            return low
+        high = self.micro(split, HIGH, recomputed, halves)
+        if low.graphs.keys() != high.graphs.keys():
+            return None
+        graphs = {kind: between(graph, high.graphs[kind], share) for kind, graph in low.graphs.items()}
+        found = {kind: graph for kind, graph in graphs.items() if graph is not None}
+        message = low.message + (high.message - low.message) * float(share)
+        return Micro(low.plan, low.program, found, message) if len(found) == len(graphs) else None
+
+    def is_alike(self, split: Split) -> bool:
+        """True if the layouts of HIGH rows are as good for fewer: programs of other rows then lie between two."""
+        return self._alike(split) is not None
+
+    def _alike(self, split: Split) -> Lowered | None:
+        """The program of self.low rows in the layouts of that of HIGH; None if others are better there.
+
+        What is good at both ends is good in between: what calls ask for is linear in the rows, so that the least of all
+        layouts lies above the chord of its ends, nearly, and these lie on a chord that is hardly above that one.
+        """
+        if split not in self._low:
+            found, best = self.lowered(split, self.low, like=self.local(split, HIGH)), self.local(split, self.low)
+            took = [run(each.program, self.machine).total for each in (found, best)]
+            is_good = took[0] <= GOOD * took[1]
+            self._low[split] = found if is_good else None
+        return self._low[split]

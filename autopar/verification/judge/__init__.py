@@ -1,0 +1,1 @@
+"""Is what differs wrong, or rounding?"""

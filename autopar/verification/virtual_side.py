@@ -1,0 +1,140 @@
+"""The programs of all ranks in one process, as one side of `verify`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.capture import Captured
+from autopar.capture.capture import state_of
+from autopar.capture.raising import default_dtype
+from autopar.compiler.lowered import Lowered
+from autopar.ir.layout import combine, replica_error
+from autopar.ir.program import record
+from autopar.parallel.tensors.padding import beginning
+from autopar.runtime.executor.executor import Kernels, Outputs
+from autopar.verification.borrowed import Borrowed
+from autopar.verification.dtypes import dtype_of
+from autopar.verification.judge.comparison import Values
+from autopar.verification.places import Batches, Made, aux_at, meshes_of_place, places_of, seeds_of, with_means
+from autopar.verification.plain import SCALE, OptimizerFactory, optimized
+from autopar.verification.virtual_inputs import Whole, outputs_on, whole_inputs
+
+OF_A_PLACE = ("aux", "guard")  # outputs that are not of all places together
+
+
+class Virtual:
+    """The programs of all ranks on a virtual mesh; the optimizer steps on the whole parameters, as on DTensors.
+    kernels: of the programs' groups. others: the programs of the places behind the first one, where each place has a
+    batch of its own."""
+
+    def __init__(
+        self, model: nn.Module, captured: Captured, compiled: Lowered, make: OptimizerFactory,
+        kernels: Kernels | None = None, others: Sequence[Made] = (),
+    ) -> None:  # fmt: skip
+        self.model, self.captured, self.compiled = model, captured, compiled
+        self.programs: list[Made] = [(captured, compiled), *others]
+        self.optimizer = make(optimized(model))
+        self.replicas: dict[tuple[str, str], float] = {}
+        self.parameters, self.buffers = (
+            {entry.name: tensor for entry, tensor in state_of(model).entries if entry.kind == kind}
+            for kind in ("parameter", "buffer")
+        )
+        self.dtype, self.device = dtype_of(model), next(iter(self.parameters.values())).device
+        self.kernels = kernels
+        self.partners = Borrowed(captured.partners, self.dtype).values
+
+    def step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: torch.Tensor) -> Values:
+        """What a step on a global batch gives."""
+        return self.step_on(((args, kwargs),), seed)
+
+    def step_on(self, batches: Batches, seed: torch.Tensor) -> Values:
+        """What a step gives, on one batch or on one for each place."""
+        self.optimizer.zero_grad()
+        program, plan = self.compiled.program, self.compiled.plan
+        with default_dtype(self.dtype):  # a number and a bool add up to it
+            outputs = self._run(self.compiled, batches, seed) if len(batches) == 1 else self._run_own(batches, seed)
+        found: Values = {}
+        layouts = record(program.graph.output_node()).operands
+        shapes = {name: tensor.shape for name, tensor in (*self.parameters.items(), *self.partners.items())}
+        for i, (out, layout) in enumerate(zip(program.outputs, layouts, strict=True)):
+            if out.kind in OF_A_PLACE and len(batches) > 1:
+                continue
+            # the gradient of a parameter is on the ranks of one stage
+            parts = [rank[i] for rank in outputs if rank[i] is not None]
+            held = self.compiled.mesh if len(parts) == self.compiled.mesh.size else plan.mesh_of_stage
+            if out.kind == "guard":
+                self.captured.reads[int(out.name)].check(combine(parts, layout, held))
+                continue
+            whole_ = combine(parts, layout, held)
+            found[out.kind, out.name] = beginning(whole_, shapes[out.name]) if out.kind == "gradient" else whole_
+            self.replicas[out.kind, out.name] = replica_error(parts, layout, held)
+            if out.kind == "gradient" and any(entry.kind == "scale" for entry in program.inputs):
+                found[out.kind, out.name] /= SCALE
+        if len(batches) > 1:
+            found.update(self._of_places(outputs))
+        self._update(found)
+        return found
+
+    def _run(self, compiled: Lowered, batches: Batches, seed: torch.Tensor) -> list[Outputs]:
+        """The outputs of every rank, None for those that other stages have."""
+        seeds = seeds_of(seed, len(batches))
+        every = [self.whole(*batch, drawn) for batch, drawn in zip(batches, seeds, strict=True)]
+        return outputs_on(compiled, every, self.device, self.kernels)
+
+    def _run_own(self, batches: Batches, seed: torch.Tensor) -> list[Outputs]:
+        """The outputs of every rank, of the program and the batch of its place, with what all places have together."""
+        by_rank = places_of(self.compiled.mesh)
+        found: list[Outputs] = [()] * len(by_rank)
+        for first, (_, compiled) in enumerate(self.programs):
+            if found[by_rank.index(first)]:
+                continue  # as an earlier place
+            alike = [place for place, (_, other) in enumerate(self.programs) if other is compiled]
+            # Ranks of other places, whose batches have other shapes, compute the first of these alike meanwhile.
+            given = tuple(batches[place if place in alike else first] for place in range(len(batches)))
+            for rank, outputs in enumerate(self._run(compiled, given, seed)):
+                if by_rank[rank] in alike:
+                    found[rank] = outputs
+        return with_means(found, self.compiled, by_rank)
+
+    def _of_places(self, outputs: Sequence[Outputs]) -> Values:
+        """What comes beside the loss at each place; what the program of the place reads of its batch is checked."""
+        found: Values = {}
+        by_rank = places_of(self.compiled.mesh)
+        for place, (captured, compiled) in enumerate(self.programs):
+            layouts = record(compiled.program.graph.output_node()).operands
+            mesh, stage = meshes_of_place(compiled.mesh)
+            for i, (out, layout) in enumerate(zip(compiled.program.outputs, layouts, strict=True)):
+                if out.kind not in OF_A_PLACE:
+                    continue
+                own = [rank[i] for rank, at in zip(outputs, by_rank, strict=True) if at == place]
+                parts = [part for part in own if part is not None]
+                held = mesh if len(parts) == mesh.size else stage
+                if out.kind == "guard":
+                    captured.reads[int(out.name)].check(combine(parts, layout, held))
+                    continue
+                key = aux_at((out.kind, out.name), place)
+                found[key], self.replicas[key] = combine(parts, layout, held), replica_error(parts, layout, held)
+        return found
+
+    def _update(self, found: Values) -> None:
+        for name, parameter in self.parameters.items():
+            gradient = found.get(("gradient", name))
+            parameter.grad = None if gradient is None else gradient.clone()  # an optimizer may clip it in place
+        self.optimizer.step()
+        for name, parameter in self.parameters.items():
+            found["weight", name] = parameter.detach().clone()
+        for name, tensor in self.buffers.items():
+            new = found.setdefault(("buffer", name), tensor.clone())
+            tensor.copy_(new)
+        for name in self.partners:
+            if ("buffer", name) in found:
+                self.partners[name] = found["buffer", name].clone()
+
+    def whole(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: torch.Tensor) -> Whole:
+        """The whole values of the inputs of a step."""
+        tensors = {entry.name: tensor.detach() for entry, tensor in state_of(self.model).entries}
+        return whole_inputs({**tensors, **self.partners, **self.captured.constants}, args, kwargs, seed)

@@ -1,0 +1,1 @@
+"""How is a loss over a large vocabulary computed some tokens at a time?"""

@@ -1,0 +1,1 @@
+"""What moves between ranks, and what does each rank compute of the rest?"""

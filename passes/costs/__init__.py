@@ -1,0 +1,1 @@
+"""How long does a call take on a machine?"""

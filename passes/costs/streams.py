@@ -1,0 +1,167 @@
+"""Simulate a graph of one rank on a machine: calls in order, collectives beside them, launches by the host."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from autopar.ir.mesh import is_in_time
+from autopar.ir.ops.ops import is_collective, op
+from autopar.ir.ops.storage import is_view
+from autopar.ir.program import Program, is_getitem
+from autopar.machines import Machine
+from autopar.passes.costs.node_costs import node_times
+
+WAIT = op("wait")
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A graph on one rank, in us. total: from the first launch to the last end. computed: of its calls. exposed: what
+    the device waited for collectives, by axis. hosted: what it waited for the host, to launch calls. calls: how many it
+    launches."""
+
+    total: float
+    computed: float
+    exposed: Mapping[str, float]
+    hosted: float
+    calls: int
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A call as streams see it. axis: of a collective, "" of any other call. starts: it is awaited later. awaits: the
+    place of the collective, among the calls of its graph, that this one waits for; -1 if it waits for none."""
+
+    axis: str = ""
+    starts: bool = False
+    awaits: int = -1
+
+
+_CALL = Launch()
+
+
+def run(program: Program, machine: Machine) -> Ran:
+    """Run a LOCAL graph. The host launches one call after another, `machine.launch_us` each. The device computes them
+    in that order, and every axis has a stream of its own, in which a collective begins when its operand is there.
+
+    Collectives run on the device too: while one is under way, calls have what it leaves (`Device.communicating`).
+
+    Where cores are the devices (`machine.is_host`) they launch calls and move data too: nothing hides a launch, nor a
+    collective.
+    """
+    return run_launches(launches_of(program), list(node_times(program, machine, adds=True).values()), machine)
+
+
+def launches_of(program: Program) -> list[Launch | None]:
+    """What each call of a LOCAL graph is for the streams; None of those that launch nothing."""
+    place = {node: i for i, node in enumerate(program.calls())}
+    return [_launch(node, place) for node in place]
+
+
+def run_launches(launches: Iterable[Launch | None], times: Iterable[float], machine: Machine) -> Ran:
+    """As `run`, of calls whose times are known; None in place of those that are left out."""
+    streams = Streams(machine)
+    for place, (launch, time) in enumerate(zip(launches, times, strict=True)):
+        if launch is not None:
+            streams.launch(place, launch, time)
+    return streams.ran()
+
+
+def _launch(node: fx.Node, place: Mapping[fx.Node, int]) -> Launch | None:
+    if node.target is WAIT:
+        return Launch(awaits=place[node.all_input_nodes[0]])
+    if is_getitem(node) or is_view(node):
+        return None
+    if not is_collective(node.target):
+        return _CALL
+    axis = str(node.args[1])
+    return None if is_in_time(axis) else Launch(axis, "_start" in str(node.target))
+
+
+@dataclass(slots=True)
+class Streams:
+    """The host, the device and the collectives of each axis. host, device, moving: us when each has done what it was
+    given so far; hosted: of these what the device waited for the host."""
+
+    machine: Machine
+    host: float = 0.0
+    device: float = 0.0
+    moving: dict[Hashable, float] = field(default_factory=lambda: defaultdict(float))
+    ends: dict[int, tuple[float, str]] = field(default_factory=dict)  # of collectives that nobody waited for
+    computed: float = 0.0
+    hosted: float = 0.0
+    exposed: dict[Hashable, float] = field(default_factory=lambda: defaultdict(float))
+    calls: int = 0
+
+    def launch(self, place: int, launch: Launch, time: float) -> None:
+        """The call at a place of its graph, which would take `time` us alone."""
+        if launch.awaits >= 0:
+            self.wait(*self.ends.pop(launch.awaits))
+        elif not launch.axis:
+            self.calls += 1
+            self.compute(time, self.machine.launch_us)
+        else:
+            end = self.start(launch.axis, time)
+            if launch.starts or self.machine.is_host:
+                self.ends[place] = end, launch.axis
+            else:
+                self.wait(end, launch.axis)
+
+    def compute(self, us: float, launched: float) -> None:
+        """Calls, one after the other, that the device would take so long for, and the host to launch them."""
+        if self.machine.is_host:
+            self._begin(launched)
+        else:
+            self._begin(min(launched, self.machine.launch_us))
+        begin = max(self.device, self.host)
+        took = self._beside(us, max(self.moving.values(), default=0.0) - begin)
+        self.hosted += begin - self.device
+        self.device = begin + took
+        self.computed += took
+        if not self.machine.is_host and launched > self.machine.launch_us:
+            self.host += launched - self.machine.launch_us
+            late = max(0.0, self.host - self.device)
+            self.hosted += late
+            self.device += late
+
+    def start(self, axis: Hashable, us: float) -> float:
+        """Start a collective over an axis that takes so long; us when it ends."""
+        self.calls += 1
+        self._begin(self.machine.launch_us)
+        if self.machine.is_host:
+            self.device += us
+            self.exposed[axis] += us
+            return self.device
+        self.moving[axis] = max(self.moving[axis], self.device, self.host) + us
+        return self.moving[axis]
+
+    def wait(self, end: float, axis: Hashable) -> None:
+        """The device waits until then for a collective."""
+        self.exposed[axis] += max(0.0, end - self.device)
+        self.device = max(self.device, end)
+
+    def _begin(self, launched: float) -> None:
+        """The host launches calls."""
+        self.host += launched
+        if self.machine.is_host:
+            self.device += launched
+            self.hosted += launched
+
+    def _beside(self, time: float, moving: float) -> float:
+        """The time of calls that would take `time` alone. moving: until the end of the last collective, of all that
+        were launched before them: each stream is busy until then, since a collective begins at once or when another
+        one ends."""
+        if moving <= 0:
+            return time
+        left = 1 - self.machine.device.communicating
+        slowed = min(moving, time / left)
+        return slowed + (time - left * slowed)
+
+    def ran(self) -> Ran:
+        for end, axis in self.ends.values():
+            self.wait(end, axis)
+        return Ran(self.device, self.computed, dict(self.exposed), self.hosted, self.calls)  # type: ignore[arg-type]

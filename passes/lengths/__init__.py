@@ -1,0 +1,1 @@
+"""How do sequences of other lengths, shifted or cut, stay whole and split?"""

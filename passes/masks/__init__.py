@@ -1,0 +1,1 @@
+"""Which masks are conditions on a query and a key?"""

@@ -1,0 +1,108 @@
+"""compare_masks: a mask that compares vectors over queries and keys is known by them, not by its elements."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from autopar.ir.comparisons import TRUE, Flag
+from autopar.ir.ops.ops import op
+from autopar.ir.plan import Plan
+from autopar.ir.program import Builder, Program, erase_unused, record
+from autopar.passes.masks.mask_conditions import MaskCondition, condition_of
+from autopar.passes.masks.mask_vectors import MaskVectors
+from autopar.passes.masks.rowwise import Known
+from autopar.passes.rules import table_of
+
+MADE_BY = "compare_masks"
+Sizes = dict[str, int]
+_MASK_AT = {op("attention"): 3, op("attention_backward"): 4}
+_OPS = {3: op("compared_attention"), 4: op("compared_attention_backward")}
+
+
+def compare_masks(program: Program, plan: Plan) -> Program:
+    """CAPTURED -> CAPTURED. Causal, window, chunked and padding masks, documents and the like take O(S) memory.
+
+        CAPTURED program
+        %q: f32[2,2,6,4] = batch "0"
+        %document: i64[2,6] = batch "1"
+        %r: i64[2,1,6,1] = aten.reshape.default(%document, [2, 1, 6, 1])
+        %c: i64[2,1,1,6] = aten.reshape.default(%document, [2, 1, 1, 6])
+        %eq: b8[2,1,6,6] = aten.eq.Tensor(%r, %c)
+        %a: (f32[2,2,6,4], f32[2,2,6]) = autopar.attention.default(%q, %q, %q, %eq, False, 0.5)
+        %out: f32[2,2,6,4] = operator.getitem(%a, 0)
+        return value "y" = %out
+    becomes
+        CAPTURED program
+        %q: f32[2,2,6,4] = batch "0"
+        %document: i64[2,6] = batch "1"
+        %r: i64[2,1,6,1] = aten.reshape.default(%document, [2, 1, 6, 1])
+        %c: i64[2,1,1,6] = aten.reshape.default(%document, [2, 1, 1, 6])
+        %rows: i64[2,1,6] = aten.reshape.default(%r, [2, 1, 6])
+        %columns: i64[2,1,6] = aten.reshape.default(%c, [2, 1, 6])
+        %a: (f32[2,2,6,4], f32[2,2,6]) = autopar.compared_attention.default(%q, %q, %q, [%rows], [%columns], "c0==r0", False, 0.5)
+        %out: f32[2,2,6,4] = operator.getitem(%a, 0)
+        return value "y" = %out
+
+    The kernel then makes the mask of a block at a time, and computes nothing of blocks that nobody sees. Where the mask
+    is causal and no window, the op is told so in place of a comparison, and its work is balanced. A mask of which not
+    every element is known to come from such comparisons stays as it is.
+    """  # noqa: E501
+    table, known, found = table_of(plan), Known(), dict[fx.Node, tuple[MaskCondition, Sizes]]()
+    conditions: dict[tuple[Any, ...], MaskCondition | None] = {}
+    for node in program.calls():
+        if node.target not in _MASK_AT or node.args[_MASK_AT[node.target]] is None:
+            continue
+        mask, causal, sizes = _read(node)
+        key = mask, causal, tuple(sizes.items())
+        if key not in conditions:
+            conditions[key] = condition_of(mask, sizes, causal, table, known)
+        condition = conditions[key]
+        if condition is not None:
+            found[node] = condition, sizes
+    if not found:
+        return program
+    build = Builder(MADE_BY)
+    write = _Write(build, MaskVectors(build))
+    made = build.rewrite(program, lambda node: write.call(node, *found[node]) if node in found else None)
+    erase_unused(made.graph)
+    return made
+
+
+def _read(node: fx.Node) -> tuple[fx.Node, bool, Sizes]:
+    """The mask of an attention or of its backward, whether it is causal, and the dims that the mask may have."""
+    at = _MASK_AT[node.target]
+    q, k, _, mask = node.args[at - 3 : at + 1]
+    b, h, s, _ = record(q).type.shape  # type: ignore[arg-type]
+    sizes = {"b": b, "h": h, "s": s, "t": record(k).type.shape[2]}  # type: ignore[arg-type]
+    return mask, bool(node.args[-2]), sizes  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    """Writes calls with a condition in place of a mask."""
+
+    build: Builder
+    vectors: MaskVectors
+
+    def call(self, node: fx.Node, found: MaskCondition, sizes: Sizes) -> fx.Node:
+        at, scale, like = _MASK_AT[node.target], node.args[-1], record(node)
+        before, after = self.build.new((node.args[:at], node.args[at + 1 : -2]))
+        more: dict[str, int] = {}
+        if _is_plain(found):
+            mask = self.vectors.mask(found.columns[0], sizes, like) if found.columns else None
+            args, target = (*before, mask, *after, found.causal, scale), node.target
+        else:
+            sides = found.rows, found.columns
+            rows, columns = ([self.vectors.node(one, sizes, like) for one in side] for side in sides)
+            args, target = (*before, rows, columns, *after, str(found.condition), found.causal, scale), _OPS[at]
+            more = {} if found.reach is None else {"reach": found.reach}
+        return self.build.call(target, *args, like=like, name=node.name, **more)  # type: ignore[arg-type]
+
+
+def _is_plain(found: MaskCondition) -> bool:
+    """True if a mask is a vector of bools over the keys, or hides nothing but what is causal: plain attention does."""
+    is_vector = isinstance(found.condition, Flag) and found.condition.is_true and bool(found.columns)
+    return found.condition == TRUE or (is_vector and not found.causal)

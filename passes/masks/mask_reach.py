@@ -1,0 +1,49 @@
+"""How far back a query looks through a mask that is a condition."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from autopar.ir.comparisons import All, Comparison, Condition
+from autopar.passes.masks.mask_values import Vector
+from autopar.passes.masks.rowwise import Known
+
+Span = tuple[int | None, int | None]  # at most so many keys before the query's own position, and behind it
+
+
+def reach_of(
+    condition: Condition, vectors: Mapping[str, Vector], causal: bool, length: int, known: Known
+) -> int | None:
+    """How many keys before its own position a query sees at most, if it sees none after it. None if that hangs on the
+    batch, or is no less than all."""
+    parts = condition.parts if isinstance(condition, All) else (condition,)
+    spans = [_span(part, vectors, length, known) for part in parts if isinstance(part, Comparison)]
+    back = min((before for before, _ in spans if before is not None), default=length)
+    ahead = min((behind for _, behind in spans if behind is not None), default=0 if causal else length)
+    return max(0, back) if (causal or ahead <= 0) and back < length - 1 else None
+
+
+def _span(one: Comparison, vectors: Mapping[str, Vector], length: int, known: Known) -> Span:
+    """Of columns that do not fall, a comparison with a row holds from one on, up to one, or between two."""
+    columns, rows = (_elements(vectors[name], length, known) for name in (one.column, one.row))
+    if columns is None or rows is None or not length or bool((columns.diff() < 0).any()):
+        return None, None
+    place = torch.arange(length)
+    before = behind = None
+    if one.sign in (">", ">=", "=="):
+        before = int((place - torch.searchsorted(columns, rows, right=one.sign == ">")).max())
+    if one.sign in ("<", "<=", "=="):
+        behind = int((torch.searchsorted(columns, rows, right=one.sign != "<") - 1 - place).max())
+    return before, behind
+
+
+def _elements(vector: Vector, length: int, known: Known) -> torch.Tensor | None:
+    """Those of a vector of integers that hangs on no input and is the same for all samples and heads."""
+    if vector.node is None:
+        return torch.arange(length) + vector.shift
+    found = known.value(vector.node)
+    if found is None or found.numel() != length or found.dtype.is_floating_point or max(found.shape) != length:
+        return None
+    return found.flatten() + vector.shift

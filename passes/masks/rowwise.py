@@ -1,0 +1,126 @@
+"""rowwise: what each row looks up in itself lies beside it, and is split with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.ir.ops.ops import op
+from autopar.ir.plan import Plan
+from autopar.ir.program import Builder, Program, erase_unused, operand_nodes, record
+
+aten = torch.ops.aten
+MADE_BY = "rowwise"
+LARGEST = 1 << 22  # elements of a value that is computed here
+_LOOKUPS = (aten.index.Tensor, aten._unsafe_index.Tensor)
+_PUTS = (aten.index_put.default, aten._unsafe_index_put.default)
+
+Make = Callable[[Builder], fx.Node]
+
+
+def rowwise(program: Program, plan: Plan) -> Program:
+    """CAPTURED -> CAPTURED. An index that is the row's own number is left out, so that the rows can be split.
+
+        CAPTURED program
+        %x: f32[6,4,8] = batch "0"
+        %best: i64[6] = batch "1"
+        %arange: i64[6] = aten.arange.default(6)
+        %index: f32[6,8] = aten.index.Tensor(%x, [%arange, %best])
+        return value "y" = %index
+    becomes
+        CAPTURED program
+        %x: f32[6,4,8] = batch "0"
+        %best: i64[6] = batch "1"
+        %index_of_rows: f32[6,8] = autopar.index_of_rows.default(%x, [None, %best], [-1, 0])
+        return value "y" = %index_of_rows
+
+    The number of a row on a rank is another one than in the whole, so that by the numbers all rows would be gathered.
+    That an index counts 0, 1, ... is not guessed from how it is made: what hangs on no input is computed and looked at.
+    """
+    known = Known()
+    instead: dict[fx.Node, Make] = {}
+    for node in program.calls():
+        make = _lookup(node, known) or _row_itself(node, known)
+        if make is not None:
+            instead[node] = make
+    if not instead:
+        return program
+    build = Builder(MADE_BY)
+    made = build.rewrite(program, lambda node: instead[node](build) if node in instead else None)
+    erase_unused(made.graph)
+    return made
+
+
+class Known:
+    """The values that hang on no input, computed where they are asked for."""
+
+    def __init__(self) -> None:
+        self.values: dict[fx.Node, torch.Tensor | None] = {}
+
+    def value(self, node: fx.Node) -> torch.Tensor | None:
+        """The value of an integer tensor; None if it hangs on an input, or is not made of aten's ops alone."""
+        if node not in self.values:
+            self.values[node] = self._computed(node)
+        return self.values[node]
+
+    def _computed(self, node: fx.Node) -> torch.Tensor | None:
+        if node.op != "call_function" or getattr(node.target, "namespace", "") != "aten" or not record(node).is_tensor:
+            return None
+        if record(node).type.numel > LARGEST or "empty" in str(node.target):
+            return None
+        given = {operand: self.value(operand) for operand in operand_nodes(node)}
+        if len(given) < len(node.all_input_nodes) or any(value is None for value in given.values()):
+            return None
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), given.__getitem__)
+        with torch.device("cpu"):
+            made: torch.Tensor = node.target(*args, **kwargs)  # type: ignore[operator]
+        return made
+
+    def counts(self, node: fx.Node, size: int) -> int:
+        """-k if the values of an index are 0 .. size-1 along its k-th last dim, and the same along the others; else 0.
+        The number of a sole row tells nothing of dims."""
+        type_ = record(node).type
+        if size < 2 or type_.dtype not in (torch.int32, torch.int64) or size not in type_.shape:
+            return 0
+        value = self.value(node)
+        for back in range(1, len(type_.shape) + 1) if value is not None else ():
+            if type_.shape[-back] == size:
+                row = torch.arange(size).reshape(-1, *[1] * (back - 1))
+                if torch.equal(value, row.expand(type_.shape)):  # type: ignore[arg-type]
+                    return -back
+        return 0
+
+
+def _lookup(node: fx.Node, known: Known) -> Make | None:
+    """x[rows, index] or x.index_put([rows, index], values) without the rows."""
+    if node.target not in (*_LOOKUPS, *_PUTS):
+        return None
+    x, indices, *rest = _args(node)
+    shape, rows = record(x).type.shape, [0] * len(indices)
+    if any(record(index).type.dtype in (torch.bool, torch.uint8) for index in indices if index is not None):
+        return None
+    for dim, index in enumerate(indices):
+        row = 0 if index is None else known.counts(index, shape[dim])
+        rows[dim] = 0 if row in rows else row
+    if not any(rows):
+        return None
+    name = "index_of_rows" if node.target in _LOOKUPS else "index_put_of_rows"
+    others = [None if row else index for index, row in zip(indices, rows, strict=True)]
+    values = rest if node.target in _LOOKUPS else [rest[0], bool(rest[1:] and rest[1])]
+    return lambda build: build.call(op(name), *build.new((x, others, rows, *values)), like=record(node), name=name)
+
+
+def _row_itself(node: fx.Node, known: Known) -> Make | None:
+    """The sum of rows by their own numbers, which is each row: the gradient of x[arange(n)]."""
+    if node.target is not op("embedding_backward"):
+        return None
+    values, index, rows, padding = _args(node)
+    is_itself = padding < 0 and record(index).type.shape == (rows,) and known.counts(index, rows) == -1
+    return (lambda build: build.value[values]) if is_itself else None
+
+
+def _args(node: fx.Node) -> Any:
+    return node.args

@@ -1,0 +1,1 @@
+"""When does what moves move, and under which computation?"""

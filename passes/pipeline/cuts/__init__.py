@@ -1,0 +1,1 @@
+"""On which stage and in which phase does each call run?"""

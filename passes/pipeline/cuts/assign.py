@@ -1,0 +1,98 @@
+"""Give every call of a LOCAL program its stage, and every stage its own gathers and sums."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program, record
+from autopar.passes.pipeline.cuts.action_graphs import Places
+from autopar.passes.pipeline.cuts.backward_stages import backward_nodes, place_backward, with_attention
+from autopar.passes.pipeline.cuts.cut import Limits, Stages, cut, forward_nodes
+from autopar.passes.pipeline.cuts.gathers import gathered_by_stage
+from autopar.passes.pipeline.cuts.late import gathered_late
+from autopar.passes.pipeline.cuts.manual import manual
+from autopar.passes.pipeline.cuts.rematerialized import kept_across
+from autopar.passes.pipeline.cuts.sums import sums_by_stage, with_reductions, with_steps_of_terms
+from autopar.passes.pipeline.cuts.when import Times, times_of
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A program with the stages of its forward and backward calls."""
+
+    program: Program
+    forward: Stages
+    backward: Stages
+
+    @property
+    def all(self) -> Stages:
+        return {**self.forward, **self.backward}
+
+    def moved_to(self, program: Program, new: Mapping[fx.Node, fx.Node], placed: Mapping[fx.Node, int]) -> Staged:
+        """The same stages in a program that was made of this one; new: its nodes by those of this one. placed: the
+        stages of nodes that have others, or stand for none of this one."""
+        forward, backward = (
+            {new[n]: stage for n, stage in of.items() if n in new}
+            | {n: stage for n, stage in placed.items() if record(n).is_backward == is_backward}
+            for of, is_backward in ((self.forward, False), (self.backward, True))
+        )
+        return Staged(program, forward, backward)
+
+
+def staged(program: Program, plan: Plan, places: Places) -> Staged:
+    """The program with its stages, of which each gathers parameters and adds up micro-batches for itself."""
+    found = _assign(program, plan, places)
+    if len(places.ranks) > 1:
+        for step in (_keep_across, _gather_per_stage, _accumulate_per_stage):
+            found = step(found, plan)
+    return found
+
+
+def _assign(program: Program, plan: Plan, places: Places) -> Staged:
+    """Give every call of the micro-batches its stage: forward ones by the cut, backward ones by data flow."""
+    program = program if plan.parts > 1 else with_reductions(program)
+    if plan.gathers_again:
+        times = times_of(program, plan.parts, plan.zero_axes, both=True, sized=bool(plan.slice_lengths))
+        program = gathered_late(program, times)
+    times = times_in(program, plan)
+    if len(places.ranks) == 1 and plan.options.stages is None and plan.options.stage_memory is None:
+        every = forward_nodes(program, times), backward_nodes(program, times)
+        return Staged(program, *(dict.fromkeys(nodes, 0) for nodes in every))
+    forward = with_attention(_cut(program, times, plan, places))
+    return Staged(program, forward, place_backward(program, times, forward, len(places.ranks)))
+
+
+def _cut(program: Program, times: Times, plan: Plan, places: Places) -> Stages:
+    options, fixed = plan.options, plan.fixed
+    if options.stages is not None:
+        return manual(program, times, options.stages)
+    limits = Limits(places.in_flight, options.stage_memory, fixed.owners, fixed.machine, plan.mesh)
+    return cut(program, times, len(places.ranks), limits)
+
+
+def _keep_across(staged: Staged, plan: Plan) -> Staged:
+    """Let a recomputed call read, across the border of stages, what the forward pass sent."""
+    renewed = times_in(staged.program, plan).renewed
+    return staged.moved_to(*kept_across(staged.program, staged.all, renewed), {})
+
+
+def _gather_per_stage(staged: Staged, plan: Plan) -> Staged:
+    """Let each stage gather the parameters that it uses, as those that no other stage uses."""
+    renewed = times_in(staged.program, plan).renewed
+    return staged.moved_to(*gathered_by_stage(staged.program, renewed, staged.all)) if renewed else staged
+
+
+def _accumulate_per_stage(staged: Staged, plan: Plan) -> Staged:
+    """Let each stage add up its own micro-batches before stages add to one another."""
+    times = times_of(staged.program, plan.parts, sized=bool(plan.slice_lengths))
+    staged = replace(staged, backward=with_steps_of_terms(times, staged.backward))
+    return staged.moved_to(*sums_by_stage(staged.program, times, staged.all))
+
+
+def times_in(program: Program, plan: Plan) -> Times:
+    regathered = plan.zero_axes if plan.gathers_again else ()
+    return times_of(program, plan.parts, regathered, sized=bool(plan.slice_lengths))

@@ -1,0 +1,104 @@
+"""Tell why a micro-batch cannot go on before all have come so far: which op needs the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+
+from torch import fx
+
+from autopar.ir.mesh import SLICE, axes_of_group
+from autopar.ir.ops.ops import is_mesh_op, op
+from autopar.ir.ops.storage import is_view
+from autopar.ir.program import is_getitem, record
+from autopar.passes.rules import TABLE
+
+_SLICED = (
+    "A slice sees the slices before it in causal attention alone (scaled_dot_product_attention with is_causal=True, or "
+    "a mask that compares positions so), and not in what pools, adds up or mixes positions. Use slices=1."
+)
+
+
+def coupled(node: fx.Node, after: Sequence[fx.Node], reductions: AbstractSet[fx.Node], notes: Sequence[str]) -> str:
+    """The error for a call of a micro-batch that reads `after`, values made of `reductions` over all micro-batches.
+
+    An op without a rule is named first, wherever it stands between: it alone may be the reason. notes: of the program,
+    which tell the ops that have none.
+    """
+    between, join = _way(after, reductions)
+    if SLICE in axes_of_group(str(join.args[1])):
+        cause = join.all_input_nodes[0] if join.target is not op("all_gather") else _reader(join)
+        return (
+            f"the slices of a sequence cannot be computed one after another: {_op(cause)} ({_place(cause)}) needs the "
+            f"whole sequence (%{join.name}). {_SLICED}"
+        )
+    readers = [*between, _reader(join)]
+    ruleless = [one for one in readers if any(note.startswith(_lacks_rule(one)) for note in notes)]
+    if ruleless:
+        what = f"{_lacks_rule(ruleless[0])} ({_place(ruleless[0])}) and takes the whole batch"
+        hint = _rule_hint(ruleless[0])
+    else:
+        cause = join.all_input_nodes[0] if join.target is op("all_reduce") else _reader(join)
+        what, hint = f"{_op(cause)} ({_place(cause)}) needs the whole batch", _HINT
+    return (
+        f"micro-batches cannot be computed one after another: {what} (%{join.name}), and {_place(node)} uses it before "
+        f"the micro-batch is done (%{node.name}). {hint}"
+    )
+
+
+_HINT = (
+    "BatchNorm in training and losses between samples of one batch do this. Use microbatches=1, or a module without it "
+    "(GroupNorm, LayerNorm; BatchNorm in eval mode)."
+)
+
+
+def _way(after: Sequence[fx.Node], reductions: AbstractSet[fx.Node]) -> tuple[list[fx.Node], fx.Node]:
+    """The nodes from the reductions that some values come from to these values; and the nearest reduction."""
+    known: dict[fx.Node, None] = {}
+    nearest: list[fx.Node] = []
+    pending = list(after)
+    while pending:
+        found = pending.pop(0)
+        if found in reductions:
+            nearest.append(found)
+        elif found not in known and found.op != "placeholder":
+            known[found] = None
+            pending += found.all_input_nodes
+    reached, between = set(nearest), []
+    for one in after[0].graph.nodes:
+        if one in known and not reached.isdisjoint(one.all_input_nodes):
+            reached.add(one)
+            between.append(one)
+    return between, nearest[0]
+
+
+def _reader(join: fx.Node) -> fx.Node:
+    """The first op behind a gathered value that takes samples together: no view, and not element by element."""
+    reached = {join}
+    for node in join.graph.nodes:
+        if node.op == "call_function" and not reached.isdisjoint(node.all_input_nodes):
+            row = TABLE.get(str(node.target))
+            passes = is_mesh_op(node.target) or is_view(node) or is_getitem(node)
+            if not (passes or (row is not None and row.pointwise)):
+                return node
+            reached.add(node)
+    return join
+
+
+def _op(node: fx.Node) -> str:
+    return f"op '{node.target}'"
+
+
+def _lacks_rule(node: fx.Node) -> str:
+    return f"{_op(node)} has no rule"
+
+
+def _rule_hint(node: fx.Node) -> str:
+    if str(node.target).startswith("aten."):
+        return "Write it with ops that have one (docs/rules.md), or use microbatches=1."
+    return "If it computes each row by itself, autopar.register_rule can say so; else use microbatches=1."
+
+
+def _place(node: fx.Node) -> str:
+    found = record(node)
+    return " at ".join(part for part in (f"'{found.module}'" if found.module else "", found.source) if part) or "an op"

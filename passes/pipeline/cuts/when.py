@@ -1,0 +1,171 @@
+"""Find when each node of a step runs: before the micro-batches, once for each of them, or after all of them."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection, Iterable
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.errors import CoupledError
+from autopar.ir.mesh import SLICE, TIME_AXES, axes_of_group, is_in_time
+from autopar.ir.ops.ops import is_collective, is_mesh_op, op
+from autopar.ir.program import Program, is_given, record
+from autopar.passes.pipeline.cuts.coupling import coupled
+
+COORD = op("coord")
+# What adds up, or puts side by side, the parts of all micro-batches.
+JOINS = (op("all_reduce"), op("all_gather"))
+# What a slice of a sequence takes over from the slices before it, and a gradient from those after it.
+EARLIER = op("earlier")
+CARRIES = (EARLIER, op("later"))
+
+
+class When(enum.Enum):
+    """The time of a node in a step."""
+
+    INVARIANT = "invariant"  # the same for all micro-batches, and there before the first
+    INPUT = "input"  # of a micro-batch, but made of the batch alone: any rank can compute it
+    BODY = "body"  # of a micro-batch, and of parameters: what stages are made of
+    AFTER = "after"  # needs what all micro-batches add up to
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """The time of every node.
+
+    reductions: the nodes that take the parts of all micro-batches together. renewed: values of parameters alone,
+    gathered anew for each micro-batch; late: those of them that are read when all micro-batches are done.
+    """
+
+    of: dict[fx.Node, When]
+    reductions: frozenset[fx.Node]
+    renewed: frozenset[fx.Node] = frozenset()
+    late: frozenset[fx.Node] = frozenset()
+
+
+def times_of(
+    program: Program, microbatches: int, regathered: Collection[str] = (), *, both: bool = False, sized: bool = False
+) -> Times:
+    """Sort the nodes of a LOCAL program by time; its layouts name the axis of micro-batches, if there are several.
+
+    regathered: the axes over which each micro-batch gathers parameters anew (ZeRO-3); none: once for all of them. both:
+    what is made of such parameters alone may be read by micro-batches and when they are done, as it cannot be in the
+    end (see `late.py`). sized: slices differ in length, and so does what they cut.
+
+    Raises CoupledError where a micro-batch needs a value of the others that stages compute (statistics of the whole
+    batch, as of BatchNorm): then no micro-batch can go on before all have come so far.
+    """
+    of: dict[fx.Node, When] = {}
+    reductions: set[fx.Node] = set()
+    weighted: set[fx.Node] = set()  # depends on parameters
+    renewed: set[fx.Node] = set()  # parameters alone, gathered anew
+    late: set[fx.Node] = set()
+    partway: set[fx.Node] = set()  # joins behind which another one comes
+    entries = dict(program.entries)
+    for node in program.graph.nodes:
+        if node.op == "output":
+            continue
+        if node.op == "placeholder":
+            kind = entries[node].kind
+            split = differs_in_time(node) or (microbatches == 1 and kind == "batch")
+            of[node] = When.INPUT if split else When.INVARIANT
+            if kind == "parameter":
+                weighted.add(node)
+            continue
+        operands = node.all_input_nodes
+        if any(operand in weighted for operand in operands):
+            weighted.add(node)
+        if is_join(node):
+            source = of[operands[0]]
+            if differs_in_time(node):  # of all parts along one axis, for each along the other: another join follows
+                partway.add(node)
+                of[node] = When.AFTER if source is When.BODY else source
+                continue
+            reductions.add(node)
+            of[node] = When.AFTER if source in (When.BODY, When.AFTER) else When.INVARIANT
+            continue
+        if not partway.isdisjoint(operands):
+            joins = [operand for operand in operands if operand in partway]
+            raise CoupledError(coupled(node, joins, partway, program.notes))
+        gathers = _gathers(node, regathered) and is_given(operands[0])
+        after = [operand for operand in operands if of[operand] is When.AFTER]
+        is_cut = _is_cut(node) or (sized and not after and _is_sliced(node))
+        differs = gathers or is_cut or any(of[operand] in (When.INPUT, When.BODY) for operand in operands)
+        if gathers or (differs and not is_cut and all(o in renewed or of[o] is When.INVARIANT for o in operands)):
+            renewed.add(node)
+        if differs and after and not is_cut:
+            behind = made_among(operands, renewed)
+            late |= behind
+            if both:
+                differs = any(of[one] in (When.INPUT, When.BODY) and one not in renewed for one in operands)
+            elif _only_late(behind, of):
+                of.update(dict.fromkeys(behind, When.AFTER))  # gathered once, after the micro-batches
+                differs = any(of[operand] in (When.INPUT, When.BODY) for operand in operands)
+        if differs and after:
+            raise CoupledError(coupled(node, after, reductions, program.notes))
+        if differs and is_collective(node.target) and is_in_time(_axis(node)) and node.target not in CARRIES:
+            raise CoupledError(coupled(node, [node], {node}, program.notes))
+        if after:
+            of[node] = When.AFTER
+        elif not differs:
+            of[node] = When.INVARIANT
+        else:
+            of[node] = When.BODY if node in weighted else When.INPUT
+    leaving = made_among([node for node in program.results if node is not None], renewed)
+    if not both and _only_late(leaving, of):
+        of.update(dict.fromkeys(leaving, When.AFTER))
+    return Times(of, frozenset(reductions), frozenset(renewed), frozenset(late | leaving))
+
+
+def _only_late(nodes: set[fx.Node], of: dict[fx.Node, When]) -> bool:
+    """True if nothing reads these nodes, beside one another, before all micro-batches are done."""
+    users = {user for node in nodes for user in node.users} - nodes
+    return all(of.get(user, When.AFTER) is When.AFTER for user in users)
+
+
+def made_among(operands: Iterable[fx.Node], among: AbstractSet[fx.Node]) -> set[fx.Node]:
+    """Those of a set that some nodes are, or are made of."""
+    found: set[fx.Node] = set()
+    pending = list(operands)
+    while pending:
+        node = pending.pop()
+        if node in among and node not in found:
+            found.add(node)
+            pending += node.all_input_nodes
+    return found
+
+
+def _gathers(node: fx.Node, axes: Collection[str]) -> bool:
+    """True for a gather over some of these axes and no others."""
+    return node.target is op("all_gather") and set(axes).issuperset(axes_of_group(_axis(node)))
+
+
+def is_join(node: fx.Node) -> bool:
+    """True for what takes the parts of all micro-batches together."""
+    return node.op == "call_function" and node.target in JOINS and is_in_time(_axis(node))
+
+
+def differs_in_time(node: fx.Node) -> bool:
+    """True for a value of which the parts along an axis in time are not the same."""
+    layout = record(node).layout
+    return any(axis in TIME_AXES for axis in (*layout.axes, *(axis for axis, _ in layout.partial)))
+
+
+def _is_cut(node: fx.Node) -> bool:
+    """True for the piece of a micro-batch, and for its number."""
+    if not is_mesh_op(node.target) or is_collective(node.target):
+        return False
+    return is_in_time(_axis(node))
+
+
+def _is_sliced(node: fx.Node) -> bool:
+    """True for a value of which slices have parts."""
+    return any(layout is not None and SLICE in layout.axes for layout in record(node).layouts)
+
+
+def _axis(node: fx.Node) -> str:
+    position = 0 if node.target is COORD else 1
+    return str(node.args[position]) if len(node.args) > position else ""

@@ -1,0 +1,1 @@
+"""Which choice of strategies is the cheapest?"""

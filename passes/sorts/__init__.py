@@ -1,0 +1,1 @@
+"""What is known of rows that are sorted by a key?"""

@@ -1,0 +1,321 @@
+"""What is known of values once rows are sorted by their keys: which are places of rows, which have sorted rows.
+
+`unsort` asks it whether anybody sees the order of a sort, and what may stand instead of what does not show it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.ir.program import Builder, Record, TensorType, is_getitem, operand_nodes, record
+from autopar.passes.rules import call_of
+from autopar.passes.rules.rule import Table
+from autopar.passes.rules.through import through
+from autopar.passes.sorts.sorted_keys import Keys, Of, args_of, is_first, is_range, is_zeros, opname, summands
+
+aten = torch.ops.aten
+
+SORTS = frozenset(("aten.sort.default", "aten.sort.stable", "aten.argsort.default", "aten.argsort.stable",
+                   "aten.topk.default"))  # fmt: skip
+Make = Callable[[Builder, fx.Node], fx.Node]
+
+
+# What is known of a value, of n rows that are sorted by their keys. The first three depend on the order.
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Places of rows: the permutation of the sort, divided by `count`, or its inverse; repeated along later dims."""
+
+    count: int = 1
+    inverse: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows that stand in the order of the sort, along a dim."""
+
+    dim: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Blank:
+    """To be written over: of an order only the shape is taken."""
+
+
+class SortedRows:
+    """What becomes of one sort: facts about values, and what stands instead of the traces of its order."""
+
+    def __init__(self, sort: fx.Node, table: Table) -> None:
+        self.sort, self.table = sort, table
+        self.keys = Keys(args_of(sort)[0])
+        self.size = self.keys.size
+        self.facts: dict[fx.Node, Order | Rows | Blank] = {}
+        self.sorts: list[fx.Node] = []  # this one, and those of its orders
+        self.instead: dict[fx.Node, Make] = {}
+
+    def is_unseen(self) -> bool:
+        """True if nothing that leaves the program depends on the order of the sort."""
+        if self.size < 2 or record(self.keys.node).type.dtype.is_floating_point or not self._is_sort(self.sort):
+            return False
+        self._sort_gives(self.sort, Order())
+        for node in self.sort.graph.nodes:
+            if node in self.facts or node in self.sorts:
+                continue
+            if self.keys.learn(node) is Of.SORTED:
+                self._is_sorted_keys(node)
+            is_touched = node not in self.facts and any(operand in self.facts for operand in node.all_input_nodes)
+            if is_touched and not self._follow(node):
+                return False
+        return bool(self.instead)
+
+    def _is_sort(self, node: fx.Node) -> bool:
+        """From the smallest to the largest, of all rows. Of the other arguments none matters to a tensor of one dim."""
+        values, *rest = args_of(node)
+        if record(values).type.shape != (self.size,):
+            return False
+        if str(node.target) == "aten.topk.default":
+            said = dict(zip(("k", "dim", "largest", "sorted"), rest, strict=False)) | node.kwargs
+            return said["k"] == self.size and said.get("largest") is False and said.get("sorted") is not False
+        if str(node.target) in ("aten.sort.default", "aten.argsort.default"):
+            rest = rest[1:]  # the dim
+        return not node.kwargs.get("descending") and not any(value is True for value in rest)
+
+    def _sort_gives(self, node: fx.Node, order: Order) -> None:
+        """The results of a sort: the sorted keys, or 0..n-1 if it sorts places; and their order."""
+        self.sorts.append(node)
+        if "argsort" in str(node.target):
+            self.facts[node] = order
+            return
+        for user in node.users:
+            if user.args[1] == 1:
+                self.facts[user] = order
+            elif node is self.sort:
+                self._is_sorted_keys(user)
+            else:
+                self._is_arange(user)
+
+    def _is_sorted_keys(self, node: fx.Node) -> None:
+        self.facts[node], self.keys.of[node] = Rows(), Of.KEYS
+        self._stands_for(node, self.keys.node)
+
+    def _follow(self, node: fx.Node) -> bool:
+        """Find the fact about a value that uses one with a fact. False if the order shows."""
+        if node.op != "call_function":
+            return False
+        if all(isinstance(self.facts.get(operand, Rows()), Rows) for operand in node.all_input_nodes):
+            return self._row_by_row(node)
+        rule = _RULES.get(str(node.target))
+        return rule is not None and rule(self, node)
+
+    # --- places of rows
+
+    def _order(self, index: fx.Node, *rest: int) -> Order | None:
+        """The order that an index holds, repeated along dims of the sizes `rest`."""
+        order = self.facts.get(index)
+        return order if isinstance(order, Order) and record(index).type.shape == (self.size, *rest) else None
+
+    def blank(self, node: fx.Node) -> bool:
+        self.facts[node] = Blank()
+        return True
+
+    def resorted(self, node: fx.Node) -> bool:
+        """argsort(order): the inverse, and the other way round."""
+        order = self._order(args_of(node)[0])
+        if order is None or order.count != 1 or not self._is_sort(node):
+            return False
+        self._sort_gives(node, Order(inverse=not order.inverse))
+        return True
+
+    def divided(self, node: fx.Node) -> bool:
+        """order // count: the token of each row."""
+        order, divisor = self.facts.get(args_of(node)[0]), args_of(node)[1]
+        is_floor = str(node.target) != "aten.div.Tensor_mode" or node.kwargs.get("rounding_mode") == "floor"
+        if not isinstance(order, Order) or order.inverse or not is_floor or not isinstance(divisor, int):
+            return False
+        self.facts[node] = Order(order.count * divisor)
+        return divisor > 0 and self.size % (order.count * divisor) == 0
+
+    def wrapped(self, node: fx.Node) -> bool:
+        """order % rows: the order itself."""
+        order, divisor = self.facts.get(args_of(node)[0]), args_of(node)[1]
+        if not isinstance(order, Order) or divisor != self.size // order.count:
+            return False
+        self.facts[node] = order
+        return True
+
+    def reshaped(self, node: fx.Node) -> bool:
+        """A cast, or a view that keeps the rows' dim and repeats the order along those after it."""
+        source = args_of(node)[0]
+        order, given, made = self.facts.get(source), record(source).type.shape, record(node).type
+        keeps = len(made.shape) == len(given) if opname(node) == "expand" else made.numel == math.prod(given)
+        is_place = not made.dtype.is_floating_point and made.dtype.itemsize >= 4
+        if not isinstance(order, Order) or not is_place or not keeps or made.shape[:1] != given[:1]:
+            return False
+        if opname(node) in ("view", "reshape") and math.prod(given) != self.size:
+            return False
+        self.facts[node] = order
+        return True
+
+    def taken(self, node: fx.Node) -> bool:
+        """x[order]: the rows of x, each `count` times; or back from the order."""
+        x, index = _looked_up(node)
+        rest = record(node).type.shape[1:] if opname(node) == "gather" else ()
+        order = None if index is None else self._order(index, *rest)
+        of = self.facts.get(x)
+        if order is None or (rest and record(x).type.shape[1:] != rest):
+            return False
+        if isinstance(of, Order):
+            is_flat = record(x).type.shape == (self.size,)
+            return is_flat and {of, order} == {Order(), Order(inverse=True)} and self._is_arange(node)
+        if order.inverse:
+            return of == Rows() and self._stands_for(node, x)
+        if of is not None or record(x).type.shape[0] != self.size // order.count:
+            return False
+        self.facts[node] = Rows()
+        if self.keys.of.get(x) is Of.KEYS and order.count == 1:
+            self.keys.of[node] = Of.KEYS
+        return self._stands_for(node, x) if order.count == 1 else self._is_made(node, _repeated(x, order.count))
+
+    def put(self, node: fx.Node) -> bool:
+        """base[order] = values: the inverse of the order, or back from the order. Every row of the base is written."""
+        base, index, values, adds = _written(node)
+        type_ = record(node).type
+        order = None if index is None else self._order(index, *(type_.shape[1:] if opname(node) == "scatter" else ()))
+        if order is None or order.count != 1 or type_.shape[0] != self.size or (adds and not is_zeros(base)):
+            return False
+        if not isinstance(self.facts.get(base, Blank()), Blank):
+            return False
+        if type_.shape == (self.size,) and is_range(values, self.size):
+            self.facts[node] = Order(inverse=not order.inverse)
+            return True
+        if record(values).type.shape != type_.shape or self.facts.get(values) != (None if order.inverse else Rows()):
+            return False
+        if order.inverse:
+            self.facts[node] = Rows()
+        return self._stands_for(node, values)
+
+    def added(self, node: fx.Node) -> bool:
+        """zeros[order] += values: the sum of each token's rows; also the gradient of x[order]."""
+        values, index, rest = summands(node)
+        shape = record(node).type.shape
+        order = None if index is None else self._order(index, *rest)
+        if order is None or shape[0] != self.size // order.count or record(values).type.shape[1:] != shape[1:]:
+            return False
+        fact = self.facts.get(values)
+        if order.inverse:
+            self.facts[node] = Rows()
+            return fact is None and self._stands_for(node, values)
+        if fact != Rows():
+            return False
+        return self._stands_for(node, values) if order.count == 1 else self._is_made(node, _summed(values, order.count))
+
+    # --- rows
+
+    def _row_by_row(self, node: fx.Node) -> bool:
+        """An op that takes the rows one by one, or sums over them."""
+        if is_getitem(node):
+            self.facts[node] = self.facts[args_of(node)[0]]
+            return True
+        operands = operand_nodes(node)
+        known = {i: (fact.dim, 1) for i, one in enumerate(operands) if isinstance(fact := self.facts.get(one), Rows)}
+        found = through(call_of(node), known, self.table, self.size, adds=False)
+        if isinstance(found, str) or any(at is not None and i not in known for i, at in enumerate(found.operands)):
+            return False
+        if not any(found.results):
+            return True
+        (at, *others), type_ = set(found.results), record(node).types[0]
+        if others or at is None or type_ is None or type_.shape[at[0]] != self.size:
+            return False
+        self.facts[node] = Rows(at[0])
+        return True
+
+    def _is_arange(self, node: fx.Node) -> bool:
+        def make(build: Builder, node: fx.Node) -> fx.Node:
+            known = record(node)
+            return build.call(aten.arange.default, self.size, dtype=known.type.dtype, like=known, name="arange")
+
+        return self._is_made(node, make)
+
+    def _stands_for(self, node: fx.Node, other: fx.Node) -> bool:
+        return self._is_made(node, lambda build, _: build.value[other])
+
+    def _is_made(self, node: fx.Node, make: Make) -> bool:
+        self.instead[node] = make
+        return True
+
+
+def _repeated(x: fx.Node, count: int) -> Make:
+    """Each row `count` times, one after the other."""
+
+    def make(build: Builder, node: fx.Node) -> fx.Node:
+        like = record(node).with_(origin="")
+        n, *rest = record(x).type.shape
+        apart = build.call(aten.unsqueeze.default, build.value[x], 1, like=_shaped(like, n, 1, *rest), name="unsqueeze")
+        wide = build.call(
+            aten.expand.default, apart, [n, count, *rest], like=_shaped(like, n, count, *rest), name="expand"
+        )
+        return build.call(aten.reshape.default, wide, [n * count, *rest], like=like, name="reshape")
+
+    return make
+
+
+def _summed(grad: fx.Node, count: int) -> Make:
+    """The sum of each `count` rows."""
+
+    def make(build: Builder, node: fx.Node) -> fx.Node:
+        like = record(node)
+        n, *rest = like.type.shape
+        shape = (n, count, *rest)
+        apart = _shaped(like.with_(origin=""), *shape)
+        rows = build.call(aten.reshape.default, build.value[grad], list(shape), like=apart, name="reshape")
+        return build.call(aten.sum.dim_IntList, rows, [1], like=like, name="sum")
+
+    return make
+
+
+def _shaped(like: Record, *shape: int) -> Record:
+    return like.with_(types=(TensorType(tuple(shape), like.type.dtype),))
+
+
+Looked = tuple[fx.Node, fx.Node | None]
+
+
+def _looked_up(node: fx.Node) -> Looked:
+    """x and the index of x[index], along dim 0."""
+    x, *rest = args_of(node)
+    if opname(node) == "index":
+        return x, rest[0][0] if len(rest[0]) == 1 else None
+    return x, rest[1] if is_first(rest[0], x) else None
+
+
+def _written(node: fx.Node) -> tuple[fx.Node, fx.Node | None, Any, bool]:
+    """The base, the index, the values of base[index] = values along dim 0; True if they are added."""
+    base, *rest = args_of(node)
+    if opname(node) == "index_put":
+        indices, values, *add = rest
+        return base, indices[0] if len(indices) == 1 else None, values, bool(add and add[0])
+    return base, rest[1] if is_first(rest[0], base) else None, rest[2], False
+
+
+# What an op makes of the order of a sort, and what it makes of the keys. What is not here shows the order.
+_RULES: Mapping[str, Callable[[SortedRows, fx.Node], bool]] = {
+    **dict.fromkeys(("aten.empty_like.default", "aten.zeros_like.default", "aten.new_zeros.default",
+                     "aten.new_empty.default"), SortedRows.blank),
+    **dict.fromkeys(SORTS, SortedRows.resorted),
+    **dict.fromkeys(("aten.div.Tensor_mode", "aten.floor_divide.default", "aten.floor_divide.Scalar"),
+                    SortedRows.divided),
+    "aten.remainder.Scalar": SortedRows.wrapped,
+    **dict.fromkeys(("aten._to_copy.default", "aten.clone.default", "aten.unsqueeze.default", "aten.view.default",
+                     "aten.reshape.default", "aten.expand.default"), SortedRows.reshaped),
+    **dict.fromkeys(("aten.index.Tensor", "aten.index_select.default", "aten.gather.default"), SortedRows.taken),
+    **dict.fromkeys(("aten.index_put.default", "aten.index_copy.default", "aten.scatter.src"), SortedRows.put),
+    **dict.fromkeys(("autopar.embedding_backward.default", "aten.index_add.default", "aten.scatter_add.default"),
+                    SortedRows.added),
+}  # fmt: skip

@@ -1,0 +1,1 @@
+"""How is attention computed: whole, in blocks, around a ring?"""

@@ -1,0 +1,123 @@
+"""The ops that talk, by their targets: of rings, which kernel computes a block of queries and of the keys that a rank
+has at a step; of chains, what computes a run of steps.
+
+A mask that is a condition knows its queries and keys by vectors: those of all keys are on every rank, and of them a
+block takes the part that belongs to the keys which have come round. What of a block nobody sees is not computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from autopar.ir.ops.ops import op
+from autopar.ir.ops.ring_ops import (
+    CHAIN_IN_TURNS,
+    RING_ATTENTION,
+    RING_ATTENTION_BACKWARD,
+    RING_COMPARED,
+    RING_COMPARED_BACKWARD,
+)
+from autopar.runtime.attention.attention_compared import compared_attention, compared_attention_backward, take
+from autopar.runtime.attention.attention_whole import KERNELS as ATTENTION
+from autopar.runtime.attention.ring_attention import Ask, Steps, Tensors, backward, forward
+from autopar.runtime.attention.ring_blocks import Block, runs_at
+from autopar.runtime.kernels.kernel import Kernel
+from autopar.runtime.kernels.run_chain import called_steps, in_turns, run_steps
+
+Kernels = Callable[..., Tensors]
+Vectors = Sequence[torch.Tensor]
+
+
+def _attention(
+    kernel: Kernels, ask: Ask, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axis: str, size: int,
+    outer: int, causal: bool, scale: float, *, starts: Sequence[int] = (),
+) -> Steps:  # fmt: skip
+    def attend(at: int, block: Block, *taken: torch.Tensor) -> Tensors:
+        return kernel(*taken, None, block.causal, scale)
+
+    return forward(attend, ask, q, k, v, axis, size, outer, causal, starts)
+
+
+def _attention_backward(
+    kernel: Kernels, ask: Ask, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    out: torch.Tensor, lse: torch.Tensor, axis: str, size: int, outer: int, causal: bool, scale: float, *,
+    starts: Sequence[int] = (),
+) -> Steps:  # fmt: skip
+    def attend(at: int, block: Block, *taken: torch.Tensor) -> Tensors:
+        *before, its_out, its_lse = taken
+        return kernel(*before, None, its_out, its_lse, block.causal, scale)
+
+    return backward(attend, ask, grad, q, k, v, out, lse, axis, size, outer, causal, starts)
+
+
+def compared_ring(
+    ask: Ask, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Vectors, columns: Vectors, compare: str,
+    axis: str, size: int, outer: int, causal: bool, scale: float, kernel: Kernels = compared_attention, *,
+    starts: Sequence[int] = (), hops: int | None = None,
+) -> Steps:  # fmt: skip
+    """(out, logsumexp), as `compared_attention` gives them."""
+
+    def attend(at: int, block: Block, *taken: torch.Tensor) -> Tensors:
+        vectors = _vectors(rows, columns, at, size, outer, k.shape[2], block)
+        return kernel(*taken, *vectors, compare, block.causal, scale, part=True)
+
+    return forward(attend, ask, q, k, v, axis, size, outer, causal, starts, hops)
+
+
+def compared_ring_backward(
+    ask: Ask, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Vectors, columns: Vectors,
+    out: torch.Tensor, lse: torch.Tensor, compare: str, axis: str, size: int, outer: int, causal: bool, scale: float,
+    kernel: Kernels = compared_attention_backward, *, starts: Sequence[int] = (), hops: int | None = None,
+) -> Steps:  # fmt: skip
+    """(dq, dk, dv)."""
+
+    def attend(at: int, block: Block, *taken: torch.Tensor) -> Tensors:
+        *before, its_out, its_lse = taken
+        vectors = _vectors(rows, columns, at, size, outer, k.shape[2], block)
+        return kernel(*before, *vectors, its_out, its_lse, compare, block.causal, scale)
+
+    return backward(attend, ask, grad, q, k, v, out, lse, axis, size, outer, causal, starts, hops)
+
+
+def _vectors(
+    rows: Vectors, columns: Vectors, at: int, size: int, outer: int, count: int, block: Block
+) -> Iterator[list[torch.Tensor]]:
+    """The vectors of a block: of a rank's own queries, and of the `count` keys of the rank `at`."""
+    keys = runs_at(at, size, outer, count)
+    places = [slice(start, start + keys.width) for start in keys.starts]
+    yield [row[..., block.rows] if row.shape[2] > 1 else row for row in rows]
+    yield [take(one, places, 2)[..., block.keys] if one.shape[2] > 1 else one for one in columns]
+
+
+def _called(name: str) -> Kernels:
+    """An op that a compiler calls as it stands, with operands whose strides it knows."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return op(name)(*(arg.contiguous() if isinstance(arg, torch.Tensor) else arg for arg in args), **kwargs)
+
+    return called
+
+
+def _kernel(make: Callable[..., Steps], name: str) -> Kernel:
+    kernel = ATTENTION[name]
+    return Kernel(partial(make, kernel.run), traced=partial(make, kernel.traced or kernel.run))
+
+
+# `run` and `traced` take `ask` before the arguments of the op.
+RINGS: Mapping[Any, Kernel] = MappingProxyType(
+    {
+        RING_ATTENTION: _kernel(_attention, "attention"),
+        RING_ATTENTION_BACKWARD: _kernel(_attention_backward, "attention_backward"),
+        RING_COMPARED: Kernel(compared_ring, traced=partial(compared_ring, kernel=_called("compared_attention"))),
+        RING_COMPARED_BACKWARD: Kernel(
+            compared_ring_backward,
+            traced=partial(compared_ring_backward, kernel=_called("compared_attention_backward")),
+        ),
+        CHAIN_IN_TURNS: Kernel(partial(in_turns, run_steps), traced=partial(in_turns, called_steps)),
+    }
+)

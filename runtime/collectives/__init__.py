@@ -1,0 +1,1 @@
+"""What does a rank give and get in a collective?"""

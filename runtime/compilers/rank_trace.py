@@ -1,0 +1,82 @@
+"""The graph that a compiler is given: a LOCAL program, traced once more for the rank at one coordinate.
+
+Semantic ops become their decompositions, collectives the functional ones, offsets plain numbers. What comes out is a
+graph of aten ops, as torch.compile would hand it over. The program itself stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.ir.ops.ops import is_mesh_op, op
+from autopar.ir.ops.ring_ops import is_ring
+from autopar.ir.program import Program
+from autopar.runtime.compilers.compiler_decompositions import decomposed
+from autopar.runtime.compilers.functional import FunctionalCollectives
+from autopar.runtime.executor.executor import describe_read, schema_arguments
+from autopar.runtime.kernels.direct import creates
+from autopar.runtime.pipeline.slices import apart, wide
+from autopar.torch_compat import OpOverload
+
+_EARLIER, _LATER = op("earlier"), op("later")
+
+
+@dataclass(slots=True)
+class Passing:
+    """What a slice of a sequence takes over from the others in a trace, and leaves for them, by key. slice_: its place;
+    lengths: of all of them. pieces: of those before it. rests: of sums that later slices left; of the last slice there
+    is none."""
+
+    slice_: int = 0
+    lengths: Sequence[int] = (1,)
+    pieces: Mapping[str, Sequence[torch.Tensor]] = field(default_factory=dict)
+    rests: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    kept: dict[str, torch.Tensor] = field(default_factory=dict)
+    left: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def earlier(self, x: torch.Tensor, axis: str, dim: int, outer: int, key: str) -> torch.Tensor:
+        """As `Carried.earlier`."""
+        self.kept.setdefault(key, x)
+        return torch.cat([*self.pieces[key], self.kept[key]], dim)
+
+    def later(self, x: torch.Tensor, axis: str, dim: int, outer: int, key: str) -> torch.Tensor:
+        """As `Carried.later`."""
+        total, rest = x.to(wide(x.dtype)), self.rests.get(key)
+        if rest is not None:
+            total = rest + total.narrow(dim, 0, rest.shape[dim])
+        mine, left = apart(total, dim, self.lengths, self.slice_)
+        if left is not None:
+            self.left[key] = left
+        return mine.to(x.dtype)
+
+
+class RankTrace(fx.Interpreter):
+    """Computes a LOCAL graph for one rank, by functions that a compiler can take apart."""
+
+    def __init__(
+        self, program: Program, collectives: FunctionalCollectives, device: torch.device, passing: Passing | None = None
+    ) -> None:
+        root = program.graph.owning_module or torch.nn.Module()
+        super().__init__(root, graph=program.graph)
+        self._collectives, self._device, self._passing = collectives, device, passing
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op == "call_function" and is_mesh_op(n.target):
+            values: Any = self.map_nodes_to_values(schema_arguments(n), n)
+            if self._passing is not None and n.target in (_EARLIER, _LATER):
+                return (self._passing.earlier if n.target == _EARLIER else self._passing.later)(*values)
+            return self._collectives.trace(n.target, values)
+        if n.op == "call_function" and is_ring(n.target):
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            return self._collectives.trace_ring(n.target, args, kwargs)
+        if n.op == "call_function" and isinstance(n.target, OpOverload):
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            if creates(n.target):
+                kwargs = {**kwargs, "device": self._device}
+            return decomposed(n.target, describe_read(n))(*args, **kwargs)
+        return super().run_node(n)

@@ -1,0 +1,1 @@
+"""How does a rank's graph run?"""

@@ -1,0 +1,1 @@
+"""How is each op of our own computed?"""

@@ -1,0 +1,48 @@
+"""`autopar::checked_index`: what makes a wrong token id or label an error, whatever the layout of the table.
+
+The lookups themselves cannot tell: each rank holds some rows, and an index that none of them holds would read zeros.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from autopar.errors import BatchError
+from autopar.runtime.kernels import host
+from autopar.runtime.kernels.kernel import Kernel
+from autopar.torch_compat import assert_async
+
+
+def checked_index(index: torch.Tensor, size: int, ignored: int | None) -> torch.Tensor:
+    """The index itself. Raises BatchError if a value is neither in 0..size-1 nor `ignored`.
+
+    Off the CPU an answer would wait for the device at every step: the device itself asserts it, as torch's own lookups
+    do, and whatever is read next raises its error.
+    """
+    if index.numel() == 0:
+        return index
+    if not host.on_host(index):
+        assert_async(_inside(index, size, ignored).all(), f"an index is out of range: the table has {size} entries")
+        return index
+    low, high = (int(bound) for bound in torch.aminmax(index))
+    if low >= 0 and high < size:
+        return index
+    outside = ~_inside(index, size, ignored)
+    if not outside.any():
+        return index
+    value = int(index[outside].flatten()[0])
+    also = "" if ignored is None else f", or {ignored}, which is ignored"
+    raise BatchError(
+        f"index {value} is out of range: the table has {size} entries, so an index is 0 to {size - 1}{also}. "
+        f"Correct the token ids or labels, or enlarge the table."
+    )
+
+
+def _inside(index: torch.Tensor, size: int, ignored: int | None) -> torch.Tensor:
+    inside = (index >= 0) & (index < size)
+    return inside if ignored is None else inside | (index == ignored)
+
+
+# Opaque to a compiler: it is an error and no value. `runtime/compilers/compiler_decompositions.py` says where it
+# stands.
+KERNELS = {"checked_index": Kernel(checked_index)}

@@ -1,0 +1,1 @@
+"""How do ranks run together: over torch.distributed, or in one process?"""

@@ -1,0 +1,122 @@
+"""Messages between processes: sends and receives that are posted and waited for, over torch.distributed.
+
+A message is what one action made for one other rank. Gloo moves each of its tensors from where it lies. NCCL moves it
+in one piece, since each call is a launch and takes its turn in the queue between the two ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.ir.program import TensorType
+from autopar.ir.schedule import Instruction
+from autopar.runtime.kernels import host
+from autopar.runtime.pipeline.run_pipeline import Send
+from autopar.runtime.ranks.process_groups import Group
+from autopar.runtime.ranks.wire import on_wire
+
+LEAVING = 8  # tensors on their way at a time. Gloo says that a send is done only to those who wait for it.
+GRAIN = 16  # bytes: where a tensor begins in a message
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """A receive on its way into memory of its own."""
+
+    works: tuple[Any, ...]
+    tensors: tuple[torch.Tensor, ...]
+
+    def wait(self) -> tuple[torch.Tensor, ...]:
+        for work in self.works:
+            work.wait()
+        return self.tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """A send on its way, with the memory that it reads. is_foreign: others may write to that after the step."""
+
+    work: Any
+    sent: torch.Tensor
+    is_foreign: bool
+
+
+@dataclass(slots=True)
+class Peers:
+    """The other ranks of this rank's pipeline. in_order: whether the device does what it is given in order (a GPU).
+    Then nobody waits for a send: the stream that computes would stand still until the other rank receives it."""
+
+    group: Group
+    device: torch.device
+    leaving: deque[Leaving] = field(default_factory=deque)
+
+    @property
+    def in_order(self) -> bool:
+        return not host.on_host(self.device)
+
+    def send(self, message: Send) -> None:
+        """Nobody waits in a circle even if every send blocks (`with_transfers`): so old ones may be waited for."""
+        self._let_go()
+        line, tensors = message.instruction, message.tensors
+        handle, target = self.group.of_messages(line.action), self.group.rank_at(line.peer)
+        moved = (_together(tensors, line.types),) if self._is_flat(line) else [one.contiguous() for one in tensors]
+        for sent in moved:
+            work = dist.isend(on_wire(sent), group=handle, group_dst=target)
+            self.leaving.append(Leaving(work, sent, line.action.kind == "P"))
+
+    def receive(self, line: Instruction) -> Receive:
+        handle, source = self.group.of_messages(line.action), self.group.rank_at(line.peer)
+        if self._is_flat(line):
+            whole = torch.empty(_ends(line.types)[-1], dtype=torch.uint8, device=self.device)
+            return Receive((dist.irecv(whole, group=handle, group_src=source),), _apart(whole, line.types))
+        tensors = tuple(torch.empty(t.shape, dtype=t.dtype, device=self.device) for t in line.types)
+        return Receive(tuple(dist.irecv(on_wire(one), group=handle, group_src=source) for one in tensors), tensors)
+
+    def finish(self) -> None:
+        """The end of a step: what others may write to has left, and with Gloo all else."""
+        for one in self.leaving:
+            if not self.in_order or one.is_foreign:
+                one.work.wait()
+        self.leaving = deque(one for one in self.leaving if self.in_order and not one.is_foreign)
+
+    def _let_go(self) -> None:
+        """Of what has left."""
+        while self.leaving and (self._is_late() or self.leaving[0].work.is_completed()):
+            one = self.leaving.popleft()
+            if not self.in_order:
+                one.work.wait()
+
+    def _is_late(self) -> bool:
+        return not self.in_order and len(self.leaving) > LEAVING
+
+    def _is_flat(self, line: Instruction) -> bool:
+        return self.in_order and len(line.types) > 1
+
+
+def _ends(types: Sequence[TensorType]) -> list[int]:
+    """Where each tensor ends in a message, at a multiple of GRAIN bytes."""
+    return list(itertools.accumulate(-(-type_.bytes_ // GRAIN) * GRAIN for type_ in types))
+
+
+def _apart(whole: torch.Tensor, types: Sequence[TensorType]) -> tuple[torch.Tensor, ...]:
+    """The tensors of a message, as views."""
+    starts = (0, *_ends(types))
+    return tuple(
+        whole[start : start + type_.bytes_].view(type_.dtype).view(type_.shape)
+        for start, type_ in zip(starts, types, strict=False)
+    )
+
+
+def _together(tensors: Sequence[torch.Tensor], types: Sequence[TensorType]) -> torch.Tensor:
+    """A message in one piece."""
+    whole = torch.empty(_ends(types)[-1], dtype=torch.uint8, device=tensors[0].device)
+    for part, tensor in zip(_apart(whole, types), tensors, strict=True):
+        part.copy_(tensor)
+    return whole

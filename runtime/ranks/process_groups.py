@@ -1,0 +1,144 @@
+"""The process groups of a rank: one for each axis, a second one where two kinds of traffic must not queue behind each
+other, and their connections, made before the first step.
+
+A communicator of NCCL does what it is given in order. So the sums of ZeRO's gradients have one of their own beside that
+of the gathers, with a stream of high priority (FSDP2 has two as well), and messages of the backward pass one beside
+that of the forward pass: a receive that is posted early would hold back every send to the same rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.errors import RankError
+from autopar.ir.mesh import PIPELINE, Mesh
+from autopar.ir.ops.ring_ops import axes_of
+from autopar.ir.pipeline import Pipeline
+from autopar.ir.schedule import Action
+from autopar.runtime.collectives.mesh_ops import axis_group
+from autopar.runtime.kernels import host
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The ranks of one axis that this rank belongs to. torch sorts a group's ranks: `order[i]` is where it keeps
+    the rank at place i of the axis, None if at i. second: of the same ranks; see above."""
+
+    handle: dist.ProcessGroup
+    size: int
+    order: tuple[int, ...] | None
+    second: dist.ProcessGroup | None = None
+
+    @property
+    def of_sums(self) -> dist.ProcessGroup:
+        """What scatters sums."""
+        return self.second or self.handle
+
+    def of_messages(self, action: Action) -> dist.ProcessGroup:
+        """What carries what an action made to another stage."""
+        return self.second or self.handle if action.kind in "BIW" else self.handle
+
+    def rank_at(self, place: int) -> int:
+        """Where torch keeps the rank at a place."""
+        return place if self.order is None else self.order[place]
+
+    def to_stored(self, parts: torch.Tensor) -> torch.Tensor:
+        """[size, ...] from the order of the axis to the order in which torch keeps the ranks."""
+        if self.order is None:
+            return parts
+        return torch.stack([parts[self.order.index(i)] for i in range(self.size)])
+
+    def from_stored(self, parts: torch.Tensor) -> torch.Tensor:
+        """[size, ...] from the order in which torch keeps the ranks to the order of the axis."""
+        return parts if self.order is None else torch.stack([parts[i] for i in self.order])
+
+
+def has_queues(device: torch.device) -> bool:
+    """True where each group is a queue of its own on the device: NCCL's, which Gloo and the meta device have not."""
+    return device.type != "meta" and not host.on_host(device)
+
+
+def make_groups(
+    mesh: Mesh, axes: Iterable[str], device_mesh: DeviceMesh | None = None, timeout: timedelta | None = None,
+    twice: Collection[str] = (),
+) -> dict[str, Group]:  # fmt: skip
+    """This rank's group of every axis, or of several joined ones ("dp:cp"). All ranks must call this with the same axes
+    in the same order.
+
+    Groups of single axes are taken from `device_mesh`, if given; the others are made. `timeout` bounds how long a
+    rank waits for one that is alive but does not come; one that died is noticed at once (Gloo). twice: the axes that
+    get a second group.
+    """
+    rank = dist.get_rank()
+    if dist.get_world_size() != mesh.size:
+        raise RankError(f"mesh '{mesh}' has {mesh.size} ranks, but {dist.get_world_size()} processes are running.")
+    found: dict[str, Group] = {}
+    for axis in axes:
+        members = axis_group(mesh, rank, axis)
+        if device_mesh is not None and axis in (device_mesh.mesh_dim_names or ()):
+            handle = device_mesh.get_group(axis)
+        else:
+            handle = _new_group(mesh, axis, members, timeout)
+        stored = dist.get_process_group_ranks(handle)
+        if sorted(stored) != sorted(members):
+            raise RankError(f"axis '{axis}': the group of rank {rank} is {stored}, but mesh '{mesh}' says {members}.")
+        order = tuple(stored.index(member) for member in members)
+        second = _new_group(mesh, axis, members, timeout, is_urgent=True) if axis in twice else None
+        assert second is None or dist.get_process_group_ranks(second) == stored
+        found[axis] = Group(handle, len(members), None if order == tuple(range(len(members))) else order, second)
+    return found
+
+
+def _new_group(
+    mesh: Mesh, axis: str, members: tuple[int, ...], timeout: timedelta | None, is_urgent: bool = False
+) -> dist.ProcessGroup:
+    """Every rank takes part in the making of every group, in the same order."""
+    mine: dist.ProcessGroup | None = None
+    for ranks in sorted({axis_group(mesh, r, axis) for r in range(mesh.size)}):
+        made = dist.new_group(list(ranks), timeout=timeout, pg_options=_urgent() if is_urgent else None)
+        if ranks == members:
+            mine = made
+    assert mine is not None
+    return mine
+
+
+def _urgent() -> object | None:
+    """Options of NCCL for a stream that goes before what computes; no other backend has streams."""
+    if "nccl" not in dist.get_backend_config():
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = True
+    return options
+
+
+def connect(groups: Mapping[str, Group], pipeline: Pipeline | None, place: int, device: torch.device) -> None:
+    """Let every group connect its ranks, which NCCL does at the first use: in the middle of the first step otherwise,
+    with memory that no estimate has. place: on the axis of the pipeline. All ranks must call this with the same axes in
+    the same order.
+    """
+    moving = () if pipeline is None else {axis for graph in pipeline.graphs.values() for axis in axes_of(graph.graph)}
+    for axis, group in groups.items():
+        if axis != PIPELINE or axis in moving:
+            for handle in filter(None, (group.handle, group.second if axis != PIPELINE else None)):
+                dist.all_reduce(torch.zeros(1, device=device), group=handle)
+    if pipeline is not None and PIPELINE in groups:
+        _connect_stages(groups[PIPELINE], pipeline, place, device)
+
+
+def _connect_stages(group: Group, pipeline: Pipeline, place: int, device: torch.device) -> None:
+    """One element between each two stages that send each other something, pair after pair in the same order on all."""
+    messages = [(rank, line) for rank, lines in enumerate(pipeline.lists) for line in lines if line.op == "SEND"]
+    kinds = {(min(rank, line.peer), max(rank, line.peer), line.action.kind in "BIW") for rank, line in messages}
+    element = torch.zeros(1, device=device)
+    for first, last, backward in sorted(kinds):
+        handle = group.of_messages(Action(0, "B" if backward else "F"))
+        if place == first:
+            dist.send(element, group=handle, group_dst=group.rank_at(last))
+        elif place == last:
+            dist.recv(element, group=handle, group_src=group.rank_at(first))

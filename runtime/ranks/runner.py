@@ -1,0 +1,99 @@
+"""A rank's program, ready to run over torch.distributed: one protocol for a graph, a pipeline and compiled code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from autopar.ir.mesh import PIPELINE
+from autopar.ir.pipeline import Pipeline, graph_name
+from autopar.ir.program import Output, Program
+from autopar.runtime.executor.executor import Executable, Kernels, Outputs, Study
+from autopar.runtime.executor.inputs import StepInputs
+from autopar.runtime.pipeline.run_pipeline import RankCode, Watch, compile_rank, outputs_of
+from autopar.runtime.ranks.distributed import DistributedDriver
+from autopar.runtime.ranks.recorder import Recorder
+
+
+class Runner(Protocol):
+    """A rank's program, ready to run. `source` is the Python that runs, for people to read."""
+
+    @property
+    def source(self) -> str: ...
+
+    def run(self, inputs: StepInputs) -> Outputs:
+        """The outputs of the program on this rank, None for those that other stages have."""
+        ...
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Let a recorder see what the runs from now on do; raises CompileError where nothing can."""
+        ...
+
+
+@runtime_checkable
+class Written(Protocol):
+    """Kernels of groups, with the Python that they are."""
+
+    @property
+    def source(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class ExecutorRunner:
+    """A program of one graph on our executor."""
+
+    executable: Executable
+    driver: DistributedDriver
+
+    @property
+    def source(self) -> str:
+        return _with_kernels(self.executable.source, self.executable.kernels)
+
+    def run(self, inputs: StepInputs) -> Outputs:
+        return self.driver.run(self.executable, inputs.values())
+
+    def record(self, recorder: Recorder | None) -> None:
+        self.driver.recorder = recorder
+
+
+@dataclass(frozen=True)
+class PipelineRunner:
+    """A rank's instruction list on our executor. watch: told of each instruction at its end. kernels: of its groups."""
+
+    code: RankCode
+    driver: DistributedDriver
+    outputs: tuple[Output, ...]
+    device: torch.device
+    watch: Watch | None = None
+    kernels: Kernels | None = None
+
+    @property
+    def source(self) -> str:
+        named = self.code.graphs.items()
+        text = "\n".join(f"# {graph_name(*place)}\n{code.source}" for place, code in named)
+        return _with_kernels(text, self.kernels)
+
+    def run(self, inputs: StepInputs) -> Outputs:
+        return outputs_of(self.driver.run_pipeline(self.code, inputs, self.device, self.watch), self.outputs)
+
+    def record(self, recorder: Recorder | None) -> None:
+        self.driver.recorder = recorder
+
+
+def _with_kernels(source: str, kernels: Kernels | None) -> str:
+    """A program, and the kernels that it calls, if they are written and not only stand for them."""
+    return f"{source}\n\n{kernels.source}" if isinstance(kernels, Written) and kernels.source else source
+
+
+def executor_runner(
+    program: Program, pipeline: Pipeline | None, driver: DistributedDriver, device: torch.device,
+    study: Study | None = None, watch: Watch | None = None, kernels: Kernels | None = None,
+) -> Runner:  # fmt: skip
+    """A program, or the pipeline that it was cut into, on our executor. study, watch: for who asks what it holds.
+    kernels: of its groups."""
+    if pipeline is None:
+        return ExecutorRunner(Executable(program.graph, study=study, device=device, kernels=kernels), driver)
+    code = compile_rank(pipeline, driver.coord.get(PIPELINE, 0), study, device, kernels)
+    return PipelineRunner(code, driver, program.outputs, device, watch, kernels)

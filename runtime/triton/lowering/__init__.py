@@ -1,0 +1,1 @@
+"""What does a group compute, in primitive expressions and places?"""
