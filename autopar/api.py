@@ -21,7 +21,7 @@ from autopar.errors import MeshError
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import StepKeywords
 from autopar.parallel.module import ParallelModule
-from autopar.parallel.session.joining import Asked
+from autopar.parallel.session.joining import Requested
 
 Factory = Callable[..., nn.Module]
 
@@ -88,7 +88,7 @@ def parallelize(
     here) and, at the first step, LayoutError, BatchError, ScheduleError, PlanError, CaptureError or CompileError.
     """
     asked = functools.partial(
-        Asked, step=step, loss_fn=loss_fn, batch=batch, seed=seed, device=device,
+        Requested, step=step, loss_fn=loss_fn, batch=batch, seed=seed, device=device,
         cuda_graphs=cuda_graphs, check_replicas=check_replicas, weights=weights,
         machine=machine,
     )  # fmt: skip
@@ -104,7 +104,9 @@ def parallelize(
     )
 
 
-def _decorator(asked: Callable[[nn.Module], Asked], seed: int) -> Callable[[Factory], Callable[..., ParallelModule]]:
+def _decorator(
+    asked: Callable[[nn.Module], Requested], seed: int
+) -> Callable[[Factory], Callable[..., ParallelModule]]:
     def decorate(factory: Factory) -> Callable[..., ParallelModule]:
         @functools.wraps(factory, updated=())
         def build(*args: Any, **kwargs: Any) -> ParallelModule:

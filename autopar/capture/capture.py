@@ -16,7 +16,7 @@ from autopar.capture.data.determinism import Steady
 from autopar.capture.data.foreign import foreign_state
 from autopar.capture.data.item_values import check_returned
 from autopar.capture.data.reads import Reads, Unknown, fake_like, known_inputs
-from autopar.capture.data.recorded_calls import CHANGING, Calls, behind_of
+from autopar.capture.data.recorded_calls import CHANGING, RecordedCalls, behind_of
 from autopar.capture.forks import Forks, captured
 from autopar.capture.inputs import tables
 from autopar.capture.inputs.containers import Form, check_detached, put_together, take_apart, take_call_apart
@@ -91,7 +91,7 @@ class _Capture:
         lift: torch.dtype | None, reads: Reads | None, precision: str | None, forks: Forks,
         earlier: Earlier | None,
     ) -> None:  # fmt: skip
-        self.graphs, self.runs = list[fx.Graph](), list[Calls]()  # all of the capture's
+        self.graphs, self.runs = list[fx.Graph](), list[RecordedCalls]()  # all of the capture's
         self.forks, self.resizing = forks, Resizing(earlier)
         self.model, self.loss_fn, self.train, self.lift, self.reads = model, loss_fn, train, lift, reads
         self.keeps_casts, self.is_scaled = precision in ("bf16", "fp16"), precision == "fp16" and train
@@ -109,7 +109,7 @@ class _Capture:
         self.outputs: list[Output] = []
         self.has_random_ops = self.has_items = False
         self.result: tuple[Form | None, tuple[Any, ...]] = (None, ())
-        self.calls, self.calling, self.ran = Calls(), None, Ran()
+        self.calls, self.calling, self.ran = RecordedCalls(), None, Ran()
         self.may_specialize = False
         self.given: list[tuple[torch.Tensor, int]] = []  # the inputs as the model got them, with their versions
         self.replaced: dict[str, Any] = {}
@@ -221,7 +221,7 @@ class _Capture:
 
     def _trace(self, fakes: list[torch.Tensor]) -> Traced:
         """The whole step, or all of it before what is not known yet (`self.unknown`)."""
-        self.calls, self.replaced, self.unknown = Calls(), {}, None
+        self.calls, self.replaced, self.unknown = RecordedCalls(), {}, None
         self.tracer = Tracer(fakes, decompositions(), Results(self.fake))
         self.runs.append(self.calls)
         self.graphs.append(self.tracer.graph)
@@ -256,7 +256,7 @@ class _Capture:
         if self.reads is not None:
             self.reads.start()
 
-    def _again(self, inputs: list[torch.Tensor], calls: Calls, is_watched: bool = True) -> None:
+    def _again(self, inputs: list[torch.Tensor], calls: RecordedCalls, is_watched: bool = True) -> None:
         """Forward and loss once more, on shapes alone; what the model prints is printed already. is_watched: no line is
         looked for meanwhile, which another trace function does."""
         self._start()
@@ -270,7 +270,9 @@ class _Capture:
 
     def _check_buffers(self, inputs: list[torch.Tensor]) -> None:
         old = {entry.name: tensor for (entry, _), tensor in zip(self.state.entries, inputs, strict=False)}
-        check_buffers(old, self.new_buffers, lambda: self._again(inputs, Calls(), is_watched=False), self._buffer)
+        check_buffers(
+            old, self.new_buffers, lambda: self._again(inputs, RecordedCalls(), is_watched=False), self._buffer
+        )
 
     def _buffer(self, name: str) -> torch.Tensor:
         path, _, attribute = name.rpartition(".")

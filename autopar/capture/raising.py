@@ -20,7 +20,7 @@ from autopar.capture.data.folding import FOLDED, folded
 from autopar.capture.data.item_values import Items
 from autopar.capture.data.origins import QUERIES, STEADY, Operands
 from autopar.capture.data.reads import READERS, Reads
-from autopar.capture.data.recorded_calls import Calls
+from autopar.capture.data.recorded_calls import RecordedCalls
 from autopar.capture.data.same import compared, is_idle
 from autopar.capture.data.selected import Selected
 from autopar.capture.data.specialised import specialised
@@ -62,7 +62,7 @@ class Raise(TorchFunctionMode):
         locator: Locator | None = None,
         seed: Tensor | None = None,
         lift: torch.dtype | None = None,
-        calls: Calls | None = None,
+        calls: RecordedCalls | None = None,
         reads: Reads | None = None,
         keeps_casts: bool = False,
         partners: Partners | None = None,
@@ -73,7 +73,7 @@ class Raise(TorchFunctionMode):
         self.locator = locator
         self.seed = seed
         self.lift = lift
-        self.calls = calls or Calls()
+        self.calls = calls or RecordedCalls()
         self.reads = reads
         self.keeps_casts = keeps_casts
         self.partners = partners

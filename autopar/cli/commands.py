@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from autopar.cli.arguments.command_options import Options, takes_options
+from autopar.cli.arguments.command_options import CommandOptions, takes_options
 from autopar.cli.compiling import compiled_of, job_of
 from autopar.cli.estimating import estimate
 from autopar.cli.explaining import MeshOption, Target, explain
@@ -42,7 +42,7 @@ def run(
     ] = None,
     machine: Annotated[str | None, typer.Option(metavar="NAME|FILE", help="what --mesh auto plans for")] = None,
     *,
-    options: Options,
+    options: CommandOptions,
 ) -> None:
     """Compile and train: on local processes, or as a part of a running torchrun job."""
     check_run(options, steps, log, trace)
@@ -64,7 +64,7 @@ def compile_(
     mesh: MeshOption,
     out_dir: Annotated[Path, typer.Option("--out", metavar="DIR", help="a new or empty folder")],
     *,
-    options: Options,
+    options: CommandOptions,
 ) -> None:
     """Write the programs of the distinct ranks as readable Python and JSON."""
     compiled = compiled_of(target, mesh, options)
@@ -97,7 +97,7 @@ def inspect(
     formula: Annotated[bool, typer.Option("--formula", help="the same as formulas in the sizes of the batch")] = False,
     device: Annotated[str | None, typer.Option(metavar="cuda|cpu", help="of --memory and --formula")] = None,
     *,
-    options: Options,
+    options: CommandOptions,
 ) -> None:
     """Show a rank's program, its collectives with their reasons, and the bytes that it holds."""
     if formula and (mesh is None or Path(target).is_dir()):
@@ -107,7 +107,7 @@ def inspect(
     if device is not None and not (memory or formula):
         raise TargetError(f"--device {device}: it is of --memory and --formula; add one of them.")
     if Path(target).is_dir():
-        if mesh is not None or options != Options(seed=options.seed):
+        if mesh is not None or options != CommandOptions(seed=options.seed):
             raise TargetError(f"'{target}' is compiled already: it takes no --mesh and no options of a step.")
         compiled = load(target)
     elif mesh is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.cli.arguments.command_options import Options
+from autopar.cli.arguments.command_options import CommandOptions
 from autopar.cli.preflight import check_options, idle_options
 from autopar.cli.show import show
 from autopar.compiled import Compiled
@@ -16,7 +16,7 @@ from autopar.machines import Machine
 from autopar.settings import Settings
 
 
-def compiled_of(target: str, mesh: str, options: Options, machine: Machine | None = None) -> Compiled:
+def compiled_of(target: str, mesh: str, options: CommandOptions, machine: Machine | None = None) -> Compiled:
     """The TARGET's step, compiled for a mesh with what the command line says. machine: what it decides for."""
     check_options(options)
     parsed = mesh_of(mesh)
@@ -27,7 +27,7 @@ def compiled_of(target: str, mesh: str, options: Options, machine: Machine | Non
     return Compiled.of(made[1])
 
 
-def job_of(target: str, mesh: Mesh, options: Options) -> Job:
+def job_of(target: str, mesh: Mesh, options: CommandOptions) -> Job:
     """The TARGET's job; rank 0 says which options change nothing."""
     job = options.job(target)
     if not Settings.read().rank:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from autopar.cli.arguments.command_options import Options, takes_options
+from autopar.cli.arguments.command_options import CommandOptions, takes_options
 from autopar.cli.compiling import compiled_of
 from autopar.cli.show import show, show_notes
 from autopar.ir.ops.measure import human
@@ -20,7 +20,7 @@ def estimate(
     mesh: Annotated[str, typer.Option("--mesh", help="axis=size pairs, e.g. dp=2,tp=2")],
     machine: Annotated[str, typer.Option(metavar="NAME|FILE", help="see `autopar machine show`")] = DEVICES,
     *,
-    options: Options,
+    options: CommandOptions,
 ) -> None:
     """Simulate a step of the programs on a machine: its time, what it is made of, and the bytes at the peak."""
     chosen = named(machine)

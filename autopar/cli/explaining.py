@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from autopar.cli.arguments.command_options import Options, takes_options
+from autopar.cli.arguments.command_options import CommandOptions, takes_options
 from autopar.cli.compiling import compiled_of
 from autopar.cli.instead import compared
 from autopar.cli.show import show, show_notes
@@ -30,7 +30,7 @@ def explain(
     machine: Annotated[str, typer.Option(metavar="NAME|FILE", help="of --instead")] = DEVICES,
     batch: Annotated[int | None, typer.Option(metavar="ROWS", help="of --instead; else the job's batch", min=1)] = None,
     *,
-    options: Options,
+    options: CommandOptions,
 ) -> None:
     """Show what decided the layout of a value on each axis, what else it could have been, and what it moves. Or what
     another plan would change."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from autopar.cli.arguments.command_options import STEP, Options
+from autopar.cli.arguments.command_options import STEP, CommandOptions
 from autopar.compiler.check_options import options_of
 from autopar.compiler.compile import batch_arguments, capture_step, lower
 from autopar.compiler.meshes import AXES, mesh_of
@@ -22,7 +22,7 @@ REST = "dp"  # takes the ranks that the other axes leave
 
 
 def compared(
-    target: str, mesh: str, options: Options, instead: Sequence[str], machine: str, batch: int | None
+    target: str, mesh: str, options: CommandOptions, instead: Sequence[str], machine: str, batch: int | None
 ) -> str:  # fmt: skip
     """What would change of a TARGET's step. batch: rows, by default those of the job's batch."""
     chosen, first = named(machine), mesh_of(mesh)

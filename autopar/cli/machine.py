@@ -21,7 +21,7 @@ from autopar.errors import MachineError
 from autopar.ir.ops.measure import human
 from autopar.machines import built_in, check_writable, machine_text, named, notes_of, path_of, write_machine
 from autopar.machines.fit import Fit, fits
-from autopar.machines.measurement_plan import Found
+from autopar.machines.measurement_plan import MeasuredMachine
 from autopar.machines.samples import PRODUCT, SHARED, STREAM, UPDATE, Item
 from autopar.machines.workload import KINDS
 from autopar.settings import Settings
@@ -71,7 +71,7 @@ def measure(
     on_ranks(f"dp={count}", arguments, measure_as_rank)
 
 
-def _report(found: Found, path: Path, ranks: int, device: str) -> None:
+def _report(found: MeasuredMachine, path: Path, ranks: int, device: str) -> None:
     """Write the machine, and say how well it tells what was measured."""
     known = fits(found.machine, found.samples)
     units = f"CPU process of {_count(torch.get_num_threads(), 'thread')}" if device == "cpu" else "GPU"
@@ -90,7 +90,7 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number > 1)}"
 
 
-def _line(kind: str, fit: Fit, found: Found) -> str:
+def _line(kind: str, fit: Fit, found: MeasuredMachine) -> str:
     item = fit.worst.item
     said = f"{item.us_on(found.machine):.4g} us for {fit.worst.us:.4g}"
     name = f"{item.name} {item.dtype}" if item.dtype else ""

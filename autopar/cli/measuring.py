@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 from autopar.errors import MachineError
 from autopar.ir.ops.ops import op
-from autopar.machines.measure_calls import Alone, Ranks, Runner
-from autopar.machines.measurement_plan import Found, measure_machine
+from autopar.machines.measure_calls import Alone, Meter, Ranks
+from autopar.machines.measurement_plan import MeasuredMachine, measure_machine
 from autopar.machines.model import MESSAGE
-from autopar.machines.model import Group as Members
+from autopar.machines.model import RankGroup as Members
 from autopar.machines.runners import CudaRunner, HostRunner
-from autopar.machines.samples import Item, Transfer
+from autopar.machines.samples import Item, MeasuredTransfer
 from autopar.parallel.session.devices import compute_on, device_of_rank
 from autopar.runtime.collectives.collectives import Member
 from autopar.runtime.ranks.distributed import run_alone
@@ -48,7 +48,7 @@ def ranks_asked(ranks: int | None, device: str, settings: Settings) -> int:
     return ranks or (devices if device == "cuda" else min(MOST_CORES, max(2, os.cpu_count() or 1)))
 
 
-def measure_here(device: str, name: str, seconds: float, told: Callable[[int, int, Item], None]) -> Found:
+def measure_here(device: str, name: str, seconds: float, told: Callable[[int, int, Item], None]) -> MeasuredMachine:
     """Measure as one of the ranks of this job, or alone. All ranks must call this."""
     settings = Settings.read()
     place = device_of_rank(device, settings)
@@ -58,7 +58,7 @@ def measure_here(device: str, name: str, seconds: float, told: Callable[[int, in
     groups = _groups(settings)
     ranks: Ranks = _Together(place) if dist.is_initialized() else Alone()
     transfer = _Transfers(groups, place)
-    runner: Runner = CudaRunner(place, transfer) if place.type == "cuda" else HostRunner(place, transfer)
+    runner: Meter = CudaRunner(place, transfer) if place.type == "cuda" else HostRunner(place, transfer)
     return measure_machine(name, place, tuple(groups), runner, ranks, seconds, told)
 
 
@@ -106,7 +106,7 @@ class _Transfers:
     groups: dict[Members, Group]
     device: torch.device
 
-    def __call__(self, item: Transfer) -> Callable[[], object]:
+    def __call__(self, item: MeasuredTransfer) -> Callable[[], object]:
         group = self.groups[item.group]
         place = dist.get_rank(group.handle)
         if item.kind == MESSAGE:
@@ -115,7 +115,7 @@ class _Transfers:
         x, *rest = self._arguments(item)
         return lambda: run_alone(target, (x, AXIS, *rest), member, group)
 
-    def _arguments(self, item: Transfer) -> tuple[torch.Tensor, *tuple[object, ...]]:
+    def _arguments(self, item: MeasuredTransfer) -> tuple[torch.Tensor, *tuple[object, ...]]:
         """What a rank gives to a collective."""
         size = item.group.size
         match item.kind:

@@ -11,7 +11,7 @@ from typing import Annotated, TypeVar
 import typer
 from rich.progress import Progress
 
-from autopar.cli.arguments.command_options import Options, takes_options
+from autopar.cli.arguments.command_options import CommandOptions, takes_options
 from autopar.cli.show import out, show, write_text
 from autopar.errors import TargetError
 from autopar.ir.plan import DEVICES
@@ -64,7 +64,7 @@ def plan_(
         typer.Option("--check/--no-check", help="compile the best plans, and show what their programs take"),
     ] = True,
     *,
-    options: Options,
+    options: CommandOptions,
 ) -> None:
     """Find the fastest plan that fits: sizes and order of axes, ZeRO, recomputation, micro-batches, schedule."""
     sizes, amount = _sizes(gpus), _tokens(tokens)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from autopar.cli.arguments.command_options import Options
+from autopar.cli.arguments.command_options import CommandOptions
 from autopar.compiler.meshes import AUTO
 from autopar.errors import TargetError
 from autopar.ir.mesh import GRADIENT_AXES, PIPELINE, Mesh
@@ -19,7 +19,7 @@ from autopar.settings import Settings
 SEEDS = -(2**63), 2**64 - 1  # what torch.manual_seed takes
 
 
-def check_run(options: Options, steps: int, log: Path | None = None, trace: Path | None = None) -> None:
+def check_run(options: CommandOptions, steps: int, log: Path | None = None, trace: Path | None = None) -> None:
     """Check what `run` and `verify` are asked for. Raises TargetError."""
     if steps < 1:
         raise TargetError(f"--steps {steps}: write a number of 1 or more.")
@@ -41,7 +41,7 @@ def check_auto(flags: Mapping[str, Any], machine: str | None, mesh: str) -> None
         )
 
 
-def check_options(options: Options) -> None:
+def check_options(options: CommandOptions) -> None:
     """Check what every command is asked for, and the folder of AUTOPAR_DUMP. Raises TargetError."""
     if not SEEDS[0] <= options.seed <= SEEDS[1]:
         raise TargetError(f"--seed {options.seed}: write a number from -2**63 to 2**64 - 1.")
@@ -70,7 +70,7 @@ def _check_folder(name: str, path: Path) -> None:
         raise TargetError(f"{name} {path}: cannot write there: {error.strerror}.") from None
 
 
-def idle_options(options: Options, job: Job, mesh: Mesh) -> Iterator[str]:
+def idle_options(options: CommandOptions, job: Job, mesh: Mesh) -> Iterator[str]:
     """Say which options of the command line change nothing on a mesh. job: with what they say of it."""
     axes = dict(mesh.axes)
     has_stages = axes.get(PIPELINE, 1) > 1 or (job.microbatches or 1) > 1

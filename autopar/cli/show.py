@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from autopar.cli.arguments.command_options import Options
+from autopar.cli.arguments.command_options import CommandOptions
 from autopar.compiled import Compiled
 from autopar.compiler.check_options import options_of
 from autopar.errors import TargetError
@@ -87,7 +87,7 @@ def show_rank(compiled: Compiled, rank: int, graph: str | None, full: bool) -> N
 
 
 def show_memory(
-    compiled: Compiled, target: str, options: Options, rank: int, device: str | None, formula: bool
+    compiled: Compiled, target: str, options: CommandOptions, rank: int, device: str | None, formula: bool
 ) -> None:
     """Show the bytes that a step holds; formula: also as formulas in the sizes of the batch."""
     job = None if Path(target).is_dir() else options.job(target)

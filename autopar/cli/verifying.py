@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from autopar.cli.arguments.command_options import Options, takes_options
+from autopar.cli.arguments.command_options import CommandOptions, takes_options
 from autopar.cli.compiling import job_of
 from autopar.cli.explaining import MeshOption, Target
 from autopar.cli.preflight import check_run
@@ -26,7 +26,7 @@ def verify(
     backend: Annotated[str, typer.Option(help="virtual (one process) or gloo (local processes)")] = "virtual",
     ddp: Annotated[bool, typer.Option("--ddp", help='compare batch="ddp" with DistributedDataParallel')] = False,
     *,
-    options: Options,
+    options: CommandOptions,
 ) -> None:
     """Compare loss, every gradient and every updated weight with one device, in float64. Exit code 1 on a mismatch."""
     check_run(options, steps)

@@ -23,7 +23,7 @@ Value = tuple[fx.Node, int]  # a node, and which of its tensor results
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class BatchRow:
     """Where a value has its rows: at (dim, outer), as many as the batch tensor of a leaf has."""
 
     split: Split
@@ -47,7 +47,7 @@ class BatchRows:
     """What is known of the rows of a program. outputs: of what leaves it, by place; None for what has no rows. used:
     the batch tensors that the forward pass reads, by leaf. joined: those of which rows stand side by side."""
 
-    outputs: list[Row | None] = field(default_factory=list)
+    outputs: list[BatchRow | None] = field(default_factory=list)
     meetings: list[Meeting] = field(default_factory=list)
     used: set[int] = field(default_factory=set)
     joined: dict[int, set[int]] = field(default_factory=dict)
@@ -83,14 +83,14 @@ def _norms(model: nn.Module) -> frozenset[str]:
 class _Walk:
     def __init__(self, program: Program, dims: Mapping[str, int | None], rules: Rules, norms: frozenset[str]) -> None:
         self.program, self.rules, self.norms = program, rules, norms
-        self.rows: dict[Value, Row] = {}
+        self.rows: dict[Value, BatchRow] = {}
         self.summed: set[fx.Node] = set()  # computed of what rows add up to
         self.told: set[fx.Node] = set()  # whole numbers that were given: by the batch, in a buffer or a constant
         self.found = BatchRows()
         self._apart: dict[tuple[Value, Split], fx.Node | None] = {}
         for node, entry in program.entries:
             if entry.kind == "batch" and dims.get(entry.name) is not None:
-                self.rows[node, 0] = Row((dims[entry.name], 1), int(entry.name))  # type: ignore[arg-type]
+                self.rows[node, 0] = BatchRow((dims[entry.name], 1), int(entry.name))  # type: ignore[arg-type]
             if entry.kind in ("batch", "buffer", "constant") and _is_number(node):
                 self.told.add(node)
 
@@ -132,12 +132,17 @@ class _Walk:
             ]
         for result, split in enumerate(placed):
             if split is not None:
-                self.rows[node, result] = Row(split, row.leaf)
+                self.rows[node, result] = BatchRow(split, row.leaf)
         if None in placed:
             self.summed.add(node)
 
     def _meet(
-        self, node: fx.Node, rule: Rule, sources: list[Value], given: list[Row | None], choices: list[Choice | None]
+        self,
+        node: fx.Node,
+        rule: Rule,
+        sources: list[Value],
+        given: list[BatchRow | None],
+        choices: list[Choice | None],
     ) -> None:
         """Note where rows meet in a call."""
         names = {choice[0] for choice in choices if choice}
@@ -200,7 +205,7 @@ def _as_before(split: Split, before: tuple[int, ...], after: tuple[int, ...]) ->
     return split if len(before) == len(after) and before[dim] == after[dim] else None
 
 
-def _looks_up(rule: Rule, given: list[Row | None], sources: list[Value], numbered: list[fx.Node]) -> bool:
+def _looks_up(rule: Rule, given: list[BatchRow | None], sources: list[Value], numbered: list[fx.Node]) -> bool:
     """Whether rows are picked, or written, by whole numbers that stand beside them."""
     return any(row is not None and source not in numbered for row, (source, _) in zip(given, sources, strict=True))
 

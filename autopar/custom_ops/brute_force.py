@@ -26,7 +26,7 @@ Cuts = dict[str, list[tuple[str, int, int]]]  # name -> (axis, pieces, outer)
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class OpTrial:
     """One call of an op with its rule; `compare=False` if its values mean nothing (empty)."""
 
     call: Call
@@ -60,13 +60,13 @@ def make_trial(
     kwargs: Mapping[str, Any],
     table: Table,
     compare: bool = True,
-) -> Trial:
+) -> OpTrial:
     """A call of `function`, which computes `op`, with the rule of the table."""
     call, operands, results = make_call(op, function, args, kwargs)
     pair = rule_of(call, table)
     assert pair is not None, op
     check_shapes(pair[0], call)
-    return Trial(call, pair[1], pair[0], operands, results, function, compare)
+    return OpTrial(call, pair[1], pair[0], operands, results, function, compare)
 
 
 def tensors_in(value: Any) -> Tensors:
@@ -168,7 +168,7 @@ def _reading(size: int, cuts: Sequence[tuple[str, int, int]], mesh: Mesh, coord:
 class Cut:
     """A trial whose names are cut, each on axes of its own; several cuts of one name nest as their `outer` say."""
 
-    trial: Trial
+    trial: OpTrial
     splits: Sequence[Split]
     mesh: Mesh
     cuts: Cuts
@@ -275,7 +275,7 @@ def with_sums_before(
     return torch.cat(parts, dim)
 
 
-def cut(trial: Trial, splits: Sequence[Split]) -> Cut:
+def cut(trial: OpTrial, splits: Sequence[Split]) -> Cut:
     """Cut names of a trial."""
     rule = trial.rule
     axes = [f"x{i}" for i in range(len(splits))]
@@ -294,7 +294,7 @@ def cut(trial: Trial, splits: Sequence[Split]) -> Cut:
     return Cut(trial, splits, mesh, cuts, wanted, layouts)
 
 
-def check_split(trial: Trial, splits: Sequence[Split]) -> None:
+def check_split(trial: OpTrial, splits: Sequence[Split]) -> None:
     """The results of the pieces are those of the whole; raises WrongRule."""
     whole = cut(trial, splits)
     shapes = whole.shapes()
@@ -318,7 +318,7 @@ def check_split(trial: Trial, splits: Sequence[Split]) -> None:
             compare(whole.combine(i, parts[i]), expected, f"{whole}: result {i}")
 
 
-def check_gradients(trial: Trial, splits: Sequence[Split], seeds: Tensors, gradients: Sequence[Any]) -> None:
+def check_gradients(trial: OpTrial, splits: Sequence[Split], seeds: Tensors, gradients: Sequence[Any]) -> None:
     """The gradients of the operands, from pieces, are those of the whole, which `seeds` of the results give.
 
     An operand that lacks a name has the sum of its pieces' gradients. Only for results that are sums.
@@ -338,7 +338,7 @@ def check_gradients(trial: Trial, splits: Sequence[Split], seeds: Tensors, gradi
             compare(combine(parts[i], lay, whole.mesh), expected, f"{whole}: the gradient of operand {i}")
 
 
-def gradients_of(trial: Trial, arguments: Arguments, operands: Tensors, seeds: Tensors) -> list[Any] | None:
+def gradients_of(trial: OpTrial, arguments: Arguments, operands: Tensors, seeds: Tensors) -> list[Any] | None:
     """The gradients that `seeds` of the results give the operands; None if nothing leads from one to the other."""
     leaves = [operand.detach().requires_grad_(operand.is_floating_point()) for operand in operands]
     results = trial.run(arguments, leaves)
@@ -350,7 +350,7 @@ def gradients_of(trial: Trial, arguments: Arguments, operands: Tensors, seeds: T
     return [next(made) if leaf.requires_grad else None for leaf in leaves]
 
 
-def check_linear(trial: Trial, which: frozenset[int]) -> bool:
+def check_linear(trial: OpTrial, which: frozenset[int]) -> bool:
     """Random partial sums of the operands in `which` give partial sums of the results. False if not applicable."""
     if any(not (trial.operands[i].is_floating_point() or trial.operands[i].is_complex()) for i in which):
         return False

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from autopar.custom_ops.brute_force import (
+    OpTrial,
     Split,
     Tensors,
-    Trial,
     check_gradients,
     check_linear,
     check_split,
@@ -106,7 +106,7 @@ def _message(own: OwnRule, pattern: Pattern, faults: Mapping[str, str]) -> str:
     return "\n".join(lines)
 
 
-def _trial(own: OwnRule, op: Op, pattern: Pattern, examples: Examples, number: int, batch_dims: int) -> Trial:
+def _trial(own: OwnRule, op: Op, pattern: Pattern, examples: Examples, number: int, batch_dims: int) -> OpTrial:
     """The op on random operands."""
     signature = own.signature
     sizes = _sizes(pattern, examples, number, batch_dims)
@@ -184,7 +184,7 @@ def _check_fake(own: OwnRule, op: Op, args: Sequence[Any], kwargs: Mapping[str, 
         raise RuleError(f"the fake kernel of {own.signature.name} says {said}, but its results are {real}.")
 
 
-def _check(own: OwnRule, trial: Trial, pattern: Pattern) -> tuple[dict[str, str], bool]:
+def _check(own: OwnRule, trial: OpTrial, pattern: Pattern) -> tuple[dict[str, str], bool]:
     """What does not hold, by the name or the linear set; True if the gradients were checked."""
     rule, faults = trial.rule, dict[str, str]()
     seeds = [torch.rand_like(r) + 0.5 if r.is_floating_point() else torch.zeros_like(r) for r in trial.results]
@@ -227,7 +227,7 @@ def _check(own: OwnRule, trial: Trial, pattern: Pattern) -> tuple[dict[str, str]
     return faults, whole is not None
 
 
-def _linear_fault(trial: Trial, which: frozenset[int]) -> str:
+def _linear_fault(trial: OpTrial, which: frozenset[int]) -> str:
     try:
         return "" if check_linear(trial, which) else "an operand that is no float has no partial sums"
     except WrongRule as error:
@@ -236,12 +236,12 @@ def _linear_fault(trial: Trial, which: frozenset[int]) -> str:
         return f"it raised {_short(error)}"
 
 
-def _has_sums(trial: Trial, splits: Sequence[Split]) -> bool:
+def _has_sums(trial: OpTrial, splits: Sequence[Split]) -> bool:
     """True if the results of the pieces are put together by sums, if by anything: then gradients are sums too."""
     return all(kind == "sum" for layout in cut(trial, splits).layouts for _, kind in layout.partial)
 
 
-def _whole_gradients(own: OwnRule, trial: Trial, seeds: Tensors) -> list[Any] | None:
+def _whole_gradients(own: OwnRule, trial: OpTrial, seeds: Tensors) -> list[Any] | None:
     """The gradients of the whole; None for an op that has no autograd formula."""
     if not any(operand.is_floating_point() for operand in trial.operands):
         return None

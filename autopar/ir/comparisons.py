@@ -38,7 +38,7 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True)
-class Flag:
+class BoolVector:
     """An element of a vector of bools, or its opposite."""
 
     name: str
@@ -68,7 +68,7 @@ class Some:
         return " | ".join(map(str, self.parts))
 
 
-Condition = Comparison | Flag | All | Some
+Condition = Comparison | BoolVector | All | Some
 TRUE, FALSE = All(), Some()
 
 
@@ -87,7 +87,7 @@ def _joined(parts: Iterable[Condition], kind: Any, other: Any) -> Condition:
     flat: dict[Condition, None] = {}
     for part in parts:
         flat.update(dict.fromkeys(part.parts if isinstance(part, kind) else (part,)))
-    if other() in flat or any(opposite(part) in flat for part in flat if isinstance(part, (Comparison, Flag))):
+    if other() in flat or any(opposite(part) in flat for part in flat if isinstance(part, (Comparison, BoolVector))):
         return other()  # type: ignore[no-any-return]
     return next(iter(flat)) if len(flat) == 1 else kind(tuple(flat))  # type: ignore[no-any-return]
 
@@ -97,8 +97,8 @@ def opposite(condition: Condition) -> Condition:
     match condition:
         case Comparison(column, sign, row):
             return Comparison(column, _OPPOSITE[sign], row)
-        case Flag(name, is_true):
-            return Flag(name, not is_true)
+        case BoolVector(name, is_true):
+            return BoolVector(name, not is_true)
         case All(parts):
             return some(*map(opposite, parts))
         case Some(parts):
@@ -110,7 +110,7 @@ def names_in(condition: Condition) -> tuple[str, ...]:
     match condition:
         case Comparison(column, _, row):
             return column, row
-        case Flag(name):
+        case BoolVector(name):
             return (name,)
         case All(parts) | Some(parts):
             return tuple(dict.fromkeys(name for part in parts for name in names_in(part)))
@@ -121,8 +121,8 @@ def renamed(condition: Condition, names: Mapping[str, str]) -> Condition:
     match condition:
         case Comparison(column, sign, row):
             return Comparison(names[column], sign, names[row])
-        case Flag(name, is_true):
-            return Flag(names[name], is_true)
+        case BoolVector(name, is_true):
+            return BoolVector(names[name], is_true)
         case All(parts):
             return every(*(renamed(part, names) for part in parts))
         case Some(parts):
@@ -135,7 +135,7 @@ def holds(condition: Condition, values: Mapping[str, Tensor]) -> Tensor | None:
         case Comparison(column, sign, row):
             found: Tensor = SIGNS[sign](values[column], values[row])
             return found
-        case Flag(name, is_true):
+        case BoolVector(name, is_true):
             return values[name] if is_true else ~values[name]
         case All(parts):
             both = [one for part in parts if (one := holds(part, values)) is not None]
@@ -193,7 +193,7 @@ class _Reader:
             if not name.startswith("c") or not self.tokens[1:2] or not self.tokens[1].startswith("r"):
                 self._fail()
             return Comparison(name, self.tokens.pop(0), self._name())
-        return Flag(name, is_true)
+        return BoolVector(name, is_true)
 
     def _name(self) -> str:
         if not self.tokens or self.tokens[0][0] not in "rc":

@@ -16,8 +16,8 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from autopar.machines.files import COLLECTIVES
-from autopar.machines.model import ALL, ANY, FRESH, MESSAGE, PRODUCTS, Curve, Device, Group, Link, Machine
-from autopar.machines.samples import LEAST, PRODUCT, SHARED, STREAM, UPDATE, Call, Sample, Transfer
+from autopar.machines.model import ALL, ANY, FRESH, MESSAGE, PRODUCTS, Curve, Device, Link, Machine, RankGroup
+from autopar.machines.samples import LEAST, PRODUCT, SHARED, STREAM, UPDATE, MeasuredCall, MeasuredTransfer, Sample
 
 TOLERANCE = 0.2
 APART = 3.9  # of sizes of transfers, which have one time each, where a call of a size has several shapes
@@ -27,7 +27,7 @@ MOST_SHARE = 2.0  # of what products reach
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class TimedPoint:
     """A measured time, fixed_us + ideal_us / share of the size."""
 
     size: float
@@ -41,13 +41,13 @@ class Point:
         return self.ideal_us / max(self.us - self.fixed_us, self.us / 100)
 
 
-def fit_curve(points: Sequence[Point], apart: float = 2.0, rises: bool = False) -> Curve:
+def fit_curve(points: Sequence[TimedPoint], apart: float = 2.0, rises: bool = False) -> Curve:
     """The shares, between 0 and 1, that give the times of the points. apart: the least factor between two sizes. rises:
     what is larger reaches no less; between neighbours the shapes that were measured differ more than their sizes do."""
     if not points:
         return ALL
     knots = _knots((point.size for point in points), apart)
-    sizes, fixed, ideal, us = (np.array([getattr(p, key) for p in points]) for key in Point.__slots__)
+    sizes, fixed, ideal, us = (np.array([getattr(p, key) for p in points]) for key in TimedPoint.__slots__)
     places = np.log(sizes)
 
     def shares_of(logs: np.ndarray) -> np.ndarray:
@@ -81,7 +81,7 @@ def _knots(sizes: Iterable[float], apart: float) -> list[float]:
     return found if size < 2 * found[-1] else [*found, size]
 
 
-def _near(points: Sequence[Point], size: float) -> float:
+def _near(points: Sequence[TimedPoint], size: float) -> float:
     """The geometric mean of the shares at a size."""
     logs = [math.log(min(1.0, max(LEAST_SHARE, point.share))) for point in points if point.size == size]
     return math.exp(sum(logs) / len(logs))
@@ -93,7 +93,7 @@ def _near(points: Sequence[Point], size: float) -> float:
 def fit_device(samples: Sequence[Sample], memory: float, main: str, is_host: bool = False) -> Device:
     """A device from the times of its calls. main: the dtype whose products give the curve. is_host: large results get
     new pages, so their times say nothing of the memory's bandwidth."""
-    calls = [(sample.item, sample.us) for sample in samples if isinstance(sample.item, Call)]
+    calls = [(sample.item, sample.us) for sample in samples if isinstance(sample.item, MeasuredCall)]
     products, streams = ([(call, us) for call, us in calls if call.kind == kind] for kind in (PRODUCT, STREAM))
     fresh = [(call, us) for call, us in streams if is_host and call.result >= FRESH]
     streams = [pair for pair in streams if pair not in fresh]
@@ -102,15 +102,15 @@ def fit_device(samples: Sequence[Sample], memory: float, main: str, is_host: boo
     bandwidth = _short(max(call.bytes_ / us * 1e6 for call, us in streams))
     device = Device(
         peaks, bandwidth, _short(memory), _short(min(us for call, us in calls if call.kind == LEAST)),
-        fit_curve([Point(each.flops, 0.0, each.flops / peaks[main] * 1e6, us)
+        fit_curve([TimedPoint(each.flops, 0.0, each.flops / peaks[main] * 1e6, us)
                    for each, us in products if each.dtype == main], rises=True),
-        fit_curve([Point(each.bytes_, 0.0, each.bytes_ / bandwidth * 1e6, us) for each, us in streams]),
+        fit_curve([TimedPoint(each.bytes_, 0.0, each.bytes_ / bandwidth * 1e6, us) for each, us in streams]),
     )  # fmt: skip
     shares: dict[str, Any] = {kind: _share(device, calls, kind) for kind in SHARED}
     return replace(device, fresh=_fresh(device, fresh), update=_update(device, calls), **shares)
 
 
-def _fresh(device: Device, calls: Iterable[tuple[Call, float]]) -> float:
+def _fresh(device: Device, calls: Iterable[tuple[MeasuredCall, float]]) -> float:
     """Bytes a second of new pages: by what large results take longer than their bytes do."""
     machine = _on(device, Link(1.0, 0.0, 0.0))
     more = [(call.result, us - machine.memory_us(call.bytes_)) for call, us in calls]
@@ -118,19 +118,19 @@ def _fresh(device: Device, calls: Iterable[tuple[Call, float]]) -> float:
     return _short(_mean(speeds)) if speeds else math.inf
 
 
-def _update(device: Device, calls: Iterable[tuple[Call, float]]) -> float | None:
+def _update(device: Device, calls: Iterable[tuple[MeasuredCall, float]]) -> float | None:
     """The share of the bandwidth that an optimizer reaches."""
     speeds = [call.bytes_ / us * 1e6 for call, us in calls if call.kind == UPDATE]
     return _short(_mean(speeds) / device.bandwidth) if speeds else None
 
 
-def _dtypes(products: Iterable[tuple[Call, float]]) -> list[str]:
+def _dtypes(products: Iterable[tuple[MeasuredCall, float]]) -> list[str]:
     """In the order of a file."""
     seen = {call.dtype for call, _ in products}
     return [dtype for dtype in PRODUCTS if dtype in seen]
 
 
-def _share(device: Device, calls: Iterable[tuple[Call, float]], kind: str) -> float:
+def _share(device: Device, calls: Iterable[tuple[MeasuredCall, float]], kind: str) -> float:
     """The share of what a product of as many FLOPs reaches, or a memory-bound call of as many bytes."""
     machine = _on(replace(device, least_us=0.0), Link(1.0, 0.0, 0.0))
     alike = [(call, us) for call, us in calls if call.kind == kind]
@@ -146,13 +146,15 @@ def _mean(values: Iterable[float]) -> float:
 # -- a link ---------------------------------------------------------------------------------------------------------
 
 
-def fit_link(samples: Sequence[Sample], group: Group) -> Link:
+def fit_link(samples: Sequence[Sample], group: RankGroup) -> Link:
     """One level of a network from the times of the transfers of a group on it.
 
     The start is the least latency of all kinds, and the hop what the other collectives of a ring need more. Whatever a
     kind needs beyond them at small sizes is in its curve.
     """
-    pairs = [(each.item, each.us) for each in samples if isinstance(each.item, Transfer) and each.item.group == group]
+    pairs = [
+        (each.item, each.us) for each in samples if isinstance(each.item, MeasuredTransfer) and each.item.group == group
+    ]
     first = _least(pairs)
     start = min(first.values())
     ring = [us for kind, us in first.items() if kind not in ("all_reduce", MESSAGE)]
@@ -165,18 +167,18 @@ def fit_link(samples: Sequence[Sample], group: Group) -> Link:
     return replace(link, reached={ANY: others} | curves)
 
 
-def _least(pairs: Sequence[tuple[Transfer, float]]) -> dict[str, float]:
+def _least(pairs: Sequence[tuple[MeasuredTransfer, float]]) -> dict[str, float]:
     """By kind, of any size: what is larger takes no less."""
     kinds = {transfer.kind for transfer, _ in pairs}
     return {each: min(us for transfer, us in pairs if transfer.kind == each) for each in kinds}
 
 
-def _points(link: Link, pairs: Sequence[tuple[Transfer, float]]) -> list[Point]:
+def _points(link: Link, pairs: Sequence[tuple[MeasuredTransfer, float]]) -> list[TimedPoint]:
     machine = _on(Device({}, 1.0, 1.0, 0.0), replace(link, reached={ANY: ALL}))
-    return [Point(transfer.bytes_, *transfer.parts_on(machine), us) for transfer, us in pairs]
+    return [TimedPoint(transfer.bytes_, *transfer.parts_on(machine), us) for transfer, us in pairs]
 
 
-def _speeds(link: Link, pairs: Sequence[tuple[Transfer, float]]) -> list[float]:
+def _speeds(link: Link, pairs: Sequence[tuple[MeasuredTransfer, float]]) -> list[float]:
     """Bytes a second that a rank sends, where these take at least half of the time."""
     points = _points(link, pairs)
     clear = [point for point in points if point.us > 2 * point.fixed_us] or points

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-from autopar.machines.samples import Item, Sample, Transfer
+from autopar.machines.samples import Item, MeasuredTransfer, Sample
 
 ROUNDS = 2
 BATCH_US = 20e3  # of calls between two looks at the clock
@@ -30,7 +30,7 @@ TOO_LONG = 0.1  # of the time that is left: an item that needs more is left out
 Run = Callable[[int], float]  # so many calls; the microseconds of one
 
 
-class Runner(Protocol):
+class Meter(Protocol):
     """Runs what is measured."""
 
     def ready(self, item: Item) -> Run:
@@ -66,7 +66,7 @@ class Alone:
 
 def measure(
     items: Sequence[Item],
-    runner: Runner,
+    runner: Meter,
     ranks: Ranks,
     seconds: float,
     told: Callable[[int, int, Item], None] = lambda done, total, item: None,
@@ -96,7 +96,9 @@ def measure(
 def _counts(item: Item, times: Sequence[float]) -> float:
     """Of the means of batches."""
     median = statistics.median_low(times)
-    return statistics.fmean(us for us in times if us <= BURST * median) if isinstance(item, Transfer) else median
+    return (
+        statistics.fmean(us for us in times if us <= BURST * median) if isinstance(item, MeasuredTransfer) else median
+    )
 
 
 def _queue(
@@ -116,7 +118,7 @@ def _foreseen_us(item: Item, smaller: Sequence[tuple[float, float]]) -> float:
     return most + max(0.0, most - us) / (last - size) * (item.size - last)
 
 
-def _times(item: Item, runner: Runner, ranks: Ranks, end: float, now: Callable[[], float]) -> list[float]:
+def _times(item: Item, runner: Meter, ranks: Ranks, end: float, now: Callable[[], float]) -> list[float]:
     """The mean of each batch."""
     run = runner.ready(item)
     run(1)  # the first use finds kernels, memory and connections
@@ -124,7 +126,7 @@ def _times(item: Item, runner: Runner, ranks: Ranks, end: float, now: Callable[[
     left_us = ranks.largest((end - now()) * 1e6)
     calls = int(min(MOST_CALLS, max(1.0, min(BATCH_US, left_us / LEAST_BATCHES) / once)))
     batches = int(min(MOST_BATCHES, max(LEAST_BATCHES, left_us / once / calls)))
-    together = ranks.mean if isinstance(item, Transfer) else ranks.largest
+    together = ranks.mean if isinstance(item, MeasuredTransfer) else ranks.largest
     return [together(run(calls)) for _ in range(batches)]
 
 

@@ -11,8 +11,8 @@ import torch
 
 from autopar.machines.files import named
 from autopar.machines.fit import fit_device, fit_link
-from autopar.machines.measure_calls import Ranks, Runner, measure
-from autopar.machines.model import PRODUCTS, Group, Machine
+from autopar.machines.measure_calls import Meter, Ranks, measure
+from autopar.machines.model import PRODUCTS, Machine, RankGroup
 from autopar.machines.samples import Item, Sample
 from autopar.machines.workload import attentions, convolutions, least, norms, products, streams, transfers, updates
 
@@ -50,7 +50,7 @@ SIZES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class MeasuredMachine:
     """A measured machine, what was measured, and what of it is not its own."""
 
     machine: Machine
@@ -58,7 +58,7 @@ class Found:
     remarks: tuple[str, ...]
 
 
-def items_of(device: torch.device, groups: Sequence[Group]) -> list[Item]:
+def items_of(device: torch.device, groups: Sequence[RankGroup]) -> list[Item]:
     """What is measured on a device that its processes share like this."""
     sizes = SIZES[device.type]
     calls: list[Item] = [least(sizes.main), *products(sizes.main, sizes.products)]
@@ -92,12 +92,12 @@ def _dtypes(device: torch.device) -> tuple[str, ...]:
 def measure_machine(
     name: str,
     device: torch.device,
-    groups: Sequence[Group],
-    runner: Runner,
+    groups: Sequence[RankGroup],
+    runner: Meter,
     ranks: Ranks,
     seconds: float,
     told: Callable[[int, int, Item], None],
-) -> Found:
+) -> MeasuredMachine:
     """The machine that these ranks run on. groups: of the ranks of a node, and of ranks of different nodes, if any."""
     ranks.mean(0.0)  # all begin at once
     launch_us = ranks.mean(runner.launch_us())
@@ -119,7 +119,7 @@ def measure_machine(
         remarks.append(f"communicating is not measured: {fitted.communicating}, as on h100-80g.")
     inside, between = levels
     machine = Machine(name, fitted, inside, between, count, launch_us, device.type == "cpu")
-    return Found(machine, tuple(samples), tuple(remarks))
+    return MeasuredMachine(machine, tuple(samples), tuple(remarks))
 
 
 _SAME = {

@@ -109,7 +109,7 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class RankGroup:
     """The ranks of a collective. inside: how many of them lie in one node."""
 
     size: int
@@ -196,7 +196,7 @@ class Machine:
 
     # -- between ranks ----------------------------------------------------------------------------------------------
 
-    def collective_us(self, kind: str, bytes_: float, group: Group) -> float:
+    def collective_us(self, kind: str, bytes_: float, group: RankGroup) -> float:
         """The time of a collective ("all_reduce") on a value of `bytes_`, as it is whole, on all ranks of a group."""
         if group.size == 1:
             return 0.0
@@ -206,35 +206,35 @@ class Machine:
             sent /= group.size
         return self._latency_us(group, rounds) + sent / self._speed(kind, bytes_, group) * 1e6
 
-    def start_us(self, kind: str, group: Group) -> float:
+    def start_us(self, kind: str, group: RankGroup) -> float:
         """The time of a collective that moves nothing: rings and trees pass it on from rank to rank."""
         return self._latency_us(group, 2 if kind == "all_reduce" else 1) if group.size > 1 else 0.0
 
-    def half_bytes(self, kind: str, group: Group) -> float:
+    def half_bytes(self, kind: str, group: RankGroup) -> float:
         """The bytes that a collective moves, at the full speed of its links, in the time of its start."""
         return self.start_us(kind, group) * self._speed(kind, LARGE, group) / 1e6
 
-    def message_us(self, bytes_: float, group: Group) -> float:
+    def message_us(self, bytes_: float, group: RankGroup) -> float:
         """The time of a message from one rank of a group to the next."""
         link = self._link(group)
         return link.start_us + bytes_ / link.speed(MESSAGE, bytes_) * 1e6
 
-    def message_line(self, group: Group) -> tuple[float, float]:
+    def message_line(self, group: RankGroup) -> tuple[float, float]:
         """(us to start one, bytes a us) of large messages from one rank of a group to the next, whatever their size."""
         link = self._link(group)
         return link.start_us, link.speed(MESSAGE, LARGE) / 1e6
 
-    def _link(self, group: Group) -> Link:
+    def _link(self, group: RankGroup) -> Link:
         return self.inside if group.nodes == 1 else self.between
 
-    def _speed(self, kind: str, bytes_: float, group: Group) -> float:
+    def _speed(self, kind: str, bytes_: float, group: RankGroup) -> float:
         inside = self.inside.speed(kind, bytes_)
         if group.nodes == 1:
             return inside
         between = group.inside * self.between.speed(kind, bytes_)
         return min(inside, between) if group.inside > 1 else between
 
-    def _latency_us(self, group: Group, rounds: int) -> float:
+    def _latency_us(self, group: RankGroup, rounds: int) -> float:
         """A ring has a step for each rank but one. An all-reduce may go up and down a tree instead."""
         inside, between = self.inside, self.between
         within = rounds * group.nodes * (group.inside - 1) * inside.hop_us

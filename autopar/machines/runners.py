@@ -19,17 +19,17 @@ import torch
 
 from autopar.machines.measure_calls import Run
 from autopar.machines.model import MESSAGE
-from autopar.machines.samples import Call, Item, Transfer
+from autopar.machines.samples import Item, MeasuredCall, MeasuredTransfer
 from autopar.machines.workload import products
 
-Transferred = Callable[[Transfer], Callable[[], object]]  # a transfer to the call that does it
+Transferred = Callable[[MeasuredTransfer], Callable[[], object]]  # a transfer to the call that does it
 IN_GRAPH = 20  # calls of a CUDA graph
 SETS, CACHES = 8, 64 * 2**20  # of operands; bytes that caches hold
 WORK, TIMES = 512, 4  # of the square products before a collective, and how many; before a small call it is one
 BATCHES, LAUNCHES = 10, 20  # of small calls, and how many each has
 
 
-def _in_turns(item: Call, device: torch.device) -> Callable[[], object]:
+def _in_turns(item: MeasuredCall, device: torch.device) -> Callable[[], object]:
     """The call on one set of operands after the other."""
     calls = [item.make(device) for _ in range(max(1, min(SETS, math.ceil(CACHES / item.bytes_))))]
     results: list[object] = [None] * len(calls)
@@ -50,7 +50,7 @@ class HostRunner:
     transfer: Transferred
 
     def ready(self, item: Item) -> Run:
-        if isinstance(item, Call):
+        if isinstance(item, MeasuredCall):
             call = _in_turns(item, self.device)
             return lambda times: _host_us(call, times)
         move = self.transfer(item)
@@ -80,7 +80,7 @@ class CudaRunner:
     transfer: Transferred
 
     def ready(self, item: Item) -> Run:
-        if isinstance(item, Transfer):
+        if isinstance(item, MeasuredTransfer):
             call = self.transfer(item)
             return lambda times: _device_us(call, times)
         return _Recorded(item, self.device)
@@ -98,7 +98,7 @@ class CudaRunner:
 class _Recorded:
     """A call in a CUDA graph, made at its first use by many."""
 
-    def __init__(self, item: Call, device: torch.device) -> None:
+    def __init__(self, item: MeasuredCall, device: torch.device) -> None:
         self._item, self._call = item, _in_turns(item, device)
         self._graph: torch.cuda.CUDAGraph | None = None
 

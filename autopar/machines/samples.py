@@ -6,14 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autopar.machines.model import ATTENTION, CONVOLUTION, MESSAGE, NORM, Group, Machine
+from autopar.machines.model import ATTENTION, CONVOLUTION, MESSAGE, NORM, Machine, RankGroup
 
 PRODUCT, STREAM, UPDATE, LEAST = "product", "stream", "update", "least"
 SHARED = (ATTENTION, CONVOLUTION, NORM)  # kinds that reach a share of what products do, or memory-bound calls
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class MeasuredCall:
     """A call on one device. kind: PRODUCT, ATTENTION, CONVOLUTION, STREAM, NORM (its gradient), UPDATE (an
     optimizer's), or LEAST: the smallest there is. name: what is called. bytes_: read and written. make: the call, with
     its operands on a device. result: bytes of what it gives."""
@@ -44,12 +44,12 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class MeasuredTransfer:
     """A collective or a message on a value of `bytes_`, as it is whole."""
 
     kind: str
     bytes_: float
-    group: Group
+    group: RankGroup
 
     name = ""
     dtype = ""
@@ -73,7 +73,7 @@ class Transfer:
         return fixed, self.us_on(machine) - fixed
 
 
-Item = Call | Transfer
+Item = MeasuredCall | MeasuredTransfer
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from autopar.machines.files import COLLECTIVES
-from autopar.machines.model import ADAMW, ATTENTION, CONVOLUTION, MESSAGE, NORM, Group
-from autopar.machines.samples import LEAST, PRODUCT, STREAM, UPDATE, Call, Transfer
+from autopar.machines.model import ADAMW, ATTENTION, CONVOLUTION, MESSAGE, NORM, RankGroup
+from autopar.machines.samples import LEAST, PRODUCT, STREAM, UPDATE, MeasuredCall, MeasuredTransfer
 
 KINDS = (*COLLECTIVES, MESSAGE)
 LONG_SUMS = "long sums"
@@ -41,12 +41,12 @@ def dtype_of(name: str) -> torch.dtype:
     return found
 
 
-def products(dtype: str, sizes: Iterable[int]) -> list[Call]:
+def products(dtype: str, sizes: Iterable[int]) -> list[MeasuredCall]:
     """The products of n x n x n, and others of as many FLOPs."""
     return [_product(name, n, dtype) for n in sizes for name in SHAPES]
 
 
-def _product(name: str, n: int, dtype: str) -> Call:
+def _product(name: str, n: int, dtype: str) -> MeasuredCall:
     batch, rows, inner, columns = SHAPES[name](n)
     bytes_ = batch * (rows * inner + inner * columns + rows * columns) * dtype_of(dtype).itemsize
 
@@ -59,15 +59,15 @@ def _product(name: str, n: int, dtype: str) -> Call:
         a = values(device, dtype, *lead, rows, inner)
         return lambda: torch.matmul(a, b)
 
-    return Call(PRODUCT, f"{name} {n}", 2.0 * n**3, bytes_, dtype, make)
+    return MeasuredCall(PRODUCT, f"{name} {n}", 2.0 * n**3, bytes_, dtype, make)
 
 
-def attentions(dtype: str, sizes: Iterable[int], heads: int) -> list[Call]:
+def attentions(dtype: str, sizes: Iterable[int], heads: int) -> list[MeasuredCall]:
     """Fused attention, forward and backward, of some lengths of a sequence."""
     return [_attention(n, dtype, heads) for n in sizes]
 
 
-def _attention(n: int, dtype: str, heads: int) -> Call:
+def _attention(n: int, dtype: str, heads: int) -> MeasuredCall:
     def make(device: torch.device) -> Callable[[], object]:
         q, k, v, grad = (values(device, dtype, 1, heads, n, HEAD) for _ in range(4))
         inputs = tuple(x.requires_grad_() for x in (q, k, v))
@@ -80,15 +80,17 @@ def _attention(n: int, dtype: str, heads: int) -> Call:
         return both
 
     flops = 14.0 * heads * n * n * HEAD  # 2 products forward, 5 backward, as the rules count
-    return Call(ATTENTION, f"attention {n}", flops, 12.0 * heads * n * HEAD * dtype_of(dtype).itemsize, dtype, make)
+    return MeasuredCall(
+        ATTENTION, f"attention {n}", flops, 12.0 * heads * n * HEAD * dtype_of(dtype).itemsize, dtype, make
+    )
 
 
-def convolutions(dtype: str, channels: Iterable[int]) -> list[Call]:
+def convolutions(dtype: str, channels: Iterable[int]) -> list[MeasuredCall]:
     """Convolutions of images, forward and backward, of some numbers of channels."""
     return [_convolution(n, dtype) for n in channels]
 
 
-def _convolution(n: int, dtype: str) -> Call:
+def _convolution(n: int, dtype: str) -> MeasuredCall:
     def make(device: torch.device) -> Callable[[], object]:
         x, grad = (values(device, dtype, IMAGES, n, SIDE, SIDE) for _ in range(2))
         inputs = x.requires_grad_(), values(device, dtype, n, n, KERNEL, KERNEL).requires_grad_()
@@ -102,7 +104,7 @@ def _convolution(n: int, dtype: str) -> Call:
 
     image, weight = IMAGES * n * SIDE**2, n * n * KERNEL**2
     flops = 3 * 2.0 * image * n * KERNEL**2  # a product forward, 2 backward
-    return Call(
+    return MeasuredCall(
         CONVOLUTION, f"convolution {n}", flops, (6.0 * image + 3 * weight) * dtype_of(dtype).itemsize, dtype, make
     )
 
@@ -119,12 +121,12 @@ STREAMS: dict[str, tuple[int, Callable[[torch.Tensor, torch.Tensor], object]]] =
 }
 
 
-def streams(dtype: str, sizes: Iterable[int]) -> list[Call]:
+def streams(dtype: str, sizes: Iterable[int]) -> list[MeasuredCall]:
     """Memory-bound calls by the bytes that they read and write."""
     return [_stream(name, size, dtype) for size in sizes for name in STREAMS]
 
 
-def _stream(name: str, size: int, dtype: str) -> Call:
+def _stream(name: str, size: int, dtype: str) -> MeasuredCall:
     times, call = STREAMS[name]
     rows = max(1, size // (times * dtype_of(dtype).itemsize * WIDTH))
 
@@ -134,15 +136,15 @@ def _stream(name: str, size: int, dtype: str) -> Call:
         return lambda: call(x, y)
 
     one = float(rows * WIDTH * dtype_of(dtype).itemsize)
-    return Call(STREAM, name, 0.0, times * one, dtype, make, one if times > 1 else 0.0)
+    return MeasuredCall(STREAM, name, 0.0, times * one, dtype, make, one if times > 1 else 0.0)
 
 
-def norms(dtype: str, sizes: Iterable[int]) -> list[Call]:
+def norms(dtype: str, sizes: Iterable[int]) -> list[MeasuredCall]:
     """Gradients of LayerNorm, by the bytes that they read and write."""
     return [_norm(size, dtype) for size in sizes]
 
 
-def _norm(size: int, dtype: str) -> Call:
+def _norm(size: int, dtype: str) -> MeasuredCall:
     rows = max(1, size // (3 * dtype_of(dtype).itemsize * WIDTH))
     aten = torch.ops.aten
 
@@ -154,33 +156,33 @@ def _norm(size: int, dtype: str) -> Call:
         return lambda: aten.native_layer_norm_backward.default(*operands, [True, True, True])
 
     bytes_ = 3.0 * rows * WIDTH * dtype_of(dtype).itemsize
-    return Call(NORM, "layer_norm", 0.0, bytes_, dtype, make, bytes_ / 3)
+    return MeasuredCall(NORM, "layer_norm", 0.0, bytes_, dtype, make, bytes_ / 3)
 
 
-def updates(dtype: str, sizes: Iterable[int]) -> list[Call]:
+def updates(dtype: str, sizes: Iterable[int]) -> list[MeasuredCall]:
     """Steps of a fused AdamW on one weight, by the bytes of that."""
     return [_update(size, dtype) for size in sizes]
 
 
-def _update(size: int, dtype: str) -> Call:
+def _update(size: int, dtype: str) -> MeasuredCall:
     def make(device: torch.device) -> Callable[[], object]:
         weight = torch.nn.Parameter(values(device, dtype, size // dtype_of(dtype).itemsize))
         weight.grad = torch.full_like(weight, 1e-3)
         return torch.optim.AdamW([weight], fused=True).step
 
-    return Call(UPDATE, "adamw", 0.0, float(ADAMW * size), dtype, make)
+    return MeasuredCall(UPDATE, "adamw", 0.0, float(ADAMW * size), dtype, make)
 
 
-def least(dtype: str) -> Call:
+def least(dtype: str) -> MeasuredCall:
     """A call on one number."""
 
     def make(device: torch.device) -> Callable[[], object]:
         x, add = values(device, dtype, 1), torch.ops.aten.add.Tensor
         return lambda: add(x, x)
 
-    return Call(LEAST, "add", 0.0, 3.0 * dtype_of(dtype).itemsize, dtype, make)
+    return MeasuredCall(LEAST, "add", 0.0, 3.0 * dtype_of(dtype).itemsize, dtype, make)
 
 
-def transfers(groups: Iterable[Group], sizes: Iterable[int]) -> list[Transfer]:
+def transfers(groups: Iterable[RankGroup], sizes: Iterable[int]) -> list[MeasuredTransfer]:
     """Each collective, and a message, by the bytes of its value."""
-    return [Transfer(kind, float(size), group) for group in groups for size in sizes for kind in KINDS]
+    return [MeasuredTransfer(kind, float(size), group) for group in groups for size in sizes for kind in KINDS]

@@ -19,7 +19,7 @@ from autopar.parallel.auto import Auto
 from autopar.parallel.gathered import gathered
 from autopar.parallel.programs.execution import Running
 from autopar.parallel.programs.programs import Programs
-from autopar.parallel.session.joining import Asked
+from autopar.parallel.session.joining import Requested
 from autopar.parallel.session.loss_scale import LossScale
 from autopar.parallel.session.random_state import RandomState
 from autopar.parallel.session.session import open_session
@@ -42,7 +42,7 @@ class ParallelModule(Likeness):
     special methods (docs/module.md). `original` is the user's module itself, `gathered()` makes it plain for a while.
     """
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: Requested) -> None:
         super().__init__(asked.model)
         self._session = open_session(asked)
         self._auto = Auto(self._session, asked.machine) if asked.is_auto else None

@@ -19,13 +19,13 @@ from autopar.planning.shallow.held_bytes import MOMENTS
 from autopar.planning.space.candidates import Candidate
 from autopar.planning.space.micro import HIGH
 from autopar.planning.space.split import Split
-from autopar.planning.stage_bound import Layer, apart, least_again, most_layers, stored_apart
+from autopar.planning.stage_bound import LayerCost, apart, least_again, most_layers, stored_apart
 
 LEAST_FORWARD = 0.25  # of a micro-batch's time: backward products are twice the forward ones, and attention's 2.5
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class LeastWork:
     """What every plan has to do. flops: of the products of a step, as the model asks for them; least: without what the
     mask of causal attention hides. parameters, frozen: bytes of all, and of those that are not trained. dtype: of most
     products."""
@@ -40,7 +40,7 @@ class Work:
 class Bounds:
     """What no plan falls below. equal: layers of the model that are equal."""
 
-    def __init__(self, layers: Layers, work: Work, machine: Machine, equal: int) -> None:
+    def __init__(self, layers: Layers, work: LeastWork, machine: Machine, equal: int) -> None:
         self.layers, self.work, self.machine, self.equal = layers, work, machine, equal
         self.rising = machine.rising()
         device, flops = machine.device, machine.device.flops
@@ -117,9 +117,9 @@ class Bounds:
 
     def _least_again(
         self, candidate: Candidate, costs: Mapping[str, Cost], less: str, more: str
-    ) -> tuple[Layer, float]:  # fmt: skip
+    ) -> tuple[LayerCost, float]:  # fmt: skip
         """How many layers compute more again at least in a plan that takes less than `slowest`."""
-        layer = Layer.of(candidate, costs[less], *self._changes(candidate, costs, less, more))
+        layer = LayerCost.of(candidate, costs[less], *self._changes(candidate, costs, less, more))
         if math.isinf(self.limit):
             return layer, 0.0
         most, cut = self.slowest / candidate.microbatches, self._apart(candidate, less, more)
@@ -287,7 +287,7 @@ class Bounds:
             one.shards, limit,
         )  # fmt: skip
         if key not in self._most:
-            layer = Layer.of(candidate, self.layers.cost(near, one.rows, policy), 0.0, 0.0)
+            layer = LayerCost.of(candidate, self.layers.cost(near, one.rows, policy), 0.0, 0.0)
             mesh = Mesh(candidate.axes)
             cut = self.layers.kept(
                 ("stored apart", near, policy), lambda: stored_apart(self.layers.sections(near, policy, mesh).layer)
@@ -298,7 +298,7 @@ class Bounds:
     def _is_larger_in_part(self, candidate: Candidate, limit: float) -> bool:
         """True if no mix of policies is small enough, wherever its cuts lie: "full" keeps least."""
         costs = self._costs(candidate)
-        layer = Layer.of(candidate, costs["none"], *self._changes(candidate, costs, "none", "full"))
+        layer = LayerCost.of(candidate, costs["none"], *self._changes(candidate, costs, "none", "full"))
         cut = self._apart(candidate, "none", "full")
         return math.isinf(least_again(candidate, layer, self.equal, cut, limit, math.inf))
 

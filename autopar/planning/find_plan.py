@@ -13,7 +13,7 @@ from operator import attrgetter
 
 from autopar.errors import AutoparError, first_sentence
 from autopar.machines import Machine
-from autopar.planning.bounds import Bounds, Work
+from autopar.planning.bounds import Bounds, LeastWork
 from autopar.planning.layer_budget import improved, with_fewest
 from autopar.planning.price.layers import Layers
 from autopar.planning.price.pipelined import least_us
@@ -37,7 +37,7 @@ FITS = 0.92  # of a device's memory: the rest is the allocator's, the libraries'
 
 
 @dataclass(slots=True)
-class Found:
+class FoundPlans:
     """best: plans that fit, the fastest first (`_one_of_each`). least: the one that takes least memory. tried: all
     whose whole time is known. counts: of candidates, by what became of them: "simulated", "larger than the memory",
     "slower by a bound", "larger by a bound", SAME, or the first sentence of what refused them. refined: pipelines
@@ -58,9 +58,9 @@ class Found:
 
 
 def search(
-    space: Space, layers: Layers, work: Work, machine: Machine, limit: float, top: int,
+    space: Space, layers: Layers, work: LeastWork, machine: Machine, limit: float, top: int,
     equal: int, tell: Callable[[int, int], None] = lambda done, all_: None,
-) -> Found:  # fmt: skip
+) -> FoundPlans:  # fmt: skip
     """The `top` fastest plans of a space whose memory is at most `limit` bytes. equal: layers of the model that are
     equal.
 
@@ -75,7 +75,7 @@ def search(
     def plans(alike: Alike, done: int) -> int:
         return len(alike) * (1 + len(space.parts(alike[0])) * (done < SHARED))
 
-    found, bounds = Found(), Bounds(layers, work, machine, equal)
+    found, bounds = FoundPlans(), Bounds(layers, work, machine, equal)
     bounds.limit = limit
     memories, last = bounds.memories, len(bounds.steps) - 1
     known = [tuple(alike) for _, alike in groupby(space.drawn(), ALIKE[0])]
@@ -128,7 +128,7 @@ def search(
     return found
 
 
-def _refine(found: Found, space: Space, layers: Layers, machine: Machine, limit: float, top: int) -> None:
+def _refine(found: FoundPlans, space: Space, layers: Layers, machine: Machine, limit: float, top: int) -> None:
     """Of the fastest pipelines that compute all layers again, let as few do so as fit; and where a plan was found
     before it was known how fast others are, look again for the best layers."""
     found.best = _one_of_each(improved(made, layers, machine, limit) for made in found.best)
@@ -161,7 +161,7 @@ def _parts(alike: Alike, step: int) -> Iterator[Alike]:
 
 
 def _try(
-    candidate: Candidate, found: Found, layers: Layers, machine: Machine, limit: float, top: int, equal: int,
+    candidate: Candidate, found: FoundPlans, layers: Layers, machine: Machine, limit: float, top: int, equal: int,
     slowest: float,
 ) -> None:  # fmt: skip
     decided = with_fewest(candidate, layers, machine, limit, slowest, is_last=False)
@@ -194,6 +194,6 @@ def _places(candidate: Candidate) -> list[int]:
     return [ORDER.index(axis) for axis, _ in candidate.axes]
 
 
-def _keep_least(found: Found, made: Prediction) -> None:
+def _keep_least(found: FoundPlans, made: Prediction) -> None:
     if found.least is None or made.memory < found.least.memory:
         found.least = made

@@ -9,7 +9,7 @@ from typing import Any
 from autopar.errors import AutoparError, PlanError
 from autopar.ir.mesh import CONTEXT, CONTEXT_AXES, ULYSSES
 from autopar.ir.ops.measure import human
-from autopar.planning.find_plan import Found, search
+from autopar.planning.find_plan import FoundPlans, search
 from autopar.planning.planner import Asked, Planned, Tell, is_divided, planned, space_of
 from autopar.planning.price.layers import Layers
 from autopar.planning.price.predict import Prediction
@@ -23,7 +23,7 @@ MOST = 12  # plans of a frontier
 SAME = 0.001  # of a step: not worth a reason
 
 
-def best_with(found: Planned, changes: Mapping[str, Any], limit: float | None = None) -> Found:
+def best_with(found: Planned, changes: Mapping[str, Any], limit: float | None = None) -> FoundPlans:
     """The fastest plan of those with some fields decided; `best` is empty where none fits in `limit` bytes."""
     asked = replace(found.asked, fixed={**found.asked.fixed, **changes})
     space = space_of(asked, found.model)
@@ -105,7 +105,7 @@ def _odd(gpus: int) -> Iterator[int]:
     return (size for size in (3, 6) if gpus % size == 0)
 
 
-def _reason(best: Prediction, other: Found, found: Planned) -> str:
+def _reason(best: Prediction, other: FoundPlans, found: Planned) -> str:
     if not other.best:
         return _refused(other, found)
     made = other.best[0]
@@ -116,7 +116,7 @@ def _reason(best: Prediction, other: Found, found: Planned) -> str:
     return f"+{more:.1%} ({made.candidate}), {name} +{time_text(us)}{_why(name, made.candidate, found)}"
 
 
-def _refused(other: Found, found: Planned) -> str:
+def _refused(other: FoundPlans, found: Planned) -> str:
     asked = found.asked
     if other.least is not None and other.least.memory > asked.limit:
         return f"{human(other.least.memory)} > {human(asked.limit)} at least ({other.least.candidate})"
@@ -154,7 +154,7 @@ def _why(name: str, candidate: Candidate, found: Planned) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
+class BestPlan:
     """The best plan for what is asked; or why there is none."""
 
     asked: Asked
@@ -171,19 +171,19 @@ def with_batches(asked: Asked, layers: Layers, rows: Sequence[int], is_range: bo
     return [each for each in found if is_divided(each, layers)] or found[:1]
 
 
-def scales(layers: Layers, asked: Sequence[Asked], tell: Tell = lambda done, all_: None) -> list[Scale]:
+def scales(layers: Layers, asked: Sequence[Asked], tell: Tell = lambda done, all_: None) -> list[BestPlan]:
     """The best plan for each of what is asked: numbers of devices, or batches."""
     made = []
     for i, each in enumerate(asked):
         tell(i, len(asked))
         try:
-            made.append(Scale(each, planned(layers, replace(each, top=1))))
+            made.append(BestPlan(each, planned(layers, replace(each, top=1))))
         except AutoparError as error:
-            made.append(Scale(each, None, str(error).splitlines()[0]))
+            made.append(BestPlan(each, None, str(error).splitlines()[0]))
     return made
 
 
-def fastest(made: Sequence[Scale]) -> Asked:
+def fastest(made: Sequence[BestPlan]) -> Asked:
     """Of what was asked, that with the most tokens a second. Raises PlanError where there is no plan for any."""
     rates = {scale.asked.batch: scale.found.rate for scale in made if scale.found is not None}
     if not rates:

@@ -13,8 +13,8 @@ from autopar.ir.ops.measure import human
 from autopar.ir.program import Program, record
 from autopar.job import Job
 from autopar.machines import Machine
-from autopar.planning.bounds import Work
-from autopar.planning.find_plan import FITS, SAME, Found, search
+from autopar.planning.bounds import LeastWork
+from autopar.planning.find_plan import FITS, SAME, FoundPlans, search
 from autopar.planning.jobs import layers_of
 from autopar.planning.price.layers import Layers
 from autopar.planning.price.step_time import tokens_of
@@ -48,9 +48,9 @@ class Planned:
     """found: the plans. tokens: of a step. programs: that costs are read off."""
 
     asked: Asked
-    found: Found
+    found: FoundPlans
     tokens: int
-    work: Work
+    work: LeastWork
     model: Model
     programs: Layers
 
@@ -129,13 +129,13 @@ def _no_context(layers: Layers, asked: Asked) -> str:
     return f"of {size} ranks each would compute {part:.0%} of the products" if part > (1 + fair) / 2 else ""
 
 
-def _work(whole: Program, layers: Layers, asked: Asked) -> Work:
+def _work(whole: Program, layers: Layers, asked: Asked) -> LeastWork:
     """The products of a step, and the bytes of its parameters."""
     flops, least, dtype = layers.products()
     bytes_ = {entry.name: record(node).type.bytes_ for node, entry in whole.parameters()}
     trained = sum(bytes_[out.name] for out in whole.outputs if out.kind == "gradient")
     parameters = sum(bytes_.values())
-    return Work(flops * asked.batch, least * asked.batch, parameters, dtype, parameters - trained)
+    return LeastWork(flops * asked.batch, least * asked.batch, parameters, dtype, parameters - trained)
 
 
 def _none_divides(asked: Asked, model: Model) -> PlanError:
@@ -180,7 +180,7 @@ def _rows_text(asked: Asked) -> str:
     return ""
 
 
-def _none_fits(asked: Asked, found: Found, model: Model) -> PlanError:
+def _none_fits(asked: Asked, found: FoundPlans, model: Model) -> PlanError:
     if found.counts[SAME]:  # of what is fixed: else they were there without recomputation
         return PlanError(
             f"no plan for {asked.gpus} devices with {fixed_text(asked.fixed)}: {found.counts[SAME]} fit in "
@@ -199,7 +199,7 @@ def _none_fits(asked: Asked, found: Found, model: Model) -> PlanError:
     )
 
 
-def _freed(asked: Asked, found: Found) -> str:
+def _freed(asked: Asked, found: FoundPlans) -> str:
     """What is fixed and takes memory."""
     recompute, reshard = asked.fixed.get("recompute", "full"), asked.fixed.get(RESHARD, True)
     text = f" recompute={recompute} is fixed: full keeps less." if recompute not in ("full", LAYERS) else ""

@@ -18,7 +18,7 @@ from autopar.planning.space.deal import Section
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class LayerCost:
     """What a layer takes on a rank: us of a micro-batch, bytes that a micro-batch under way keeps of it, and what both
     become if it computes more again (longer, less). held: bytes that are stored; summed: of its gradients."""
 
@@ -30,7 +30,7 @@ class Layer:
     summed: float
 
     @classmethod
-    def of(cls, candidate: Candidate, less: Cost, longer: float, saving: float) -> Layer:
+    def of(cls, candidate: Candidate, less: Cost, longer: float, saving: float) -> LayerCost:
         """less: of the policy of most layers. What is stored is that of `rank_bytes`, at least."""
         frozen, shards = less.frozen.each, candidate.shards
         held = (less.parameters.each - frozen + less.states.each) / shards + frozen / candidate.frozen_shards
@@ -42,7 +42,9 @@ class Layer:
         return cls(less.forward.each + less.backward.each, max(0.0, longer), less.saved.each, saving, held, summed)
 
 
-def least_again(candidate: Candidate, layer: Layer, layers: int, apart: float, limit: float, most_us: float) -> float:
+def least_again(
+    candidate: Candidate, layer: LayerCost, layers: int, apart: float, limit: float, most_us: float
+) -> float:
     """How many of so many layers compute more again at least, where no rank holds more than `limit` bytes or takes
     longer than `most_us` for a micro-batch; inf if it cannot be. apart: how much of a layer a stage may have more of
     its time than of its bytes.
@@ -72,7 +74,7 @@ def least_again(candidate: Candidate, layer: Layer, layers: int, apart: float, l
     return again if lacks <= 1e-6 * layers else math.inf
 
 
-def most_layers(candidate: Candidate, layer: Layer, apart: float, limit: float) -> float:
+def most_layers(candidate: Candidate, layer: LayerCost, apart: float, limit: float) -> float:
     """How many layers the ranks hold together at most, each within `limit` bytes, if none computes more again. apart:
     how much of a layer a stage may have more of what is stored than of what is saved, or the other way round."""
     _, moments = schedule_of(candidate, candidate.pp * candidate.chunks)

@@ -37,7 +37,7 @@ class Caused:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ExplainedPart:
     """One parameter or result of a module. `by`: what decided each axis, where that is known without a price."""
 
     name: str
@@ -56,7 +56,7 @@ class Explanation:
     head: str
     places: tuple[str, ...] = ()  # source lines: of the value itself, and for an input of its users
     decisions: tuple[Decision, ...] = ()
-    parts: tuple[Part, ...] = ()
+    parts: tuple[ExplainedPart, ...] = ()
     collectives: tuple[Caused, ...] = ()
     groups: tuple[str, ...] = ()  # that compute it as one kernel each, with what they save
 
@@ -192,10 +192,10 @@ class _Finder:
         names = [f"{KINDS[kind]}_{place}" if kind in "FBIW" else f"{KINDS[kind]} of pp={place}" for place, kind in made]
         return f"\n  computed in {', '.join(names)}" if names else ""
 
-    def _part(self, node: fx.Node, by: tuple[tuple[str, str], ...]) -> Part:
+    def _part(self, node: fx.Node, by: tuple[tuple[str, str], ...]) -> ExplainedPart:
         entry, known = self.entries.get(node), record(self.layouts[node.name])
         type_ = print_type(known.type, known.layout, self.sharded.mesh)
-        return Part(
+        return ExplainedPart(
             entry.name if entry else f"%{node.name}", entry.kind if entry else "result", type_, known.layout, by
         )
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 from autopar.ir.ops.measure import human
 from autopar.ir.text.text_tables import table_text
-from autopar.planning.others import Scale
+from autopar.planning.others import BestPlan
 from autopar.planning.planner import Planned
 from autopar.planning.price.predict import Prediction
 from autopar.planning.price.step_report import time_text
@@ -43,7 +43,7 @@ def reason_line(planned: Planned) -> str:
 SCALE_HEADS = ("plan", "step", "tokens/s", "a device", "MFU", "memory")
 
 
-def scales_text(scales: Sequence[Scale], tokens: float | None, of: Literal["devices", "rows"] = "devices") -> str:
+def scales_text(scales: Sequence[BestPlan], tokens: float | None, of: Literal["devices", "rows"] = "devices") -> str:
     """The best plan for each number of devices, or of rows a step. tokens: of a training, for its days and its hours of
     devices."""
     more = () if tokens is None else (f"days for {tokens:.3g} tokens", "device hours")
@@ -53,7 +53,7 @@ def scales_text(scales: Sequence[Scale], tokens: float | None, of: Literal["devi
     return "\n".join([table_text(heads, rows), *faults])
 
 
-def _count(scale: Scale, of: str) -> int:
+def _count(scale: BestPlan, of: str) -> int:
     return scale.asked.gpus if of == "devices" else scale.asked.batch
 
 

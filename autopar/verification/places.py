@@ -19,7 +19,7 @@ from autopar.ir.mesh import DATA_AXES, PIPELINE, Mesh
 from autopar.ir.options import SequenceParallel, StepOptions
 from autopar.ir.plan import Fixed
 from autopar.parallel.batches.local_batch import place_of
-from autopar.parallel.programs.own_batch import Together, seed_of
+from autopar.parallel.programs.own_batch import AveragedOutputs, seed_of
 from autopar.parallel.session.auto_options import check_own
 from autopar.runtime.executor.executor import Outputs
 from autopar.verification.judge.comparison import Key
@@ -110,7 +110,7 @@ def seeds_of(seed: torch.Tensor, count: int) -> list[torch.Tensor]:
 
 def with_means(outputs: Sequence[Outputs], compiled: Lowered, by_rank: Sequence[int]) -> list[Outputs]:
     """The outputs of every rank with what all places have together in them: see `own_batch.py`."""
-    together, places = Together.of(compiled.program.outputs), max(by_rank) + 1
+    together, places = AveragedOutputs.of(compiled.program.outputs), max(by_rank) + 1
     groups: dict[tuple[int, ...], list[int]] = {}  # the ranks that differ in their places alone
     for rank, coord in enumerate(compiled.mesh.coords()):
         groups.setdefault(tuple(at for axis, at in coord.items() if axis not in DATA_AXES), []).append(rank)

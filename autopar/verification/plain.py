@@ -130,7 +130,7 @@ class Plain:
             ) from error
 
 
-class Replicas:
+class PlainReplicas:
     """A module that is trained on a batch for each place, as DistributedDataParallel trains its replicas: of their
     losses and gradients all take the mean, and they begin with the buffers of the first. A global batch has one place.
     """

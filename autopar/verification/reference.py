@@ -17,7 +17,7 @@ from autopar.verification.dtypes import cast, dtype_of, module_in
 from autopar.verification.judge.comparison import Table, Values
 from autopar.verification.judge.noise import Limits, Trained
 from autopar.verification.places import Batches
-from autopar.verification.plain import OptimizerFactory, Plain, Replicas
+from autopar.verification.plain import OptimizerFactory, Plain, PlainReplicas
 
 
 class Reference:
@@ -49,9 +49,9 @@ class Reference:
             for replica in side.all:
                 replica.borrowed = Borrowed(partners, dtype_of(replica.model))
 
-    def anew(self, model: nn.Module, low: torch.dtype | None) -> Replicas:
+    def anew(self, model: nn.Module, low: torch.dtype | None) -> PlainReplicas:
         """A module to train as this side does, under torch.autocast in a dtype if there is one."""
-        return Replicas(lambda one: Plain(one, self.loss_fn, self.make, low, self.partners), model, self.places)
+        return PlainReplicas(lambda one: Plain(one, self.loss_fn, self.make, low, self.partners), model, self.places)
 
     def trained(
         self, model: nn.Module, batches: Batches, seeds: Sequence[torch.Tensor], steps: Sequence[Values]

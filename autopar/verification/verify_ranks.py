@@ -16,10 +16,10 @@ from autopar.compiler.meshes import mesh_of
 from autopar.errors import first_sentence
 from autopar.job import Job
 from autopar.parallel.module import ParallelModule
-from autopar.parallel.session.joining import Asked
+from autopar.parallel.session.joining import Requested
 from autopar.verification.copies import copied
 from autopar.verification.dtypes import cast, in_dtype, module_in
-from autopar.verification.judge.comparison import Exact, Report, Row, Values, of_both
+from autopar.verification.judge.comparison import ComparedRow, Exact, Report, Values, of_both
 from autopar.verification.judge.noise import Trained, judged, move_away
 from autopar.verification.judge.sum_dtypes import wrong_sums
 from autopar.verification.places import Arguments, Batches, aux_at, batches_of, on_meta, places_of, shapes_of
@@ -137,7 +137,7 @@ class _Trial:
         trained = plain.trained(self.model, self.batches, self._seeds(), steps)
         return plain, trained, wrong_sums(parallel.programs[-1].compiled)
 
-    def judged_by_noise(self, rows: tuple[Row, ...], trained: Trained) -> tuple[Row, ...]:
+    def judged_by_noise(self, rows: tuple[ComparedRow, ...], trained: Trained) -> tuple[ComparedRow, ...]:
         """The rows, of which those are right that differ by rounding alone, here and elsewhere: on rank 0, but every
         rank must call this."""
         found = rows
@@ -165,7 +165,7 @@ class _Trial:
 
     def _parallel(self) -> ParallelModule:
         job = self.job
-        asked = Asked(
+        asked = Requested(
             copied(self.model), self.mesh, job.step,
             loss_fn=job.loss_fn, seed=self.seed, device="cpu",
             cuda_graphs="dry-run" if job.cuda_graphs else False, lift=self.lift,

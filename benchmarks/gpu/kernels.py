@@ -18,7 +18,7 @@ import autopar
 from autopar.ir.ops.fused import Fused, fused_of
 from autopar.ir.ops.measure import local_type
 from autopar.ir.program import record
-from autopar.runtime.compilers.inductor import Writer
+from autopar.runtime.compilers.inductor import InductorWriter
 from autopar.runtime.compilers.rank_trace import RankTrace
 from autopar.runtime.executor.run_fused import kernels_for, plain
 from autopar.torch_compat import FakeTensorMode
@@ -83,7 +83,7 @@ def inductor_of(fused: Fused, operands: Sequence[Any], device: torch.device) -> 
     with FakeTensorMode(shape_env=ShapeEnv()) as mode, torch.no_grad():
         like = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in operands]
         trace: Any = RankTrace(SimpleNamespace(graph=fused.graph), None, device)  # type: ignore[arg-type]
-        code, _ = Writer(0).write(trace.run, like, f"the group {fused.name}")
+        code, _ = InductorWriter(0).write(trace.run, like, f"the group {fused.name}")
     return lambda: code.run(list(operands))
 
 

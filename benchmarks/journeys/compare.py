@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from autopar.ir.layout import Layout
 from autopar.parallel.tensors.padding import padded_part, without_padding
 from autopar.torch_compat import local_of
-from autopar.verification.judge.comparison import Key, Row, Table, Values
+from autopar.verification.judge.comparison import ComparedRow, Key, Table, Values
 from autopar.verification.judge.noise import Limits, Run, Trained, judged
 from benchmarks.journeys.side import Side
 
@@ -136,7 +136,7 @@ class Judge:
     short: torch.dtype | None
     again: Run
 
-    def rows(self, given: Values, expected: Values) -> tuple[Row, ...]:
+    def rows(self, given: Values, expected: Values) -> tuple[ComparedRow, ...]:
         """What is compared, right or wrong."""
         dtype = self.short or self.dtype
         table = Table.of(dtype)
@@ -155,7 +155,7 @@ class Judge:
         except Exception:
             return None
 
-    def differences(self, given: Leaves, expected: Leaves) -> tuple[list[str], list[Row]]:
+    def differences(self, given: Leaves, expected: Leaves) -> tuple[list[str], list[ComparedRow]]:
         """A line for each thing that is another one, and the rows of floats that are off by more than a tolerance:
         wrong, or as exact as rounding allows."""
         ours, theirs = dict(given), dict(expected)
@@ -173,7 +173,7 @@ def _nowhere() -> None:
     """There is no other place: a journey that is open is taken again from there."""
 
 
-def _line(row: Row) -> str:
+def _line(row: ComparedRow) -> str:
     told = "".join(
         f", {what} {value:.2e}"
         for what, value in (("autocast", row.allowed), ("rounding alone", row.noise))

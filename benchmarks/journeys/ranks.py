@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError, BatchError, RankError
-from autopar.verification.judge.comparison import Row, Values
+from autopar.verification.judge.comparison import ComparedRow, Values
 from autopar.verification.judge.sum_dtypes import wrong_sums
 from benchmarks.journeys import models
 from benchmarks.journeys.actions import ACTIONS, Action
@@ -87,7 +87,9 @@ class Pair:
         is_short = self.judge.short is not None or self.judge.dtype.itemsize < torch.float32.itemsize
         return Report("refused" if refusal and not is_due else "ok", refusal, self.facts(), is_short and bool(rows))
 
-    def _compared(self, name: str, args: Mapping[str, Any], got: Any, refusal: str) -> tuple[list[str], list[Row]]:
+    def _compared(
+        self, name: str, args: Mapping[str, Any], got: Any, refusal: str
+    ) -> tuple[list[str], list[ComparedRow]]:
         """What differs after the plain module did the same, up to where the parallel one was refused."""
         found, want, stop = [], None, self.ours.marks if refusal else None
         if stop == 0:

@@ -51,7 +51,7 @@ def reshard(program: Program, plan: Plan) -> Program:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ReshardMove:
     """One move and the layout that it gives."""
 
     name: str
@@ -141,7 +141,7 @@ class _Reshard:
             reason=self._reason(node, has, wanted, user),
         )
 
-    def _step(self, made: fx.Node, step: Step, like: Record) -> fx.Node:
+    def _step(self, made: fx.Node, step: ReshardMove, like: Record) -> fx.Node:
         like = like.with_(types=record(made).types, layouts=(step.layout,), operands=(record(made).layout,))
         return self.build.call(op(step.name), made, *step.args, like=like, name=step.name)
 
@@ -150,7 +150,7 @@ class _Reshard:
         like = like.with_(types=(type_,), layouts=(layout,), operands=(layout,))
         return self.build.call(CAST, made, dtype=dtype, like=like, name="cast")
 
-    def _is_rounded(self, node: fx.Node, steps: list[Step]) -> bool:
+    def _is_rounded(self, node: fx.Node, steps: list[ReshardMove]) -> bool:
         """True for the gradient of what is computed of parameters (merged adapters, a table that a layer projects) that
         would be added up in a shorter dtype than was asked for: over data axes, or whole over those of a sequence.
         What else is added up there is the gradient of an activation, which stays as it was computed."""
@@ -163,15 +163,15 @@ class _Reshard:
             for axes, name in sums
         )
 
-    def _in_order(self, steps: list[Step], node: fx.Node, user: fx.Node) -> list[Step]:
+    def _in_order(self, steps: list[ReshardMove], node: fx.Node, user: fx.Node) -> list[ReshardMove]:
         """The moves, of which those over slices that go from each to the next wait for no other slice."""
         key, back = self._key(node, user), carried_back(node)
         found = []
         for step in steps:
             if key and step.name == "all_gather" and step.args[0] == SLICE:
-                step = Step("earlier", (*step.args, key), step.layout)
+                step = ReshardMove("earlier", (*step.args, key), step.layout)
             if back and step.name == "reduce_scatter" and step.args[0] == SLICE:
-                step = Step("later", (*step.args[:-1], back), step.layout)
+                step = ReshardMove("later", (*step.args[:-1], back), step.layout)
             found.append(step)
         return found
 
@@ -195,7 +195,7 @@ class _Reshard:
 
     def _shortest(
         self, node: fx.Node, wanted: Layout, moved: dict[Layout, fx.Node], first: tuple[str, ...]
-    ) -> tuple[fx.Node, list[Step]]:
+    ) -> tuple[fx.Node, list[ReshardMove]]:
         """The way to `wanted` with the fewest collectives: from the value, or from what was made of it already."""
         starts = [(record(node).layout, self.build.value[node]), *moved.items()]
         ways = [(made, moves(layout, wanted, first)) for layout, made in starts if _reaches(layout, wanted)]
@@ -217,7 +217,7 @@ def stored_nodes(program: Program, plan: Plan) -> frozenset[fx.Node]:
     return frozenset(node for node in split if parameters.intersection([node, *node.all_input_nodes]))
 
 
-def moves(has: Layout, wanted: Layout, first: tuple[str, ...] = ()) -> list[Step]:
+def moves(has: Layout, wanted: Layout, first: tuple[str, ...] = ()) -> list[ReshardMove]:
     """The shortest sequence of collectives and slices that turns one layout into another.
 
     What can be sliced is sliced first, so that less is moved. Partial axes are reduced (or reduced and scattered),
@@ -234,7 +234,7 @@ class _Moves:
         self.dims = [list(dim) for dim in has.dims]
         self.partial = list(has.partial)
         self.wanted = wanted
-        self.steps: list[Step] = []
+        self.steps: list[ReshardMove] = []
         self._slice()
         self._reduce()
         self._gather()
@@ -246,7 +246,7 @@ class _Moves:
         return Layout(tuple(_without_tail(dim) for dim in self.dims), tuple(self.partial))
 
     def _step(self, name: str, *args: str | int) -> None:
-        self.steps.append(Step(name, args, self._layout()))
+        self.steps.append(ReshardMove(name, args, self._layout()))
 
     def _slice(self) -> None:
         """Split over axes that the value is still whole on, where that is the next factor of a dim."""

@@ -16,7 +16,7 @@ from autopar.ir.ops.ring_ops import CHAIN_IN_TURNS, axis_of, is_ring, messages_o
 from autopar.ir.ops.storage import is_view
 from autopar.ir.program import Program, is_getitem, operand_nodes, record
 from autopar.machines import Machine
-from autopar.machines.model import ATTENTION, CONVOLUTION, FRESH, MESSAGE, NORM, Group
+from autopar.machines.model import ATTENTION, CONVOLUTION, FRESH, MESSAGE, NORM, RankGroup
 from autopar.passes.costs.causal import causal_pairs
 from autopar.passes.costs.moved import APART, NORMS, OVER, moved_bytes
 
@@ -92,7 +92,7 @@ def loads_of(program: Program, adds: bool = False) -> dict[fx.Node, Load | None]
     return found
 
 
-class Times(dict[fx.Node, float]):
+class LazyTimes(dict[fx.Node, float]):
     """As of `node_times`, each worked out when it is asked for."""
 
     def __init__(self, program: Program, machine: Machine) -> None:
@@ -141,7 +141,7 @@ def _computed_us(load: Load, machine: Machine) -> float:
     return took + sum(map(machine.fresh_us, load.results))
 
 
-def _moved_us(load: Load, group: Group, machine: Machine) -> float:
+def _moved_us(load: Load, group: RankGroup, machine: Machine) -> float:
     """The time of a collective; what one rank adds up, or has, moves nothing."""
     ((_, bytes_),) = load.sent
     if group.size == 1:

@@ -19,7 +19,7 @@ WAIT = op("wait")
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class StreamTimes:
     """A graph on one rank, in us. total: from the first launch to the last end. computed: of its calls. exposed: what
     the device waited for collectives, by axis. hosted: what it waited for the host, to launch calls. calls: how many it
     launches."""
@@ -32,7 +32,7 @@ class Ran:
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class StreamCall:
     """A call as streams see it. axis: of a collective, "" of any other call. starts: it is awaited later. awaits: the
     place of the collective, among the calls of its graph, that this one waits for; -1 if it waits for none."""
 
@@ -41,10 +41,10 @@ class Launch:
     awaits: int = -1
 
 
-_CALL = Launch()
+_CALL = StreamCall()
 
 
-def run(program: Program, machine: Machine) -> Ran:
+def run(program: Program, machine: Machine) -> StreamTimes:
     """Run a LOCAL graph. The host launches one call after another, `machine.launch_us` each. The device computes them
     in that order, and every axis has a stream of its own, in which a collective begins when its operand is there.
 
@@ -56,13 +56,13 @@ def run(program: Program, machine: Machine) -> Ran:
     return run_launches(launches_of(program), list(node_times(program, machine, adds=True).values()), machine)
 
 
-def launches_of(program: Program) -> list[Launch | None]:
+def launches_of(program: Program) -> list[StreamCall | None]:
     """What each call of a LOCAL graph is for the streams; None of those that launch nothing."""
     place = {node: i for i, node in enumerate(program.calls())}
     return [_launch(node, place) for node in place]
 
 
-def run_launches(launches: Iterable[Launch | None], times: Iterable[float], machine: Machine) -> Ran:
+def run_launches(launches: Iterable[StreamCall | None], times: Iterable[float], machine: Machine) -> StreamTimes:
     """As `run`, of calls whose times are known; None in place of those that are left out."""
     streams = Streams(machine)
     for place, (launch, time) in enumerate(zip(launches, times, strict=True)):
@@ -71,15 +71,15 @@ def run_launches(launches: Iterable[Launch | None], times: Iterable[float], mach
     return streams.ran()
 
 
-def _launch(node: fx.Node, place: Mapping[fx.Node, int]) -> Launch | None:
+def _launch(node: fx.Node, place: Mapping[fx.Node, int]) -> StreamCall | None:
     if node.target is WAIT:
-        return Launch(awaits=place[node.all_input_nodes[0]])
+        return StreamCall(awaits=place[node.all_input_nodes[0]])
     if is_getitem(node) or is_view(node):
         return None
     if not is_collective(node.target):
         return _CALL
     axis = str(node.args[1])
-    return None if is_in_time(axis) else Launch(axis, "_start" in str(node.target))
+    return None if is_in_time(axis) else StreamCall(axis, "_start" in str(node.target))
 
 
 @dataclass(slots=True)
@@ -97,7 +97,7 @@ class Streams:
     exposed: dict[Hashable, float] = field(default_factory=lambda: defaultdict(float))
     calls: int = 0
 
-    def launch(self, place: int, launch: Launch, time: float) -> None:
+    def launch(self, place: int, launch: StreamCall, time: float) -> None:
         """The call at a place of its graph, which would take `time` us alone."""
         if launch.awaits >= 0:
             self.wait(*self.ends.pop(launch.awaits))
@@ -161,7 +161,7 @@ class Streams:
         slowed = min(moving, time / left)
         return slowed + (time - left * slowed)
 
-    def ran(self) -> Ran:
+    def ran(self) -> StreamTimes:
         for end, axis in self.ends.values():
             self.wait(end, axis)
-        return Ran(self.device, self.computed, dict(self.exposed), self.hosted, self.calls)  # type: ignore[arg-type]
+        return StreamTimes(self.device, self.computed, dict(self.exposed), self.hosted, self.calls)  # type: ignore[arg-type]

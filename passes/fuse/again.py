@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from autopar.ir.program import record
-from autopar.passes.fuse.fits import Fit
+from autopar.passes.fuse.fits import KernelFit
 from autopar.passes.fuse.groups import Groups, Unit
 
 MOST_CALLS = 16  # that one group may compute again
@@ -68,10 +68,10 @@ class _Again:
         assert mine.fit is not None
         if not readers or value in mine.gone or self._leaves(value):
             return False
-        smaller = Fit.of(self.groups.facts, mine.fit.calls, mine.fit.copies, {**mine.gone, value: None})
+        smaller = KernelFit.of(self.groups.facts, mine.fit.calls, mine.fit.copies, {**mine.gone, value: None})
         fits = [self._with_copies(value, unit) for unit in readers]
         before = mine.fit.moved() + sum(unit.fit.moved() for unit in readers if unit.fit is not None)
-        if not isinstance(smaller, Fit) or any(fit is None for fit in fits):
+        if not isinstance(smaller, KernelFit) or any(fit is None for fit in fits):
             return False
         if smaller.moved() + sum(fit.moved() for fit in fits if fit is not None) >= before:
             return False
@@ -97,7 +97,7 @@ class _Again:
         units = [of.get(user) for user in self.groups.facts.users[value]]
         return any(unit is None or unit.fit is None for unit in units)
 
-    def _take(self, unit: Unit, fit: Fit) -> None:
+    def _take(self, unit: Unit, fit: KernelFit) -> None:
         assert unit.fit is not None
         for value in unit.fit.operands():
             self.readers.get(value, {}).pop(unit, None)
@@ -120,7 +120,7 @@ class _Again:
         views = [user for user, how in hows.items() if how is not None and how.kind == "view"]
         return any(user.target in _EXACT for user in users) or any(map(self._is_compared, views))
 
-    def _with_copies(self, value: fx.Node, unit: Unit) -> Fit | None:
+    def _with_copies(self, value: fx.Node, unit: Unit) -> KernelFit | None:
         """A group that makes a value itself; None where it cannot."""
         facts, fit = self.groups.facts, unit.fit
         assert fit is not None
@@ -140,8 +140,8 @@ class _Again:
         if not _is_earlier(copies, unit):
             return None
         calls = sorted({*unit.calls, *copies}, key=facts.place.__getitem__)
-        found = Fit.of(facts, calls, copies, unit.gone)
-        return found if isinstance(found, Fit) else None
+        found = KernelFit.of(facts, calls, copies, unit.gone)
+        return found if isinstance(found, KernelFit) else None
 
     def _is_stored(self, node: fx.Node) -> bool:
         """True for a value that lies in memory."""

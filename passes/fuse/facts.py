@@ -29,7 +29,7 @@ _ADDING = frozenset((op("einsum"), op("embedding_backward")))
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class ViewedRead:
     """That a node reads `value`, as `seen` by it: through views, or the value itself."""
 
     seen: fx.Node
@@ -47,7 +47,7 @@ class Facts:
     how: dict[fx.Node, Fusible | None] = field(default_factory=dict)
     place: dict[fx.Node, int] = field(default_factory=dict)
     slot: dict[fx.Node, int] = field(default_factory=dict)
-    reads: dict[fx.Node, tuple[Read, ...]] = field(default_factory=dict)
+    reads: dict[fx.Node, tuple[ViewedRead, ...]] = field(default_factory=dict)
     users: dict[fx.Node, dict[fx.Node, None]] = field(default_factory=dict)
     types: dict[fx.Node, TensorType] = field(default_factory=dict)
     added: frozenset[fx.Node] = frozenset()
@@ -73,7 +73,7 @@ class Facts:
     def _read(self, node: fx.Node) -> None:
         found = []
         for operand in node.all_input_nodes:
-            found.append(Read(operand, self.value_of(operand)))
+            found.append(ViewedRead(operand, self.value_of(operand)))
             self.users.setdefault(found[-1].value, {})[node] = None
         self.reads[node] = tuple(found)
         self.users.setdefault(node, {})
@@ -124,7 +124,7 @@ class Facts:
     def bytes_(self, node: fx.Node) -> int:
         return self.types[node].bytes_ if node in self.types else 0
 
-    def seen_bytes(self, read: Read) -> int:
+    def seen_bytes(self, read: ViewedRead) -> int:
         """What a read moves at most: of a value that is broadcast its own bytes, of a slice those of the slice."""
         return min(self.bytes_(read.seen), self.bytes_(read.value))
 

@@ -11,7 +11,7 @@ from torch import fx
 
 from autopar.ir.ops.ops import op, semantic_of
 from autopar.ir.program import is_getitem
-from autopar.passes.fuse.facts import Facts, Read, aten
+from autopar.passes.fuse.facts import Facts, ViewedRead, aten
 from autopar.passes.fuse.shapes import (
     ends_in,
     first_moved,
@@ -37,7 +37,7 @@ _PERMUTES = frozenset((aten.permute.default, aten.transpose.int, aten.t.default)
 
 
 @dataclass(slots=True)
-class Fit:
+class KernelFit:
     """A set of calls, in order, looked at as one kernel. copies: those among them that stand elsewhere too, and whose
     values are not given here. gone: values that nobody outside reads any longer. rows, width: of its domain.
     has_rows: some call reads rows, or sums over all of them; reads_rows: the former. columns: the values that are sums
@@ -59,7 +59,7 @@ class Fit:
     @classmethod
     def of(
         cls, facts: Facts, calls: Collection[fx.Node], copies: Collection[fx.Node] = (), gone: Collection[fx.Node] = ()
-    ) -> Fit | str:
+    ) -> KernelFit | str:
         """The calls as one kernel, or why they are none."""
         fit = cls(facts, calls, copies, gone)
         made = [value for node in calls if node not in copies for value in facts.values(node)]
@@ -70,9 +70,9 @@ class Fit:
         ]
         return fit._domain() or fit._column_values() or fit._levels() or fit._limits() or fit
 
-    def operands(self) -> dict[fx.Node, list[Read]]:
+    def operands(self) -> dict[fx.Node, list[ViewedRead]]:
         """What is read from outside, by value."""
-        found: dict[fx.Node, list[Read]] = {}
+        found: dict[fx.Node, list[ViewedRead]] = {}
         for node in self.calls:
             for read in self.facts.reads[node]:
                 if read.value not in self.inside:
@@ -166,7 +166,7 @@ class Fit:
             return "vector"
         return "piece" if self.rows in leading(shape) and numel % self.rows == 0 else None
 
-    def _keeps_rows(self, node: fx.Node, read: Read) -> bool:
+    def _keeps_rows(self, node: fx.Node, read: ViewedRead) -> bool:
         """True if a call finds in its own row what it reads of another call of the group."""
         level = self.levels[read.value]
         if level in ("vector", "column"):
@@ -223,7 +223,7 @@ class Fit:
         return self.width * (sum(type_.dtype.itemsize for type_ in rows) + 4 * sums)
 
 
-def read_bytes(facts: Facts, value: fx.Node, reads: Collection[Read]) -> int:
+def read_bytes(facts: Facts, value: fx.Node, reads: Collection[ViewedRead]) -> int:
     """The bytes that all reads of a value move at most: overlapping views once."""
     seen = {read.seen: facts.seen_bytes(read) for read in reads}
     return min(sum(seen.values()), facts.bytes_(value))

@@ -9,7 +9,7 @@ from autopar.passes.fuse.facts import Facts
 from autopar.passes.fuse.identities import without_identities
 from autopar.passes.fuse.merge import merged
 from autopar.passes.fuse.reasons import is_worth, reason_of
-from autopar.passes.fuse.write_groups import Writer
+from autopar.passes.fuse.write_groups import GroupWriter
 
 
 def fuse(program: Program, plan: Plan) -> Program:
@@ -56,4 +56,4 @@ def fused(program: Program) -> Program:
     groups = merged(Facts.of(without_identities(program)))
     recompute(groups)
     chosen = {unit: reason_of(groups, unit) for unit in groups.groups() if is_worth(unit)}
-    return Writer(groups, chosen).run() if chosen else program
+    return GroupWriter(groups, chosen).run() if chosen else program

@@ -14,7 +14,7 @@ from torch import fx
 
 from autopar.ir.program import record
 from autopar.passes.fuse.facts import Facts
-from autopar.passes.fuse.fits import Fit
+from autopar.passes.fuse.fits import KernelFit
 
 END = 1 << 60
 CYCLE, PHASE, BETWEEN = "a cycle", "forward and backward", "what runs between"
@@ -32,7 +32,7 @@ class Unit:
     calls: list[fx.Node]
     after: int
     before: int
-    fit: Fit | None = None
+    fit: KernelFit | None = None
     version: int = 0
     copies: dict[fx.Node, None] = field(default_factory=dict)
     gone: dict[fx.Node, None] = field(default_factory=dict)
@@ -61,8 +61,8 @@ class Groups:
             unit = groups.of[node] = Unit([node], -1, END)
             unit.after = max((groups._end(read.value) for read in facts.reads[node]), default=-1)
             if node in facts.joins:
-                fit = Fit.of(facts, unit.calls)
-                unit.fit = fit if isinstance(fit, Fit) else None
+                fit = KernelFit.of(facts, unit.calls)
+                unit.fit = fit if isinstance(fit, KernelFit) else None
         for node in reversed(list(groups.of)):
             unit = groups.of[node]
             unit.before = min(unit.before, min((groups._begin(user) for user in facts.users[node]), default=END))
@@ -102,7 +102,7 @@ class Groups:
             self.of.update(dict.fromkeys(self.facts.values(node), a))
         return ""
 
-    def why_not(self, a: Unit, b: Unit, calls: list[fx.Node]) -> Fit | str:
+    def why_not(self, a: Unit, b: Unit, calls: list[fx.Node]) -> KernelFit | str:
         """The two as one kernel, or why they are not one."""
         if a.fit is None or b.fit is None:
             return "an op without a kernel"
@@ -110,8 +110,8 @@ class Groups:
             return PHASE
         if max(a.after, b.after) >= min(a.before, b.before):
             return BETWEEN
-        fit = Fit.of(self.facts, calls)
-        if isinstance(fit, Fit) and (self._reaches(a, b) or self._reaches(b, a)):
+        fit = KernelFit.of(self.facts, calls)
+        if isinstance(fit, KernelFit) and (self._reaches(a, b) or self._reaches(b, a)):
             return CYCLE
         return fit
 

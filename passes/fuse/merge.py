@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import fx
 
 from autopar.passes.fuse.facts import Facts
-from autopar.passes.fuse.fits import Fit, read_bytes
+from autopar.passes.fuse.fits import KernelFit, read_bytes
 from autopar.passes.fuse.groups import Groups, Unit
 
 LEAST_SHARED = 256  # the part of what a group moves that it must share with another: one in so many bytes
@@ -77,5 +77,5 @@ def _saves(a: Unit, b: Unit) -> bool:
     return any(facts.types[value].numel >= min(_numel(a.fit), _numel(b.fit)) for value in both)
 
 
-def _numel(fit: Fit) -> int:
+def _numel(fit: KernelFit) -> int:
     return fit.rows * fit.width

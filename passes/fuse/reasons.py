@@ -9,7 +9,7 @@ from autopar.ir.ops.ops import is_collective, op, op_name
 from autopar.ir.ops.ring_ops import is_ring
 from autopar.ir.program import is_getitem, record
 from autopar.passes.fuse.facts import Facts, aten
-from autopar.passes.fuse.fits import Fit
+from autopar.passes.fuse.fits import KernelFit
 from autopar.passes.fuse.groups import BETWEEN, CYCLE, PHASE, Groups, Unit
 
 # How often what a call reads and writes moves where torch computes it alone: kernels of several passes.
@@ -27,8 +27,8 @@ _WORDS = {
 
 def alone_bytes(facts: Facts, unit: Unit) -> int:
     """What the calls of a unit move if each is a kernel of its own."""
-    fits = ((call, Fit.of(facts, [call])) for call in unit.calls)
-    return sum(fit.moved() * PASSES.get(call.target, 1) for call, fit in fits if isinstance(fit, Fit))
+    fits = ((call, KernelFit.of(facts, [call])) for call in unit.calls)
+    return sum(fit.moved() * PASSES.get(call.target, 1) for call, fit in fits if isinstance(fit, KernelFit))
 
 
 def is_worth(unit: Unit) -> bool:

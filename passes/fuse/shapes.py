@@ -9,10 +9,10 @@ from typing import Any
 from torch import fx
 
 from autopar.ir.program import is_getitem
-from autopar.passes.fuse.facts import Read, aten
+from autopar.passes.fuse.facts import ViewedRead, aten
 
 
-def views_between(read: Read) -> Iterator[fx.Node]:
+def views_between(read: ViewedRead) -> Iterator[fx.Node]:
     """The views through which a value is read."""
     node = read.seen
     while node is not read.value:

@@ -11,7 +11,7 @@ from autopar.ir.ops.fused import COLUMNS, POINTS, ROWS, Fused
 from autopar.ir.ops.ops import op_name
 from autopar.ir.program import Builder, Program, Record, is_getitem, operand_nodes, record, set_record
 from autopar.passes.fuse.facts import Facts, aten
-from autopar.passes.fuse.fits import Fit
+from autopar.passes.fuse.fits import KernelFit
 from autopar.passes.fuse.groups import Groups, Unit
 
 MADE_BY = "fuse"
@@ -21,7 +21,7 @@ _SILENT = frozenset(("_to_copy", "clone", "full", "zeros", "ones", "cat", "stack
 
 
 @dataclass(slots=True)
-class Writer:
+class GroupWriter:
     """Writes a program anew: calls with a slot in their order, the rest where it is first needed or where it stood."""
 
     groups: Groups
@@ -69,7 +69,7 @@ class Writer:
             return
         self.done.add(unit)
         assert unit.fit is not None
-        body = Body(self.groups.facts, unit.fit, self._results(unit.fit))
+        body = GroupBody(self.groups.facts, unit.fit, self._results(unit.fit))
         for operand in body.operands:
             self._need(operand)
         made = self._call(unit, body)
@@ -79,7 +79,7 @@ class Writer:
             set_record(part, like)
             self.build.value[value] = part
 
-    def _call(self, unit: Unit, body: Body) -> fx.Node:
+    def _call(self, unit: Unit, body: GroupBody) -> fx.Node:
         assert unit.fit is not None
         facts = self.groups.facts
         name = name_of(unit.fit)
@@ -99,7 +99,7 @@ class Writer:
         set_record(made, record(made).with_(operands=tuple(record(each).layout for each in operand_nodes(made))))
         return made
 
-    def _results(self, fit: Fit) -> list[fx.Node]:
+    def _results(self, fit: KernelFit) -> list[fx.Node]:
         """The results of a group. What is only read turned leaves turned, so that no one turns it by a copy."""
         found = []
         for value in fit.results:
@@ -118,11 +118,11 @@ def _turns(view: fx.Node, value: fx.Node) -> bool:
 
 
 @dataclass(slots=True)
-class Body:
+class GroupBody:
     """The graph of a group. operands: the values outside that it reads, as it sees them, in order."""
 
     facts: Facts
-    fit: Fit
+    fit: KernelFit
     results: list[fx.Node]
     graph: fx.Graph = field(default_factory=fx.Graph)
     operands: list[fx.Node] = field(default_factory=list)
@@ -175,7 +175,7 @@ class Body:
         self.value[node] = self.graph.node_copy(node, self.value.__getitem__)
 
 
-def name_of(fit: Fit) -> str:
+def name_of(fit: KernelFit) -> str:
     """What a group does: its first calls, those that read rows before others."""
     facts = fit.facts
     rows = [node for node in fit.calls if facts.how[node].width]  # type: ignore[union-attr]
@@ -184,7 +184,7 @@ def name_of(fit: Fit) -> str:
     return "_".join(kept[:MOST_WORDS])
 
 
-def kind_of(fit: Fit) -> str:
+def kind_of(fit: KernelFit) -> str:
     """Of the three kinds of `Fused` the one that a group is."""
     if fit.columns:
         return COLUMNS

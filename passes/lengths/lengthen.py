@@ -11,7 +11,7 @@ from torch import fx
 from autopar.ir.ops.ops import op
 from autopar.ir.plan import Plan
 from autopar.ir.program import Builder, Program, Record, TensorType, erase_unused, is_getitem, operand_nodes, record
-from autopar.passes.lengths.longer_rows import Rows, by_rule
+from autopar.passes.lengths.longer_rows import LongerRows, by_rule
 from autopar.passes.rules import table_of
 from autopar.passes.rules.rule import Table
 from autopar.passes.search.intents import context_axes
@@ -87,8 +87,10 @@ class _Lengthen:
         self.short = record(root).type.shape[self.dim]
         self.longer = self.short + -self.short % size
         self.build = Builder(MADE_BY)
-        self.rows: dict[fx.Node, Rows] = {}  # of each tensor that has more rows; `build.value` is the longer one then
-        self.items: dict[fx.Node, tuple[Rows | None, ...]] = {}  # of calls with several results
+        self.rows: dict[
+            fx.Node, LongerRows
+        ] = {}  # of each tensor that has more rows; `build.value` is the longer one then
+        self.items: dict[fx.Node, tuple[LongerRows | None, ...]] = {}  # of calls with several results
         # Cut or filled up along a dim, for the users of a phase.
         self.made: dict[tuple[fx.Node, int, str], fx.Node] = {}
         self.column: fx.Node | None = None
@@ -121,7 +123,7 @@ class _Lengthen:
     def _joined(self, node: fx.Node) -> fx.Node:
         short = self.build.copy(node)
         self.made |= {(node, self.dim, phase): short for phase in ("forward", "backward")}
-        self.rows[node] = Rows(self.dim, False)
+        self.rows[node] = LongerRows(self.dim, False)
         return self._again(short, self.dim, record(node))
 
     def _call(self, node: fx.Node) -> fx.Node | None:
@@ -148,7 +150,7 @@ class _Lengthen:
         given = [self._given(one, 2, record(node)) for one in operand_nodes(node)]
         before, after, column = given[: at + 3], given[at + 3 :], self._column(record(node))
         args = (*before, [], [column], *after, "c0", False, scale)
-        results = (Rows(2, True),) * 3 if at else (Rows(2, False),) * 2
+        results = (LongerRows(2, True),) * 3 if at else (LongerRows(2, False),) * 2
         target = op("compared_attention_backward" if at else "compared_attention")
         return self._longer(node, target, args, results)
 
@@ -165,10 +167,10 @@ class _Lengthen:
             args[3] = place[0] % self.short
         else:
             args[3:5] = slice(*place).indices(self.short)[:2]
-        return self._longer(node, node.target, args, (Rows(dim, True),))
+        return self._longer(node, node.target, args, (LongerRows(dim, True),))
 
     def _longer(
-        self, node: fx.Node, target: Any, args: Any, results: tuple[Rows | None, ...], **kwargs: Any
+        self, node: fx.Node, target: Any, args: Any, results: tuple[LongerRows | None, ...], **kwargs: Any
     ) -> fx.Node:
         like, places = record(node), iter(results)
         items = tuple(next(places) if type_ is not None else None for type_ in like.types)
@@ -189,7 +191,7 @@ class _Lengthen:
         like = record(node).with_(types=(self._type(record(node).type, rows),), origin="")
         return self.build.call(node.target, self.build.value[producer], index, like=like, name=node.name)  # type: ignore[index, arg-type]
 
-    def _type(self, type_: TensorType | None, rows: Rows | None) -> TensorType | None:
+    def _type(self, type_: TensorType | None, rows: LongerRows | None) -> TensorType | None:
         if type_ is None or rows is None:
             return type_
         return TensorType((*type_.shape[: rows.dim], self.longer, *type_.shape[rows.dim + 1 :]), type_.dtype)
@@ -228,13 +230,13 @@ class _Lengthen:
             aten.slice.Tensor, value, dim, first, self.short, name="row",
             like=like.with_(types=(TensorType(shape, type_.dtype),), origin=""),
         )  # fmt: skip
-        like = like.with_(types=(self._type(type_, Rows(dim, False)),), origin="")
+        like = like.with_(types=(self._type(type_, LongerRows(dim, False)),), origin="")
         return self.build.call(aten.cat.default, [value, row], dim, like=like, name="longer")
 
     def _zeros(self, value: fx.Node, dim: int, like: Record) -> fx.Node:
         """A value, and rows of zeros."""
         pads = [*[0] * 2 * (len(like.type.shape) - 1 - dim), 0, self.longer - self.short]
-        like = like.with_(types=(self._type(like.type, Rows(dim, True)),))
+        like = like.with_(types=(self._type(like.type, LongerRows(dim, True)),))
         return self.build.call(aten.constant_pad_nd.default, value, pads, 0.0, like=like, name="longer")
 
     def _column(self, user: Record) -> fx.Node:

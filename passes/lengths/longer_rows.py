@@ -16,7 +16,7 @@ from autopar.passes.rules.through import Through, gives, resize, through
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class LongerRows:
     """A value with more rows. dim: of the rows; is_zero: the rows added are zeros, else rows of the value again."""
 
     dim: int
@@ -31,12 +31,12 @@ class Longer:
     """
 
     operands: tuple[int | None, ...]
-    results: tuple[Rows | None, ...]
+    results: tuple[LongerRows | None, ...]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
-def by_rule(node: fx.Node, rows: Mapping[fx.Node, Rows], short: int, long: int, table: Table) -> Longer | None:
+def by_rule(node: fx.Node, rows: Mapping[fx.Node, LongerRows], short: int, long: int, table: Table) -> Longer | None:
     """A call that takes the rows one by one, or sums over rows of which those added are certain to be zero. None for
     others."""
     operands = operand_nodes(node)
@@ -48,7 +48,7 @@ def by_rule(node: fx.Node, rows: Mapping[fx.Node, Rows], short: int, long: int, 
     stays_zero = _stays_zero(found, [_is_zero(one, dim, rows) for one, dim in zip(operands, dims, strict=True)])
     if found.adds_up and not (stays_zero and found.rule.partial == "sum"):
         return None
-    results = tuple(at and Rows(at[0], stays_zero) for at in found.results)
+    results = tuple(at and LongerRows(at[0], stays_zero) for at in found.results)
     return Longer(tuple(dims), results, *resize(found, short, long).arguments)
 
 
@@ -64,7 +64,7 @@ def _stays_zero(found: Through, zero: list[bool]) -> bool:
     return any(group and all(zero[i] for i in group) for group in found.linear)
 
 
-def _is_zero(operand: fx.Node, dim: int | None, rows: Mapping[fx.Node, Rows]) -> bool:
+def _is_zero(operand: fx.Node, dim: int | None, rows: Mapping[fx.Node, LongerRows]) -> bool:
     """Whether the rows added to an operand are zeros: what the backward pass made is filled up with them."""
     if dim is None:
         return False

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from autopar.ir.comparisons import TRUE, Flag
+from autopar.ir.comparisons import TRUE, BoolVector
 from autopar.ir.ops.ops import op
 from autopar.ir.plan import Plan
 from autopar.ir.program import Builder, Program, erase_unused, record
@@ -104,5 +104,5 @@ class _Write:
 
 def _is_plain(found: MaskCondition) -> bool:
     """True if a mask is a vector of bools over the keys, or hides nothing but what is causal: plain attention does."""
-    is_vector = isinstance(found.condition, Flag) and found.condition.is_true and bool(found.columns)
+    is_vector = isinstance(found.condition, BoolVector) and found.condition.is_true and bool(found.columns)
     return found.condition == TRUE or (is_vector and not found.causal)

@@ -13,9 +13,9 @@ from autopar.ir.comparisons import (
     SIGNS,
     TRUE,
     All,
+    BoolVector,
     Comparison,
     Condition,
-    Flag,
     Some,
     every,
     holds,
@@ -107,7 +107,7 @@ def _certain(
             if _base(vectors[column], sizes) == _base(vectors[row], sizes):
                 return TRUE if SIGNS[sign](vectors[column].shift, vectors[row].shift) else FALSE
             return condition if {column, row} <= known else FALSE
-        case Flag(name):
+        case BoolVector(name):
             return condition if name in known else FALSE
         case All(parts):
             return every(*(_certain(part, vectors, known, sizes) for part in parts))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.comparisons import TRUE, Comparison, Condition, Flag, every, opposite, some
+from autopar.ir.comparisons import TRUE, BoolVector, Comparison, Condition, every, opposite, some
 from autopar.ir.ops.ops import op_name
 from autopar.ir.program import operand_nodes, record
 from autopar.passes.masks.mask_views import Letters, axes_of, in_order, under
@@ -57,7 +57,7 @@ class Cases:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class SignedSum:
     """A sum of vectors of integers, each with its sign, and a number; or its absolute value."""
 
     terms: tuple[tuple[int, Vector], ...]
@@ -65,7 +65,7 @@ class Line:
     is_magnitude: bool = False
 
 
-Value = Cases | Line | None  # None: not known
+Value = Cases | SignedSum | None  # None: not known
 
 
 class MaskValues:
@@ -94,7 +94,7 @@ class MaskValues:
             if type_.dtype == torch.bool:
                 return self._flag(Vector(node, letters))
             if type_.dtype in _INTEGERS:
-                return Line(((1, self._counted(Vector(node, letters))),))
+                return SignedSum(((1, self._counted(Vector(node, letters))),))
         if node.op != "call_function":
             return None
         below = under(node, letters, self.sizes)
@@ -123,7 +123,7 @@ class MaskValues:
         if found is not None and found.numel() and bool((found == found.flatten()[0]).all()):
             return Cases(((bool(found.flatten()[0]), TRUE),))
         name = self._name(vector)
-        return Cases(((True, Flag(name)), (False, Flag(name, False))))
+        return Cases(((True, BoolVector(name)), (False, BoolVector(name, False))))
 
     def _counted(self, vector: Vector) -> Vector:
         """The positions, if that is what a vector holds."""
@@ -175,7 +175,7 @@ class MaskValues:
         if name in _SAME:
             return x if record(node).type.dtype in _INTEGERS else None
         if name == "abs":
-            return Line(x.terms, x.number, True)
+            return SignedSum(x.terms, x.number, True)
         if not rest or rest[0] is None:
             return None
         if name in _SIGNS:
@@ -186,20 +186,20 @@ class MaskValues:
             return _sum(first, second, 1 if name == "add" else -1)
         return None
 
-    def _compared(self, x: Line, sign: str, y: Line) -> Condition | None:
+    def _compared(self, x: SignedSum, sign: str, y: SignedSum) -> Condition | None:
         if y.is_magnitude:
             return None if x.is_magnitude else self._compared(y, _TURNED[sign], x)
         if not x.is_magnitude:
             return self._with_zero(_sum(x, y, -1), sign)
-        inner = Line(x.terms, x.number)
+        inner = SignedSum(x.terms, x.number)
         if y.terms or sign in ("==", "!="):
             return None
-        ends = self._compared(inner, sign, y), self._compared(inner, _TURNED[sign], Line((), -y.number))
+        ends = self._compared(inner, sign, y), self._compared(inner, _TURNED[sign], SignedSum((), -y.number))
         if ends[0] is None or ends[1] is None:
             return None
         return every(ends[0], ends[1]) if sign.startswith("<") else some(ends[0], ends[1])
 
-    def _with_zero(self, x: Line, sign: str) -> Condition | None:
+    def _with_zero(self, x: SignedSum, sign: str) -> Condition | None:
         """The comparison of a line with zero, as one of a column with a row."""
         rows = [(sign_, vector) for sign_, vector in x.terms if "s" in self._axes(vector)]
         columns = [(sign_, vector) for sign_, vector in x.terms if "t" in self._axes(vector)]
@@ -256,14 +256,14 @@ def _computed(node: fx.Node, numbers: Mapping[fx.Node, Any]) -> Any:
     return made.item() if isinstance(made, torch.Tensor) and made.ndim == 0 else None
 
 
-def _line(value: Any) -> Line | None:
+def _line(value: Any) -> SignedSum | None:
     """A number or a line as a line."""
     if isinstance(value, Cases) and len(value.of) == 1:
         value = value.of[0][0]
     if isinstance(value, int) and not isinstance(value, bool):
-        return Line((), value)
-    return value if isinstance(value, Line) else None
+        return SignedSum((), value)
+    return value if isinstance(value, SignedSum) else None
 
 
-def _sum(x: Line, y: Line, sign: int) -> Line:
-    return Line((*x.terms, *((sign * one, vector) for one, vector in y.terms)), x.number + sign * y.number)
+def _sum(x: SignedSum, y: SignedSum, sign: int) -> SignedSum:
+    return SignedSum((*x.terms, *((sign * one, vector) for one, vector in y.terms)), x.number + sign * y.number)

@@ -13,8 +13,8 @@ from autopar.ir.ops.ops import collective_of, op
 from autopar.ir.plan import BUCKET_BYTES, Plan
 from autopar.ir.program import CAST, Builder, Program, operand_nodes, record
 from autopar.machines import Machine
-from autopar.machines.model import Group
-from autopar.passes.overlap.coalesce import Coalesced, Move, Together
+from autopar.machines.model import RankGroup
+from autopar.passes.overlap.coalesce import Coalesced, MovesNow, Together
 
 T = TypeVar("T")
 MADE_BY = "bucket"
@@ -68,7 +68,7 @@ def bucket(program: Program, plan: Plan) -> Program:
     return made.run() if made.sums else program
 
 
-def bucket_limit(total: float, machine: Machine, kind: str, group: Group, asked: int | None) -> float:
+def bucket_limit(total: float, machine: Machine, kind: str, group: RankGroup, asked: int | None) -> float:
     """The bytes from which on a bucket is full: the start of its collective, which takes the longer the more nodes it
     goes through, is then at most half of its time. total: of all sums of a graph. kind: "all_reduce" or
     "reduce_scatter". asked: `StepOptions.bucket_bytes`."""
@@ -108,7 +108,7 @@ class Buckets(Generic[T]):
         self.open: dict[Hashable, Together[Sum[T]]] = {}
         self.started: list[Together[Sum[T]]] = []
 
-    def add(self, coming: Sum[T]) -> Iterator[Move[Sum[T]]]:
+    def add(self, coming: Sum[T]) -> Iterator[MovesNow[Sum[T]]]:
         """What to do when the operand of a sum is there."""
         limit = self.limits[coming.kind, coming.over]
         if coming.bytes_ >= limit:  # alone it needs no copy
@@ -121,7 +121,7 @@ class Buckets(Generic[T]):
             del self.open[key]
             yield from self._start(bucket)
 
-    def flush(self) -> Iterator[Move[Sum[T]]]:
+    def flush(self) -> Iterator[MovesNow[Sum[T]]]:
         """Start what is left, and wait for all, until nothing is on its way."""
         while self.open or self.started:
             opened, self.open = list(self.open.values()), {}
@@ -130,13 +130,13 @@ class Buckets(Generic[T]):
             for bucket in list(self.started):
                 yield from self._finish(bucket)
 
-    def _start(self, bucket: Together[Sum[T]]) -> Iterator[Move[Sum[T]]]:
+    def _start(self, bucket: Together[Sum[T]]) -> Iterator[MovesNow[Sum[T]]]:
         if bucket.members[0].kind == SCATTER:
             yield from self._make_room(bucket)
         self.started.append(bucket)
-        yield Move(True, bucket)
+        yield MovesNow(True, bucket)
 
-    def _make_room(self, coming: Together[Sum[T]]) -> Iterator[Move[Sum[T]]]:
+    def _make_room(self, coming: Together[Sum[T]]) -> Iterator[MovesNow[Sum[T]]]:
         """Wait for the oldest sums that are scattered, until those that are left and those that come are few bytes."""
         before = [bucket for bucket in self.started if bucket.members[0].kind == SCATTER]
         left = coming.bytes_ + sum(bucket.bytes_ for bucket in before)
@@ -145,9 +145,9 @@ class Buckets(Generic[T]):
                 yield from self._finish(bucket)
             left -= bucket.bytes_
 
-    def _finish(self, bucket: Together[Sum[T]]) -> Iterator[Move[Sum[T]]]:
+    def _finish(self, bucket: Together[Sum[T]]) -> Iterator[MovesNow[Sum[T]]]:
         self.started.remove(bucket)
-        yield Move(False, bucket)
+        yield MovesNow(False, bucket)
         for member in bucket.members:
             for follower in member.then:
                 yield from self.add(follower)
@@ -193,7 +193,7 @@ class _Bucket:
             for cast in self.casts:
                 self.build.copy(cast)
 
-    def _do(self, moves: Iterable[Move[Sum[fx.Node]]]) -> None:
+    def _do(self, moves: Iterable[MovesNow[Sum[fx.Node]]]) -> None:
         for starts, bucket in moves:
             nodes = [each.of for each in bucket.members]
             if starts:

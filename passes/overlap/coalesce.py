@@ -35,7 +35,7 @@ class Together(Generic[T]):
         self.bytes_ += bytes_
 
 
-class Move(NamedTuple, Generic[T]):
+class MovesNow(NamedTuple, Generic[T]):
     """What `Buckets` and `Ahead` decide: the collectives that start now, or that are awaited now."""
 
     starts: bool

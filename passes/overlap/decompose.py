@@ -15,7 +15,7 @@ from autopar.ir.ops.measure import local_bytes, local_type
 from autopar.ir.ops.ops import mesh_op_name, op
 from autopar.ir.plan import Plan
 from autopar.ir.program import Builder, Program, TensorType, is_gathered_input, operand_nodes, record
-from autopar.passes.costs.node_costs import Times
+from autopar.passes.costs.node_costs import LazyTimes
 from autopar.passes.overlap.bucket import sums_of_gradients
 from autopar.passes.rules import TABLE, call_of
 from autopar.passes.rules.through import through
@@ -84,7 +84,7 @@ class _Decompose:
         self.program, self.mesh, self.machine = program, program.mesh, plan.fixed.machine
         self.build = Builder(MADE_BY)
         self.position = {node: i for i, node in enumerate(program.nodes)}
-        self.times = Times(program, self.machine)
+        self.times = LazyTimes(program, self.machine)
         sums, casts = sums_of_gradients(program)  # they move in buckets
         self.of_gradients = {*sums, *(cast.all_input_nodes[0] for cast in casts)}
         self.products: dict[fx.Node, _Cut] = {}  # that are summed

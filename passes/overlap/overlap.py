@@ -10,7 +10,7 @@ from autopar.ir.mesh import is_in_time
 from autopar.ir.ops.ops import is_collective, op
 from autopar.ir.plan import Plan
 from autopar.ir.program import Builder, Program, record
-from autopar.passes.costs.node_costs import Times
+from autopar.passes.costs.node_costs import LazyTimes
 from autopar.passes.overlap.bucket import sums_of_gradients
 from autopar.passes.overlap.coalesce import Coalesced
 
@@ -62,7 +62,7 @@ class _Overlap:
         self.flat = Coalesced(self.build, program.mesh)
         self.nodes = program.nodes
         self.position = {node: i for i, node in enumerate(self.nodes)}
-        self.times = Times(program, plan.fixed.machine)
+        self.times = LazyTimes(program, plan.fixed.machine)
         self.least = plan.fixed.machine.latency_us  # what two halves may cost more than one whole
         self.sums, _ = sums_of_gradients(program)  # they move in buckets
         self.weights = _gradients_of_weights(program)

@@ -16,8 +16,8 @@ from autopar.ir.ops.ops import op
 from autopar.ir.plan import Plan
 from autopar.ir.program import Builder, Program, is_given, record
 from autopar.machines import Machine
-from autopar.machines.model import Group
-from autopar.passes.overlap.coalesce import Coalesced, Move, Together
+from autopar.machines.model import RankGroup
+from autopar.passes.overlap.coalesce import Coalesced, MovesNow, Together
 
 T = TypeVar("T")
 MADE_BY = "prefetch"
@@ -57,7 +57,7 @@ def prefetch(program: Program, plan: Plan) -> Program:
     return _Prefetch(program, plan).run() if plan.zero_axes else program
 
 
-def small_limit(machine: Machine, group: Group, asked: int | None) -> float:
+def small_limit(machine: Machine, group: RankGroup, asked: int | None) -> float:
     """The bytes from which on a parameter moves alone: until then copying it, there and back, takes less than the start
     of a gather. asked: `StepOptions.bucket_bytes`."""
     return asked or machine.start_us("all_gather", group) * machine.device.bandwidth / 2e6
@@ -106,20 +106,20 @@ class Ahead(Generic[T]):
         self.begun = 0  # layers whose gathers are started
         self.there: set[Together[Gather[T]]] = set()  # those that were awaited
 
-    def use(self, gather: Gather[T]) -> Iterator[Move[Gather[T]]]:
+    def use(self, gather: Gather[T]) -> Iterator[MovesNow[Gather[T]]]:
         """What to do where a gathered parameter is used: no more than two layers are whole at once."""
         number, bundle = self.place[gather]
         yield from self._begin(number + 1)
         if bundle not in self.there:
             self.there.add(bundle)
-            yield Move(False, bundle)
+            yield MovesNow(False, bundle)
         yield from self._begin(number + 2)
 
-    def _begin(self, end: int) -> Iterator[Move[Gather[T]]]:
+    def _begin(self, end: int) -> Iterator[MovesNow[Gather[T]]]:
         """Start what layers gather, up to `end`."""
         for bundles in self.layers[self.begun : end]:
             for bundle in bundles:
-                yield Move(True, bundle)
+                yield MovesNow(True, bundle)
         self.begun = max(self.begun, end)
 
 

@@ -13,7 +13,16 @@ from autopar.ir.pipeline import Pipeline
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, TensorType, record
 from autopar.ir.schedule import Flow, Work
-from autopar.passes.pipeline.cuts.action_graphs import Key, Outside, Piece, Places, build, is_before, is_copied, reach
+from autopar.passes.pipeline.cuts.action_graphs import (
+    FromOutside,
+    Key,
+    Piece,
+    Places,
+    build,
+    is_before,
+    is_copied,
+    reach,
+)
 from autopar.passes.pipeline.cuts.assign import staged, times_in
 from autopar.passes.pipeline.cuts.backward_stages import weight_nodes
 from autopar.passes.pipeline.cuts.cut import Stages
@@ -85,7 +94,7 @@ class _Partition:
         self.plan, self.places = plan, places
         self.ranks, self.count = places.ranks, len(places.ranks)
         self.pieces: dict[Key, Piece] = {}
-        self.outside: dict[Key, dict[fx.Node, Outside]] = {}
+        self.outside: dict[Key, dict[fx.Node, FromOutside]] = {}
         found = staged(program, plan, places)
         self.program, self.forward = found.program, found.forward
         self.times, self.entries = times_in(self.program, plan), dict(self.program.entries)
@@ -185,7 +194,7 @@ class _Partition:
         if when is When.BODY:
             if _is_free(node, self.program.mesh):
                 return True
-            outside[node] = Outside("saved", node.name, record(node))
+            outside[node] = FromOutside("saved", node.name, record(node))
             self._piece((self.stages[node], self._kind(node))).leave("saved", node.name, node)
             return False
         if is_copied(node) or record(node).several:
@@ -196,13 +205,13 @@ class _Partition:
         if made.setdefault(node, kind) == kind:
             return True
         name = f"{node.name}_s{stage}"
-        outside[node] = Outside("saved", name, record(node))
+        outside[node] = FromOutside("saved", name, record(node))
         self._piece((stage, made[node])).leave("saved", name, node)
         return False
 
-    def _from_prologue(self, outside: dict[fx.Node, Outside], node: fx.Node, rank: int) -> None:
+    def _from_prologue(self, outside: dict[fx.Node, FromOutside], node: fx.Node, rank: int) -> None:
         name = f"{node.name}_p{rank}"
-        outside[node] = Outside("step", name, record(node))
+        outside[node] = FromOutside("step", name, record(node))
         self._piece((rank, "P")).leave("step", name, node)
 
     def _epilogue(self, rank: int) -> None:
@@ -220,7 +229,7 @@ class _Partition:
                 continue
             known.add(node)
             if node in self.times.reductions and self.times.of[node] is When.AFTER:
-                outside[node] = Outside("step", node.name, record(node))
+                outside[node] = FromOutside("step", node.name, record(node))
                 continue
             if is_before(self.times, node) and not is_copied(node) and not record(node).several:
                 needed = self._ranks_needed(node)
@@ -240,7 +249,7 @@ class _Partition:
         count = self._piece((rank, "C"))
         for node in self.program.nodes:
             if node in reductions:
-                outside[node] = Outside("step", node.name, record(node))
+                outside[node] = FromOutside("step", node.name, record(node))
                 count.leave("step", node.name, node)
 
     # -- putting it together ------------------------------------------------------------------------------------

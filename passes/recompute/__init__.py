@@ -13,7 +13,7 @@ from autopar.passes.costs.node_costs import local_bytes
 from autopar.passes.recompute.choose import choose
 from autopar.passes.recompute.graph import is_backward
 from autopar.passes.recompute.policies import Policies, policies_of
-from autopar.passes.recompute.rematerialize import Recomputed, rematerialize
+from autopar.passes.recompute.rematerialize import RecomputedCall, rematerialize
 
 __all__ = ["recompute"]
 
@@ -66,7 +66,7 @@ def recompute(program: Program, plan: Plan) -> Program:
     return rematerialize(program, recomputed, policies) if recomputed else program
 
 
-def _gathered(recomputed: Mapping[fx.Node, Recomputed]) -> dict[fx.Node, Recomputed]:
+def _gathered(recomputed: Mapping[fx.Node, RecomputedCall]) -> dict[fx.Node, RecomputedCall]:
     """The inputs that what is computed again reads, where each use gathers them anew (ZeRO-3)."""
     groups: dict[fx.Node, set[str]] = {}
     for node, found in recomputed.items():
@@ -74,7 +74,7 @@ def _gathered(recomputed: Mapping[fx.Node, Recomputed]) -> dict[fx.Node, Recompu
             if is_gathered_input(root):
                 groups.setdefault(root, set()).add(found.group)
     return {
-        root: Recomputed(next(iter(names)), "gathered again: ZeRO-3 keeps no parameter whole")
+        root: RecomputedCall(next(iter(names)), "gathered again: ZeRO-3 keeps no parameter whole")
         for root, names in groups.items()
         if len(names) == 1
     }

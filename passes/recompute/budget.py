@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.errors import PlanError
-from autopar.passes.recompute.min_cut import Point, Problem, frontier
-from autopar.passes.recompute.policies import Rule
+from autopar.passes.recompute.min_cut import CutChoice, LayerProblem, frontier
+from autopar.passes.recompute.policies import PolicyRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Layer:
 
     group: str
     calls: tuple[fx.Node, ...]
-    problem: Problem
+    problem: LayerProblem
     is_core: bool = False
 
 
@@ -29,14 +29,14 @@ class _Step:
     """From one choice of a layer to the next smaller one."""
 
     layer: int
-    target: Point
+    target: CutChoice
     bytes_: int  # that are not kept any more
     time: int  # that it takes
 
 
 def within(
-    budget: int, kept: int, layers: Iterable[Layer], rule: Rule, full: Callable[[], int]
-) -> Iterator[tuple[Layer, Point]]:
+    budget: int, kept: int, layers: Iterable[Layer], rule: PolicyRule, full: Callable[[], int]
+) -> Iterator[tuple[Layer, CutChoice]]:
     """The choices of the layers with the least time under which no more than `budget` bytes are kept, where `kept` are
     if nothing is computed again.
 
@@ -47,11 +47,11 @@ def within(
     Raises PlanError if the least that can be kept is more than the budget.
     """
     layers = list(layers)
-    frontiers: dict[Problem, tuple[Point, ...]] = {}
+    frontiers: dict[LayerProblem, tuple[CutChoice, ...]] = {}
     for layer in layers:
         if layer.problem not in frontiers:
             frontiers[layer.problem] = frontier(layer.problem)
-    chosen: dict[int, Point] = {}
+    chosen: dict[int, CutChoice] = {}
     left = kept
     for step in _ordered(layers, frontiers):
         if left <= budget:
@@ -64,9 +64,9 @@ def within(
         yield layers[place], point
 
 
-def _ordered(layers: list[Layer], frontiers: dict[Problem, tuple[Point, ...]]) -> list[_Step]:
+def _ordered(layers: list[Layer], frontiers: dict[LayerProblem, tuple[CutChoice, ...]]) -> list[_Step]:
     """The steps of all layers, those first that cost least for a byte."""
-    alike: dict[Problem, list[int]] = {}
+    alike: dict[LayerProblem, list[int]] = {}
     for place, layer in enumerate(layers):
         alike.setdefault(layer.problem, []).append(place)
     found: list[tuple[float, int, _Step]] = []
@@ -87,7 +87,7 @@ def _spread(places: list[int]) -> list[int]:
     return sorted(places, key=turn.__getitem__)
 
 
-def _impossible(budget: int, kept: int, least: int, rule: Rule, full: int) -> str:
+def _impossible(budget: int, kept: int, least: int, rule: PolicyRule, full: int) -> str:
     asked = f"{rule.text} ({budget} of {kept} bytes)" if isinstance(rule.policy, float) else rule.text
     return (
         f"{asked}: a rank has to save at least {least} bytes of the forward pass, {least / kept:.2f} of what 'none' "

@@ -12,13 +12,13 @@ from autopar.passes.costs.node_costs import local_bytes, node_times
 from autopar.passes.pipeline.cuts.when import When, times_of
 from autopar.passes.recompute.budget import Layer, within
 from autopar.passes.recompute.core import attention_core
-from autopar.passes.recompute.graph import Call, Forward, forward_of, is_costly
-from autopar.passes.recompute.min_cut import Point, Problem, Value, least
-from autopar.passes.recompute.policies import Policies, Rule
-from autopar.passes.recompute.rematerialize import Recomputed
+from autopar.passes.recompute.graph import Forward, ForwardCall, forward_of, is_costly
+from autopar.passes.recompute.min_cut import CutChoice, CutValue, LayerProblem, least
+from autopar.passes.recompute.policies import Policies, PolicyRule
+from autopar.passes.recompute.rematerialize import RecomputedCall
 
 
-def choose(program: Program, plan: Plan, policies: Policies, full: Callable[[], int]) -> dict[fx.Node, Recomputed]:
+def choose(program: Program, plan: Plan, policies: Policies, full: Callable[[], int]) -> dict[fx.Node, RecomputedCall]:
     """The calls of the forward pass that the backward pass computes again, in the order of their policies.
 
     full: gives the bytes that are saved if all layers are computed again, for the message of a PlanError.
@@ -35,9 +35,9 @@ class _Choice:
         selective = any(rule.policy == "selective" for rule in policies.rules)
         self.core = attention_core(program) if selective else frozenset()
 
-    def run(self) -> dict[fx.Node, Recomputed]:
+    def run(self) -> dict[fx.Node, RecomputedCall]:
         self.groups = self._groups()
-        found = {node: Recomputed(group, f"recomputed: full ('{group}')") for node, group in self.whole.items()}
+        found = {node: RecomputedCall(group, f"recomputed: full ('{group}')") for node, group in self.whole.items()}
         for rule in self.policies.rules:
             if rule.policy == "selective":
                 found |= self._selective(rule)
@@ -78,7 +78,7 @@ class _Choice:
             found[call.node] = frozenset(groups)
         return found
 
-    def _may(self, call: Call, groups: frozenset[str]) -> bool:
+    def _may(self, call: ForwardCall, groups: frozenset[str]) -> bool:
         """True for a call that may be computed again where that is worth it."""
         policy = self.policies.policy(record(call.node).module)
         return (
@@ -101,10 +101,10 @@ class _Choice:
 
     # -- the problems of the layers -----------------------------------------------------------------------------
 
-    def _layers(self, rule: Rule) -> list[Layer]:
+    def _layers(self, rule: PolicyRule) -> list[Layer]:
         """What is to be decided under a rule, group by group."""
         self.times = node_times(self.program, self.plan.fixed.machine)
-        members: dict[str, list[Call]] = {}
+        members: dict[str, list[ForwardCall]] = {}
         for call in self.forward.calls:
             groups = self.groups[call.node]
             if len(groups) == 1 and self.policies.rule(record(call.node).module) is rule:
@@ -117,7 +117,7 @@ class _Choice:
                 found.append(layer)
         return found
 
-    def _layer(self, group: str, calls: list[Call], core: frozenset[fx.Node]) -> Layer:
+    def _layer(self, group: str, calls: list[ForwardCall], core: frozenset[fx.Node]) -> Layer:
         """core: the only calls that may be computed again; empty for all cheap ones."""
         may = {
             call.node: call
@@ -133,11 +133,11 @@ class _Choice:
         return Layer(
             group,
             tuple(call.node for call in known),
-            Problem(
+            LayerProblem(
                 tuple(round(1e3 * self.times[call.node]) if call.node in may else None for call in known),
                 tuple(tuple(position[value] for value in call.reads if value in position) for call in known),
                 tuple(
-                    Value(place[self.forward.call_of[value].node], self._bytes(value), value in self.forward.needed)
+                    CutValue(place[self.forward.call_of[value].node], self._bytes(value), value in self.forward.needed)
                     for value in values
                 ),
             ),
@@ -149,27 +149,27 @@ class _Choice:
 
     # -- the policies -------------------------------------------------------------------------------------------
 
-    def _selective(self, rule: Rule) -> dict[fx.Node, Recomputed]:
-        found: dict[fx.Node, Recomputed] = {}
-        solved: dict[Problem, Point] = {}
+    def _selective(self, rule: PolicyRule) -> dict[fx.Node, RecomputedCall]:
+        found: dict[fx.Node, RecomputedCall] = {}
+        solved: dict[LayerProblem, CutChoice] = {}
         for layer in self._layers(rule):
             point = solved.get(layer.problem) or least(layer.problem)
             solved[layer.problem] = point
             found |= _again(layer, point, "selective, attention core" if layer.is_core else "selective")
         return found
 
-    def _budget(self, rule: Rule, policy: int | float) -> dict[fx.Node, Recomputed]:
+    def _budget(self, rule: PolicyRule, policy: int | float) -> dict[fx.Node, RecomputedCall]:
         mine = (value for value in self.forward.needed if self.policies.rule(record(value).module) is rule)
         kept = sum(map(self._bytes, mine))
         budget = int(policy * kept) if isinstance(policy, float) else policy
         if budget >= kept:
             return {}
-        found: dict[fx.Node, Recomputed] = {}
+        found: dict[fx.Node, RecomputedCall] = {}
         for layer, point in within(budget, kept, self._layers(rule), rule, self.full):
             found |= _again(layer, point, f"budget of {budget} bytes")
         return found
 
 
-def _again(layer: Layer, point: Point, what: str) -> dict[fx.Node, Recomputed]:
+def _again(layer: Layer, point: CutChoice, what: str) -> dict[fx.Node, RecomputedCall]:
     where = f"'{layer.group}'" if layer.group else "outside of modules"
-    return {layer.calls[place]: Recomputed(layer.group, f"recomputed: {what} ({where})") for place in point.again}
+    return {layer.calls[place]: RecomputedCall(layer.group, f"recomputed: {what} ({where})") for place in point.again}

@@ -13,7 +13,7 @@ from autopar.ir.program import Program, is_gathered_input, is_getitem, record
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ForwardCall:
     """A call of the forward pass that makes memory. values: its results: itself, or the items of its tuple. reads: the
     values of other calls that it reads. Views are no values: what they lie in is read. Nor are inputs, gathered or not.
     """
@@ -27,18 +27,18 @@ class Call:
 class Forward:
     """call_of: the call of each value. needed: of each value the nodes of the backward pass that read it."""
 
-    calls: tuple[Call, ...]
-    call_of: dict[fx.Node, Call]
+    calls: tuple[ForwardCall, ...]
+    call_of: dict[fx.Node, ForwardCall]
     needed: dict[fx.Node, list[fx.Node]]
-    users: dict[fx.Node, list[Call]] = field(default_factory=dict)
+    users: dict[fx.Node, list[ForwardCall]] = field(default_factory=dict)
 
 
 def forward_of(program: Program) -> Forward:
     """The calls of the forward pass, in the order of the program, with who reads what."""
-    calls: list[Call] = []
-    call_of: dict[fx.Node, Call] = {}
+    calls: list[ForwardCall] = []
+    call_of: dict[fx.Node, ForwardCall] = {}
     needed: dict[fx.Node, list[fx.Node]] = {}
-    users: dict[fx.Node, list[Call]] = {}
+    users: dict[fx.Node, list[ForwardCall]] = {}
     root = {node: root_of(node) for node in program.nodes}
     for node in program.calls():
         reads = dict.fromkeys(root[operand] for operand in node.all_input_nodes)
@@ -51,7 +51,7 @@ def forward_of(program: Program) -> Forward:
             continue
         items = tuple(user for user in node.users if is_getitem(user) and not is_backward(user))
         values = items if record(node).several else (node,)
-        call = Call(node, values, tuple(value for value in reads if value in call_of))
+        call = ForwardCall(node, values, tuple(value for value in reads if value in call_of))
         calls.append(call)
         call_of.update(dict.fromkeys(values, call))
         for value in call.reads:

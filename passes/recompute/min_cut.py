@@ -8,7 +8,7 @@ _SOURCE, _SINK = -1, -2
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class CutValue:
     """call: the place of the call that makes it. needed: the backward pass reads it."""
 
     call: int
@@ -17,18 +17,18 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class LayerProblem:
     """A layer's calls and values. times: of each call in ns, None if it may not be computed again. reads: of each call
     the places of its operands among the values; those that are there anyway are left out. Equal layers are equal
     problems."""
 
     times: tuple[int | None, ...]
     reads: tuple[tuple[int, ...], ...]
-    values: tuple[Value, ...]
+    values: tuple[CutValue, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class CutChoice:
     """A choice: the calls that are computed again, the time that this takes, and the bytes that are kept."""
 
     bytes_: int
@@ -36,17 +36,17 @@ class Point:
     again: tuple[int, ...] = ()
 
 
-def nothing_again(problem: Problem) -> Point:
+def nothing_again(problem: LayerProblem) -> CutChoice:
     """Every value that the backward pass reads is kept."""
-    return Point(sum(value.bytes_ for value in problem.values if value.needed), 0)
+    return CutChoice(sum(value.bytes_ for value in problem.values if value.needed), 0)
 
 
-def least(problem: Problem) -> Point:
+def least(problem: LayerProblem) -> CutChoice:
     """The fewest bytes, and for them the least time."""
     return _solve(problem, sum(time or 0 for time in problem.times) + 1, 1)
 
 
-def frontier(problem: Problem) -> tuple[Point, ...]:
+def frontier(problem: LayerProblem) -> tuple[CutChoice, ...]:
     """The choices that are best for some price of a byte in time, from `nothing_again` to `least`.
 
     They are the corners of the convex hull of all choices in the plane of bytes and time: between two of them a cut at
@@ -58,7 +58,7 @@ def frontier(problem: Problem) -> tuple[Point, ...]:
     return (first, *_between(problem, first, last), last)
 
 
-def _between(problem: Problem, a: Point, b: Point) -> tuple[Point, ...]:
+def _between(problem: LayerProblem, a: CutChoice, b: CutChoice) -> tuple[CutChoice, ...]:
     price, weight = b.time - a.time, a.bytes_ - b.bytes_
     if weight <= 0 or price <= 0:
         return ()
@@ -68,7 +68,7 @@ def _between(problem: Problem, a: Point, b: Point) -> tuple[Point, ...]:
     return (*_between(problem, a, found), found, *_between(problem, found, b))
 
 
-def _solve(problem: Problem, price: int, weight: int) -> Point:
+def _solve(problem: LayerProblem, price: int, weight: int) -> CutChoice:
     """The choice with the least `price * bytes + weight * time`, and of those the one that computes least again.
 
     On the sink's side are the calls that are computed again and the values that the backward pass needs. An edge that
@@ -94,4 +94,4 @@ def _solve(problem: Problem, price: int, weight: int) -> Point:
     _, (_, needed) = nx.minimum_cut(graph, _SOURCE, _SINK)
     again = tuple(call for call in range(count) if call in needed)
     kept = sum(v.bytes_ for i, v in enumerate(problem.values) if count + i in needed and v.call not in needed)
-    return Point(kept, sum(problem.times[call] or 0 for call in again), again)
+    return CutChoice(kept, sum(problem.times[call] or 0 for call in again), again)

@@ -14,7 +14,7 @@ ALL = "*"
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class PolicyRule:
     """A policy, and the modules for which it is: those of one of the patterns. text: as an error message spells it."""
 
     patterns: tuple[str, ...]
@@ -32,12 +32,12 @@ class Policies:
     """The rules of all modules: the first one that fits is a module's own. layers: the members of lists of modules that
     are more than one call after another: an activation in a list would keep what enters it beside what it gives."""
 
-    rules: Sequence[Rule]
+    rules: Sequence[PolicyRule]
     layers: frozenset[str]
-    _rules: dict[str, Rule | None] = field(default_factory=dict)
+    _rules: dict[str, PolicyRule | None] = field(default_factory=dict)
     _groups: dict[str, str] = field(default_factory=dict)
 
-    def rule(self, path: str) -> Rule | None:
+    def rule(self, path: str) -> PolicyRule | None:
         if path not in self._rules:
             fits = (rule for rule in self.rules if rule.depth(path) is not None)
             self._rules[path] = next(fits, None)
@@ -76,7 +76,7 @@ def policies_of(program: Program, recompute: Recompute) -> Policies:
         layer_of(known.module) for known in nodes if known.flops or layer_of(known.module) != known.module
     )
     if not isinstance(recompute, Mapping):
-        return Policies((Rule((ALL,), recompute, f"recompute={recompute!r}"),), layers)
+        return Policies((PolicyRule((ALL,), recompute, f"recompute={recompute!r}"),), layers)
     paths = module_paths(program, program.calls())
     faults, rules = [], []
     for pattern, policy in recompute.items():
@@ -87,7 +87,7 @@ def policies_of(program: Program, recompute: Recompute) -> Policies:
             near = ", ".join(repr(path) for path in nearest(missing[0], paths))
             which = "" if patterns == (pattern,) else f" ({', '.join(repr(one) for one in missing[:3])})"
             faults.append(f"{text}: the pattern '{pattern}' names no module{which}. Nearest names: {near}.")
-        rules.append(Rule(patterns, policy, text))
+        rules.append(PolicyRule(patterns, policy, text))
     if faults:
         raise PlanError("\n".join(faults))
     return Policies(rules, layers)

@@ -18,20 +18,20 @@ MADE_BY = "recompute"
 
 
 @dataclass(frozen=True, slots=True)
-class Recomputed:
+class RecomputedCall:
     """A call is computed again, for the nodes of the backward pass in one group."""
 
     group: str
     reason: str
 
 
-def rematerialize(program: Program, recomputed: Mapping[fx.Node, Recomputed], policies: Policies) -> Program:
+def rematerialize(program: Program, recomputed: Mapping[fx.Node, RecomputedCall], policies: Policies) -> Program:
     """The program with clones of the calls in `recomputed`, each shared by the backward nodes of its group."""
     return _Rematerialize(program, recomputed, policies).run()
 
 
 class _Rematerialize:
-    def __init__(self, program: Program, recomputed: Mapping[fx.Node, Recomputed], policies: Policies) -> None:
+    def __init__(self, program: Program, recomputed: Mapping[fx.Node, RecomputedCall], policies: Policies) -> None:
         self.program, self.policies = program, policies
         self.build = Builder(MADE_BY)
         self.recomputed = dict(recomputed)

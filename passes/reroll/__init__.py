@@ -10,7 +10,7 @@ from autopar.passes.reroll.choose_loops import choose
 from autopar.passes.reroll.families import Families
 from autopar.passes.reroll.lstm import with_chains
 from autopar.passes.reroll.reading import Reading, piece_of
-from autopar.passes.reroll.write_loops import Writer
+from autopar.passes.reroll.write_loops import FamilyWriter
 from autopar.passes.rules import table_of
 from autopar.passes.search.intents import context_axes
 
@@ -66,7 +66,7 @@ def reroll(program: Program, plan: Plan) -> Program:
         return program
     families = Families(Reading(program, lengths))
     chosen = choose(families, table_of(plan))
-    return Writer(chosen).run() if chosen.is_worth_it else program
+    return FamilyWriter(chosen).run() if chosen.is_worth_it else program
 
 
 def _lengths(program: Program, size: int) -> set[int]:

@@ -13,7 +13,7 @@ from autopar.ir.program import Builder, Record, TensorType, record
 aten = torch.ops.aten
 
 
-class Calls:
+class CallAdder:
     """Adds calls to a program. like: what they belong to; of its types the dtype counts, if none is said."""
 
     def __init__(self, build: Builder) -> None:

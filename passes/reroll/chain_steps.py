@@ -10,7 +10,7 @@ from torch import fx
 from autopar.ir.ops.ops import NAMESPACE, semantic_of
 from autopar.ir.program import is_getitem, record
 from autopar.passes.reroll.families import Family
-from autopar.passes.reroll.slots import Slot, Slots, components
+from autopar.passes.reroll.slots import FamilySlot, Slots, components
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -74,7 +74,7 @@ def _is_plain(family: Family) -> bool:
     return is_known and family.piece is None and family.placed is None and not (semantic and semantic.random)
 
 
-def _is_carried(slot: Slot, slots: Slots, inside: Collection[Family]) -> bool:
+def _is_carried(slot: FamilySlot, slots: Slots, inside: Collection[Family]) -> bool:
     """Whether what a slot reads elsewhere in some step lies outside, in the type of the value that it stands for."""
     assert slot.family is not None
     type_ = record(slot.family.sample).types

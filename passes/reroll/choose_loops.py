@@ -13,7 +13,7 @@ from autopar.passes.reroll.chain_steps import Chain, chain_of
 from autopar.passes.reroll.families import Families, Family
 from autopar.passes.reroll.loop_states import Recurrence, recurrence_of
 from autopar.passes.reroll.reading import Reading
-from autopar.passes.reroll.slots import Slot, Slots, components
+from autopar.passes.reroll.slots import FamilySlot, Slots, components
 from autopar.passes.reroll.step_forms import form_of
 from autopar.passes.reroll.steps import (
     Free,
@@ -46,7 +46,7 @@ class Chosen:
     states: dict[Family, Recurrence] = field(default_factory=dict)
     chains: dict[Family, Chain] = field(default_factory=dict)
     sums: dict[fx.Node, list[Family]] = field(default_factory=dict)
-    collected: dict[fx.Node, tuple[int, Slot]] = field(default_factory=dict)
+    collected: dict[fx.Node, tuple[int, FamilySlot]] = field(default_factory=dict)
     rows: dict[Family, set[int]] = field(default_factory=dict)
 
     @property
@@ -117,7 +117,7 @@ def _drop_split(found: Chosen) -> None:
         found.chains = {family: chain for family, chain in found.chains.items() if family not in lost}
 
 
-def _is_split(slot: Slot) -> bool:
+def _is_split(slot: FamilySlot) -> bool:
     is_own = slot.always is not None or (slot.family is not None and not slot.by and not slot.others)
     return not is_own and any(record(value).several for value in slot.values.values())
 
@@ -195,7 +195,7 @@ def _summed(leaves: tuple[fx.Node, ...], found: Chosen) -> list[Family]:
     return [family for family, each in steps.items() if sorted(each) == list(family.steps)]
 
 
-def _joined(node: fx.Node, found: Chosen) -> tuple[int, Slot] | None:
+def _joined(node: fx.Node, found: Chosen) -> tuple[int, FamilySlot] | None:
     """The dim along which a node has the values of all steps, and these."""
     values: dict[int, fx.Node] = {}
     written = found.reading.written.get(node)

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from autopar.ir.program import record
-from autopar.passes.reroll.reading import Piece, Reading
+from autopar.passes.reroll.reading import Reading, RowPiece
 
 aten = torch.ops.aten
 PLACED = (aten.select_backward.default, aten.slice_backward.default)  # rows among zeros; their index is args[3]
@@ -29,7 +29,7 @@ class Family:
 
     length: int
     members: dict[int, fx.Node]
-    piece: Piece | None = None
+    piece: RowPiece | None = None
     placed: int | None = None
 
     @property

@@ -11,7 +11,7 @@ from torch import fx
 
 from autopar.ir.program import record
 from autopar.passes.reroll.families import Family
-from autopar.passes.reroll.slots import Slot, Slots, components
+from autopar.passes.reroll.slots import FamilySlot, Slots, components
 
 aten = torch.ops.aten
 COPIES = (aten.clone.default, aten.alias.default, aten.detach.default)
@@ -122,7 +122,7 @@ class _Reader:
         slots = enumerate(self.slots[family])
         return _applied(family.sample, [self._of_slot(family, i, slot, state, is_next) for i, slot in slots])
 
-    def _of_slot(self, family: Family, i: int, slot: Slot, state: Family, is_next: bool) -> Affine:
+    def _of_slot(self, family: Family, i: int, slot: FamilySlot, state: Family, is_next: bool) -> Affine:
         if slot.family not in self.families:
             _require(not any(map(self._is_inside, slot.values.values())))
             return None, Term("slot", (family, i))

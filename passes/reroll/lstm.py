@@ -14,7 +14,7 @@ from torch import fx
 
 from autopar.ir.ops.ops import contraction_flops, equation_shape, op
 from autopar.ir.program import Builder, Program, Record, TensorType, erase_unused, is_getitem, record
-from autopar.passes.reroll.calls import Calls
+from autopar.passes.reroll.calls import CallAdder
 
 aten = torch.ops.aten
 FORWARD, BACKWARD = aten.mkldnn_rnn_layer.default, aten.mkldnn_rnn_layer_backward.default
@@ -60,7 +60,7 @@ class _Layers:
 
     def __init__(self, program: Program) -> None:
         self.program, self.build = program, Builder("reroll")
-        self.calls = Calls(self.build)
+        self.calls = CallAdder(self.build)
         self.forwards: dict[fx.Node, list[fx.Node]] = {}
         self.results: dict[fx.Node, list[fx.Node | None]] = {}
 

@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class RowPiece:
     """Where one row of a value is taken: of a dim, at an index. keep: the dim stays, of size 1."""
 
     source: fx.Node
@@ -30,7 +30,7 @@ class Piece:
         return record(self.source).type.shape[self.dim]
 
 
-def piece_of(node: fx.Node) -> Piece | None:
+def piece_of(node: fx.Node) -> RowPiece | None:
     """The row that a node is; None if it is not one row."""
     if node.target is aten.select.int:
         source, dim, index = node.args
@@ -50,14 +50,14 @@ def piece_of(node: fx.Node) -> Piece | None:
     return None
 
 
-def _piece(source: Any, dim: Any, keep: bool, index: Any) -> Piece | None:
+def _piece(source: Any, dim: Any, keep: bool, index: Any) -> RowPiece | None:
     shape = record(source).type.shape
     dim %= len(shape)
-    return Piece(source, dim, keep, index % shape[dim]) if shape[dim] > 1 else None
+    return RowPiece(source, dim, keep, index % shape[dim]) if shape[dim] > 1 else None
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenRows:
     """A value after some of its rows along a dim were written. rows: by index the place in the chain, and what."""
 
     base: fx.Node
@@ -82,8 +82,8 @@ class Reading:
         self.program, self.lengths = program, lengths
         self.order = {node: i for i, node in enumerate(program.graph.nodes)}
         self.same: dict[fx.Node, fx.Node] = {}
-        self.pieces: dict[fx.Node, Piece] = {}
-        self.written: dict[fx.Node, Written] = {}
+        self.pieces: dict[fx.Node, RowPiece] = {}
+        self.written: dict[fx.Node, WrittenRows] = {}
         self.sums: dict[fx.Node, tuple[fx.Node, ...]] = {}
         self.inner: set[fx.Node] = set()
         self._first: dict[Any, fx.Node] = {}
@@ -118,7 +118,7 @@ class Reading:
                     return row
                 source = chain.base
                 chain = self.written.get(source)
-            piece = Piece(source, piece.dim, piece.keep, piece.index)
+            piece = RowPiece(source, piece.dim, piece.keep, piece.index)
             first = self._first.setdefault(piece, node)
             self.pieces[first] = piece
             return first
@@ -146,9 +146,9 @@ class Reading:
         before = self.written.get(base)
         last = before is not None and before.dim == dim and max(place for place, _ in before.rows.values())
         if before is None or before.dim != dim or last != before.place or index % shape[dim] in before.rows:
-            before = Written(self.same[base], dim, -1, {})
+            before = WrittenRows(self.same[base], dim, -1, {})
         before.rows[index % shape[dim]] = before.place + 1, self.same[row]
-        self.written[node] = Written(before.base, dim, before.place + 1, before.rows)
+        self.written[node] = WrittenRows(before.base, dim, before.place + 1, before.rows)
 
     def _add_up(self, node: fx.Node) -> None:
         """Note what the additions that end with a node add, if they are many."""

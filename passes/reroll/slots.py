@@ -20,7 +20,7 @@ ENDS = 2  # steps of which a slot may read something else
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class FamilySlot:
     """One operand of a family. In step t that is `always`, or the member t + `by` of a family, but for `others`."""
 
     values: Values
@@ -45,15 +45,15 @@ class Slots:
     rolled: set[Family]
     zeroed: set[Family] = field(default_factory=set)
 
-    def of(self, family: Family) -> list[Slot]:
+    def of(self, family: Family) -> list[FamilySlot]:
         """The operands of a family, as they stand in its arguments."""
         return [self._unlike(slot) for slot in self._read(family)]
 
-    def read(self, values: Values) -> Slot:
+    def read(self, values: Values) -> FamilySlot:
         """What values of all steps are."""
         return self._unlike(self.slot(values, len(values)))
 
-    def _read(self, family: Family) -> list[Slot]:
+    def _read(self, family: Family) -> list[FamilySlot]:
         if family.piece is not None:
             return []
         same = self.families.reading.same
@@ -61,19 +61,23 @@ class Slots:
         count = len(slots_of(family.sample))
         return [self.slot({t: found[i] for t, found in members.items()}, family.length) for i in range(count)]
 
-    def slot(self, values: Values, length: int) -> Slot:
+    def slot(self, values: Values, length: int) -> FamilySlot:
         """What one operand is in all steps."""
         if len(set(values.values())) == 1:
-            return Slot(values, length, always=next(iter(values.values())))
+            return FamilySlot(values, length, always=next(iter(values.values())))
         found = {t: self.at(node) for t, node in values.items()}
         counts = Counter((at[0], at[1] - t) for t, at in found.items() if at is not None)
         if not counts:
-            return Slot(values, length)
+            return FamilySlot(values, length)
         (family, by), _ = counts.most_common(1)[0]
         others = {t: node for t, node in values.items() if found[t] is None or found[t] != (family, t + by)}
-        return Slot(values, length) if len(others) > ENDS else Slot(values, length, family=family, by=by, others=others)
+        return (
+            FamilySlot(values, length)
+            if len(others) > ENDS
+            else FamilySlot(values, length, family=family, by=by, others=others)
+        )
 
-    def _unlike(self, slot: Slot) -> Slot:
+    def _unlike(self, slot: FamilySlot) -> FamilySlot:
         """A slot without what its family comes to by itself where it has no member."""
         if slot.family is None:
             return slot
@@ -98,7 +102,7 @@ class Slots:
                 return other.always if other.family is None else self.member(other.family, t + other.by)
         return None
 
-    def _is_nothing(self, slot: Slot, t: int, depth: int) -> bool:
+    def _is_nothing(self, slot: FamilySlot, t: int, depth: int) -> bool:
         """Whether a slot reads, in a step without a member, what lies outside of all steps, or its product."""
         family = slot.family
         if family is None or depth == 0:

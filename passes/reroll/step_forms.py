@@ -37,7 +37,7 @@ Slots = Callable[[Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class StepForm:
     """A call on values of all steps. args and kwargs hold the operands of the sample, in their order; shapes: of those
     that get dims of size 1; whole: those of one value for all steps that are repeated."""
 
@@ -48,13 +48,13 @@ class Form:
     repeated: frozenset[int] = frozenset()
 
 
-def form_of(node: fx.Node, stacked: Sequence[bool], length: int, table: Table) -> Form | None:
+def form_of(node: fx.Node, stacked: Sequence[bool], length: int, table: Table) -> StepForm | None:
     """A call for all steps, whose operands are `stacked` or the same for all. None if it has none."""
     found = _form(node, stacked, length, table)
     return found if found is not None and _gives(node, found, stacked, length) else None
 
 
-def _form(node: fx.Node, stacked: Sequence[bool], length: int, table: Table) -> Form | None:
+def _form(node: fx.Node, stacked: Sequence[bool], length: int, table: Table) -> StepForm | None:
     row, semantic = table.get(str(node.target)), semantic_of(node.target)
     if semantic is not None and semantic.random:
         return None
@@ -63,9 +63,9 @@ def _form(node: fx.Node, stacked: Sequence[bool], length: int, table: Table) -> 
         return _pointwise(node, operands, stacked, length)
     equation = equation_of(node)
     if equation is not None:
-        return Form(op("einsum"), (*node.args[:2], with_step(equation, stacked)), {}, {})
+        return StepForm(op("einsum"), (*node.args[:2], with_step(equation, stacked)), {}, {})
     if is_getitem(node):
-        return Form(node.target, node.args, {}, {})
+        return StepForm(node.target, node.args, {}, {})
     args = _with_dims(node, length)
     if args is None:
         return None
@@ -75,10 +75,10 @@ def _form(node: fx.Node, stacked: Sequence[bool], length: int, table: Table) -> 
         own, shape = record(operands[0]).type.shape, record(node).type.shape
         shapes[0] = (length, *(1,) * (len(shape) - len(own)), *own)
     repeated = frozenset(i for i, one in enumerate(stacked) if not one)
-    return Form(target, args, dict(node.kwargs), shapes, repeated)
+    return StepForm(target, args, dict(node.kwargs), shapes, repeated)
 
 
-def _pointwise(node: fx.Node, operands: Sequence[fx.Node], stacked: Sequence[bool], length: int) -> Form | None:
+def _pointwise(node: fx.Node, operands: Sequence[fx.Node], stacked: Sequence[bool], length: int) -> StepForm | None:
     known = record(node)
     first = next(type_ for type_ in known.types if type_ is not None)
     shapes = {}
@@ -88,7 +88,7 @@ def _pointwise(node: fx.Node, operands: Sequence[fx.Node], stacked: Sequence[boo
             return None  # a number's dtype does not count, a tensor's would
         if is_stacked and len(own.shape) < len(first.shape):
             shapes[i] = (length, *(1,) * (len(first.shape) - len(own.shape)), *own.shape)
-    return Form(node.target, node.args, dict(node.kwargs), shapes)
+    return StepForm(node.target, node.args, dict(node.kwargs), shapes)
 
 
 def _with_dims(node: fx.Node, length: int) -> tuple[Any, tuple[Any, ...]] | None:
@@ -157,7 +157,7 @@ def with_slots(args: Any, values: Sequence[Any]) -> Any:
     return fx.node.map_arg(args, lambda _: next(left))
 
 
-def _gives(node: fx.Node, form: Form, stacked: Sequence[bool], length: int) -> bool:
+def _gives(node: fx.Node, form: StepForm, stacked: Sequence[bool], length: int) -> bool:
     """Whether torch gives the results of the steps, one behind the other."""
 
     def empty(i: int, one: fx.Node) -> Any:

@@ -10,7 +10,7 @@ from torch import fx
 
 from autopar.ir.program import record
 from autopar.passes.reroll.families import Family
-from autopar.passes.reroll.slots import Slot, Slots
+from autopar.passes.reroll.slots import FamilySlot, Slots
 from autopar.passes.reroll.step_forms import slots_of
 
 # none, those that lie outside of all steps (start: as the only operands that differ), or all that have no member
@@ -80,7 +80,7 @@ def complete(family: Family, slots: Slots, is_fixed: bool, free: Free) -> None:
         _move(family, 0, slots)
 
 
-def _away(family: Family, read: Collection[Slot], slots: Slots) -> int:
+def _away(family: Family, read: Collection[FamilySlot], slots: Slots) -> int:
     """By how many steps a family is away from what it reads last, in the order in which its members stand."""
     order = slots.families.reading.order
     first, last = (order[family.members[t]] for t in (family.steps[0], family.steps[-1]))
@@ -125,13 +125,13 @@ def _missing(family: Family, t: int, slots: Slots, free: Free) -> Iterator[fx.No
                 yield user
 
 
-def _is_free(slot: Slot, t: int, free: Free) -> bool:
+def _is_free(slot: FamilySlot, t: int, free: Free) -> bool:
     """Whether a slot may read a value of no family where its own family has none."""
     is_outside = slot.family is not None and not 0 <= t + slot.by < slot.family.length
     return free == "any" or (free in ("outside", "start") and is_outside)
 
 
-def _value(slot: Slot, t: int, slots: Slots) -> fx.Node | None:
+def _value(slot: FamilySlot, t: int, slots: Slots) -> fx.Node | None:
     """What a slot of a family would read in a step without a member."""
     if slot.family is None:
         return slot.always
@@ -164,7 +164,7 @@ def _has_room(family: Family, by: int) -> bool:
     return family.piece is None and (family.steps[-1] < family.length - 1 if by < 0 else family.steps[0] > 0)
 
 
-def _is_now(slot: Slot, family: Family) -> bool:
+def _is_now(slot: FamilySlot, family: Family) -> bool:
     return slot.family is family and not slot.by
 
 

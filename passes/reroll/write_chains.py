@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.ops.chain_step import FIXED, ROWS, STATES, Body, print_body
+from autopar.ir.ops.chain_step import FIXED, ROWS, STATES, ChainBody, print_body
 from autopar.ir.ops.ops import op
 from autopar.ir.program import Record, TensorType, record
-from autopar.passes.reroll.calls import Calls, typed
+from autopar.passes.reroll.calls import CallAdder, typed
 from autopar.passes.reroll.chain_steps import Chain, outputs_of
 from autopar.passes.reroll.families import Family
-from autopar.passes.reroll.slots import Slot, Slots
+from autopar.passes.reroll.slots import FamilySlot, Slots
 from autopar.passes.reroll.step_forms import with_slots
 
 aten = torch.ops.aten
@@ -26,10 +26,10 @@ class ChainWriter:
 
     def __init__(
         self,
-        calls: Calls,
+        calls: CallAdder,
         slots: Slots,
         value: Callable[[fx.Node], fx.Node],
-        operand: Callable[[Slot, Record], fx.Node],
+        operand: Callable[[FamilySlot, Record], fx.Node],
     ) -> None:
         self.calls, self.slots, self.value, self.operand = calls, slots, value, operand
 
@@ -70,9 +70,9 @@ class _Step:
             made = self.graph.create_node("call_function", family.sample.target, args, kwargs)
             self.values[family] = self._where_it_is(family, made)
         after = tuple(map(self.values.__getitem__, self.carried))
-        return print_body(Body(self.graph, tuple(self.values[one] for one in outputs), after))
+        return print_body(ChainBody(self.graph, tuple(self.values[one] for one in outputs), after))
 
-    def _read(self, slot: Slot) -> fx.Node:
+    def _read(self, slot: FamilySlot) -> fx.Node:
         """The value of an operand in one step."""
         if slot.always is not None:
             return self._fixed(slot.always)
@@ -85,7 +85,7 @@ class _Step:
             found = self._chosen(t, self._fixed(node), found)
         return found
 
-    def _state(self, slot: Slot, others: dict[int, fx.Node]) -> fx.Node:
+    def _state(self, slot: FamilySlot, others: dict[int, fx.Node]) -> fx.Node:
         """What the step before has of a family. What the first step reads in its place is taken out of `others`."""
         assert slot.family is not None
         start, known = others.pop(self.chain.first, None), record(slot.family.sample)

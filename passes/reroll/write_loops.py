@@ -11,10 +11,10 @@ from torch import fx
 from autopar.ir.ops.ops import op, op_name
 from autopar.ir.ops.storage import is_view
 from autopar.ir.program import Builder, Program, Record, TensorType, erase_unused, record
-from autopar.passes.reroll.calls import Calls, typed
+from autopar.passes.reroll.calls import CallAdder, typed
 from autopar.passes.reroll.choose_loops import Chosen, Unit
 from autopar.passes.reroll.families import Family
-from autopar.passes.reroll.slots import Slot, is_zero
+from autopar.passes.reroll.slots import FamilySlot, is_zero
 from autopar.passes.reroll.step_forms import equation_of, form_of, slots_of, with_slots, with_step
 from autopar.passes.reroll.write_chains import ChainWriter, read_outside
 from autopar.passes.reroll.write_states import StateWriter, places_of
@@ -24,7 +24,7 @@ MADE_BY = "reroll"
 ROWS = 4  # so many rows of a value are summed out of it one by one; more are taken of the whole
 
 
-class Writer:
+class FamilyWriter:
     """Writes each family as one node where the last of its members stood, or where it is needed before."""
 
     def __init__(self, chosen: Chosen) -> None:
@@ -32,7 +32,7 @@ class Writer:
         self.build = Builder(MADE_BY)
         self.all: dict[Family, fx.Node] = {}  # the value of all steps
         self.rows: dict[tuple[Family, int], fx.Node] = {}
-        self.calls = Calls(self.build)
+        self.calls = CallAdder(self.build)
         self.states = StateWriter(self.calls, chosen.slots, self._value, self._operand)
         self.chains = ChainWriter(self.calls, chosen.slots, self._value, self._operand)
         self.written: set[Family] = set()  # the families of the chains that are
@@ -96,7 +96,7 @@ class Writer:
             yield self.chosen.unit(family.piece.source)
         elif chain is not None:
             for one in read_outside(chain, self.chosen.slots):
-                yield from self._units([one]) if isinstance(one, Slot) else [self.chosen.unit(one)]
+                yield from self._units([one]) if isinstance(one, FamilySlot) else [self.chosen.unit(one)]
         elif state is None:
             yield from self._units(self.chosen.slots.of(family))
         else:
@@ -105,7 +105,7 @@ class Writer:
             if state.start is not None:
                 yield self.chosen.unit(state.start[1])
 
-    def _units(self, slots: Iterable[Slot]) -> Iterator[Unit]:
+    def _units(self, slots: Iterable[FamilySlot]) -> Iterator[Unit]:
         for slot in slots:
             if slot.always is not None:
                 yield self.chosen.unit(slot.always)
@@ -215,7 +215,7 @@ class Writer:
             )
         return self.calls.reshaped(found, known.type.shape, known) if family.piece.keep else found
 
-    def _operand(self, slot: Slot, like: Record) -> fx.Node:
+    def _operand(self, slot: FamilySlot, like: Record) -> fx.Node:
         """What a slot is in all steps, or in each."""
         if slot.always is not None:
             return self._value(slot.always)
@@ -295,7 +295,7 @@ class Writer:
         return value
 
 
-def _viewed(family: Family, slots: list[Slot]) -> Family | None:
+def _viewed(family: Family, slots: list[FamilySlot]) -> Family | None:
     """The family of which each member of another one is the same view."""
     if not is_view(family.sample) or record(family.sample).several or len(slots) != 1:
         return None

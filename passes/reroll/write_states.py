@@ -10,10 +10,10 @@ from torch import fx
 
 from autopar.ir.ops.ops import op, op_name
 from autopar.ir.program import Record, record
-from autopar.passes.reroll.calls import Calls
+from autopar.passes.reroll.calls import CallAdder
 from autopar.passes.reroll.families import Family
 from autopar.passes.reroll.loop_states import ONE, Recurrence, Term
-from autopar.passes.reroll.slots import Slot, Slots, is_zero
+from autopar.passes.reroll.slots import FamilySlot, Slots, is_zero
 
 aten = torch.ops.aten
 
@@ -23,10 +23,10 @@ class StateWriter:
 
     def __init__(
         self,
-        calls: Calls,
+        calls: CallAdder,
         slots: Slots,
         value: Callable[[fx.Node], fx.Node],
-        operand: Callable[[Slot, Record], fx.Node],
+        operand: Callable[[FamilySlot, Record], fx.Node],
     ) -> None:
         self.calls, self.slots, self.value, self.operand = calls, slots, value, operand
 

@@ -13,7 +13,7 @@ from functools import lru_cache, partial
 from torch import fx
 
 from autopar.ir.ops.chain import operand_types, typed_body
-from autopar.ir.ops.chain_step import STATES, Body, print_body
+from autopar.ir.ops.chain_step import STATES, ChainBody, print_body
 from autopar.ir.program import TensorType, is_getitem, record, source_of
 from autopar.passes.rules.build import build, replicated_rule
 from autopar.passes.rules.follow import Value, follow, readers, type_of
@@ -36,10 +36,10 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ChainRules:
     """The calls of a step with their rules, and the ways to split it, by name."""
 
-    body: Body
+    body: ChainBody
     rules: Mapping[fx.Node, tuple[Rule, Row]]
     ways: Mapping[str, Way]
 
@@ -55,7 +55,7 @@ class Step:
         )
 
 
-def step_of(table: Table, text: str, operands: tuple[TensorType, ...]) -> Step:
+def step_of(table: Table, text: str, operands: tuple[TensorType, ...]) -> ChainRules:
     """What is known of a step for operands of these types, by the rules of a table."""
     body = typed_body(text, operands)
     rules = {}
@@ -71,13 +71,13 @@ def step_of(table: Table, text: str, operands: tuple[TensorType, ...]) -> Step:
             way = _way(body, table, (node, 0), dim) if size > 1 and not is_known else None
             if way is not None:
                 ways[f"n{len(ways)}"] = way
-    return Step(body, rules, ways)
+    return ChainRules(body, rules, ways)
 
 
-Steps = Callable[[str, tuple[TensorType, ...]], Step]
+Steps = Callable[[str, tuple[TensorType, ...]], ChainRules]
 
 
-def _way(body: Body, table: Table, value: Value, dim: int) -> Way | None:
+def _way(body: ChainBody, table: Table, value: Value, dim: int) -> Way | None:
     """The way that begins with one dim of an operand; None if some call does not let it through to all its results."""
 
     def step(node: fx.Node, known: Mapping[int, Split]) -> Through | str:
@@ -131,10 +131,10 @@ def _local(pieces: Pieces, known: Steps) -> Arguments:
         args, kwargs = fx.node.map_arg((args, kwargs), value.__getitem__)
         value[node] = graph.create_node("call_function", node.target, tuple(args), dict(kwargs))
     ends = [tuple(value[one] for one in nodes) for nodes in (step.body.rows, step.body.next)]
-    return (*call.args[:3], print_body(Body(graph, *ends)), *call.args[4:]), dict(call.kwargs)
+    return (*call.args[:3], print_body(ChainBody(graph, *ends)), *call.args[4:]), dict(call.kwargs)
 
 
-def _local_call(step: Step, node: fx.Node, parts: Mapping[str, int]) -> Arguments:
+def _local_call(step: ChainRules, node: fx.Node, parts: Mapping[str, int]) -> Arguments:
     rule, row = step.rules[node]
     sizes = dict(rule.sizes)
     shapes = {i: list(type_.shape) for i, type_ in enumerate(call_of(node).results)}

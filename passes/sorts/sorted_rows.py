@@ -38,7 +38,7 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RowsInOrder:
     """Rows that stand in the order of the sort, along a dim."""
 
     dim: int = 0
@@ -56,7 +56,7 @@ class SortedRows:
         self.sort, self.table = sort, table
         self.keys = Keys(args_of(sort)[0])
         self.size = self.keys.size
-        self.facts: dict[fx.Node, Order | Rows | Blank] = {}
+        self.facts: dict[fx.Node, Order | RowsInOrder | Blank] = {}
         self.sorts: list[fx.Node] = []  # this one, and those of its orders
         self.instead: dict[fx.Node, Make] = {}
 
@@ -102,14 +102,14 @@ class SortedRows:
                 self._is_arange(user)
 
     def _is_sorted_keys(self, node: fx.Node) -> None:
-        self.facts[node], self.keys.of[node] = Rows(), Of.KEYS
+        self.facts[node], self.keys.of[node] = RowsInOrder(), Of.KEYS
         self._stands_for(node, self.keys.node)
 
     def _follow(self, node: fx.Node) -> bool:
         """Find the fact about a value that uses one with a fact. False if the order shows."""
         if node.op != "call_function":
             return False
-        if all(isinstance(self.facts.get(operand, Rows()), Rows) for operand in node.all_input_nodes):
+        if all(isinstance(self.facts.get(operand, RowsInOrder()), RowsInOrder) for operand in node.all_input_nodes):
             return self._row_by_row(node)
         rule = _RULES.get(str(node.target))
         return rule is not None and rule(self, node)
@@ -175,10 +175,10 @@ class SortedRows:
             is_flat = record(x).type.shape == (self.size,)
             return is_flat and {of, order} == {Order(), Order(inverse=True)} and self._is_arange(node)
         if order.inverse:
-            return of == Rows() and self._stands_for(node, x)
+            return of == RowsInOrder() and self._stands_for(node, x)
         if of is not None or record(x).type.shape[0] != self.size // order.count:
             return False
-        self.facts[node] = Rows()
+        self.facts[node] = RowsInOrder()
         if self.keys.of.get(x) is Of.KEYS and order.count == 1:
             self.keys.of[node] = Of.KEYS
         return self._stands_for(node, x) if order.count == 1 else self._is_made(node, _repeated(x, order.count))
@@ -195,10 +195,12 @@ class SortedRows:
         if type_.shape == (self.size,) and is_range(values, self.size):
             self.facts[node] = Order(inverse=not order.inverse)
             return True
-        if record(values).type.shape != type_.shape or self.facts.get(values) != (None if order.inverse else Rows()):
+        if record(values).type.shape != type_.shape or self.facts.get(values) != (
+            None if order.inverse else RowsInOrder()
+        ):
             return False
         if order.inverse:
-            self.facts[node] = Rows()
+            self.facts[node] = RowsInOrder()
         return self._stands_for(node, values)
 
     def added(self, node: fx.Node) -> bool:
@@ -210,9 +212,9 @@ class SortedRows:
             return False
         fact = self.facts.get(values)
         if order.inverse:
-            self.facts[node] = Rows()
+            self.facts[node] = RowsInOrder()
             return fact is None and self._stands_for(node, values)
-        if fact != Rows():
+        if fact != RowsInOrder():
             return False
         return self._stands_for(node, values) if order.count == 1 else self._is_made(node, _summed(values, order.count))
 
@@ -224,7 +226,9 @@ class SortedRows:
             self.facts[node] = self.facts[args_of(node)[0]]
             return True
         operands = operand_nodes(node)
-        known = {i: (fact.dim, 1) for i, one in enumerate(operands) if isinstance(fact := self.facts.get(one), Rows)}
+        known = {
+            i: (fact.dim, 1) for i, one in enumerate(operands) if isinstance(fact := self.facts.get(one), RowsInOrder)
+        }
         found = through(call_of(node), known, self.table, self.size, adds=False)
         if isinstance(found, str) or any(at is not None and i not in known for i, at in enumerate(found.operands)):
             return False
@@ -233,7 +237,7 @@ class SortedRows:
         (at, *others), type_ = set(found.results), record(node).types[0]
         if others or at is None or type_ is None or type_.shape[at[0]] != self.size:
             return False
-        self.facts[node] = Rows(at[0])
+        self.facts[node] = RowsInOrder(at[0])
         return True
 
     def _is_arange(self, node: fx.Node) -> bool:

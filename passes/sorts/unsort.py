@@ -7,7 +7,7 @@ from torch import fx
 from autopar.ir.plan import Plan
 from autopar.ir.program import Builder, Program, erase_unused, record
 from autopar.passes.rules import table_of
-from autopar.passes.sorts.sorted_rows import SORTS, Make, Rows, SortedRows
+from autopar.passes.sorts.sorted_rows import SORTS, Make, RowsInOrder, SortedRows
 
 MADE_BY = "unsort"
 
@@ -48,7 +48,7 @@ def unsort(program: Program, plan: Plan) -> Program:
             if found.is_unseen():
                 instead |= found.instead
                 known |= {*found.facts, *found.sorts}
-                moved |= {value for value, fact in found.facts.items() if isinstance(fact, Rows)}
+                moved |= {value for value, fact in found.facts.items() if isinstance(fact, RowsInOrder)}
     if not instead:
         return program
     build = Builder(MADE_BY)

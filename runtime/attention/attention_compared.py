@@ -13,7 +13,7 @@ import torch
 
 from autopar.runtime.attention.attention_runs import joined
 from autopar.runtime.attention.attention_whole import attention, attention_backward
-from autopar.runtime.attention.compared_blocks import Block, Decide, Mask, decided, take
+from autopar.runtime.attention.compared_blocks import Decide, Mask, MaskBlock, decided, take
 from autopar.runtime.kernels.kernel import Kernel
 
 Tensor = torch.Tensor
@@ -66,7 +66,7 @@ def compared_attention_backward(
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _calls(mask: Mask, block: Block) -> Iterator[tuple[tuple[slice, ...], Tensor | None]]:
+def _calls(mask: Mask, block: MaskBlock) -> Iterator[tuple[tuple[slice, ...], Tensor | None]]:
     """The calls of a kernel for a block of queries: (keys, the mask of them)."""
     if block.seen:
         yield block.seen, None

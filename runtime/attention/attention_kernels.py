@@ -19,7 +19,7 @@ Tensors = tuple[torch.Tensor, ...]
 _SHORT = (torch.bfloat16, torch.float16)
 
 
-class Device(NamedTuple):
+class KernelDevice(NamedTuple):
     """What is there to compute with.
 
     capability: of an NVIDIA GPU, (8, 0) is Ampere. off: the kernels that the user switched off by
@@ -33,10 +33,10 @@ class Device(NamedTuple):
     is_host: bool = False
 
 
-class Call(NamedTuple):
+class AttentionCall(NamedTuple):
     """What of a call decides. q [b,h,s,d], k [b,hk,t,d], v [b,hk,t,e]; mask: its shape."""
 
-    device: Device
+    device: KernelDevice
     dtype: torch.dtype
     b: int
     h: int
@@ -63,7 +63,7 @@ class AttentionKernel:
     """
 
     name: str
-    takes: Callable[[Call], bool]
+    takes: Callable[[AttentionCall], bool]
     forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     width: Callable[[int], int] | None = None
@@ -111,12 +111,12 @@ def _is_aligned(x: torch.Tensor, grain: int) -> bool:
     return x.storage_offset() % grain == 0 and all(stride % grain == 0 for stride in strides)
 
 
-def _cpu_flash_takes(call: Call) -> bool:
+def _cpu_flash_takes(call: AttentionCall) -> bool:
     # An empty dim is a division by zero (SIGFPE) in this kernel of torch 2.13.
     return call.device.is_host and call.dtype.is_floating_point and not call.empty
 
 
-def _cuda_flash_takes(call: Call) -> bool:
+def _cuda_flash_takes(call: AttentionCall) -> bool:
     # Its causal mask ends at the last key (bottom right), ours begins at the first: the same only for a square.
     return (
         call.device.type == "cuda" and call.device.capability >= (8, 0) and "flash" not in call.device.off
@@ -125,7 +125,7 @@ def _cuda_flash_takes(call: Call) -> bool:
     )  # fmt: skip
 
 
-def _efficient_takes(call: Call) -> bool:
+def _efficient_takes(call: AttentionCall) -> bool:
     # ROCm's kernel of this name has another logsumexp, and takes no mask that is causal as well.
     columns = call.mask[-1] if call.mask else call.t
     is_new = call.device.capability >= (8, 0) or call.dtype != torch.bfloat16
@@ -154,25 +154,25 @@ TABLE = (
 )
 
 
-def kernel_for(call: Call) -> AttentionKernel:
+def kernel_for(call: AttentionCall) -> AttentionKernel:
     """The first kernel of the table that takes a call; the last takes all."""
     return next(kernel for kernel in TABLE if kernel.takes(call))
 
 
-def call_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, causal: bool) -> Call:
+def call_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, causal: bool) -> AttentionCall:
     """What of these operands decides."""
     shape = None if mask is None else tuple(mask.shape)
     b, h, s, d = q.shape
-    return Call(_device(q.device), q.dtype, b, h, k.shape[1], s, k.shape[2], d, v.shape[3], causal, shape)
+    return AttentionCall(_device(q.device), q.dtype, b, h, k.shape[1], s, k.shape[2], d, v.shape[3], causal, shape)
 
 
-def _device(device: torch.device) -> Device:
+def _device(device: torch.device) -> KernelDevice:
     if host.on_host(device) or device.type not in ("cuda", "meta"):
-        return Device(device.type, is_host=host.on_host(device))
+        return KernelDevice(device.type, is_host=host.on_host(device))
     kernels = torch.backends.cuda
     switches = {"flash": kernels.flash_sdp_enabled(), "efficient": kernels.mem_efficient_sdp_enabled()}
     off = frozenset(name for name, is_on in switches.items() if not is_on)
-    return Device("cuda", _capability(device), torch.version.hip is not None, off)
+    return KernelDevice("cuda", _capability(device), torch.version.hip is not None, off)
 
 
 @functools.cache

@@ -20,7 +20,7 @@ Backward = Callable[..., Tensors]  # (grad, q, k, v, mask, out, lse, causal, sca
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RunPart:
     """One call of a kernel: rows of the piece, and keys that they see."""
 
     rows: slice
@@ -75,17 +75,17 @@ def attention_of_runs_backward(
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _parts(q: torch.Tensor, k: torch.Tensor, mask: Mask, rows: slice, start: int, pieces: int = 1) -> Iterator[Part]:
+def _parts(q: torch.Tensor, k: torch.Tensor, mask: Mask, rows: slice, start: int, pieces: int = 1) -> Iterator[RunPart]:
     """The calls for a run that begins at position `start`; pieces: of the keys before it, if they are many."""
     stop, t = start + rows.stop - rows.start, k.shape[2]
     if mask is not None or stop > t:
         keys = slice(0, min(stop, t))
-        yield Part(rows, keys, False, _with_causal(mask, rows, keys, start, q.device))
+        yield RunPart(rows, keys, False, _with_causal(mask, rows, keys, start, q.device))
         return
     step = max(stop - start, -(-start // pieces))
     for first in range(0, start, step):
-        yield Part(rows, slice(first, min(first + step, start)), False)
-    yield Part(rows, slice(start, stop), True)
+        yield RunPart(rows, slice(first, min(first + step, start)), False)
+    yield RunPart(rows, slice(start, stop), True)
 
 
 def _with_causal(mask: Mask, rows: slice, keys: slice, start: int, device: torch.device) -> torch.Tensor:

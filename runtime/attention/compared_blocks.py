@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from autopar.ir.comparisons import All, Comparison, Condition, Flag, every, holds, parse_condition
+from autopar.ir.comparisons import All, BoolVector, Comparison, Condition, every, holds, parse_condition
 from autopar.runtime.attention.attention_runs import runs_of
 from autopar.runtime.kernels import host
 
@@ -23,7 +23,7 @@ Decide = Callable[[Tensor], list[list[list[int]]]]  # reads the codes [samples, 
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class MaskBlock:
     """Some queries, and the keys that they see: all of `seen`, of `partly` those of a mask."""
 
     samples: slice
@@ -90,7 +90,7 @@ class Mask:
             return vector[:, :, rows] if vector.shape[2] > 1 else vector
         return take(vector, keys, 3) if vector.shape[3] > 1 else vector
 
-    def blocks(self, like: Tensor, decide: Decide) -> Iterator[Block]:
+    def blocks(self, like: Tensor, decide: Decide) -> Iterator[MaskBlock]:
         """The blocks of queries, sample by sample where the samples differ."""
         size = _SIZE_CPU if host.on_host(like) else _SIZE
         rows, width, keys = self._rows(size), self.s // len(self.starts), _pieces(0, self.t, size)
@@ -105,7 +105,7 @@ class Mask:
         for sample, of_rows in enumerate(codes):
             samples = slice(sample, sample + 1) if count > 1 else slice(None)
             for here, its in zip(rows, of_rows, strict=True):
-                yield Block(samples, here, _merged(keys, its, ALL), _merged(keys, its, PARTLY))
+                yield MaskBlock(samples, here, _merged(keys, its, ALL), _merged(keys, its, PARTLY))
 
     def _rows(self, size: int) -> list[slice]:
         return [one for run, _ in runs_of(self.starts, self.s) for one in _pieces(run.start, run.stop, size)]
@@ -128,7 +128,7 @@ def bounds(condition: Condition, low: Mapping[str, Tensor], high: Mapping[str, T
     match condition:
         case Comparison(column, sign, row):
             return _compared((low[column], high[column]), sign, (low[row], high[row]))
-        case Flag(name, is_true):
+        case BoolVector(name, is_true):
             return (low[name], high[name]) if is_true else (~high[name], ~low[name])
     parts = [bounds(part, low, high) for part in condition.parts]
     surely, possibly = parts[0]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from autopar.ir.ops.ops import op
-from autopar.runtime.attention.ring_blocks import Block, Runs, blocks_of, runs_at
+from autopar.runtime.attention.ring_blocks import RingBlock, RowRuns, blocks_of, runs_at
 from autopar.runtime.collectives.mesh_ops import COORD, WAIT
 
 SHIFT = op("shift_start")
@@ -85,7 +85,7 @@ class _Queries:
         self.grad, self.q, self.out, self.lse = given
         self.gradient = torch.zeros_like(self.q, dtype=_wide(self.q))
 
-    def see(self, at: int, block: Block, keys: torch.Tensor, values: torch.Tensor) -> Part:
+    def see(self, at: int, block: RingBlock, keys: torch.Tensor, values: torch.Tensor) -> Part:
         """Add the gradient of a block; that of its keys and values, which are those of the rank `at`."""
         rows = block.rows
         taken = self.grad[:, :, rows], *_taken(block, self.q, keys, values), self.out[:, :, rows]
@@ -110,7 +110,7 @@ class _Total:
         self.out: torch.Tensor | None = None
         self.lse: torch.Tensor | None = None
 
-    def add(self, block: Block, out: torch.Tensor, lse: torch.Tensor) -> None:
+    def add(self, block: RingBlock, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Attention to other keys. The logsumexp of a row that sees none of them is -inf."""
         if self.out is None and block.rows == slice(0, self.q.shape[2]):
             self.out, self.lse = out.to(self.dtype), lse
@@ -141,17 +141,17 @@ def _wide(x: torch.Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _runs(starts: Sequence[int], q: torch.Tensor) -> Runs:
+def _runs(starts: Sequence[int], q: torch.Tensor) -> RowRuns:
     """A rank's queries; all of them in a row where no axis splits them."""
     found = tuple(starts) or (0,)
-    return Runs(found, q.shape[2] // len(found))
+    return RowRuns(found, q.shape[2] // len(found))
 
 
-def _blocks(rows: Runs, place: int, size: int, outer: int, keys: torch.Tensor, causal: bool) -> list[Block]:
+def _blocks(rows: RowRuns, place: int, size: int, outer: int, keys: torch.Tensor, causal: bool) -> list[RingBlock]:
     return blocks_of(rows, runs_at(place % size, size, outer, keys.shape[2]), causal)
 
 
-def _taken(block: Block, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Tensors:
+def _taken(block: RingBlock, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Tensors:
     return q[:, :, block.rows], keys[:, :, block.keys], values[:, :, block.keys]
 
 

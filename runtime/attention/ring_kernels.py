@@ -25,7 +25,7 @@ from autopar.ir.ops.ring_ops import (
 from autopar.runtime.attention.attention_compared import compared_attention, compared_attention_backward, take
 from autopar.runtime.attention.attention_whole import KERNELS as ATTENTION
 from autopar.runtime.attention.ring_attention import Ask, Steps, Tensors, backward, forward
-from autopar.runtime.attention.ring_blocks import Block, runs_at
+from autopar.runtime.attention.ring_blocks import RingBlock, runs_at
 from autopar.runtime.kernels.kernel import Kernel
 from autopar.runtime.kernels.run_chain import called_steps, in_turns, run_steps
 
@@ -37,7 +37,7 @@ def _attention(
     kernel: Kernels, ask: Ask, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axis: str, size: int,
     outer: int, causal: bool, scale: float, *, starts: Sequence[int] = (),
 ) -> Steps:  # fmt: skip
-    def attend(at: int, block: Block, *taken: torch.Tensor) -> Tensors:
+    def attend(at: int, block: RingBlock, *taken: torch.Tensor) -> Tensors:
         return kernel(*taken, None, block.causal, scale)
 
     return forward(attend, ask, q, k, v, axis, size, outer, causal, starts)
@@ -48,7 +48,7 @@ def _attention_backward(
     out: torch.Tensor, lse: torch.Tensor, axis: str, size: int, outer: int, causal: bool, scale: float, *,
     starts: Sequence[int] = (),
 ) -> Steps:  # fmt: skip
-    def attend(at: int, block: Block, *taken: torch.Tensor) -> Tensors:
+    def attend(at: int, block: RingBlock, *taken: torch.Tensor) -> Tensors:
         *before, its_out, its_lse = taken
         return kernel(*before, None, its_out, its_lse, block.causal, scale)
 
@@ -62,7 +62,7 @@ def compared_ring(
 ) -> Steps:  # fmt: skip
     """(out, logsumexp), as `compared_attention` gives them."""
 
-    def attend(at: int, block: Block, *taken: torch.Tensor) -> Tensors:
+    def attend(at: int, block: RingBlock, *taken: torch.Tensor) -> Tensors:
         vectors = _vectors(rows, columns, at, size, outer, k.shape[2], block)
         return kernel(*taken, *vectors, compare, block.causal, scale, part=True)
 
@@ -76,7 +76,7 @@ def compared_ring_backward(
 ) -> Steps:  # fmt: skip
     """(dq, dk, dv)."""
 
-    def attend(at: int, block: Block, *taken: torch.Tensor) -> Tensors:
+    def attend(at: int, block: RingBlock, *taken: torch.Tensor) -> Tensors:
         *before, its_out, its_lse = taken
         vectors = _vectors(rows, columns, at, size, outer, k.shape[2], block)
         return kernel(*before, *vectors, its_out, its_lse, compare, block.causal, scale)
@@ -85,7 +85,7 @@ def compared_ring_backward(
 
 
 def _vectors(
-    rows: Vectors, columns: Vectors, at: int, size: int, outer: int, count: int, block: Block
+    rows: Vectors, columns: Vectors, at: int, size: int, outer: int, count: int, block: RingBlock
 ) -> Iterator[list[torch.Tensor]]:
     """The vectors of a block: of a rank's own queries, and of the `count` keys of the rank `at`."""
     keys = runs_at(at, size, outer, count)

@@ -28,7 +28,7 @@ _log = logging.getLogger("autopar")
 _NEW = frozenset({"batch", "seed", "scale"})  # inputs that lie elsewhere at each step
 
 
-class Graph(Protocol):
+class RecordedGraph(Protocol):
     """A recording. Its inputs and outputs stay where they lie."""
 
     def capture(self, run: Callable[[], Outputs], inputs: Sequence[torch.Tensor]) -> Outputs:
@@ -80,7 +80,7 @@ class DryGraph:
 
 @dataclass(slots=True)
 class _Recorded:
-    graph: Graph
+    graph: RecordedGraph
     inputs: Mapping[Key, torch.Tensor]
     outputs: Outputs
 
@@ -91,7 +91,7 @@ class GraphRunner:
     elsewhere at each step, beside batch, seed and scale. name: of the program, in messages."""
 
     runner: Runner
-    make: Callable[[], Graph]
+    make: Callable[[], RecordedGraph]
     entries: Mapping[Key, Input]
     copied: set[Key]
     name: str

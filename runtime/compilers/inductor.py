@@ -33,7 +33,7 @@ _COLLECTIVE = re.compile(r"torch\.ops\._c10d_functional\.(?!wait)(\w+)\.\w+\(")
 
 
 @dataclass(frozen=True)
-class Code:
+class InductorCode:
     """A graph as code that Inductor wrote for a rank. function: of a list of values, which it empties. `source` is the
     Python, for people to read. strides: of its inputs, None for a number. is_general: whether what was taken for
     granted of a number is true of all that it may be."""
@@ -82,7 +82,7 @@ def _strided(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
 class InductorProgram:
     """A program of one graph, as a `Runner`. recorder: sees the code as a whole."""
 
-    code: Code
+    code: InductorCode
     recorder: Recorder | None = None
 
     @property
@@ -98,15 +98,15 @@ class InductorProgram:
 
 
 @dataclass
-class Writer:
+class InductorWriter:
     """Has Inductor write code for a rank: once for graphs that are alike."""
 
     rank: int
-    _written: dict[Hashable, Code] = field(default_factory=dict)
+    _written: dict[Hashable, InductorCode] = field(default_factory=dict)
 
     def write(
         self, trace: Callable[..., Any], inputs: Sequence[Any], where: str, holds: Callable[[], bool] = lambda: True
-    ) -> tuple[Code, fx.GraphModule]:
+    ) -> tuple[InductorCode, fx.GraphModule]:
         """The code of a function of values like `inputs`, with the graph that was traced of it; within a
         FakeTensorMode. holds: whether the code is general, asked once it is written. Raises CompileError, which says
         `where`, if Inductor fails."""
@@ -116,7 +116,7 @@ class Writer:
             alike = _alike(graph, inputs)
             if alike is None or alike not in self._written:
                 function, source = compile_with_inductor(graph, inputs)
-                self._written[alike] = Code(function, source, self.rank, strides, holds())
+                self._written[alike] = InductorCode(function, source, self.rank, strides, holds())
             return self._written[alike], graph
         except Exception as error:
             first = str(error).strip().splitlines()
@@ -143,7 +143,7 @@ def compile_program(
     with FakeTensorMode(shape_env=ShapeEnv()), torch.no_grad():
         inputs = [example(node, mesh, device) for node in program.placeholders]
         trace = RankTrace(program, FunctionalCollectives(mesh, mesh.coord(rank), groups), device)
-        return InductorProgram(Writer(rank).write(trace.run, inputs, where(program, name, rank))[0])
+        return InductorProgram(InductorWriter(rank).write(trace.run, inputs, where(program, name, rank))[0])
 
 
 def where(program: Program, name: str, rank: int) -> str:

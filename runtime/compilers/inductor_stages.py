@@ -23,11 +23,11 @@ from autopar.ir.pipeline import Graph, Pipeline
 from autopar.ir.program import Output, Program, TensorType
 from autopar.ir.schedule import Action
 from autopar.runtime.compilers.functional import FunctionalCollectives
-from autopar.runtime.compilers.inductor import Code, Writer, where
+from autopar.runtime.compilers.inductor import InductorCode, InductorWriter, where
 from autopar.runtime.compilers.rank_trace import Passing, RankTrace
 from autopar.runtime.executor.executor import Outputs, schema_arguments
 from autopar.runtime.pipeline.compiled_instructions import Place, RankCode, code_of, graphs_at, on_executor
-from autopar.runtime.pipeline.microbatches import StageGraph, Turn
+from autopar.runtime.pipeline.microbatches import GraphTurn, StageGraph
 from autopar.runtime.pipeline.slices import wide
 from autopar.runtime.ranks.process_groups import Group
 from autopar.torch_compat import FakeTensorMode, holds_for, symbolic_number
@@ -37,17 +37,17 @@ _INNER = ("saved", "step", "part")  # kinds of values that stay on a rank
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
+class SliceCode:
     """The code of a graph for one slice of a sequence. Behind its inputs and totals it takes the `pieces` of earlier
     slices, the `rests` of later ones, and the micro-batch; behind its outputs it gives `kept` and `left`."""
 
-    code: Code
+    code: InductorCode
     pieces: tuple[str, ...] = ()
     rests: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
 
-    def run(self, values: list[Any], turn: Turn, place: int | None) -> Outputs:
+    def run(self, values: list[Any], turn: GraphTurn, place: int | None) -> Outputs:
         """Run it on a micro-batch, with what its slices carry. place: of the micro-batch; None if it asks for none."""
         carried, microbatch = turn.carried, turn.microbatch
         values += [piece for key in self.pieces for piece in carried.before(key, microbatch)]
@@ -69,7 +69,7 @@ class InductorGraph:
     the graph is another for each."""
 
     totals: Mapping[str, TensorType]
-    variants: Mapping[tuple[int, int | None], Variant]
+    variants: Mapping[tuple[int, int | None], SliceCode]
     is_numbered: bool
     device: torch.device
 
@@ -85,7 +85,7 @@ class InductorGraph:
     def sums(self) -> tuple[str, ...]:
         return tuple(self.totals)
 
-    def steps(self, items: list[Any], turn: Turn) -> Generator[Any, Any, Outputs]:
+    def steps(self, items: list[Any], turn: GraphTurn) -> Generator[Any, Any, Outputs]:
         coord = turn.time.coord(max(turn.microbatch, 0))
         slice_, place = coord.get(SLICE, 0), coord.get(MICROBATCH, 0)
         variant = self.variants.get((slice_, None)) or self.variants[slice_, place]
@@ -125,7 +125,7 @@ class _Compiler:
     and shape (slices differ in length): those who read it take it as it lies."""
 
     def __init__(self, pipeline: Pipeline, rank: int, groups: Mapping[str, Group], device: torch.device) -> None:
-        self.pipeline, self.groups, self.device, self.writer = pipeline, groups, device, Writer(rank)
+        self.pipeline, self.groups, self.device, self.writer = pipeline, groups, device, InductorWriter(rank)
         coord = pipeline.mesh.coord(rank)
         self.received = {
             name for line in pipeline.lists[coord.get(PIPELINE, 0)] if line.op == "RECV" for name in line.values
@@ -140,7 +140,7 @@ class _Compiler:
         lengths = self.pipeline.flow.lengths or (1,) * time.get(SLICE, 1)
         graph = _Graph(program, one.name, _totals(program, self.pipeline), time, lengths)
         mine = [s for s in range(graph.slices) if self.pipeline.length_of(Action(stage, kind, s)) == one.length]
-        variants: dict[tuple[int, int | None], Variant] = {}
+        variants: dict[tuple[int, int | None], SliceCode] = {}
         for slice_ in mine if kind == "F" else reversed(mine):
             variant = self._variant(graph, slice_, None)
             if variant.code.is_general:
@@ -150,7 +150,7 @@ class _Compiler:
                 variants |= {(slice_, number): self._variant(graph, slice_, number) for number in each}
         return InductorGraph(graph.totals, variants, graph.microbatches > 1, self.device)
 
-    def _variant(self, graph: _Graph, slice_: int, number: int | None) -> Variant:
+    def _variant(self, graph: _Graph, slice_: int, number: int | None) -> SliceCode:
         """The code for a slice; of micro-batch `number`, or of any if that is None."""
         env, program = ShapeEnv(), graph.program
         with FakeTensorMode(shape_env=env), torch.no_grad():
@@ -163,7 +163,7 @@ class _Compiler:
             )  # fmt: skip
         self._learn((*map(_name_of, program.outputs), *trace.kept, *trace.left), traced)
         pieces = tuple(graph.pieces(slice_)) if slice_ else ()
-        return Variant(code, pieces, tuple(graph.rests(slice_)), trace.kept, trace.left)
+        return SliceCode(code, pieces, tuple(graph.rests(slice_)), trace.kept, trace.left)
 
     def _inputs(self, graph: _Graph, slice_: int) -> Iterator[torch.Tensor]:
         """What a graph is given, in its strides."""

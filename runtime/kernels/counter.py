@@ -29,7 +29,7 @@ _U1, _U2, _15, _16 = (np.uint32(value) for value in (M1, M2, 15, 16))
 
 
 @dataclass(frozen=True, slots=True)
-class Runs:
+class PieceRuns:
     """A piece of a tensor as rows of `width` consecutive elements of the whole.
 
     start: where the first row starts. dims: (size, stride in the whole) of the dims over which the rows are spread,
@@ -46,7 +46,7 @@ class Runs:
         return math.prod(size for size, _ in self.dims)
 
     @staticmethod
-    def of(whole: Sequence[int], local: Sequence[int], offsets: Sequence[int]) -> Runs:
+    def of(whole: Sequence[int], local: Sequence[int], offsets: Sequence[int]) -> PieceRuns:
         """The piece of sizes `local` at `offsets` of a tensor of sizes `whole`, with the fewest dims. A negative whole
         size: in every second place of the dim before, the piece of 1 counts its offset from the end. A negative local
         size: of so many places in a row, all of which the dims behind it read together."""
@@ -75,18 +75,18 @@ class Runs:
             else:
                 add(part, stride)
             stride *= abs(size)
-        return Runs(start, tuple(reversed(dims[1:])), dims[0][0], abs(math.prod(whole)) > 2**31)
+        return PieceRuns(start, tuple(reversed(dims[1:])), dims[0][0], abs(math.prod(whole)) > 2**31)
 
 
 @dataclass(frozen=True, slots=True)
 class Counters:
     """The elements of a piece, counted by PyTorch's ops."""
 
-    runs: Runs
+    runs: PieceRuns
     starts: torch.Tensor  # int64 [count, 1]
 
     @staticmethod
-    def of(runs: Runs, device: torch.device) -> Counters:
+    def of(runs: PieceRuns, device: torch.device) -> Counters:
         starts = torch.full((1,), runs.start, dtype=torch.int64, device=device)
         for size, stride in reversed(runs.dims):
             steps = torch.arange(0, size * stride, stride, dtype=torch.int64, device=device)

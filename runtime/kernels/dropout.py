@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from autopar.runtime.kernels.counter import Counters, Runs, keys_of, number
+from autopar.runtime.kernels.counter import Counters, PieceRuns, keys_of, number
 from autopar.runtime.kernels.gpu_kernels import triton_kernels
 from autopar.runtime.kernels.kernel import Kernel
 
@@ -43,7 +43,7 @@ def _dropout(
     source: torch.Tensor, seed: torch.Tensor, key: int, p: float, whole: Sequence[int], local: Sequence[int],
     offsets: Sequence[int], out: torch.Tensor, kernels: Any,
 ) -> torch.Tensor:  # fmt: skip
-    runs = Runs.of(whole, local, offsets)
+    runs = PieceRuns.of(whole, local, offsets)
     limit, scale = min(round((1 - p) * 2**31), 2**31 - 1), 1 / (1 - p)  # kept: the numbers below the limit, of 31 bits
     kernels = kernels or triton_kernels(source.device)
     if kernels is not None and source.dtype.is_floating_point:

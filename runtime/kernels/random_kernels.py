@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from autopar.runtime.kernels.counter import Counters, Runs, keys_of, number
+from autopar.runtime.kernels.counter import Counters, PieceRuns, keys_of, number
 from autopar.runtime.kernels.gpu_kernels import triton_kernels
 from autopar.runtime.kernels.kernel import Kernel
 
@@ -29,7 +29,7 @@ def random(
     out = torch.empty(tuple(shape), dtype=dtype, device=seed.device)
     if out.numel() == 0:
         return out
-    runs, kernels = Runs.of(whole, local, offsets), kernels or triton_kernels(seed.device)
+    runs, kernels = PieceRuns.of(whole, local, offsets), kernels or triton_kernels(seed.device)
     rows = out.view(runs.count, runs.width)
     if kernels is not None:
         rows.copy_(_KINDS[kind](lambda stream: kernels.bits(seed, key, stream, runs), dtype))

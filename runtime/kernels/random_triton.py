@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from autopar.runtime.kernels.counter import FIRST_KEY, INCREMENT, M1, M2, M3, SECOND_KEY, Runs
+from autopar.runtime.kernels.counter import FIRST_KEY, INCREMENT, M1, M2, M3, SECOND_KEY, PieceRuns
 
 _TILE = 2048  # elements: 16 for each thread of four warps, so that several loads of 16 bytes are under way
 _PROGRAMS = 4096  # at most: more than fit on any GPU at once
@@ -21,7 +21,7 @@ _M1, _M2, _M3, FIRST, SECOND, _INCREMENT = map(tl.constexpr, (M1, M2, M3, FIRST_
 
 
 def dropout(
-    source: torch.Tensor, seed: torch.Tensor, key: int, runs: Runs, threshold: int, scale: float, out: torch.Tensor
+    source: torch.Tensor, seed: torch.Tensor, key: int, runs: PieceRuns, threshold: int, scale: float, out: torch.Tensor
 ) -> None:
     """out = scale * source where the upper 31 bits of an element's number are below `threshold`, else 0.
 
@@ -32,7 +32,7 @@ def dropout(
         _dropout[grid](source, out, seed, key, 2 * threshold, scale, *arguments, **tiles)
 
 
-def bits(seed: torch.Tensor, key: int, stream: int, runs: Runs) -> torch.Tensor:
+def bits(seed: torch.Tensor, key: int, stream: int, runs: PieceRuns) -> torch.Tensor:
     """int32 [count, width]: 32 random bits for each element, of one of the streams of a key."""
     out = torch.empty(runs.count, runs.width, dtype=torch.int32, device=seed.device)
     arguments, tiles, grid = _launch(runs)
@@ -41,7 +41,7 @@ def bits(seed: torch.Tensor, key: int, stream: int, runs: Runs) -> torch.Tensor:
     return out
 
 
-def _launch(runs: Runs) -> tuple[tuple[Any, ...], Mapping[str, Any], tuple[int]]:
+def _launch(runs: PieceRuns) -> tuple[tuple[Any, ...], Mapping[str, Any], tuple[int]]:
     """Where the elements are, the tiles that they are taken in, and the number of programs.
 
     A tile has the longest rows of which at most an eighth lies beyond the runs.

@@ -107,7 +107,7 @@ def _joined(parts: Mapping[int, torch.Tensor], how: Join, time: Mesh) -> dict[in
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class GraphTurn:
     """Which micro-batch a graph runs on. time: the axes in time; carried: what slices of its stage keep."""
 
     microbatch: int
@@ -125,7 +125,7 @@ class StageGraph(Protocol):
     @property
     def sums(self) -> tuple[str, ...]: ...
 
-    def steps(self, items: list[Any], turn: Turn) -> Generator[Any, Any, tuple[Any, ...]]:
+    def steps(self, items: list[Any], turn: GraphTurn) -> Generator[Any, Any, tuple[Any, ...]]:
         """Run it on what `items` has, which are dropped after their last use; yields what it needs of other ranks."""
         ...
 
@@ -141,7 +141,7 @@ class ExecutorGraph:
     def source(self) -> str:
         return self.executable.source
 
-    def steps(self, items: list[Any], turn: Turn) -> Generator[Any, Any, tuple[Any, ...]]:
+    def steps(self, items: list[Any], turn: GraphTurn) -> Generator[Any, Any, tuple[Any, ...]]:
         return of_microbatch(run(self.executable, items), turn.microbatch, turn.time, turn.carried)
 
 

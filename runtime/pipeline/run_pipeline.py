@@ -18,7 +18,7 @@ from autopar.ir.schedule import ONCE, Action, Instruction, Span
 from autopar.runtime.executor.executor import Outputs, run
 from autopar.runtime.executor.inputs import Key, StepInputs
 from autopar.runtime.pipeline.compiled_instructions import PART, TOTAL, VALUE, Count, Line, RankCode, compile_rank
-from autopar.runtime.pipeline.microbatches import Totals, Turn, side_by_side
+from autopar.runtime.pipeline.microbatches import GraphTurn, Totals, side_by_side
 from autopar.runtime.pipeline.slices import Carried
 
 __all__ = ["Await", "Finals", "RankCode", "Receive", "Send", "Watch", "compile_rank", "outputs_of", "steps_of"]
@@ -75,7 +75,7 @@ def steps_of(code: RankCode, inputs: StepInputs, watch: Watch | None = None) -> 
             if line.count is not None:
                 step.counted(line.count, (yield from side_by_side(step.counts(line.count), step.time)))
             action, carried = instruction.action, step.carried_by(instruction.action)
-            turn = Turn(action.microbatch, step.time, carried)
+            turn = GraphTurn(action.microbatch, step.time, carried)
             step.write(line, (yield from line.graph.steps(step.read(line), turn)))
             carried.end(action.kind, action.microbatch, goes_back=step.goes_back(action))
         elif instruction.op == "SEND":

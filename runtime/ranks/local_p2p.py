@@ -14,7 +14,7 @@ from autopar.runtime.pipeline.run_pipeline import Send
 
 
 @dataclass(slots=True)
-class Receive:
+class LocalReceive:
     """A receive that is posted; `tensors` once they are there."""
 
     source: int
@@ -28,14 +28,14 @@ class Messages:
     """What is on its way between ranks, by (source, target)."""
 
     sent: dict[tuple[int, int], deque[Send]] = field(default_factory=dict)
-    expected: dict[tuple[int, int], deque[Receive]] = field(default_factory=dict)
+    expected: dict[tuple[int, int], deque[LocalReceive]] = field(default_factory=dict)
 
     def send(self, source: int, target: int, message: Send) -> None:
         self.sent.setdefault((source, target), deque()).append(message)
         self._deliver((source, target))
 
-    def expect(self, source: int, target: int, instruction: Instruction) -> Receive:
-        receive = Receive(source, target, instruction)
+    def expect(self, source: int, target: int, instruction: Instruction) -> LocalReceive:
+        receive = LocalReceive(source, target, instruction)
         self.expected.setdefault((source, target), deque()).append(receive)
         self._deliver((source, target))
         return receive

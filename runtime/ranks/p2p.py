@@ -27,7 +27,7 @@ GRAIN = 16  # bytes: where a tensor begins in a message
 
 
 @dataclass(frozen=True, slots=True)
-class Receive:
+class PostedReceive:
     """A receive on its way into memory of its own."""
 
     works: tuple[Any, ...]
@@ -71,13 +71,15 @@ class Peers:
             work = dist.isend(on_wire(sent), group=handle, group_dst=target)
             self.leaving.append(Leaving(work, sent, line.action.kind == "P"))
 
-    def receive(self, line: Instruction) -> Receive:
+    def receive(self, line: Instruction) -> PostedReceive:
         handle, source = self.group.of_messages(line.action), self.group.rank_at(line.peer)
         if self._is_flat(line):
             whole = torch.empty(_ends(line.types)[-1], dtype=torch.uint8, device=self.device)
-            return Receive((dist.irecv(whole, group=handle, group_src=source),), _apart(whole, line.types))
+            return PostedReceive((dist.irecv(whole, group=handle, group_src=source),), _apart(whole, line.types))
         tensors = tuple(torch.empty(t.shape, dtype=t.dtype, device=self.device) for t in line.types)
-        return Receive(tuple(dist.irecv(on_wire(one), group=handle, group_src=source) for one in tensors), tensors)
+        return PostedReceive(
+            tuple(dist.irecv(on_wire(one), group=handle, group_src=source) for one in tensors), tensors
+        )
 
     def finish(self) -> None:
         """The end of a step: what others may write to has left, and with Gloo all else."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from autopar.runtime.triton.lowering.lower import Lowered
+from autopar.runtime.triton.lowering.lower import LoweredGroup
 
 LONGEST_ROW = 16_384  # elements that a program holds in registers
 _LOOP_COLUMNS = 4096
@@ -41,7 +41,7 @@ class Tile:
         return self.rows * self.columns <= 32 * self.warps * _PER_THREAD
 
 
-def tile_of(lowered: Lowered) -> Tile:
+def tile_of(lowered: LoweredGroup) -> Tile:
     """The tile of a kernel."""
     width, has_rows = lowered.width, bool(lowered.reductions)
     padded = _power_of_two(width)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from autopar.runtime.triton.configuration import Tile, tile_of
 from autopar.runtime.triton.lowering.index import COLUMN, ROW, ZERO, column, contiguous, row
-from autopar.runtime.triton.lowering.lower import REDUCTIONS, Lowered, Result
+from autopar.runtime.triton.lowering.lower import REDUCTIONS, LoweredGroup, Result
 from autopar.runtime.triton.lowering.values import TYPES, CannotEmit, Value
 from autopar.runtime.triton.pull import Puller, Strides, is_constant, neutral
 
@@ -21,7 +21,7 @@ FAR = 2**31  # elements: beyond, a place needs 64 bits
 
 
 @dataclass(frozen=True, slots=True)
-class Kernel:
+class KernelText:
     """The text of a kernel: `body` has no names of the program, so that equal groups have equal bodies; `comments` are
     one a line. in_place: for each result the operands over which it may be written."""
 
@@ -39,7 +39,7 @@ class Kernel:
         return hashlib.sha256("\n".join((self.name, *self.body, str(self.tile))).encode()).hexdigest()[:12]
 
 
-def emit(lowered: Lowered, strides: Strides | None = None) -> Kernel:
+def emit(lowered: LoweredGroup, strides: Strides | None = None) -> KernelText:
     """The kernel of a group whose operands have these strides; contiguous if not given. Raises CannotEmit."""
     given = strides or tuple(None if t is None else contiguous(t.shape) for t in lowered.operands)
     frame = _Frame(lowered, tile_of(lowered), given)
@@ -50,7 +50,7 @@ def emit(lowered: Lowered, strides: Strides | None = None) -> Kernel:
     signature = f"def KERNEL({', '.join((*inputs, *outputs))}, rows, WIDE: tl.constexpr):"
     head = [f"{name}: {text}" for name, text in zip((*inputs, *outputs), lowered.described, strict=True)]
     body, comments = zip(*lines, strict=True)
-    return Kernel(
+    return KernelText(
         lowered.name, tuple(head), (signature, *(f"    {text}" for text in body)), ("", *comments), frame.tile,
         frame.puller.in_place(), any(v.op == "bits" for v in lowered.values()),
     )  # fmt: skip
@@ -59,7 +59,7 @@ def emit(lowered: Lowered, strides: Strides | None = None) -> Kernel:
 class _Frame:
     """Writes one kernel."""
 
-    def __init__(self, lowered: Lowered, tile: Tile, strides: Strides) -> None:
+    def __init__(self, lowered: LoweredGroup, tile: Tile, strides: Strides) -> None:
         self.lowered, self.tile, self.width = lowered, tile, lowered.width
         self.puller = Puller(lowered, tile, strides)
         self.writer = self.puller.writer

@@ -12,8 +12,8 @@ import torch
 
 from autopar.ir.ops.fused import Fused
 from autopar.runtime.triton.configuration import processors_of, programs_of
-from autopar.runtime.triton.emit import FAR, Kernel, Strides, emit
-from autopar.runtime.triton.lowering.lower import Lowered, Result, lower
+from autopar.runtime.triton.emit import FAR, KernelText, Strides, emit
+from autopar.runtime.triton.lowering.lower import LoweredGroup, Result, lower
 from autopar.runtime.triton.lowering.values import CannotEmit, wide
 
 _log = logging.getLogger("autopar")
@@ -24,7 +24,7 @@ Function = Callable[..., Sequence[torch.Tensor]]
 class Launch:
     """A kernel for operands of some strides, ready to run: how many programs, and whether places need 64 bits."""
 
-    kernel: Kernel
+    kernel: KernelText
     function: Any
     programs: int
     is_far: bool
@@ -39,7 +39,7 @@ class FusedKernel:
     """
 
     def __init__(
-        self, fused: Fused, plain: Function, compiled: Callable[[Kernel], Any], device: torch.device,
+        self, fused: Fused, plain: Function, compiled: Callable[[KernelText], Any], device: torch.device,
         exact: bool = False, over: Sequence[int | None] = (), processors: int | None = None,
         say: Callable[[str], None] | None = None,
     ) -> None:  # fmt: skip
@@ -48,8 +48,8 @@ class FusedKernel:
         self.processors = processors or processors_of(device)
         self.over = tuple(over) or (None,) * len(fused.results)
         self.reason = ""
-        self.lowered: Lowered | None = None
-        self.kernel: Kernel | None = None
+        self.lowered: LoweredGroup | None = None
+        self.kernel: KernelText | None = None
         self._launches: dict[Strides, Launch] = {}
         try:
             self.lowered = lower(fused, exact)
@@ -86,7 +86,7 @@ class FusedKernel:
         self._launches[strides] = made
         return self._results(results)
 
-    def _launch(self, lowered: Lowered, strides: Strides, operands: Sequence[Any]) -> Launch:
+    def _launch(self, lowered: LoweredGroup, strides: Strides, operands: Sequence[Any]) -> Launch:
         for i, (operand, type_) in enumerate(zip(operands, lowered.operands, strict=True)):
             if type_ is not None and (operand.dtype, tuple(operand.shape)) != (type_.dtype, type_.shape):
                 raise CannotEmit(
@@ -100,12 +100,12 @@ class FusedKernel:
         self.lowered, self.reason = None, reason
         self.say(f"the group {self.fused.name} runs op by op, without a kernel: {reason}")
 
-    def _allocate(self, lowered: Lowered, launch: Launch, operands: Sequence[Any]) -> list[torch.Tensor]:
+    def _allocate(self, lowered: LoweredGroup, launch: Launch, operands: Sequence[Any]) -> list[torch.Tensor]:
         """Where the kernel writes."""
         return [self._memory(i, result, lowered, launch, operands) for i, result in enumerate(lowered.results)]
 
     def _memory(
-        self, which: int, result: Result, lowered: Lowered, launch: Launch, operands: Sequence[Any]
+        self, which: int, result: Result, lowered: LoweredGroup, launch: Launch, operands: Sequence[Any]
     ) -> torch.Tensor:
         """Of sums over rows a row for each program; of others new memory, or that of an operand."""
         if result.extent == "columns":

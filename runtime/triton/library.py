@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from autopar.ir.ops.fused import Fused
-from autopar.runtime.triton.emit import Kernel
+from autopar.runtime.triton.emit import KernelText
 from autopar.runtime.triton.launch_kernel import Function, FusedKernel
 from autopar.runtime.triton.source import load, name_of, text_of
 
@@ -25,7 +25,7 @@ class Library:
         self, directory: Path, device: torch.device, plain: Callable[[Fused], Function], exact: bool = False
     ) -> None:
         self._directory, self._device, self._plain, self._exact = directory, device, plain, exact
-        self._kernels: dict[str, Kernel] = {}
+        self._kernels: dict[str, KernelText] = {}
 
     def __call__(self, fused: Fused, over: tuple[int | None, ...] = ()) -> FusedKernel:
         """The function of a group's operands. over: for each result the operand over which it may be written."""
@@ -39,7 +39,7 @@ class Library:
         """The file, for people to read; operands of other strides than in it have kernels of their own."""
         return text_of(list(self._kernels.values())) if self._kernels else ""
 
-    def _function(self, kernel: Kernel) -> Any:
+    def _function(self, kernel: KernelText) -> Any:
         """The function of a kernel: of the program's file, or of one that has it alone."""
         is_known = kernel.digest in self._kernels
         module = load(list(self._kernels.values()) if is_known else [kernel], self._directory)

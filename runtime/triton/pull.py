@@ -13,46 +13,48 @@ from collections.abc import Iterable
 import torch
 
 from autopar.runtime.triton.configuration import Tile
-from autopar.runtime.triton.lowering.index import COLUMN, ROW, ZERO, Form, column, contiguous, flat, places, row
-from autopar.runtime.triton.lowering.lower import REDUCTIONS, Lowered, walk
-from autopar.runtime.triton.lowering.values import TYPES, CannotEmit, Draw, Index, Linear, Value
-from autopar.runtime.triton.lowering.writer import Term, Writer
+from autopar.runtime.triton.lowering.index import COLUMN, ROW, ZERO, IndexForm, column, contiguous, flat, places, row
+from autopar.runtime.triton.lowering.lower import REDUCTIONS, LoweredGroup, walk
+from autopar.runtime.triton.lowering.values import TYPES, CannotEmit, Draw, Index, LinearForm, Value
+from autopar.runtime.triton.lowering.writer import BodyWriter, TileTerm
 
 Strides = tuple[tuple[int, ...] | None, ...]
-Guard = tuple[Term, ...]
+Guard = tuple[TileTerm, ...]
 _NEUTRAL = {"sum": "0.0", "max": "-float('inf')", "min": "float('inf')"}
 
 
 class Puller:
     """Writes the values of a group, for operands of some strides."""
 
-    def __init__(self, lowered: Lowered, tile: Tile, strides: Strides) -> None:
+    def __init__(self, lowered: LoweredGroup, tile: Tile, strides: Strides) -> None:
         self.lowered, self.strides, self.width = lowered, strides, lowered.width
-        self.writer = Writer(keeps=tile.keeps)
+        self.writer = BodyWriter(keeps=tile.keeps)
         self.is_padded = tile.columns * tile.across != self.width or (tile.is_looped and self.width % tile.columns > 0)
         self.home = row() * self.width + column(self.width)  # the flat place of an element of the domain
         self.is_looped = tile.is_looped
-        self._reads: dict[int, set[tuple[Form, bool]]] = {}  # of each operand, where it is read, and if behind a guard
+        self._reads: dict[
+            int, set[tuple[IndexForm, bool]]
+        ] = {}  # of each operand, where it is read, and if behind a guard
 
-    def at_home(self, value: Value) -> Term:
+    def at_home(self, value: Value) -> TileTerm:
         """A value with an element for each of the domain, where that is."""
         return self.pull(value, places(self.home, value.shape))
 
-    def text(self, place: Form) -> str:
+    def text(self, place: IndexForm) -> str:
         """A place in Python."""
         text = place.text(self.width)
         return f"({text})" if " " in text else text
 
-    def pull(self, value: Value, index: Index, guard: Guard = ()) -> Term:
+    def pull(self, value: Value, index: Index, guard: Guard = ()) -> TileTerm:
         """What stands for a value at a place. guard: conditions without which it is not looked at."""
         if value.op == "view":
             return self.pull(value.args[0], value.data(index), guard)
         if value.op == "constant":
-            return Term(_literal(value))
+            return TileTerm(_literal(value))
         if value.op == "number":
-            return Term(f"in{value.data}")
+            return TileTerm(f"in{value.data}")
         if value.op == "place":
-            return Term(self.text(index[value.data]), _axes(index[value.data]))
+            return TileTerm(self.text(index[value.data]), _axes(index[value.data]))
         if value.op in REDUCTIONS:
             return self._reduction(value, index)
         key = (id(value), index, guard)
@@ -61,7 +63,7 @@ class Puller:
             found = self.writer.keep(key, self._written(value, index, guard))
         return found
 
-    def _written(self, value: Value, index: Index, guard: Guard) -> Term:
+    def _written(self, value: Value, index: Index, guard: Guard) -> TileTerm:
         if value.op == "load":
             return self._load(value, index, guard)
         if value.op == "point":
@@ -72,7 +74,7 @@ class Puller:
             return self._bits(value, index)
         raise CannotEmit(f"{value.name or value.op} is read in the kernel that sums it up")
 
-    def _load(self, value: Value, index: Index, guard: Guard) -> Term:
+    def _load(self, value: Value, index: Index, guard: Guard) -> TileTerm:
         strides = self.strides[value.data]
         assert strides is not None
         place = flat(index, strides)
@@ -93,7 +95,7 @@ class Puller:
             text += f".to({TYPES[value.dtype]})"
         return self.writer.put(f"x{value.data}", text, axes)
 
-    def _point(self, value: Value, index: Index, guard: Guard) -> Term:
+    def _point(self, value: Value, index: Index, guard: Guard) -> TileTerm:
         terms = [self.pull(arg, _broadcast(index, arg.shape), guard) for arg in value.args]
         texts = [term.text for term in terms]
         if all(arg.op == "constant" for arg in value.args):
@@ -101,11 +103,11 @@ class Puller:
         word = value.name.split("  ")[1].split(".")[1] if value.name else "value"
         return self.writer.put(word, value.data.format(*texts), _union(terms), value.name)
 
-    def _parts(self, value: Value, index: Index, guard: Guard) -> Term:
+    def _parts(self, value: Value, index: Index, guard: Guard) -> TileTerm:
         """Of the parts that one at the place; from the last to the first, which are chosen first."""
         dim, starts, fill = value.data
         is_covered = sum(part.shape[dim] for part in value.args) == value.shape[dim]
-        found = None if is_covered else Term(_literal_of(fill, value.dtype))
+        found = None if is_covered else TileTerm(_literal_of(fill, value.dtype))
         for part, start in reversed(list(zip(value.args, starts, strict=True))):
             within = self._within(index[dim], start, start + part.shape[dim], value.shape[dim])
             moved = (*index[:dim], index[dim] + -start if part.shape[dim] > 1 else ZERO, *index[dim + 1 :])
@@ -114,26 +116,26 @@ class Puller:
         assert found is not None
         return found
 
-    def _chosen(self, within: Guard, yes: Term, no: Term | None, comment: str) -> Term:
+    def _chosen(self, within: Guard, yes: TileTerm, no: TileTerm | None, comment: str) -> TileTerm:
         if no is None or not within:
             return yes
         axes = _union((*within, yes, no))
         condition = " & ".join(term.text for term in within)
         return self.writer.put("part", f"tl.where({condition}, {yes.text}, {no.text})", axes, comment)
 
-    def _within(self, place: Form, start: int, stop: int, size: int) -> Guard:
+    def _within(self, place: IndexForm, start: int, stop: int, size: int) -> Guard:
         """The conditions for a place to be in a part of a dim."""
         text = place.text(self.width)
         tests = [f"{text} >= {start}"] * (start > 0) + [f"{text} < {stop}"] * (stop < size)
         return tuple(self.writer.put("within", test, _axes(place)) for test in tests)
 
-    def _reduction(self, value: Value, index: Index) -> Term:
+    def _reduction(self, value: Value, index: Index) -> TileTerm:
         if flat(index, contiguous(value.shape)) != row() and self.lowered.rows > 1:
             raise CannotEmit(f"{value.name or value.op} of a row is read in other rows")
         found = self.writer.find((id(value),))
         return found or self.writer.keep((id(value),), self._reduced(value))
 
-    def _reduced(self, value: Value) -> Term:
+    def _reduced(self, value: Value) -> TileTerm:
         """A reduction of the row; lanes beside it do not count."""
         term = self.at_home(value.args[0])
         lanes, inside = term.text, "inside" if self.is_padded else "rows_in & columns_in"
@@ -142,13 +144,13 @@ class Puller:
         text = f"tl.{value.op}({lanes}, axis=1, keep_dims=True)"
         return self.writer.put(value.op, text, frozenset((ROW,)), value.name)
 
-    def _bits(self, value: Value, index: Index) -> Term:
+    def _bits(self, value: Value, index: Index) -> TileTerm:
         draw: Draw = value.data
         first, second = (self._key(draw, start) for start in ("FIRST", "SECOND"))
         place = flat(index, [stride.const for stride in draw.strides])
         by_rank = [(each, stride) for each, stride in zip(index, draw.strides, strict=True) if stride.terms]
         long = ".to(tl.int64)" if draw.wide else ""
-        products = [f"({self.text(each)}) * ({Linear(0, stride.terms).text(long)})" for each, stride in by_rank]
+        products = [f"({self.text(each)}) * ({LinearForm(0, stride.terms).text(long)})" for each, stride in by_rank]
         text = " + ".join((self.text(place), *products))
         if draw.wide:  # before it is multiplied
             text = re.sub(rf"\b({ROW}|{COLUMN})\b", r"\1.to(tl.int64)", text)
@@ -156,7 +158,7 @@ class Puller:
         axes = _axes(place).union(*(_axes(each) for each, _ in by_rank))
         return self.writer.put("bits", text, axes, value.name)
 
-    def _key(self, draw: Draw, start: str) -> Term:
+    def _key(self, draw: Draw, start: str) -> TileTerm:
         text = f"key_of(in{draw.seed}, {draw.key}, {draw.stream}, {start})"
         return self.writer.put(start.lower(), text, frozenset())
 
@@ -189,11 +191,11 @@ class Puller:
         )
 
 
-def _axes(form: Form) -> frozenset[str]:
+def _axes(form: IndexForm) -> frozenset[str]:
     return frozenset(axis for axis in (ROW, COLUMN) if form.reads(axis))
 
 
-def _union(terms: Iterable[Term]) -> frozenset[str]:
+def _union(terms: Iterable[TileTerm]) -> frozenset[str]:
     """The axes along which one of some terms changes."""
     return frozenset(axis for term in terms for axis in term.axes)
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from autopar.runtime.triton.emit import Kernel
+from autopar.runtime.triton.emit import KernelText
 
 _log = logging.getLogger("autopar")
 _HEADER = '"""Triton kernels that autopar wrote. `rows` is the number of rows of a kernel\'s domain."""\n'
@@ -22,12 +22,12 @@ _DRAWS = "from autopar.runtime.kernels.random_triton import FIRST, SECOND, key_o
 _COMMENT_AT = 88
 
 
-def name_of(kernel: Kernel) -> str:
+def name_of(kernel: KernelText) -> str:
     """The function of a kernel in its file."""
     return f"{kernel.name}_{kernel.digest[:6]}"
 
 
-def text_of(kernels: Sequence[Kernel]) -> str:
+def text_of(kernels: Sequence[KernelText]) -> str:
     """A file of kernels, each once."""
     unique = {kernel.digest: kernel for kernel in kernels}.values()
     imports = "import triton\nimport triton.language as tl\n"
@@ -36,7 +36,7 @@ def text_of(kernels: Sequence[Kernel]) -> str:
     return "\n\n".join((_HEADER + "\n" + imports, *map(_function, unique)))
 
 
-def _function(kernel: Kernel) -> str:
+def _function(kernel: KernelText) -> str:
     tile = kernel.tile
     numbers = [line.split(":")[0] for line in kernel.head if "[" not in line and line.startswith("in")]
     lines = [f"# {line}" for line in kernel.head]
@@ -47,7 +47,7 @@ def _function(kernel: Kernel) -> str:
     return "\n".join(lines).replace("KERNEL", name_of(kernel), 1) + "\n"
 
 
-def load(kernels: Sequence[Kernel], directory: Path) -> ModuleType:
+def load(kernels: Sequence[KernelText], directory: Path) -> ModuleType:
     """The module of some kernels, from a file in a directory, written there if no earlier run did; in a temporary one
     if nothing can be written there."""
     try:
@@ -56,7 +56,7 @@ def load(kernels: Sequence[Kernel], directory: Path) -> ModuleType:
         return _module(_written(kernels, _instead_of(directory, error.strerror or str(error))))
 
 
-def _written(kernels: Sequence[Kernel], directory: Path) -> Path:
+def _written(kernels: Sequence[KernelText], directory: Path) -> Path:
     digest = hashlib.sha256("".join(sorted(kernel.digest for kernel in kernels)).encode()).hexdigest()[:16]
     path = directory / f"kernels_{digest}.py"
     if not path.exists():

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.capture.trace.forms import Elementwise, Form, elementwise_key, infer, strides_of
+from autopar.capture.trace.forms import Elementwise, TensorForm, elementwise_key, infer, strides_of
 from autopar.capture.trace.results import Results, _memory
 from autopar.torch_compat import FakeTensorMode, op_names, schema_of, storage_of
 
@@ -17,15 +17,17 @@ aten = torch.ops.aten
 SEED = 0
 
 
-def form_of(tensor: Any, operands: list[Any]) -> Form:
+def form_of(tensor: Any, operands: list[Any]) -> TensorForm:
     shown = [at for at, each in enumerate(operands) if storage_of(each) == storage_of(tensor)]
     place = tensor.storage_offset()
-    return Form(
+    return TensorForm(
         tuple(tensor.shape), tensor.stride(), place, tensor.dtype, tensor.fake_device, shown[0] if shown else None
     )
 
 
-def asked(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fake: FakeTensorMode) -> tuple[Form, ...] | None:
+def asked(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fake: FakeTensorMode
+) -> tuple[TensorForm, ...] | None:
     """What torch gives; None where it raises."""
     operands = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
     with fake:

@@ -14,7 +14,7 @@ import torch
 
 import autopar
 from autopar.cli import commands as cli
-from autopar.cli.arguments.command_options import Options
+from autopar.cli.arguments.command_options import CommandOptions
 from autopar.compiler.check_options import options_of
 from autopar.errors import PlanError
 from autopar.ir.options import StepOptions
@@ -91,16 +91,16 @@ def test_options_of_a_pipeline(jobs: Path, call: Call, tmp_path: Path):
 
 def test_the_command_line_goes_before_the_job(jobs: Path):
     target = f"{jobs}:staged"
-    same = Options().job(target)
+    same = CommandOptions().job(target)
     assert (same.microbatches, same.schedule, same.stages) == (4, "gpipe", ["0-3", "4-7"])
-    said = Options(microbatches=8, schedule="1f1b", stages=["0-1; 2", "3-7"], stage_memory=100).job(target)
+    said = CommandOptions(microbatches=8, schedule="1f1b", stages=["0-1; 2", "3-7"], stage_memory=100).job(target)
     assert (said.microbatches, said.schedule, said.stages, said.stage_memory) == (8, "1f1b", ("0-1", "2", "3-7"), 100)
     found = options_of(**said.step)
     assert found.stages == ("0-1", "2", "3-7") and found.microbatches == 8
 
 
 def test_memory_on_the_command_line(jobs: Path):
-    options = Options(
+    options = CommandOptions(
         zero=3, no_reshard_after_forward=True, recompute="blocks.0-3=full, *=0.5", precision="bf16",
         reduce_dtype="bf16", bucket_bytes=1000,
     )  # fmt: skip
@@ -112,9 +112,9 @@ def test_memory_on_the_command_line(jobs: Path):
         "--seed", "0", "--zero", "3", "--no-reshard-after-forward", "--recompute", "blocks.0-3=full, *=0.5",
         "--precision", "bf16", "--reduce-dtype", "bf16", "--bucket-bytes", "1000",
     ]  # fmt: skip
-    assert options_of(**Options(recompute="5000").job(f"{jobs}:job").step).recompute == 5000
+    assert options_of(**CommandOptions(recompute="5000").job(f"{jobs}:job").step).recompute == 5000
     with pytest.raises(PlanError, match="reduce_dtype='fp8': write "):
-        options_of(**Options(reduce_dtype="fp8").job(f"{jobs}:job").step)
+        options_of(**CommandOptions(reduce_dtype="fp8").job(f"{jobs}:job").step)
 
 
 def test_ranks_get_the_same_options():
@@ -122,7 +122,7 @@ def test_ranks_get_the_same_options():
         "seed": 3, "sequence_parallel": True, "compile": "inductor", "cuda_graphs": True, "microbatches": 4,
         "schedule": "zb-h1", "chunks": 2, "stages": ["a,b", "c;d"], "stage_memory": 7,
     }  # fmt: skip
-    assert Options(**options).arguments() == [
+    assert CommandOptions(**options).arguments() == [
         "--seed", "3", "--cuda-graphs", "--sequence-parallel", "--microbatches", "4", "--schedule", "zb-h1",
         "--chunks", "2", "--stages", "a,b;c;d", "--stage-memory", "7", "--compile", "inductor",
     ]  # fmt: skip
@@ -163,7 +163,7 @@ def test_inspect_shortens_a_long_list(jobs: Path, call: Call):
 
 
 def test_what_a_rank_holds_and_moves(jobs: Path):
-    job = Options().job(f"{jobs}:job")
+    job = CommandOptions().job(f"{jobs}:job")
     rows = 16 * 8 * 4 // (2 * 4)  # bytes of an activation: the batch over dp and four micro-batches
     for schedule, most in (("gpipe", (4, 4)), ("1f1b", (2, 1))):
         compiled = autopar.compile(

@@ -23,7 +23,7 @@ from autopar.job import Job
 from autopar.parallel.module import ParallelModule
 from autopar.passes import run_passes
 from autopar.verification.judge import noise
-from autopar.verification.judge.comparison import Report, Row, Table
+from autopar.verification.judge.comparison import ComparedRow, Report, Table
 from autopar.verification.judge.noise import Limits, Trained, judged
 from autopar.verification.judge.rounding import Rounded
 from autopar.verification.verify import descent, verify_compiled
@@ -177,7 +177,7 @@ def test_noise_excuses_nothing_that_is_wrong(
 
 
 INF = float("inf")
-KEY, ROW = ("gradient", "w"), Row("gradient", "w", 1e-3, 0.0, ok=False)
+KEY, ROW = ("gradient", "w"), ComparedRow("gradient", "w", 1e-3, 0.0, ok=False)
 
 
 def trained(error: float, noise: float, *, share: float = 1.0, replicas: float = 0.0, value: float = 1.0) -> Trained:

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from autopar.machines import named
-from autopar.machines.fit import Point, fit_curve, fit_device, fit_link, fits
+from autopar.machines.fit import TimedPoint, fit_curve, fit_device, fit_link, fits
 from autopar.machines.measurement_plan import SIZES, items_of
-from autopar.machines.model import FRESH, MESSAGE, PRODUCTS, Curve, Group, Machine
-from autopar.machines.samples import PRODUCT, SHARED, STREAM, UPDATE, Call, Item, Sample
+from autopar.machines.model import FRESH, MESSAGE, PRODUCTS, Curve, Machine, RankGroup
+from autopar.machines.samples import PRODUCT, SHARED, STREAM, UPDATE, Item, MeasuredCall, Sample
 from autopar.machines.workload import (
     KINDS,
     attentions,
@@ -67,7 +67,7 @@ def test_new_pages_of_a_host_are_found_again():
     known = replace(known, device=replace(known.device, fresh=1e9))
     sizes = SIZES["cpu"]
     items: list[Item] = [least("float32"), *products("float32", sizes.products), *streams("float32", sizes.streams)]
-    assert any(isinstance(item, Call) and item.result >= FRESH for item in items)
+    assert any(isinstance(item, MeasuredCall) and item.result >= FRESH for item in items)
     found = fit_device(seen(known, items), 1e9, "float32", is_host=True)
     assert found.fresh == pytest.approx(1e9, rel=0.02)
     assert found.bandwidth * found.streams(1e8) == pytest.approx(known.device.bandwidth, rel=0.02)
@@ -90,7 +90,7 @@ def test_what_an_optimizer_reaches_is_found_again():
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 @pytest.mark.parametrize("name", ["a100-80g", "h100-80g", "cpu"])
 def test_a_network_is_found_again(name: str, noise: float):
-    known, inside, between = named(name), Group(8), Group(4, 1)
+    known, inside, between = named(name), RankGroup(8), RankGroup(4, 1)
     samples = seen(known, transfers((inside, between), SIZES["cuda"].transfers), noise)
     links = {group: fit_link(samples, group) for group in (inside, between)}
     found = replace(known, inside=links[inside], between=links[between])
@@ -103,14 +103,14 @@ def test_a_network_is_found_again(name: str, noise: float):
 
 
 def test_hops_are_found_again():
-    known, group = named("h100-80g"), Group(4, 1)
+    known, group = named("h100-80g"), RankGroup(4, 1)
     link = fit_link(seen(known, transfers((group,), (64, 2**20, 2**24))), group)
     assert link.hop_us == pytest.approx(known.between.hop_us, rel=0.02)
 
 
 def test_a_slow_kind_has_its_latency_in_its_curve():
     """Messages start in 20 us; an all-reduce of as little takes 300."""
-    known, group = named("cpu"), Group(2)
+    known, group = named("cpu"), RankGroup(2)
     slow = replace(known, inside=replace(known.inside, start_us=300.0))
     fast = replace(known, inside=replace(known.inside, start_us=20.0))
     items = transfers((group,), SIZES["cpu"].transfers)
@@ -121,24 +121,26 @@ def test_a_slow_kind_has_its_latency_in_its_curve():
 
 
 def test_outliers_do_not_move_a_curve():
-    points = [Point(10.0**k, 5.0, 10.0**k, 5.0 + 10.0**k / 0.5) for k in range(1, 7) for _ in range(4)]
+    points = [TimedPoint(10.0**k, 5.0, 10.0**k, 5.0 + 10.0**k / 0.5) for k in range(1, 7) for _ in range(4)]
     points[9] = replace(points[9], us=40 * points[9].us)
     assert [share for _, share in fit_curve(points).points] == pytest.approx([0.5] * 6, rel=0.1)
 
 
 def test_shapes_do_not_bend_the_curve_of_products():
     """Every second size is of shapes that reach less: a product of a quarter's rows takes a quarter of the time."""
-    points = [Point(4.0**k, 0.0, 4.0**k, 4.0**k / (0.9 if k % 2 else 0.7)) for k in range(1, 9)]
+    points = [TimedPoint(4.0**k, 0.0, 4.0**k, 4.0**k / (0.9 if k % 2 else 0.7)) for k in range(1, 9)]
     bent, even = (fit_curve(points, rises=rises) for rises in (False, True))
     assert [share for _, share in bent.points] == pytest.approx([0.9, 0.7] * 4, rel=1e-3)
     shares = [share for _, share in even.points]
     assert shares == sorted(shares) and 0.7 < shares[1] < 0.9 and shares[-1] / shares[1] < 1.02
-    rising = [Point(4.0**k, 0.0, 4.0**k, 4.0**k / (k / 10)) for k in range(1, 9)]
+    rising = [TimedPoint(4.0**k, 0.0, 4.0**k, 4.0**k / (k / 10)) for k in range(1, 9)]
     assert [share for _, share in fit_curve(rising, rises=True).points] == pytest.approx([k / 10 for k in range(1, 9)])
 
 
 def test_no_share_is_more_than_all_and_none_is_nothing():
-    curve = fit_curve([Point(1e3, 0.0, 10.0, 1.0), Point(1e6, 9.0, 0.1, 10.0), Point(1e9, 0.0, 1.0, 1e9)])
+    curve = fit_curve(
+        [TimedPoint(1e3, 0.0, 10.0, 1.0), TimedPoint(1e6, 9.0, 0.1, 10.0), TimedPoint(1e9, 0.0, 1.0, 1e9)]
+    )
     assert [share for _, share in curve.points] == pytest.approx([1, 0.1, 2e-6], rel=0.01)
     assert fit_curve([]) == Curve()
 
@@ -159,7 +161,7 @@ def test_how_well_a_machine_tells_is_said_by_kind():
 
 
 def test_what_is_measured_on_a_cpu():
-    items = items_of(torch.device("cpu"), (Group(2),))
+    items = items_of(torch.device("cpu"), (RankGroup(2),))
     assert {item.kind for item in items} == {"least", PRODUCT, *SHARED, STREAM, UPDATE, *KINDS}
     assert {item.dtype for item in items if item.kind == PRODUCT} == {"float64", "float32", "bfloat16", "float16"}
     assert len(set(items)) == len(items)
@@ -168,7 +170,7 @@ def test_what_is_measured_on_a_cpu():
 
 def test_time_that_runs_out_takes_a_bit_of_all():
     """All families go from small to large, side by side."""
-    items = items_of(torch.device("cpu"), (Group(2),))
+    items = items_of(torch.device("cpu"), (RankGroup(2),))
     for family in {item.family for item in items}:
         sizes = [item.size for item in items if item.family == family]
         assert sizes == sorted(sizes), family

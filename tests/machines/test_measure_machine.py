@@ -21,9 +21,9 @@ from autopar.machines import named, read_machine
 from autopar.machines.fit import fits
 from autopar.machines.measure_calls import Alone, measure
 from autopar.machines.measurement_plan import items_of, measure_machine
-from autopar.machines.model import MESSAGE, NORM, Group, Machine
+from autopar.machines.model import MESSAGE, NORM, Machine, RankGroup
 from autopar.machines.runners import CACHES, SETS, CudaRunner, HostRunner
-from autopar.machines.samples import PRODUCT, SHARED, STREAM, UPDATE, Call, Item, Transfer
+from autopar.machines.samples import PRODUCT, SHARED, STREAM, UPDATE, Item, MeasuredCall, MeasuredTransfer
 from autopar.machines.workload import KINDS, attentions, least, products, streams, transfers
 from autopar.settings import Settings
 
@@ -68,7 +68,7 @@ class Pretended:
 
 ITEMS: list[Item] = [
     least("float32"), *products("float32", (64, 256)), *attentions("float32", (64,), 2),
-    *streams("float32", (2**16, 2**20)), *transfers((Group(2),), (64, 2**10, 2**20)),
+    *streams("float32", (2**16, 2**20)), *transfers((RankGroup(2),), (64, 2**10, 2**20)),
 ]  # fmt: skip
 
 
@@ -94,12 +94,14 @@ def test_of_transfers_those_count_too_whose_thread_waited_for_a_core():
     fake = Pretended(named("cpu"), extra_us=lambda run: 300.0 if run % 3 == 1 else 0.0)
     for item, us in measured(fake, 600).items():
         extra = us - item.us_on(named("cpu"))
-        assert extra == (pytest.approx(100.0, rel=0.3) if isinstance(item, Transfer) else pytest.approx(0.0, abs=1e-6))
+        assert extra == (
+            pytest.approx(100.0, rel=0.3) if isinstance(item, MeasuredTransfer) else pytest.approx(0.0, abs=1e-6)
+        )
 
 
 def test_the_slowest_rank_counts_and_of_transfers_the_mean():
     fake = Pretended(named("cpu"), slower=1.5)
-    slower = {item: 1.25 if isinstance(item, Transfer) else 1.5 for item in ITEMS}
+    slower = {item: 1.25 if isinstance(item, MeasuredTransfer) else 1.5 for item in ITEMS}
     assert measured(fake, 10) == pytest.approx({item: slower[item] * item.us_on(named("cpu")) for item in ITEMS})
 
 
@@ -121,13 +123,13 @@ def test_progress_is_told():
 # -- a whole machine ------------------------------------------------------------------------------------------------
 
 
-def whole(groups: tuple[Group, ...]) -> Any:
+def whole(groups: tuple[RankGroup, ...]) -> Any:
     fake = Pretended(replace(named("cpu"), launch_us=7.0))
     return measure_machine("mine", CPU, groups, fake, fake, 1e4, lambda *_: None)
 
 
 def test_a_machine_is_made_of_what_was_measured():
-    found = whole((Group(2), Group(2, 1)))
+    found = whole((RankGroup(2), RankGroup(2, 1)))
     assert found.remarks == ()
     assert (found.machine.ranks, found.machine.is_host, found.machine.name) == (2, True, "mine")
     assert found.machine.launch_us == 7.0
@@ -140,7 +142,7 @@ def test_a_machine_is_made_of_what_was_measured():
 
 
 def test_a_node_says_nothing_of_a_network_between_nodes():
-    found = whole((Group(2),))
+    found = whole((RankGroup(2),))
     assert found.machine.between == found.machine.inside
     assert found.remarks == ("One node has no network to others: [between] is as [inside]. Write what yours has.",)
 
@@ -152,7 +154,7 @@ def test_one_process_says_nothing_of_a_network():
 
 
 def test_each_node_of_several_is_one_level():
-    found = whole((Group(4, 1),))
+    found = whole((RankGroup(4, 1),))
     assert found.machine.ranks == 1
     assert found.machine.inside == found.machine.between
 
@@ -162,7 +164,7 @@ def test_each_node_of_several_is_one_level():
 
 def test_every_call_runs_on_this_host():
     """Each reads and writes as many bytes, and makes what its name says."""
-    items = [item for item in items_of(CPU, ()) if isinstance(item, Call) and item.size < 1e6]
+    items = [item for item in items_of(CPU, ()) if isinstance(item, MeasuredCall) and item.size < 1e6]
     assert {item.kind for item in items} == {"least", PRODUCT, STREAM, NORM}
     for item in (*items, *attentions("float32", (16,), 2)):
         assert item.make(CPU)() is not None, item
@@ -181,18 +183,18 @@ def test_operands_take_turns_where_caches_would_hold_them():
     runner = HostRunner(CPU, lambda item: lambda: None)
     for bytes_, sets in ((16.0, SETS), (CACHES / 3, 3), (2.0 * CACHES, 1)):
         seen.clear()
-        runner.ready(Call(STREAM, "look", 0.0, bytes_, "float32", make))(2 * SETS)
+        runner.ready(MeasuredCall(STREAM, "look", 0.0, bytes_, "float32", make))(2 * SETS)
         assert len(seen) == 2 * SETS and len(set(seen)) == sets, bytes_
         assert seen[sets:] == seen[:-sets]
 
 
 def test_what_comes_before_a_collective_does_not_count():
-    asked = list[Transfer]()
+    asked = list[MeasuredTransfer]()
 
-    def transfer(item: Transfer) -> Callable[[], object]:
+    def transfer(item: MeasuredTransfer) -> Callable[[], object]:
         return lambda: asked.append(item)
 
-    (item, *_) = transfers((Group(2),), (64,))
+    (item, *_) = transfers((RankGroup(2),), (64,))
     begun = time.perf_counter()
     us = HostRunner(CPU, transfer).ready(item)(5)
     assert asked == [item] * 5
@@ -200,7 +202,7 @@ def test_what_comes_before_a_collective_does_not_count():
 
 
 def test_the_host_has_a_clock():
-    slow = Call(STREAM, "nap", 0.0, 1.0, "float32", lambda device: lambda: time.sleep(0.002))
+    slow = MeasuredCall(STREAM, "nap", 0.0, 1.0, "float32", lambda device: lambda: time.sleep(0.002))
     (sample,) = measure([slow], HostRunner(CPU, lambda item: lambda: None), Alone(), 0.2)
     assert 1500 < sample.us < 20_000
 
@@ -231,7 +233,7 @@ def transferred(rank: int) -> dict[str, Any]:
     for group in groups:
         for kind in KINDS:
             for size in (64, 9 * 2**16):
-                call = make(Transfer(kind, float(size), group))
+                call = make(MeasuredTransfer(kind, float(size), group))
                 results = [call() for _ in range(4)]
                 found[kind, group.size, size] = None if results[0] is None else results[0].numel()
     together = _Together(CPU)
@@ -243,7 +245,7 @@ def transferred(rank: int) -> dict[str, Any]:
 def test_six_ranks_of_two_nodes_move_what_they_are_asked_for():
     with ranks_of(6) as six:
         for outcome in six.run(transferred):
-            assert outcome["groups"] == [Group(3, 3), Group(2, 1)]
+            assert outcome["groups"] == [RankGroup(3, 3), RankGroup(2, 1)]
             assert outcome["agreed"] == (5, 2.5)
             for (kind, size, bytes_), count in outcome["found"].items():
                 if kind == MESSAGE:

@@ -7,14 +7,14 @@ import pytest
 from autopar.ir.mesh import parse_mesh
 from autopar.ir.ops.measure import group_of
 from autopar.machines import named
-from autopar.machines.model import Curve, Device, Group, Link, Machine
+from autopar.machines.model import Curve, Device, Link, Machine, RankGroup
 
 H100, A100 = named("h100-80g"), named("a100-80g")
 MIB, LARGE = 2**20, 16 * 2**30
 
 
-def cluster(nodes: int, ranks: int) -> Group:
-    return Group(nodes * ranks, ranks)
+def cluster(nodes: int, ranks: int) -> RankGroup:
+    return RankGroup(nodes * ranks, ranks)
 
 
 # (nodes, ranks of a node): latency in us, and bytes of the value in GB/s where they are many
@@ -61,16 +61,16 @@ BY_SIZE = {
 
 @pytest.mark.parametrize(("bytes_", "us"), BY_SIZE.items(), ids=str)
 def test_an_all_reduce_of_eight_h100(bytes_: int, us: float):
-    assert H100.collective_us("all_reduce", bytes_, Group(8)) == pytest.approx(us, rel=0.10)
+    assert H100.collective_us("all_reduce", bytes_, RankGroup(8)) == pytest.approx(us, rel=0.10)
 
 
 @pytest.mark.parametrize(("mib", "us"), {1: 93, 8: 134, 32: 358, 128: 1162, 512: 4192, 1024: 8193}.items())
 def test_an_all_reduce_of_eight_a100(mib: int, us: float):
-    assert A100.collective_us("all_reduce", mib * MIB, Group(8)) == pytest.approx(us, rel=0.15)
+    assert A100.collective_us("all_reduce", mib * MIB, RankGroup(8)) == pytest.approx(us, rel=0.15)
 
 
 def test_the_largest_gathers_of_eight_h200():
-    bus = 7 / 8 * LARGE / named("h200").collective_us("all_gather", LARGE, Group(8)) / 1e3
+    bus = 7 / 8 * LARGE / named("h200").collective_us("all_gather", LARGE, RankGroup(8)) / 1e3
     assert bus == pytest.approx(362, rel=0.05)
 
 
@@ -98,28 +98,28 @@ def test_ranks_of_several_nodes_share_what_is_slower():
     device = Device({"float32": 1e12}, 1e11, 1e9, 1.0)
     fast, slow = (Machine("", device, Link(speed, 0.0, 0.0), Link(1e9, 0.0, 0.0)) for speed in (1e10, 3e9))
     sent = 8e9 * 7 / 8
-    assert fast.collective_us("all_gather", 8e9, Group(8, 4)) == pytest.approx(sent / 4e3)
-    assert slow.collective_us("all_gather", 8e9, Group(8, 4)) == pytest.approx(sent / 3e3)
-    assert slow.collective_us("all_gather", 8e9, Group(2, 1)) == pytest.approx(8e9 / 2 / 1e3)
-    assert slow.collective_us("all_to_all", 8e9, Group(8, 4)) == pytest.approx(sent / 8 / 3e3)
-    assert slow.collective_us("all_reduce", 8e9, Group(1)) == 0
+    assert fast.collective_us("all_gather", 8e9, RankGroup(8, 4)) == pytest.approx(sent / 4e3)
+    assert slow.collective_us("all_gather", 8e9, RankGroup(8, 4)) == pytest.approx(sent / 3e3)
+    assert slow.collective_us("all_gather", 8e9, RankGroup(2, 1)) == pytest.approx(8e9 / 2 / 1e3)
+    assert slow.collective_us("all_to_all", 8e9, RankGroup(8, 4)) == pytest.approx(sent / 8 / 3e3)
+    assert slow.collective_us("all_reduce", 8e9, RankGroup(1)) == 0
 
 
 # -- the group of an axis -------------------------------------------------------------------------------------------
 
 GROUPS = {
-    ("dp=2,tp=8", "tp"): Group(8, 8),
-    ("dp=2,tp=8", "dp"): Group(2, 1),
-    ("dp=2,tp=8", "dp:tp"): Group(16, 8),
-    ("dp=2,tp=4", "dp"): Group(2, 2),
-    ("dp=4,tp=4", "dp"): Group(4, 2),
-    ("dp=2,tp=16", "tp"): Group(16, 8),
-    ("pp=2,dp=4,tp=8", "pp"): Group(2, 1),
-    ("pp=2,dp=4,tp=8", "dp"): Group(4, 1),
-    ("pp=2,dp=4,tp=8", "tp"): Group(8, 8),
-    ("pp=2,dp=4,tp=8", "dp:tp"): Group(32, 8),
-    ("dp=2,cp=4,tp=2", "dp:cp"): Group(8, 4),
-    ("dp=2,cp=2,tp=2", "dp:tp"): Group(4, 4),
+    ("dp=2,tp=8", "tp"): RankGroup(8, 8),
+    ("dp=2,tp=8", "dp"): RankGroup(2, 1),
+    ("dp=2,tp=8", "dp:tp"): RankGroup(16, 8),
+    ("dp=2,tp=4", "dp"): RankGroup(2, 2),
+    ("dp=4,tp=4", "dp"): RankGroup(4, 2),
+    ("dp=2,tp=16", "tp"): RankGroup(16, 8),
+    ("pp=2,dp=4,tp=8", "pp"): RankGroup(2, 1),
+    ("pp=2,dp=4,tp=8", "dp"): RankGroup(4, 1),
+    ("pp=2,dp=4,tp=8", "tp"): RankGroup(8, 8),
+    ("pp=2,dp=4,tp=8", "dp:tp"): RankGroup(32, 8),
+    ("dp=2,cp=4,tp=2", "dp:cp"): RankGroup(8, 4),
+    ("dp=2,cp=2,tp=2", "dp:tp"): RankGroup(4, 4),
 }
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from autopar.errors import AutoparError
 from autopar.parallel.session import joining
 from autopar.parallel.session.devices import device_of_rank
-from autopar.parallel.session.joining import Asked, join
+from autopar.parallel.session.joining import Requested, join
 from autopar.settings import Settings
 
 
@@ -51,7 +51,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpus]:
 
 def joined(device: str | None) -> None:
     with pytest.raises(StopIteration):
-        join(Asked(nn.Linear(2, 2), "dp=2", {}, device=device))
+        join(Requested(nn.Linear(2, 2), "dp=2", {}, device=device))
 
 
 def as_rank(patch: pytest.MonkeyPatch, local: int) -> None:

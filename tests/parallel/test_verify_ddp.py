@@ -18,7 +18,7 @@ from autopar.errors import BatchError, PlanError
 from autopar.job import Job
 from autopar.parallel import stepping
 from autopar.parallel.programs import own_batch
-from autopar.parallel.programs.own_batch import Together
+from autopar.parallel.programs.own_batch import AveragedOutputs
 from autopar.verification import virtual_side
 from autopar.verification.dtypes import cast
 from autopar.verification.judge.comparison import Report
@@ -86,26 +86,30 @@ def test_it_is_another_step_than_that_of_the_whole_batch() -> None:
     assert {row.name for row in own.rows if row.kind == "aux"} == {"0", "0 of place 1"}
 
 
-def _no_sum(self: Together, outputs: Any, places: int) -> Any:
+def _no_sum(self: AveragedOutputs, outputs: Any, places: int) -> Any:
     return [value * places for value in SHARES(self, outputs, places)]  # a sum where a mean belongs
 
 
-def _of_more(self: Together, outputs: Any, places: int) -> Any:
+def _of_more(self: AveragedOutputs, outputs: Any, places: int) -> Any:
     return SHARES(self, outputs, places * 2)
 
 
-def _without_gradients(self: Together, outputs: Any, sums: Any) -> None:
-    WRITE(Together(self.averaged[:1], self.buffers), outputs, [sums[0][:1]])
+def _without_gradients(self: AveragedOutputs, outputs: Any, sums: Any) -> None:
+    WRITE(AveragedOutputs(self.averaged[:1], self.buffers), outputs, [sums[0][:1]])
 
 
-SHARES, WRITE = Together.shares, Together.write
+SHARES, WRITE = AveragedOutputs.shares, AveragedOutputs.write
 SABOTAGES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-    "a sum, not the mean": (Together, "shares", _no_sum),
-    "the mean of too many": (Together, "shares", _of_more),
-    "gradients of one place": (Together, "write", _without_gradients),
-    "buffers of each place": (Together, "of", lambda outputs: OF(tuple(x for x in outputs if x.kind != "buffer"))),
+    "a sum, not the mean": (AveragedOutputs, "shares", _no_sum),
+    "the mean of too many": (AveragedOutputs, "shares", _of_more),
+    "gradients of one place": (AveragedOutputs, "write", _without_gradients),
+    "buffers of each place": (
+        AveragedOutputs,
+        "of",
+        lambda outputs: OF(tuple(x for x in outputs if x.kind != "buffer")),
+    ),
 }
-OF = Together.of
+OF = AveragedOutputs.of
 
 
 @pytest.mark.parametrize("name", SABOTAGES)
@@ -119,7 +123,7 @@ def test_what_is_wrong_is_found(name: str, dtype: torch.dtype, monkeypatch: pyte
 
 
 def test_the_mean_is_named_where_every_program_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Together, "shares", _no_sum)
+    monkeypatch.setattr(AveragedOutputs, "shares", _no_sum)
     report = verified("mlp", "dp=2", (5, 3), steps=1)
     assert report.mismatch is not None and "or the means over all places are wrong" in str(report.mismatch)
 
@@ -149,11 +153,11 @@ def _table(rank: int, mesh: str, rows: tuple[Any, ...]) -> list[str]:
     return [str(report) for report in found if report is not None and not report.ok]
 
 
-def _unsummed(outputs: Any, together: Together, world: Any) -> Any:
+def _unsummed(outputs: Any, together: AveragedOutputs, world: Any) -> Any:
     return outputs
 
 
-def _halved(outputs: Any, together: Together, world: Any) -> Any:
+def _halved(outputs: Any, together: AveragedOutputs, world: Any) -> Any:
     found = own_batch.means(outputs, together, world)
     return tuple(value * 0.99 if at in together.averaged[1:] else value for at, value in enumerate(found))
 

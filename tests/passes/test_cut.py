@@ -15,7 +15,7 @@ from autopar.compiler.meshes import mesh_of
 from autopar.ir.options import StepOptions
 from autopar.ir.plan import Plan
 from autopar.passes import run_passes
-from autopar.passes.pipeline.cuts.cut import Limits, Line, forward_nodes
+from autopar.passes.pipeline.cuts.cut import ForwardLine, StageLimits, forward_nodes
 from autopar.passes.pipeline.cuts.when import When, times_of
 
 
@@ -40,14 +40,14 @@ def square(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().sum()
 
 
-def line_of(limits: Limits, microbatches: int = 2) -> Line:
+def line_of(limits: StageLimits, microbatches: int = 2) -> ForwardLine:
     torch.manual_seed(0)
     captured = capture(Uneven(), square, (torch.randn(512, 8),), {})
     program = run_passes(captured.program, Plan(mesh_of("pp=2"), options=StepOptions(microbatches=microbatches)))[-1][1]
-    return Line(program, times_of(program, microbatches), limits)
+    return ForwardLine(program, times_of(program, microbatches), limits)
 
 
-def all_cuts(line: Line, stages: int) -> list[tuple[float, float, list[int]]]:
+def all_cuts(line: ForwardLine, stages: int) -> list[tuple[float, float, list[int]]]:
     """(time of the slowest stage, sum of squared times, borders) of every cut."""
     end = len(line.places) - 1
     found = []
@@ -64,7 +64,7 @@ def all_cuts(line: Line, stages: int) -> list[tuple[float, float, list[int]]]:
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 @pytest.mark.parametrize("memory", [None, 300_000])
 def test_no_cut_is_better(stages: int, memory: int | None):
-    line = line_of(Limits([stages - i for i in range(stages)], memory))
+    line = line_of(StageLimits([stages - i for i in range(stages)], memory))
     assert len(line.places) > 8
     cuts = all_cuts(line, stages)
     slowest, _ = line.best(stages, math.inf)
@@ -79,8 +79,10 @@ def test_no_cut_is_better(stages: int, memory: int | None):
 
 def test_memory_matters():
     """Less of it never makes a step faster, and some amounts cost time."""
-    times = [line_of(Limits([20, 1], memory)).best(2, math.inf)[0] for memory in range(150_000, 6_000_000, 650_000)]
-    free = line_of(Limits([20, 1])).best(2, math.inf)[0]
+    times = [
+        line_of(StageLimits([20, 1], memory)).best(2, math.inf)[0] for memory in range(150_000, 6_000_000, 650_000)
+    ]
+    free = line_of(StageLimits([20, 1])).best(2, math.inf)[0]
     assert times == sorted(times, reverse=True) and times[0] == math.inf and times[-1] == free
     assert any(free < time < math.inf for time in times), times
 
@@ -88,7 +90,7 @@ def test_memory_matters():
 def test_a_later_program_keeps_parameters_where_they_are():
     """However unbalanced that is."""
     owners = {f"layers.{i}.{kind}": int(i >= 5) for i in range(6) for kind in ("weight", "bias")}
-    line = line_of(Limits([2, 1], owners=owners))
+    line = line_of(StageLimits([2, 1], owners=owners))
     borders = line.best(2, math.inf)[1]
     stages = line.stages(borders)
     by_module: dict[str, set[int]] = {}

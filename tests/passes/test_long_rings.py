@@ -11,7 +11,7 @@ from torch import nn
 import autopar
 from autopar.ir.ops.ops import is_collective, op_name
 from autopar.machines import named
-from autopar.machines.model import Group
+from autopar.machines.model import RankGroup
 from autopar.passes.overlap.bucket import FEWEST, bucket_limit
 from autopar.passes.overlap.prefetch import small_limit
 
@@ -57,7 +57,7 @@ def test_that_is_faster_there() -> None:
 
 @pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter"])
 def test_limits_grow_with_the_ring(kind: str) -> None:
-    groups = [Group(8), Group(16, 8), Group(64, 8), Group(512, 8)]
+    groups = [RankGroup(8), RankGroup(16, 8), RankGroup(64, 8), RankGroup(512, 8)]
     buckets = [bucket_limit(1e12, H100, kind, group, None) for group in groups]
     assert buckets == sorted(buckets) and buckets[0] == 25 * 2**20 < buckets[-1]
     assert bucket_limit(2e8, H100, kind, groups[-1], None) == 5e7, (

@@ -7,10 +7,10 @@ import random
 
 import pytest
 
-from autopar.passes.recompute.min_cut import Point, Problem, Value, frontier, least, nothing_again
+from autopar.passes.recompute.min_cut import CutChoice, CutValue, LayerProblem, frontier, least, nothing_again
 
 
-def problem(seed: int) -> Problem:
+def problem(seed: int) -> LayerProblem:
     """Seven calls, some of which may not be computed again, each with one or two results and up to two operands."""
     draw = random.Random(seed)
     times, reads, values = [], [], []
@@ -18,21 +18,21 @@ def problem(seed: int) -> Problem:
         times.append(None if draw.random() < 0.3 else draw.randint(1, 9))
         reads.append(tuple(sorted(draw.sample(range(len(values)), min(len(values), draw.randint(0, 2))))))
         for _ in range(draw.randint(1, 2)):
-            values.append(Value(call, draw.randint(1, 9), draw.random() < 0.5))
-    return Problem(tuple(times), tuple(reads), tuple(values))
+            values.append(CutValue(call, draw.randint(1, 9), draw.random() < 0.5))
+    return LayerProblem(tuple(times), tuple(reads), tuple(values))
 
 
-def bytes_of(given: Problem, again: tuple[int, ...]) -> int:
+def bytes_of(given: LayerProblem, again: tuple[int, ...]) -> int:
     """What has to be kept if some calls are computed again."""
     needed = {i for i, value in enumerate(given.values) if value.needed}
     needed |= {value for call in again for value in given.reads[call]}
     return sum(given.values[i].bytes_ for i in needed if given.values[i].call not in again)
 
 
-def choices(given: Problem) -> list[Point]:
+def choices(given: LayerProblem) -> list[CutChoice]:
     free = [call for call, time in enumerate(given.times) if time is not None]
     return [
-        Point(bytes_of(given, again), sum(given.times[call] or 0 for call in again), again)
+        CutChoice(bytes_of(given, again), sum(given.times[call] or 0 for call in again), again)
         for count in range(len(free) + 1)
         for again in itertools.combinations(free, count)
     ]

@@ -19,7 +19,7 @@ from autopar.passes.search.solver import programme
 from autopar.passes.search.solver import solve as search
 from autopar.passes.search.solver.parts import parts_of
 from autopar.passes.search.solver.problem import Edge, Problem
-from autopar.passes.search.solver.programme import Found, Programme, programme_of
+from autopar.passes.search.solver.programme import Programme, ProgrammeSolution, programme_of
 from autopar.passes.search.solver.solve import solve
 
 STATES = "xyz"
@@ -169,7 +169,7 @@ def test_recurrent_models_take_a_few_relaxations(
 
         def counted(
             self: Programme, closed: Collection[int] = (), original: object = original, method: str = method
-        ) -> Found | None:
+        ) -> ProgrammeSolution | None:
             calls.append(method if len(self.costs) == size else "part")
             return original(self, closed)  # type: ignore[operator]
 

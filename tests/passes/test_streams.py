@@ -9,7 +9,7 @@ import pytest
 from autopar.ir.text.text import parse_program
 from autopar.machines import Machine
 from autopar.passes.costs.node_costs import node_times
-from autopar.passes.costs.streams import Ran, run
+from autopar.passes.costs.streams import StreamTimes, run
 
 # Every call takes half a microsecond, a collective one, and one for ten bytes. (A text tells no FLOPs.)
 MACHINE = Machine.flat(10, 1e9, 10, 1.0, 0.5)
@@ -27,7 +27,7 @@ return value "y" = %add
 MOVED = 1 + 2 * 8 * 8 * 4 / 2 / 10  # an all-reduce of 256 bytes on two ranks
 
 
-def ran(machine: Machine, text: str = TEXT) -> Ran:
+def ran(machine: Machine, text: str = TEXT) -> StreamTimes:
     return run(parse_program(text), machine)
 
 

@@ -29,7 +29,7 @@ from autopar.machines import named
 from autopar.passes.rules.rule import Reading, starts_of
 from autopar.report.inspection_pipeline import saved_bytes
 from autopar.report.timeline.show_timeline import picture_of
-from autopar.runtime.kernels.counter import Counters, Runs
+from autopar.runtime.kernels.counter import Counters, PieceRuns
 from autopar.runtime.pipeline import microbatches
 
 LLAMA: dict[str, tuple[str, dict[str, Any]]] = {
@@ -324,7 +324,7 @@ def test_positions_of_a_slice_are_counted_from_where_it_begins() -> None:
         expected = local_part(torch.arange(48), layout, mesh, {"sl": 1, "cp": rank}).tolist()
         reading: Reading = ((2, 2, 0), (6, -2, 3), (2, 2, 0), (-2, 1, rank), (2, 2, 0))
         whole, local, offsets = ([cut[i] for cut in reading] for i in range(3))
-        runs = Runs.of(whole, local, offsets)
+        runs = PieceRuns.of(whole, local, offsets)
         starts = Counters.of(runs, torch.device("cpu")).starts.flatten().tolist()
         assert [start + i for start in starts for i in range(runs.width)] == expected
         places = [first + sum(factor * offset for factor, offset in terms) for first, terms in starts_of(reading)]

@@ -20,7 +20,7 @@ from autopar.errors import PlanError
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops.measure import group_of
 from autopar.machines import Machine, named
-from autopar.machines.model import Group
+from autopar.machines.model import RankGroup
 from autopar.planning.bounds import Bounds
 from autopar.planning.jobs import layers_of
 from autopar.planning.others import reasons
@@ -94,12 +94,12 @@ def test_an_order_that_is_asked_for() -> None:
 
 def test_groups_of_the_data_axes() -> None:
     plan = Candidate(2, 2, 1, 3, "none", 1, 2, fsdp=4, cp=2)
-    assert DataGroups.of(plan, 8) == DataGroups(Group(8, 4), Group(2, 1))
+    assert DataGroups.of(plan, 8) == DataGroups(RankGroup(8, 4), RankGroup(2, 1))
     assert DataGroups.of(plan._replace(order=("cp", "tp", "dp", "pp", "fsdp")), 8) == DataGroups(
-        Group(8, 4), Group(2, 2)
+        RankGroup(8, 4), RankGroup(2, 2)
     )
-    assert DataGroups.of(plan._replace(fsdp=1, zero=0), 8) == DataGroups(Group(1), Group(4, 4))
-    assert DataGroups.of(plan._replace(fsdp=1, zero=1), 4) == DataGroups(Group(4, 2), Group(1))
+    assert DataGroups.of(plan._replace(fsdp=1, zero=0), 8) == DataGroups(RankGroup(1), RankGroup(4, 4))
+    assert DataGroups.of(plan._replace(fsdp=1, zero=1), 4) == DataGroups(RankGroup(4, 2), RankGroup(1))
 
 
 # -- what is decided ------------------------------------------------------------------------------------------------

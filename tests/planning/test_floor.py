@@ -5,7 +5,7 @@ from __future__ import annotations
 from plan_jobs import llama_job
 
 from autopar.machines import named
-from autopar.planning.bounds import Bounds, Work
+from autopar.planning.bounds import Bounds, LeastWork
 from autopar.planning.planner import layers_of
 from autopar.planning.price.predict import predict
 from autopar.planning.shallow.floor import Floor
@@ -21,5 +21,5 @@ def test_a_lookup_reads_little_of_a_large_table() -> None:
     floor = Floor.of(layers.micros.micro(Split(), layers.micros.low, "none"), layers._rest)
     assert [ask for ask in (*floor.forward, *floor.backward) if not 0 <= ask.fixed <= ask.load.moved] == []
     candidate = Candidate(1, 1, 1, 0, "none", 1, 1)
-    bounds = Bounds(layers, Work(0.0, 0.0, 0.0, "bfloat16"), MACHINE, layers.equal)
+    bounds = Bounds(layers, LeastWork(0.0, 0.0, 0.0, "bfloat16"), MACHINE, layers.equal)
     assert bounds.rows(candidate) <= predict(candidate, layers, MACHINE).total

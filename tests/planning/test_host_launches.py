@@ -10,7 +10,7 @@ from plan_jobs import llama_job
 
 import autopar
 from autopar.machines import Machine, named
-from autopar.planning.bounds import Bounds, Work
+from autopar.planning.bounds import Bounds, LeastWork
 from autopar.planning.planner import layers_of
 from autopar.planning.price.layers import Layers
 from autopar.planning.price.predict import predict
@@ -51,5 +51,5 @@ def test_a_step_is_predicted_as_it_is_emitted(candidate: Candidate) -> None:
     near = CUT if candidate.halves else NEAR
     assert found == pytest.approx(emitted, rel=near)
     assert found - quick == pytest.approx(emitted - before, rel=near) and emitted > 2 * before
-    bounds = Bounds(layers(LAUNCH), Work(0.0, 0.0, 0.0, "float32"), machine(LAUNCH), layers(LAUNCH).equal)
+    bounds = Bounds(layers(LAUNCH), LeastWork(0.0, 0.0, 0.0, "float32"), machine(LAUNCH), layers(LAUNCH).equal)
     assert all(bound(candidate) <= found for bound in bounds.steps)

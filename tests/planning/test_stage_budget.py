@@ -23,7 +23,7 @@ from autopar.planning.price.predict import Prediction, predict
 from autopar.planning.space.candidates import LAYERS, Again, Candidate
 from autopar.planning.space.deal import Ranges
 from autopar.planning.space.decisions import PLANNED, read_plan, write_plan
-from autopar.planning.stage_bound import Layer, most_layers, stored_apart
+from autopar.planning.stage_bound import LayerCost, most_layers, stored_apart
 from autopar.planning.stage_budget import Counts, Trials
 
 MACHINE, EQUAL = named("h100-80g"), 8
@@ -211,12 +211,12 @@ def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 def test_how_many_layers_fit_wherever_cuts_lie() -> None:
     """Of 1F1B the first of two ranks has two micro-batches under way, the other one: a layer takes 7 bytes, and 4."""
-    one, layer = SOME._replace(recompute="none", again=None), Layer(1.0, 0.0, 3.0, 0.0, 1.0, 0.0)
+    one, layer = SOME._replace(recompute="none", again=None), LayerCost(1.0, 0.0, 3.0, 0.0, 1.0, 0.0)
     assert most_layers(one, layer, 0.0, 14.0) == 14 / 7 + 14 / 4
     assert most_layers(one, layer, 0.5, 14.0) == 14.5 / 7 + 14.5 / 4, "half of what is stored may lie on another rank"
     layers_ = small_layers()
     near, cost = one.split.near, layers_.cost(one.split.near, one.rows, "none")
-    own = Layer.of(one, cost, 0.0, 0.0)
+    own = LayerCost.of(one, cost, 0.0, 0.0)
     cut = stored_apart(layers_.sections(near, "none", Mesh(one.axes)).layer)
     least = Bounds(layers_, planned_for(math.inf).work, SMALL, 6).held(one)
     assert most_layers(one, own, cut, least) >= 6 > most_layers(one, own, cut, least / 2)

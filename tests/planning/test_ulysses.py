@@ -19,7 +19,7 @@ from autopar.compiler.meshes import mesh_of
 from autopar.errors import LayoutError, PlanError
 from autopar.ir.plan import Fixed
 from autopar.machines import Machine, named
-from autopar.machines.model import Group
+from autopar.machines.model import RankGroup
 from autopar.passes.search.heads import head_splits
 from autopar.planning.bounds import Bounds
 from autopar.planning.jobs import layers_of
@@ -83,7 +83,7 @@ def test_data_axes_are_those_of_as_many_ranks_of_cp() -> None:
     for each in (plan, plan._replace(zero=0), plan._replace(fsdp=2, zero=3)):
         twin = each._replace(cp=4, ulysses=1)
         assert (each.data, each.shards, DataGroups.of(each, 8)) == (twin.data, twin.shards, DataGroups.of(twin, 8))
-    assert DataGroups.of(plan, 4) == DataGroups(Group(8, 4), Group(1))
+    assert DataGroups.of(plan, 4) == DataGroups(RankGroup(8, 4), RankGroup(1))
 
 
 # -- where it is drawn ----------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from autopar.errors import PlanError
 from autopar.ir.comparisons import holds, opposite, parse_condition
 from autopar.runtime.attention import attention_compared, compared_blocks
 from autopar.runtime.attention.attention_compared import compared_attention, compared_attention_backward
-from autopar.runtime.attention.attention_kernels import Device
+from autopar.runtime.attention.attention_kernels import KernelDevice
 from autopar.runtime.attention.attention_whole import attention, attention_backward
 
 D = torch.float64
@@ -149,7 +149,9 @@ def test_samples_skip_blocks_of_their_own(monkeypatch: pytest.MonkeyPatch) -> No
 def test_on_a_gpu_what_is_seen_whole_has_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """By stubs that insist on what the kernels want: flash for blocks without a mask, efficient for the others."""
     monkeypatch.setattr(compared_blocks, "_SIZE_CPU", 16)
-    monkeypatch.setattr("autopar.runtime.attention.attention_kernels._device", lambda device: Device("cuda", (9, 0)))
+    monkeypatch.setattr(
+        "autopar.runtime.attention.attention_kernels._device", lambda device: KernelDevice("cuda", (9, 0))
+    )
     rows, columns = vectors(64, 64)
     operands = random(64, 64, torch.bfloat16)
     mask = tensor_mask("c0<=r0", rows, columns, None)

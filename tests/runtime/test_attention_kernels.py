@@ -16,24 +16,32 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import autopar
 from autopar.compiled import Compiled
 from autopar.ir.ops.ops import attention as meta_attention
-from autopar.runtime.attention.attention_kernels import PLAIN, TABLE, AttentionKernel, Call, Device, call_of, kernel_for
+from autopar.runtime.attention.attention_kernels import (
+    PLAIN,
+    TABLE,
+    AttentionCall,
+    AttentionKernel,
+    KernelDevice,
+    call_of,
+    kernel_for,
+)
 from autopar.runtime.attention.attention_plain import plain, plain_backward
 from autopar.runtime.attention.attention_whole import KERNELS
 
 D = torch.float64
 DOCS = (Path(__file__).parents[2] / "docs/attention.md").read_text()
 DEVICES = {
-    "H100": Device("cuda", (9, 0)),
-    "T4": Device("cuda", (7, 5)),
-    "MI300": Device("cuda", (9, 4), is_hip=True),
-    "CPU": Device("cpu", is_host=True),
+    "H100": KernelDevice("cuda", (9, 0)),
+    "T4": KernelDevice("cuda", (7, 5)),
+    "MI300": KernelDevice("cuda", (9, 4), is_hip=True),
+    "CPU": KernelDevice("cpu", is_host=True),
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": D}
 H100 = DEVICES["H100"]
 NAMED = {kernel.name: kernel for kernel in TABLE}
 
 
-def documented() -> list[tuple[Call, str]]:
+def documented() -> list[tuple[AttentionCall, str]]:
     """The examples of the docs: a call, and the kernel that they say."""
     found = []
     for line in DOCS.splitlines():
@@ -43,12 +51,12 @@ def documented() -> list[tuple[Call, str]]:
             sizes = {"s": s, "t": t}
             mask = tuple(sizes.get(size) or int(size) for size in cells[6].split(" x ")) if cells[6] else None
             rest = 8, h, hk, s, t, d, e, cells[5] == "yes", mask
-            found.append((Call(DEVICES[cells[0]], DTYPES[cells[1]], *rest), cells[7].strip("`")))
+            found.append((AttentionCall(DEVICES[cells[0]], DTYPES[cells[1]], *rest), cells[7].strip("`")))
     return found
 
 
 @pytest.mark.parametrize("call,name", documented())
-def test_the_docs_say_which_kernel(call: Call, name: str) -> None:
+def test_the_docs_say_which_kernel(call: AttentionCall, name: str) -> None:
     assert kernel_for(call).name == name
 
 
@@ -60,7 +68,7 @@ def test_the_docs_name_all_kernels() -> None:
 
 @pytest.mark.parametrize("change", [{"b": 0}, {"t": 0}, {"d": 0}, {"h": 1 << 16, "hk": 1 << 16}])
 def test_what_no_fused_kernel_takes(change: dict[str, int]) -> None:
-    call = Call(H100, torch.bfloat16, 2, 4, 4, 8, 8, 16, 16)
+    call = AttentionCall(H100, torch.bfloat16, 2, 4, 4, 8, 8, 16, 16)
     assert kernel_for(call).name == "flash" and kernel_for(call._replace(**change)) is PLAIN
 
 
@@ -124,7 +132,7 @@ def _check(
 @pytest.mark.parametrize("causal,s,t", [(False, 5, 40), (True, 40, 40)])
 @pytest.mark.parametrize("d,e", [(8, 8), (12, 12), (24, 8), (5, 16), (200, 200)])
 def test_flash(dtype: torch.dtype, tolerance: float, hk: int, causal: bool, s: int, t: int, d: int, e: int) -> None:
-    assert kernel_for(Call(H100, torch.bfloat16, 2, 4, hk, s, t, d, e, causal)).name == "flash"
+    assert kernel_for(AttentionCall(H100, torch.bfloat16, 2, 4, hk, s, t, d, e, causal)).name == "flash"
     _check(NAMED["flash"], _operands(4, hk, s, t, d, e, dtype), None, causal, tolerance)
 
 
@@ -139,7 +147,7 @@ def test_efficient(
     mask = _mask(kind, s, t, dtype)
     shape = None if mask is None else tuple(mask.shape)
     if kind != "none" or (causal and s != t):
-        assert kernel_for(Call(H100, torch.float16, 2, 4, hk, s, t, d, e, causal, shape)).name == "efficient"
+        assert kernel_for(AttentionCall(H100, torch.float16, 2, 4, hk, s, t, d, e, causal, shape)).name == "efficient"
     _check(NAMED["efficient"], _operands(4, hk, s, t, d, e, dtype), mask, causal, tolerance)
 
 

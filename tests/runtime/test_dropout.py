@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 
-from autopar.runtime.kernels.counter import Counters, Runs, keys_of
+from autopar.runtime.kernels.counter import Counters, PieceRuns, keys_of
 from autopar.runtime.kernels.dropout import dropout, dropout_inplace
 
 pytestmark = pytest.mark.usefixtures("each_side")
@@ -60,7 +60,7 @@ def test_bits_are_the_same_however_they_are_computed() -> None:
     """numpy's, PyTorch's, and those of 64-bit indices."""
     keys = keys_of(torch.tensor([1, -2]), 5)
     rows, columns = slice(1, 4), slice(3, 3000)
-    runs = Runs.of([4, 5000], [4, 4000], [0, 1000])
+    runs = PieceRuns.of([4, 5000], [4, 4000], [0, 1000])
     counters, wide = (Counters.of(each, torch.device("cpu")) for each in (runs, dataclasses.replace(runs, wide=True)))
     found = [each._bits_of_torch(keys, rows, columns) for each in (counters, wide)]
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], counters._bits_of_numpy(keys, rows, columns))

@@ -26,7 +26,7 @@ from autopar.parallel.module import ParallelModule
 from autopar.parallel.programs.portions import Given
 from autopar.parallel.stepping import run_step
 from autopar.runtime.compilers.functional import FunctionalCollectives
-from autopar.runtime.compilers.inductor import Code, InductorProgram
+from autopar.runtime.compilers.inductor import InductorCode, InductorProgram
 from autopar.runtime.executor.executor import Request
 from autopar.runtime.ranks.distributed import DistributedDriver
 from autopar.runtime.ranks.process_groups import make_groups
@@ -338,7 +338,7 @@ def test_a_wrong_index_is_an_error_with_its_place(alone: None) -> None:
 
 
 def test_a_trace_sees_the_code_as_a_whole() -> None:
-    program, recorder = InductorProgram(Code(lambda values: tuple(values), "", 0, ((1,),))), Recorder(step=4)
+    program, recorder = InductorProgram(InductorCode(lambda values: tuple(values), "", 0, ((1,),))), Recorder(step=4)
     inputs = {("x", -1): torch.ones(2)}
     program.record(recorder)
     (given,) = program.run(inputs)

@@ -21,7 +21,7 @@ from autopar.ir.ops.ops import op
 from autopar.ir.pipeline import Pipeline
 from autopar.runtime.compilers import inductor
 from autopar.runtime.compilers.inductor_stages import compile_stages
-from autopar.runtime.pipeline.microbatches import StageGraph, Turn
+from autopar.runtime.pipeline.microbatches import GraphTurn, StageGraph
 from autopar.runtime.pipeline.run_pipeline import compile_rank
 from autopar.runtime.pipeline.slices import Carried
 from autopar.torch_compat import has_cpp_compiler
@@ -200,12 +200,12 @@ def test_a_graph_that_is_another_for_each_microbatch() -> None:
     program = pipeline.graphs[0, "F"]
     given = [torch.randn(local_type(node, program.mesh).shape) for node in program.placeholders]
     for microbatch in range(3):
-        turn = Turn(microbatch, pipeline.time, Carried((1,)))
+        turn = GraphTurn(microbatch, pipeline.time, Carried((1,)))
         want, got = (_outputs(graph, [*given, *(None for _ in graph.sums)], turn) for graph in (ours, theirs))
         torch.testing.assert_close(got, want)
 
 
-def _outputs(graph: StageGraph, items: list[Any], turn: Turn) -> tuple[Any, ...]:
+def _outputs(graph: StageGraph, items: list[Any], turn: GraphTurn) -> tuple[Any, ...]:
     steps = graph.steps(items, turn)
     with pytest.raises(StopIteration) as done:
         next(steps)

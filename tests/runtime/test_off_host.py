@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 import autopar
 from autopar.ir.ops.ops import op
 from autopar.runtime.executor.kernel_table import KERNELS
-from autopar.runtime.kernels.counter import Counters, Runs, keys_of
+from autopar.runtime.kernels.counter import Counters, PieceRuns, keys_of
 from autopar.runtime.kernels.indices import checked_index
 from autopar.runtime.kernels.loss_kernels import cross_entropy_backward
 
@@ -36,7 +36,7 @@ def test_a_kernel_gives_the_same_on_both_sides(name: str) -> None:
 
 
 def test_random_bits_are_the_same_to_the_bit() -> None:
-    runs = Runs.of((40, 30), (20, 10), (20, 10))
+    runs = PieceRuns.of((40, 30), (20, 10), (20, 10))
     seed, made = torch.tensor([3, 4]), []
     for side in (off_host, torch.no_grad):
         with side():

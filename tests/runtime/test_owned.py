@@ -27,7 +27,7 @@ from autopar.passes import make_pipeline, run_passes
 from autopar.runtime.executor.executor import Executable
 from autopar.runtime.executor.owned import own_results, owned
 from autopar.runtime.pipeline.compiled_instructions import code_of, graphs_at, on_executor, sums_of
-from autopar.runtime.pipeline.microbatches import ExecutorGraph, StageGraph, Turn
+from autopar.runtime.pipeline.microbatches import ExecutorGraph, GraphTurn, StageGraph
 from autopar.runtime.pipeline.run_pipeline import Finals, RankCode
 from autopar.runtime.ranks.virtual import VirtualMesh
 from autopar.verification.virtual_inputs import scattered
@@ -73,7 +73,7 @@ class _Poisoned:
     def sums(self) -> tuple[str, ...]:
         return self.graph.sums
 
-    def steps(self, items: list[Any], turn: Turn) -> Generator[Any, Any, tuple[Any, ...]]:
+    def steps(self, items: list[Any], turn: GraphTurn) -> Generator[Any, Any, tuple[Any, ...]]:
         mine = [items[place] for place in self.places]
         outputs = yield from self.graph.steps(items, turn)
         left = {_memory(value) for value in outputs if isinstance(value, Tensor)}

@@ -16,7 +16,7 @@ from autopar.ir.ops.ring_ops import RING_ATTENTION, RING_ATTENTION_BACKWARD, RIN
 from autopar.runtime.attention import ring_attention, ring_kernels
 from autopar.runtime.attention.attention_compared import compared_attention, compared_attention_backward
 from autopar.runtime.attention.attention_whole import attention, attention_backward
-from autopar.runtime.attention.ring_blocks import Runs, blocks_of, runs_at
+from autopar.runtime.attention.ring_blocks import RowRuns, blocks_of, runs_at
 from autopar.runtime.attention.ring_kernels import RINGS
 from autopar.runtime.collectives.collectives import together
 from autopar.runtime.collectives.mesh_ops import COORD, WAIT, pieces
@@ -24,17 +24,17 @@ from autopar.runtime.collectives.mesh_ops import COORD, WAIT, pieces
 # -- blocks ---------------------------------------------------------------------------------------------------------
 
 
-def positions(runs: Runs) -> list[int]:
+def positions(runs: RowRuns) -> list[int]:
     return [start + i for start in runs.starts for i in range(runs.width)]
 
 
-def geometries() -> Iterator[tuple[Runs, Runs]]:
+def geometries() -> Iterator[tuple[RowRuns, RowRuns]]:
     """Pieces of all ranks of some axes, of sequences of one and of two lengths; and runs that no layout makes."""
     for n, (outer, s), (other, t) in itertools.product((2, 3), ((1, 12), (-2, 24), (-4, 24)), ((1, 12), (-2, 12))):
         for i, j in itertools.product(range(n), repeat=2):
             yield runs_at(i, n, outer, s // n), runs_at(j, n, other, t // n)
-    yield Runs((7, 0), 3), Runs((0, 7), 3)
-    yield Runs((2,), 9), Runs((5,), 2)
+    yield RowRuns((7, 0), 3), RowRuns((0, 7), 3)
+    yield RowRuns((2,), 9), RowRuns((5,), 2)
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -22,7 +22,7 @@ from autopar.errors import CompileError
 from autopar.ir.ops.fused import Fused
 from autopar.runtime.executor.run_fused import kernels_for, plain
 from autopar.runtime.triton import source, toolchain
-from autopar.runtime.triton.emit import Kernel, emit
+from autopar.runtime.triton.emit import KernelText, emit
 from autopar.runtime.triton.launch_kernel import FusedKernel
 from autopar.runtime.triton.lowering.lower import lower
 from autopar.runtime.triton.lowering.values import CannotEmit
@@ -35,7 +35,7 @@ def gated(rows: int = 4) -> Fused:
     return group(lambda x, y: F.silu(x) * y, [torch.empty(rows, 3, 96), torch.empty(rows, 3, 96)], "silu_mul", "points")
 
 
-def kernel_of(fused: Fused) -> Kernel:
+def kernel_of(fused: Fused) -> KernelText:
     return emit(lower(fused))
 
 
@@ -167,7 +167,7 @@ class Refusing:
         return launch
 
 
-def unreadable(kernel: Kernel) -> Any:
+def unreadable(kernel: KernelText) -> Any:
     return compile("def kernel(:", "kernels.py", "exec")
 
 

@@ -17,7 +17,7 @@ from triton.runtime.driver import driver
 from autopar.runtime.kernels import dropout as dropout_module
 from autopar.runtime.kernels import random_kernels as random_module
 from autopar.runtime.kernels import random_triton
-from autopar.runtime.kernels.counter import Runs
+from autopar.runtime.kernels.counter import PieceRuns
 from autopar.runtime.kernels.dropout import dropout, dropout_inplace
 from autopar.runtime.kernels.random_kernels import random
 
@@ -98,7 +98,7 @@ def compile_() -> None:
         driver.set_active(_Pretended(capability))
         x, variants = torch.empty(2**20, dtype=dtype), set()
         for whole, local, offsets in shapes:
-            arguments, tiles, grid = random_triton._launch(Runs.of(whole, local, offsets))
+            arguments, tiles, grid = random_triton._launch(PieceRuns.of(whole, local, offsets))
             for key in (1, 7, 16):
                 kernel = random_triton._dropout.warmup(x, x, seed, key, 99, 1.1, *arguments, **tiles, grid=grid)
                 variants.add(kernel.hash)

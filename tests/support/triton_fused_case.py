@@ -27,7 +27,7 @@ from triton_groups import CASES, DIMS, LOOPED, MOVING, WIDTH_OF_LOOPS, Case, Dim
 
 from autopar.ir.ops.fused import Fused
 from autopar.runtime.executor.run_fused import plain
-from autopar.runtime.triton.emit import Kernel
+from autopar.runtime.triton.emit import KernelText
 from autopar.runtime.triton.launch_kernel import FusedKernel
 from autopar.runtime.triton.library import Library
 
@@ -302,8 +302,8 @@ def _chain() -> None:
 # -- faults that the checks must see -----------------------------------------------------------------------------------
 
 
-def _replaced(old: str, new: str) -> Callable[[Kernel], Kernel]:
-    def fault(kernel: Kernel) -> Kernel:
+def _replaced(old: str, new: str) -> Callable[[KernelText], KernelText]:
+    def fault(kernel: KernelText) -> KernelText:
         body = tuple(line.replace(old, new) for line in kernel.body)
         assert body != kernel.body, old
         return replace(kernel, body=body)
@@ -311,7 +311,7 @@ def _replaced(old: str, new: str) -> Callable[[Kernel], Kernel]:
     return fault
 
 
-def _sees(case_name: str, check: Callable[[Made, bool], None], fault: Callable[[Kernel], Kernel]) -> str:
+def _sees(case_name: str, check: Callable[[Made, bool], None], fault: Callable[[KernelText], KernelText]) -> str:
     """What a check says of a kernel with a fault; it must say something."""
     case = next(case for case in CASES if case.name == case_name)
     with tempfile.TemporaryDirectory() as folder:

@@ -17,8 +17,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton_groups import CASES, Case
 
-from autopar.runtime.triton.emit import Kernel, emit
-from autopar.runtime.triton.lowering.lower import Lowered, lower
+from autopar.runtime.triton.emit import KernelText, emit
+from autopar.runtime.triton.lowering.lower import LoweredGroup, lower
 from autopar.runtime.triton.source import load, name_of
 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -43,7 +43,7 @@ class Code:
     stores: tuple[int, ...]
 
 
-def code_of(kernel: Kernel, lowered: Lowered, function: Any, capability: int, far: bool) -> Code:
+def code_of(kernel: KernelText, lowered: LoweredGroup, function: Any, capability: int, far: bool) -> Code:
     """Compile a kernel as a launch with aligned tensors does. far: with places of 64 bits."""
     signature = {f"in{i}": "i32" if t is None else TYPES[t.dtype] for i, t in enumerate(lowered.operands)}
     for i, r in enumerate(lowered.results):
@@ -89,7 +89,7 @@ def check(case: Case, width: int, dtype: torch.dtype, capability: int, folder: P
     assert code.stores.count(128) >= results or not results, name
 
 
-def _functions(kernels: Sequence[Kernel], folder: Path) -> list[Any]:
+def _functions(kernels: Sequence[KernelText], folder: Path) -> list[Any]:
     return [getattr(load([kernel], folder), name_of(kernel)) for kernel in kernels]
 
 

@@ -17,8 +17,8 @@ from torch import nn
 
 from autopar.capture.data.coins import numbers_drawn
 from autopar.capture.data.foreign import foreign_state, kept, settings
-from autopar.capture.data.recorded_calls import Call, Calls, first_difference
-from autopar.capture.python.attributes import Attributes, Change
+from autopar.capture.data.recorded_calls import RecordedCall, RecordedCalls, first_difference
+from autopar.capture.python.attributes import AttributeChange, Attributes
 from autopar.capture.refusals.constructs import DRAWN_NUMBER, UNSTEADY, Construct
 from autopar.capture.refusals.explain_failure import SPECIALIZE, line_of, refusal
 from autopar.capture.refusals.user_lines import Line, line_that_changes, quoted
@@ -42,10 +42,10 @@ _DRAWN = (
 )
 
 
-class Run(Protocol):
+class ShapeRun(Protocol):
     """Runs forward and loss on shapes. is_watched: it notes which of the user's functions run (see `Ran.watch`)."""
 
-    def __call__(self, calls: Calls, is_watched: bool = True) -> object: ...
+    def __call__(self, calls: RecordedCalls, is_watched: bool = True) -> object: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ class Steady:
     the state of the generators of Python and numpy before the first run, whose calls are `first`."""
 
     find: Callable[[str], nn.Module]
-    run: Run
-    first: Calls
+    run: ShapeRun
+    first: RecordedCalls
     attributes: Attributes
     replaced: dict[str, Any]  # plain tensor attributes as the first run left them; emptied where one starts anew
     drawn: Mapping[str, Any]
@@ -68,7 +68,7 @@ class Steady:
         changes = self.attributes.changes()
         for name, now in self.replaced.items():
             kind = "parameter" if isinstance(now, nn.Parameter) else "value"
-            changes.append(Change(name.removeprefix("model."), kind, now))
+            changes.append(AttributeChange(name.removeprefix("model."), kind, now))
         for change in changes:
             if change.kind in _MADE:
                 made = _MADE[change.kind]
@@ -80,7 +80,7 @@ class Steady:
             self._check_floats()
             return notes
 
-    def _compare(self, changes: list[Change], drawn: list[str]) -> list[str]:
+    def _compare(self, changes: list[AttributeChange], drawn: list[str]) -> list[str]:
         second, error = self._second()
         if error is not None:
             if changes and self._fresh()[1] is None:
@@ -118,8 +118,8 @@ class Steady:
             if error is not None or first_difference(self.first, calls) is not None:
                 raise refusal(DRAWN_NUMBER, self.first.drawn[0])
 
-    def _second(self, draws: Callable[[], float] | None = None) -> tuple[Calls, Exception | None]:
-        calls = Calls(self.first)
+    def _second(self, draws: Callable[[], float] | None = None) -> tuple[RecordedCalls, Exception | None]:
+        calls = RecordedCalls(self.first)
         calls.draws = draws or calls.draws
         try:
             self.run(calls)
@@ -129,18 +129,18 @@ class Steady:
             return calls, error
         return calls, None
 
-    def _settles(self, second: Calls) -> bool:
+    def _settles(self, second: RecordedCalls) -> bool:
         """True where the third run is the second, and what the program of the first does in the second step is what the
         model does in it: a table was made, and is found from then on. Compared by what constants hold, not by how they
         were made."""
-        if self._made(Calls(second), second) is None:
+        if self._made(RecordedCalls(second), second) is None:
             return False
         ours, theirs = self._second_by_value(is_fresh=True), self._second_by_value(is_fresh=False)
         if ours is None or theirs is None:
             return False
         return first_difference(ours[0], theirs[0]) is None and ours[1] == theirs[1]
 
-    def _second_by_value(self, is_fresh: bool) -> tuple[Calls, list[Any]] | None:
+    def _second_by_value(self, is_fresh: bool) -> tuple[RecordedCalls, list[Any]] | None:
         """The second of two runs, which finds the buffers as the first left them, and what they hold after it; None if
         one fails. `is_fresh`: not so the attributes in Python, which a program does not have."""
         first = self.first.by_values()
@@ -149,10 +149,10 @@ class Steady:
             return None
         if is_fresh:
             self._start_anew()
-        second = self._made(Calls(first, by_value=True))
+        second = self._made(RecordedCalls(first, by_value=True))
         return None if second is None else (second, second.held())
 
-    def _made(self, calls: Calls, like: Calls | None = None) -> Calls | None:
+    def _made(self, calls: RecordedCalls, like: RecordedCalls | None = None) -> RecordedCalls | None:
         """Make another run; None if it fails, or is not like an earlier one."""
         try:
             self.run(calls)
@@ -164,23 +164,23 @@ class Steady:
         self.attributes.restore()
         self.replaced.clear()
 
-    def _fresh(self) -> tuple[Calls, Exception | None]:
+    def _fresh(self) -> tuple[RecordedCalls, Exception | None]:
         """Another run, from what the model was at first."""
         self._start_anew()
         return self._second()
 
     def _again(self, state: Callable[[], object]) -> Line | None:
         self._start_anew()
-        return line_that_changes(lambda: self.run(Calls(), is_watched=False), state)
+        return line_that_changes(lambda: self.run(RecordedCalls(), is_watched=False), state)
 
-    def _line_of(self, change: Change) -> Line | None:
+    def _line_of(self, change: AttributeChange) -> Line | None:
         """The line that changes it; of what stands in for it while the model runs, the line that replaces that."""
         owner, _, name = change.name.rpartition(".")
         if change.name in self.standing:
             return self._again(lambda: id(getattr(self.find(owner), name, None)))
         return self._again(lambda: any(found.name == change.name for found in self.attributes.changes()))
 
-    def _carried(self, changes: list[Change], line: Line | None, rest: str) -> CaptureError:
+    def _carried(self, changes: list[AttributeChange], line: Line | None, rest: str) -> CaptureError:
         found = [(change, self._line_of(change)) for change in _distinct(changes)]
         names = ", ".join(f"'{change.name}'{f' ({_short(at)})' if at else ''}" for change, at in found)
         where = f"at {quoted(line or next((at for _, at in found if at), None) or ('an unknown line', 0))}"
@@ -189,7 +189,7 @@ class Steady:
             f"It depends on what the model itself changed in the step before: {names}. {_STATE}"
         )
 
-    def _unsteady(self, difference: tuple[Call | None, Call | None]) -> CaptureError:
+    def _unsteady(self, difference: tuple[RecordedCall | None, RecordedCall | None]) -> CaptureError:
         one, other = difference
         call = one or other
         line = call.line if call else None
@@ -212,7 +212,7 @@ class Steady:
             f"keep that of its capture for ever: pass it in with the batch as a tensor, or draw by torch.rand."
         )
 
-    def _notes(self, changes: list[Change]) -> list[str]:
+    def _notes(self, changes: list[AttributeChange]) -> list[str]:
         """A cached tensor that is made of constants is made again or not, all the same."""
         told = [c for c in changes if c.name not in self.standing and not self._is_constant(c.new)]
         found = [(change, self._line_of(change)) for change in _distinct(told)]
@@ -231,7 +231,7 @@ def _state_of(name: str) -> object:
     return foreign_state()[name]
 
 
-def _distinct(changes: list[Change]) -> list[Change]:
+def _distinct(changes: list[AttributeChange]) -> list[AttributeChange]:
     return list({change.name: change for change in changes}.values())[:_NAMED]
 
 

@@ -30,7 +30,7 @@ _BYTES = 1 << 20  # of a numpy array: larger ones are compared by their first on
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class RecordedCall:
     """One call that an input is behind. `numbers` are those among its arguments, `behind` the bits of inputs."""
 
     key: int
@@ -45,16 +45,16 @@ CHANGING = 1  # the bit of the inputs that each step has anew; those that no ste
 _ALWAYS, _NOTHING = -1, 0
 
 
-class Calls:
+class RecordedCalls:
     """The calls of one run. `earlier` is the run before it, whose tensors may turn up again.
 
     `by_value`: of what no input is behind that steps change, the key is what it holds, not how it was made.
     """
 
-    def __init__(self, earlier: Calls | None = None, by_value: bool = False) -> None:
+    def __init__(self, earlier: RecordedCalls | None = None, by_value: bool = False) -> None:
         self.by_value = by_value
         self.origins: Origins = Origins(earlier.origins if earlier else None)
-        self.made: list[Call] = []
+        self.made: list[RecordedCall] = []
         self.changing: int = earlier.changing if earlier else CHANGING  # the bits of what steps change
         self.rebound = 0  # the bits of the buffers that are other tensors after a run
         self.draws: Callable[[], float] = lambda: MIDDLE  # what a draw is that the model makes a float of
@@ -89,9 +89,9 @@ class Calls:
         self.changing |= 0 if self.by_value else bit
         self.rebound |= bit * is_replaced
 
-    def by_values(self) -> Calls:
+    def by_values(self) -> RecordedCalls:
         """For a first run that is compared by values, of the step that these are of."""
-        found = Calls(by_value=True)
+        found = RecordedCalls(by_value=True)
         found.changing |= self.rebound
         return found
 
@@ -130,7 +130,7 @@ class Calls:
         key, behind = self._key((args, kwargs), numbers)
         key = hash((name or repr(function), owner, key))
         if behind and not is_machinery:
-            self.made.append(Call(key, owner or name, line, tuple(numbers), behind))
+            self.made.append(RecordedCall(key, owner or name, line, tuple(numbers), behind))
         changed = {id(tensor) for tensor in written}
         passed = {id(arg) for arg in args} - changed  # x.to(x.device) is x
         for position, item in [*((0, tensor) for tensor in written), *made]:
@@ -144,7 +144,7 @@ class Calls:
         numbers: list[Any] = []
         key, _ = self._key((args, kwargs), numbers)
         name = getattr(function, "__name__", "")
-        self.made.append(Call(hash((name, key)), name, line, tuple(numbers), _ALWAYS))
+        self.made.append(RecordedCall(hash((name, key)), name, line, tuple(numbers), _ALWAYS))
 
     def draw(self, line: Line | None) -> float:
         """A random number that is made a float, on a line."""
@@ -196,7 +196,9 @@ def behind_of(position: int, entry: Input, tensor: torch.Tensor) -> int:
     return _NOTHING if is_frozen else CHANGING
 
 
-def first_difference(first: Calls, second: Calls) -> tuple[Call | None, Call | None] | None:
+def first_difference(
+    first: RecordedCalls, second: RecordedCalls
+) -> tuple[RecordedCall | None, RecordedCall | None] | None:
     """The first calls that are not the same, None for a run that has ended; None altogether if there are none."""
     changing = first.changing | second.changing
     one_run, other_run = ([call for call in run.made if call.behind & changing] for run in (first, second))

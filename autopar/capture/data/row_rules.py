@@ -49,7 +49,7 @@ class Guard:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class ValidRows:
     """The rows of a tensor along `dim`, of which those count where `valid` [n] is True; selected at a line."""
 
     tensor: Tensor  # held, so that its id stays its own
@@ -67,10 +67,10 @@ class Refused(Exception):
     """A function sees how many rows there are, or takes them together: the reason, as far as one is known."""
 
 
-class Known(Protocol):
+class KnownRows(Protocol):
     """What the rules ask of the rows that are known."""
 
-    def row_of(self, value: Any) -> Rows | None:
+    def row_of(self, value: Any) -> ValidRows | None:
         """What a tensor is, if it is such rows."""
 
     def is_all(self, base: Tensor, items: list[Any]) -> bool:
@@ -86,7 +86,7 @@ class Known(Protocol):
 Made = tuple[Any, int]
 
 
-def indexed(self: Known, run: Run, function: Any, base: Tensor, key: Any) -> Made:
+def indexed(self: KnownRows, run: Run, function: Any, base: Tensor, key: Any) -> Made:
     """x[.., places, ..] of another tensor."""
     items = list(key) if isinstance(key, tuple) else [key]
     taken = sum(item is not None and item is not Ellipsis for item in items)
@@ -104,7 +104,7 @@ def indexed(self: Known, run: Run, function: Any, base: Tensor, key: Any) -> Mad
     return run(function, base, tuple(items)), advanced[0]
 
 
-def picked(self: Known, run: Run, function: Any, base: Tensor, dim: int, index: Tensor) -> Made:
+def picked(self: KnownRows, run: Run, function: Any, base: Tensor, dim: int, index: Tensor) -> Made:
     """index_select of another tensor."""
     dim = dim % max(base.ndim, 1)
     items = [*[slice(None)] * dim, index]
@@ -154,7 +154,7 @@ _PRODUCTS: Mapping[str, Callable[..., Product | None]] = {
 }
 
 
-def product(self: Known, name: str, args: Any, kwargs: Any) -> tuple[Tensor, bool] | None:
+def product(self: KnownRows, name: str, args: Any, kwargs: Any) -> tuple[Tensor, bool] | None:
     """The product of rows with one matrix, of those that count alone; and whether something is added to it. None for
     another function, or another product."""
     found = _PRODUCTS[name](*args, **kwargs) if name in _PRODUCTS else None

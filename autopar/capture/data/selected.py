@@ -24,8 +24,8 @@ from autopar.capture.data.row_rules import (
     KEPT,
     Guard,
     Refused,
-    Rows,
     Run,
+    ValidRows,
     are_views,
     follow_rows,
     indexed,
@@ -50,7 +50,7 @@ class Selected:
     and is not looked at."""
 
     is_first: bool = True
-    known: dict[int, Rows] = field(default_factory=dict)
+    known: dict[int, ValidRows] = field(default_factory=dict)
     tracer: Tracer | None = None  # of the run that is captured
     is_inside: bool = False  # of a call that is followed: torch may spell it out in calls of its own
 
@@ -76,10 +76,12 @@ class Selected:
             step *= size
         places.reverse()
         for dim, place in enumerate(places if self.is_first else ()):
-            self.known[id(place)] = Rows(place, valid, 0, line, function, tuple(condition.shape), dim, may_specialize)
+            self.known[id(place)] = ValidRows(
+                place, valid, 0, line, function, tuple(condition.shape), dim, may_specialize
+            )
         return tuple(places)
 
-    def rows_in(self, value: Any) -> Iterator[Rows]:
+    def rows_in(self, value: Any) -> Iterator[ValidRows]:
         """Those among the arguments of a call."""
         if isinstance(value, Tensor):
             found = self.known.get(id(value))
@@ -105,7 +107,7 @@ class Selected:
         finally:
             self.is_inside = False
 
-    def _call(self, rows: list[Rows], name: str, run: Run, function: Any, args: Any, kwargs: Any) -> Any:
+    def _call(self, rows: list[ValidRows], name: str, run: Run, function: Any, args: Any, kwargs: Any) -> Any:
         like = rows[0]
         if name in KEPT:
             return run(function, *args, **kwargs)
@@ -122,7 +124,7 @@ class Selected:
             return self._note(like, result, like.dim, [self._guard(result, like.valid, like.dim)] if is_biased else [])
         return self._followed(rows, name, run, function, args, kwargs)
 
-    def _followed(self, rows: list[Rows], name: str, run: Run, function: Any, args: Any, kwargs: Any) -> Any:
+    def _followed(self, rows: list[ValidRows], name: str, run: Run, function: Any, args: Any, kwargs: Any) -> Any:
         """Any other call, by the rules of the ops that torch makes of it."""
         assert self.tracer is not None
         like, count = rows[0], rows[0].valid.numel()
@@ -173,7 +175,7 @@ class Selected:
             {key: self._filled(one, meets, writes) for key, one in value.items()} if isinstance(value, dict) else value
         )
 
-    def _fill(self, value: Tensor, mine: Rows, number: int) -> Tensor:
+    def _fill(self, value: Tensor, mine: ValidRows, number: int) -> Tensor:
         return self._note(mine, only_valid(value, mine.valid, mine.dim, number), mine.dim, [])
 
     def in_range(self, index: Tensor) -> Tensor:
@@ -188,7 +190,7 @@ class Selected:
             tensor.register_hook(guard)
         return guard
 
-    def _note(self, like: Rows, tensor: Tensor, dim: int, guards: Iterable[Guard]) -> Tensor:
+    def _note(self, like: ValidRows, tensor: Tensor, dim: int, guards: Iterable[Guard]) -> Tensor:
         self.known[id(tensor)] = replace(like, tensor=tensor, dim=dim, place=None, guards=tuple(guards))
         return tensor
 
@@ -197,11 +199,11 @@ class Selected:
         for one in self.rows_in(results):
             raise _refusal(one, "")
 
-    def row_of(self, value: Any) -> Rows | None:
+    def row_of(self, value: Any) -> ValidRows | None:
         """What a tensor is, if it is such rows."""
         return next(self.rows_in(value), None) if isinstance(value, Tensor) else None
 
-    def _added(self, name: str, rows: Rows, base: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def _added(self, name: str, rows: ValidRows, base: Tensor, *args: Any, **kwargs: Any) -> Any:
         """base[index] += rows, in which padding is zero. `base[index] = rows` adds what they differ by: two rows of one
         place would be torch's own fault."""
         if self.row_of(base) is not None:
@@ -299,11 +301,11 @@ def _check_gradient(tensor: Tensor) -> None:
         raise Refused(f"{function.__qualname__} has a backward of its own, which may see other rows")
 
 
-def _refusal(rows: Rows, name: str, because: str = "") -> CaptureError:
+def _refusal(rows: ValidRows, name: str, because: str = "") -> CaptureError:
     return size_refusal(_seen(rows, name, because), rows.line, rows.may_specialize)
 
 
-def _seen(rows: Rows, name: str, because: str) -> Construct:
+def _seen(rows: ValidRows, name: str, because: str) -> Construct:
     known = SIZES[rows.origin]
     seen = f"{name.strip('_')}()" if name else "what the model returns"
     why = f": {because}" if because else ""

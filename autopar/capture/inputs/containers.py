@@ -47,7 +47,7 @@ class Leaf:
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
+class SeenAgain:
     """A tensor or container that stands in another place too: its number there."""
 
     number: int
@@ -56,7 +56,7 @@ class Again:
         return f"*{self.number}"
 
 
-class Keys:
+class DictKeys:
     """The keys of a dict, equal where types and values are."""
 
     __slots__ = ("compared", "values")
@@ -68,7 +68,7 @@ class Keys:
             raise BatchError(f"{path} has a key of class {kind}: use text, numbers or tuples of them.")
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Keys) and self.compared == other.compared
+        return isinstance(other, DictKeys) and self.compared == other.compared
 
     def __hash__(self) -> int:
         return hash(self.compared)
@@ -80,7 +80,7 @@ class Node:
 
     kind: type
     children: tuple[Form, ...]
-    keys: Keys | None = None
+    keys: DictKeys | None = None
     attributes: tuple[str, ...] = ()
     spec: TreeSpec | None = field(default=None, hash=False)
     factory: Any = None
@@ -96,7 +96,7 @@ class Node:
         return plain.get(self.kind, f"{self.kind.__name__}({text})")
 
 
-Form = Leaf | Again | Node
+Form = Leaf | SeenAgain | Node
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ def take_call_apart(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Parts:
     given = tuple(walk.form(value, f"argument {i}") for i, value in enumerate(args))
     walk.number(kwargs)  # the dict of the call is put together like any other
     named = tuple(walk.form(value, f"argument {name}") for name, value in kwargs.items())
-    inner = Node(tuple, given), Node(dict, named, Keys(tuple(kwargs), "the call"))
+    inner = Node(tuple, given), Node(dict, named, DictKeys(tuple(kwargs), "the call"))
     return Parts(tuple(walk.leaves), tuple(walk.paths), Node(tuple, inner))
 
 
@@ -160,7 +160,7 @@ class _Walk:
         if id(value) in self.open:
             raise BatchError(f"{path} holds itself: pass what is in it without the circle.")
         if id(value) in self.numbers:
-            return Again(self.numbers[id(value)])
+            return SeenAgain(self.numbers[id(value)])
         try:
             return self._first(value, path)
         except BatchError:
@@ -203,7 +203,7 @@ class _Walk:
         kind = type(value)
         is_called = kind in _CALLED
         is_dict = isinstance(value, Mapping) and (spec is not None or isinstance(value, dict))
-        keys = Keys(tuple(value), path) if is_dict and len(value) == len(items) else None
+        keys = DictKeys(tuple(value), path) if is_dict and len(value) == len(items) else None
         attributes = {} if spec is not None or is_called else _attributes(value)
         is_late = spec is not None or is_called or isinstance(value, tuple)
         if not isinstance(value, tuple):  # of equal tuples Python may make one
@@ -228,7 +228,7 @@ class _Assembly:
     made: list[Any]  # by number
 
     def value(self, form: Form) -> Any:
-        if isinstance(form, Again):
+        if isinstance(form, SeenAgain):
             return self.made[form.number]
         if isinstance(form, Leaf):
             leaf = next(self.leaves)

@@ -9,14 +9,14 @@ import torch
 
 from autopar.capture.ops.functions import Attention, DroppedAttention, Einsum
 from autopar.capture.ops.raised_products import autocast, linear
-from autopar.capture.ops.raised_random import Mode
+from autopar.capture.ops.raised_random import RandomMode
 
 Tensor = torch.Tensor
 
 
 def attention(
-    mode: Mode, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    mode: RandomMode, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float =
+    0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Any:  # fmt: skip
     q, k, v = query, key, value
     if not (q.ndim == k.ndim == v.ndim == 4 and q.shape[0] == k.shape[0] == v.shape[0]):
@@ -35,7 +35,7 @@ def attention(
 
 
 def _fused(
-    mode: Mode, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, causal: bool, scale: float
+    mode: RandomMode, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, causal: bool, scale: float
 ) -> Tensor:
     if dropout_p == 0.0:
         return Attention.apply(q, k, v, mask, causal, scale)
@@ -44,7 +44,7 @@ def _fused(
 
 
 def _plain_attention(
-    mode: Mode, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, causal: bool, scale: float
+    mode: RandomMode, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Attention spelled out, for what no semantic op does, a mask that is trained and the weights; and what the plain
     module computes for comparison, with the same draws."""
@@ -62,7 +62,7 @@ def _plain_attention(
 
 
 def multi_head_attention(
-    mode: Mode, query: Tensor, key: Tensor, value: Tensor, embed_dim_to_check: int, num_heads: int,
+    mode: RandomMode, query: Tensor, key: Tensor, value: Tensor, embed_dim_to_check: int, num_heads: int,
     in_proj_weight: Tensor | None, in_proj_bias: Tensor | None, bias_k: Tensor | None, bias_v: Tensor | None,
     add_zero_attn: bool, dropout_p: float, out_proj_weight: Tensor, out_proj_bias: Tensor | None,
     training: bool = True, key_padding_mask: Tensor | None = None, need_weights: bool = True,

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 
 from autopar.capture.ops.functions import ExpertMM
-from autopar.capture.ops.raised_random import Mode
+from autopar.capture.ops.raised_random import RandomMode
 
 Tensor = torch.Tensor
 
 
 def grouped_mm(
-    mode: Mode, mat_a: Tensor, mat_b: Tensor, *, offs: Tensor | None = None, bias: Tensor | None = None,
+    mode: RandomMode, mat_a: Tensor, mat_b: Tensor, *, offs: Tensor | None = None, bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Any:  # fmt: skip
     """Rows of `mat_a` [s,k] in groups that end at `offs` [g], each times its matrix of `mat_b` [g,k,n].

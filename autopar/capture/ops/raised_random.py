@@ -22,7 +22,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _ALPHA = 1.7580993408473766  # of SELU, arXiv 1706.02515
 
 
-class Mode(Protocol):
+class RandomMode(Protocol):
     """What is needed of the raising mode."""
 
     @property
@@ -52,7 +52,7 @@ def _size(size: tuple[Any, ...], options: dict[str, Any]) -> tuple[int, ...]:
     return tuple(int(n) for n in given)
 
 
-def _draw_floats(mode: Mode, kind: str, shape: Sequence[int], dtype: torch.dtype | None, options: Any) -> Any:
+def _draw_floats(mode: RandomMode, kind: str, shape: Sequence[int], dtype: torch.dtype | None, options: Any) -> Any:
     """What a factory function returns; NotImplemented where torch would write elsewhere or draw complex numbers."""
     dtype = dtype or torch.get_default_dtype()
     if options.get("out") is not None or dtype not in _FLOATS:
@@ -64,7 +64,7 @@ def _draw_floats(mode: Mode, kind: str, shape: Sequence[int], dtype: torch.dtype
 
 
 def _factory(kind: str, name: str) -> Raised:
-    def raised(mode: Mode, *size: Any, generator: Any = None, dtype: Any = None, **options: Any) -> Any:
+    def raised(mode: RandomMode, *size: Any, generator: Any = None, dtype: Any = None, **options: Any) -> Any:
         _refuse_generator(name, generator)
         return _draw_floats(mode, kind, _size(size, options), dtype, options)
 
@@ -72,20 +72,20 @@ def _factory(kind: str, name: str) -> Raised:
 
 
 def _like(kind: str, name: str) -> Raised:
-    def raised(mode: Mode, input: Tensor, *, generator: Any = None, dtype: Any = None, **options: Any) -> Any:
+    def raised(mode: RandomMode, input: Tensor, *, generator: Any = None, dtype: Any = None, **options: Any) -> Any:
         _refuse_generator(name, generator)
         return _draw_floats(mode, kind, input.shape, dtype or input.dtype, options)
 
     return raised
 
 
-def _coins(mode: Mode, shape: Sequence[int], p: Any, dtype: torch.dtype) -> Tensor:
+def _coins(mode: RandomMode, shape: Sequence[int], p: Any, dtype: torch.dtype) -> Tensor:
     """Bools that are True with probability p, a number or a tensor; drawn with 24 bits at least."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     return mode.draw("uniform", shape, wide) < p
 
 
-def _bernoulli(mode: Mode, input: Tensor, p: Any = None, *, generator: Any = None, out: Any = None) -> Any:
+def _bernoulli(mode: RandomMode, input: Tensor, p: Any = None, *, generator: Any = None, out: Any = None) -> Any:
     """Given p, the values of `input` are not looked at."""
     _refuse_generator("bernoulli", generator)
     if out is not None:
@@ -93,7 +93,7 @@ def _bernoulli(mode: Mode, input: Tensor, p: Any = None, *, generator: Any = Non
     return _coins(mode, input.shape, input if p is None else p, input.dtype).to(input.dtype)
 
 
-def _bernoulli_(mode: Mode, input: Tensor, p: Any = 0.5, *, generator: Any = None) -> Tensor:
+def _bernoulli_(mode: RandomMode, input: Tensor, p: Any = 0.5, *, generator: Any = None) -> Tensor:
     _refuse_generator("bernoulli_", generator)
     return input.copy_(_coins(mode, input.shape, p, input.dtype))
 
@@ -101,7 +101,7 @@ def _bernoulli_(mode: Mode, input: Tensor, p: Any = 0.5, *, generator: Any = Non
 def _filled(kind: str, name: str, names: tuple[str, ...], defaults: tuple[float, ...], scale: Raised) -> Raised:
     """An in-place op: the draw, scaled by its numbers. (`from` is no name for a parameter of a Python function.)"""
 
-    def raised(mode: Mode, input: Tensor, *numbers: float, generator: Any = None, **named: Any) -> Any:
+    def raised(mode: RandomMode, input: Tensor, *numbers: float, generator: Any = None, **named: Any) -> Any:
         _refuse_generator(name, generator)
         if input.dtype not in _FLOATS:
             return NotImplemented
@@ -116,7 +116,7 @@ def _filled(kind: str, name: str, names: tuple[str, ...], defaults: tuple[float,
 
 
 def _normal(
-    mode: Mode, mean: Any, std: Any = 1.0, size: Any = None, *, generator: Any = None, out: Any = None,
+    mode: RandomMode, mean: Any, std: Any = 1.0, size: Any = None, *, generator: Any = None, out: Any = None,
     dtype: Any = None, **_options: Any,
 ) -> Any:  # fmt: skip
     """torch's has no gradient to the mean or the deviation either."""
@@ -130,14 +130,14 @@ def _normal(
     return NotImplemented if dtype not in _FLOATS else mode.draw("normal", shape, dtype) * std + mean
 
 
-def _integers(mode: Mode, low: int, high: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def _integers(mode: RandomMode, low: int, high: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     if not 0 < high - low <= 2**32:
         where = user_line(sys._getframe(1)) or "an unknown line"
         raise CaptureError(f"randint at {where} draws from {low} up to {high}: that must be 1 to 2^32 numbers.")
     return (mode.draw("uniform", shape, torch.float64) * (high - low)).floor_().add_(low).to(dtype)
 
 
-def _randint(mode: Mode, *args: Any, generator: Any = None, dtype: Any = None, **options: Any) -> Any:
+def _randint(mode: RandomMode, *args: Any, generator: Any = None, dtype: Any = None, **options: Any) -> Any:
     """`randint(high, size)` or `randint(low, high, size)`."""
     _refuse_generator("randint", generator)
     if options.get("out") is not None:
@@ -149,7 +149,7 @@ def _randint(mode: Mode, *args: Any, generator: Any = None, dtype: Any = None, *
     return _integers(mode, low, high, tuple(size), dtype or torch.int64)
 
 
-def _randint_like(mode: Mode, input: Tensor, *args: int, dtype: Any = None, **options: Any) -> Any:
+def _randint_like(mode: RandomMode, input: Tensor, *args: int, dtype: Any = None, **options: Any) -> Any:
     _refuse_generator("randint_like", options.get("generator"))
     rest = list(args)
     high = options["high"] if "high" in options else rest.pop()
@@ -157,7 +157,7 @@ def _randint_like(mode: Mode, input: Tensor, *args: int, dtype: Any = None, **op
     return _integers(mode, low, high, input.shape, dtype or input.dtype)
 
 
-def _randperm(mode: Mode, n: int, *, generator: Any = None, dtype: Any = None, **options: Any) -> Any:
+def _randperm(mode: RandomMode, n: int, *, generator: Any = None, dtype: Any = None, **options: Any) -> Any:
     """The order of n draws, which is why it is made whole on every rank."""
     _refuse_generator("randperm", generator)
     if options.get("out") is not None:
@@ -166,7 +166,13 @@ def _randperm(mode: Mode, n: int, *, generator: Any = None, dtype: Any = None, *
 
 
 def _multinomial(
-    mode: Mode, input: Tensor, num_samples: int, replacement: bool = False, *, generator: Any = None, out: Any = None
+    mode: RandomMode,
+    input: Tensor,
+    num_samples: int,
+    replacement: bool = False,
+    *,
+    generator: Any = None,
+    out: Any = None,
 ) -> Any:
     """A race of exponential clocks, as torch draws where there is no replacement: index i is first with probability
     p_i / sum(p), and so on among the others. With replacement each sample is a race of its own."""
@@ -183,7 +189,7 @@ def _multinomial(
 
 
 def _gumbel_softmax(
-    mode: Mode, logits: Tensor, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1
+    mode: RandomMode, logits: Tensor, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1
 ) -> Tensor:
     """arXiv 1611.01144."""
     noise = -mode.draw("exponential", logits.shape, logits.dtype).log()
@@ -195,7 +201,12 @@ def _gumbel_softmax(
 
 
 def _rrelu(
-    mode: Mode, input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False
+    mode: RandomMode,
+    input: Tensor,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    inplace: bool = False,
 ) -> Tensor:
     slope: Any = (lower + upper) / 2
     if training:
@@ -207,7 +218,9 @@ def _rrelu(
 def _alpha_dropout_of(features: bool) -> Raised:
     """Dropout to SELU's lowest value, scaled so that mean and variance stay; or of whole channels."""
 
-    def raised(mode: Mode, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False) -> Tensor:
+    def raised(
+        mode: RandomMode, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
+    ) -> Tensor:
         if not training or p == 0.0:
             return input
         shape = (*input.shape[:2], *(1 for _ in input.shape[2:])) if features else input.shape
@@ -222,15 +235,17 @@ def _alpha_dropout_of(features: bool) -> Raised:
     return raised
 
 
-def _dropout(mode: Mode, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+def _dropout(mode: RandomMode, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
     return mode.dropout(input, p, training, inplace)
 
 
-def _torch_dropout(mode: Mode, input: Tensor, p: float, train: bool) -> Any:
+def _torch_dropout(mode: RandomMode, input: Tensor, p: float, train: bool) -> Any:
     return mode.dropout(input, p, train)
 
 
-def _feature_dropout(mode: Mode, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+def _feature_dropout(
+    mode: RandomMode, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Any:
     """Dropout of whole channels: dims 0 and 1 draw, the rest share."""
     if not training or p == 0.0 or input.ndim < 3:
         return NotImplemented if training and p else input

@@ -10,7 +10,7 @@ import torch
 Tensor = torch.Tensor
 
 
-class Mode(Protocol):
+class RecurrentMode(Protocol):
     """What is needed of the raising mode."""
 
     def dropout(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any: ...
@@ -20,8 +20,8 @@ def _by_layer(function: Callable[..., Any]) -> Callable[..., Any]:
     """torch.lstm, torch.gru or torch.rnn_*, of a padded batch. NotImplemented without dropout, and for a packed one."""
 
     def raised(
-        mode: Mode, input: Tensor, hx: Any, weights: Any, has_biases: Any, num_layers: Any, dropout: float, train: bool,
-        bidirectional: bool, batch_first: Any = None,
+        mode: RecurrentMode, input: Tensor, hx: Any, weights: Any, has_biases: Any, num_layers: Any, dropout: float,
+        train: bool, bidirectional: bool, batch_first: Any = None,
     ) -> Any:  # fmt: skip
         is_padded = isinstance(weights, (tuple, list)) and batch_first is not None
         if not is_padded or not train or dropout == 0.0 or num_layers == 1:

@@ -22,7 +22,7 @@ _GONE = object()
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class AttributeChange:
     """An attribute or item that a run changed. `kind` is parameter, module or value."""
 
     name: str
@@ -72,7 +72,7 @@ class Attributes:
             for key, item in _items(holder):
                 self._keep(_name(kept, key), item, depth - 1)
 
-    def changes(self) -> list[Change]:
+    def changes(self) -> list[AttributeChange]:
         """What is not as it was."""
         return [change for kept in self.kept.values() for change in _changes(kept)]
 
@@ -103,10 +103,10 @@ def _hooks_of(module: nn.Module) -> Iterator[dict[Any, Any]]:
     return (value for name, value in vars(module).items() if "_hooks" in name and isinstance(value, dict))
 
 
-def _changes(kept: _Kept) -> Iterator[Change]:
+def _changes(kept: _Kept) -> Iterator[AttributeChange]:
     if isinstance(kept.holder, set):
         if kept.holder != kept.items:
-            yield Change(kept.name, "value", kept.holder)
+            yield AttributeChange(kept.name, "value", kept.holder)
         return
     old, new = dict(_items(kept.items)), dict(_items(kept.holder))
     base, _, last = kept.name.rpartition(".")
@@ -116,11 +116,11 @@ def _changes(kept: _Kept) -> Iterator[Change]:
         if key in _OWN or before is after or _equal(before, after):
             continue
         if kind != "value":
-            yield Change(_joined(base, key), kind, after)
+            yield AttributeChange(_joined(base, key), kind, after)
         elif isinstance(kept.holder, list):
-            yield Change(kept.name, kind, after)
+            yield AttributeChange(kept.name, kind, after)
         else:
-            yield Change(_name(kept, key), kind, after)
+            yield AttributeChange(_name(kept, key), kind, after)
 
 
 def _name(kept: _Kept, key: Any) -> str:

@@ -17,7 +17,7 @@ from autopar.capture.inputs import tables
 from autopar.capture.inputs.leaves import text_of
 from autopar.capture.python.library_state import Entries
 from autopar.capture.python.ran import Ran
-from autopar.capture.python.scalars import GONE, Place, Scalars
+from autopar.capture.python.scalars import GONE, NumberPlace, Scalars
 from autopar.capture.python.spots import (
     BY_ITEM,
     LONG,
@@ -26,7 +26,7 @@ from autopar.capture.python.spots import (
     Numbers,
     Spot,
     SpotKey,
-    Walk,
+    SpotWalk,
     hook_tables,
     is_library,
     torch_state,
@@ -69,7 +69,7 @@ class Guards:
     ) -> None:  # fmt: skip
         self.model, self.loss_fn, self.ran = model, loss_fn, ran
         self.given: Numbers = {} if given is None else given
-        self.places: frozenset[Place] = frozenset()
+        self.places: frozenset[NumberPlace] = frozenset()
         for table in global_module_hooks() + tuple(t for m in tables.modules(model) for t in hook_tables(m)):
             for hook in table.values():
                 ran.add(hook)
@@ -112,8 +112,8 @@ class Guards:
         """The arguments have the same numbers: looked at first, as they may well be others at each call."""
         return all(_equal(self._fixed(key, self.given[at]), was) for key, at, was in self._numbers)
 
-    def _walk(self) -> Walk:
-        walk = Walk(self.ran)
+    def _walk(self) -> SpotWalk:
+        walk = SpotWalk(self.ran)
         walk.given(self.given)
         walk.model(self.model)
         walk.function(self.loss_fn)
@@ -123,7 +123,7 @@ class Guards:
             walk.value(tensor)
         return walk
 
-    def _anchor(self, walk: Walk) -> None:
+    def _anchor(self, walk: SpotWalk) -> None:
         seen: dict[int, int] = {id(tensor): 1 for tensor in self.ran.values}
         for spot in walk.spots:
             if isinstance(spot.value, torch.Tensor):

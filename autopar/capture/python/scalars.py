@@ -20,7 +20,7 @@ GONE = (KeyError, IndexError, AttributeError, ValueError)  # where nothing stand
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class NumberPlace:
     """Where a number stands: at a spot, or in the tuple there."""
 
     key: SpotKey
@@ -39,7 +39,7 @@ class Place:
         return tuple(other if i == self.position else item for i, item in enumerate(value))
 
 
-def places_of(key: SpotKey, old: Spot | None, new: Spot | None) -> list[Place]:
+def places_of(key: SpotKey, old: Spot | None, new: Spot | None) -> list[NumberPlace]:
     """The numbers that changed at a spot; none if anything else did."""
     if old is None or new is None or isinstance(new.holder, types.MappingProxyType):  # of a class, which is read-only
         return []
@@ -50,16 +50,16 @@ def places_of(key: SpotKey, old: Spot | None, new: Spot | None) -> list[Place]:
     if type(was) is type(now) is tuple and len(was) == len(now):
         pairs = enumerate(zip(was, now, strict=True))
         found = [(i, a, b) for i, (a, b) in pairs if a is not b and not (type(a) is type(b) and a == b)]
-    return [Place(key, i) for i, *_ in found] if all(type(a) is type(b) in DTYPES for _, a, b in found) else []
+    return [NumberPlace(key, i) for i, *_ in found] if all(type(a) is type(b) in DTYPES for _, a, b in found) else []
 
 
 class Scalars:
     """Puts stand-ins in the places of numbers, for as long as the context lasts."""
 
-    def __init__(self, wanted: Mapping[Place, Spot]) -> None:
+    def __init__(self, wanted: Mapping[NumberPlace, Spot]) -> None:
         self.wanted = wanted
         self.misuse = Misuse()
-        self.put: set[Place] = set()
+        self.put: set[NumberPlace] = set()
         self._kept: list[tuple[Spot, Any]] = []
 
     def __enter__(self) -> Scalars:
@@ -70,7 +70,7 @@ class Scalars:
                 value = spot.read()
             except GONE:
                 continue
-            put: set[Place] = set()
+            put: set[NumberPlace] = set()
             filled = value
             for place in (place for place, spot in self.wanted.items() if (id(spot.holder), spot.key) == at):
                 number = place.number(value)
@@ -89,7 +89,7 @@ class Scalars:
             spot, value = self._kept.pop()
             spot.put(value)
 
-    def found(self, index: Mapping[SpotKey, Spot]) -> frozenset[Place]:
+    def found(self, index: Mapping[SpotKey, Spot]) -> frozenset[NumberPlace]:
         """Those of the places that a step read, by what its spots are called."""
         keys = {(id(spot.holder), spot.key): key for key, spot in index.items()}
         where = {place: keys.get((id(spot.holder), spot.key)) for place, spot in self.wanted.items()}
@@ -100,7 +100,7 @@ class Scalars:
         of = self.misuse.arithmetic.numbers()
         return {name: of[id(tensor)] for name, tensor in constants.items() if id(tensor) in of}
 
-    def check(self, constants: Mapping[str, Tensor], known: frozenset[Place], results: tuple[Any, ...]) -> None:
+    def check(self, constants: Mapping[str, Tensor], known: frozenset[NumberPlace], results: tuple[Any, ...]) -> None:
         """Raise CaptureError for a number that a capture used in a way that later steps would not follow."""
         for leaf in results:
             if type(leaf) is Scalar:

@@ -80,7 +80,7 @@ class Spot:
             setattr(self.holder, self.key, value)
 
 
-class Walk:
+class SpotWalk:
     """Collects spots. Each object is looked into once."""
 
     def __init__(self, ran: Ran) -> None:

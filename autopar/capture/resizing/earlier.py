@@ -44,7 +44,7 @@ Vector = tuple[Number, ...]  # a number at each of the sizes that are compared
 
 
 @dataclass(frozen=True, slots=True)
-class Forward:
+class TracedForward:
     """A traced forward pass. sizes: of the tensors of the batch. constants: the tensors that the trace made, or took
     from elsewhere."""
 
@@ -54,7 +54,7 @@ class Forward:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class SizedCapture:
     """A capture in full. places: where the constants of the program are among those of its forward pass. told: the
     notes of the forward pass."""
 
@@ -71,7 +71,7 @@ class _Group:
 
     program: Hashable
     template: Program
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[SizedCapture] = field(default_factory=list)
     is_refused: bool = False  # two programs of one forward pass, or a number of no known origin
 
 
@@ -90,7 +90,7 @@ class Earlier:
         return any(len(group.samples) >= ENOUGH and not group.is_refused for group in self._groups.values())
 
     def add(
-        self, forward: Forward, program: Program, constants: Mapping[str, torch.Tensor], told: Sequence[str]
+        self, forward: TracedForward, program: Program, constants: Mapping[str, torch.Tensor], told: Sequence[str]
     ) -> None:
         """Remember a capture in full. constants: those of the program that are not the model's own. told: the notes of
         the forward pass."""
@@ -105,7 +105,7 @@ class Earlier:
         if group.program != whole.structure:
             group.is_refused = True
             return
-        sample = Sample(forward.skeleton.numbers, forward.sizes, whole.numbers, places, tuple(told))
+        sample = SizedCapture(forward.skeleton.numbers, forward.sizes, whole.numbers, places, tuple(told))
         others = [each for each in group.samples if each.sizes != forward.sizes]
         group.samples, group.template = [*others[-_KEPT + 1 :], sample], program
         while len(self._groups) > _STRUCTURES:
@@ -116,7 +116,7 @@ class Earlier:
         self.ran.include(ran)
         self.guards = None
 
-    def find(self, forward: Forward) -> Foreseen | None:
+    def find(self, forward: TracedForward) -> Foreseen | None:
         """What the capture of a step with this forward pass would give; None if it must be made."""
         group = self._groups.get(forward.skeleton.structure)
         if group is None or group.is_refused:
@@ -142,7 +142,7 @@ class Earlier:
 class Foreseen:
     """The program of another size, as far as the forward pass tells."""
 
-    sample: Sample
+    sample: SizedCapture
     template: Program
     numbers: Vector
     is_smooth: bool  # what changes in the forward pass follows the sizes, and no clock
@@ -163,11 +163,11 @@ def _place_of(tensor: torch.Tensor, constants: Sequence[torch.Tensor]) -> int:
     return next((at for at, each in enumerate(constants) if each is tensor), -1)
 
 
-def _chosen(samples: Sequence[Sample]) -> Iterator[tuple[Sample, ...]]:
+def _chosen(samples: Sequence[SizedCapture]) -> Iterator[tuple[SizedCapture, ...]]:
     return combinations(reversed(samples), ENOUGH)
 
 
-def _are_apart(samples: Sequence[Sample], sizes: tuple[int, ...]) -> bool:
+def _are_apart(samples: Sequence[SizedCapture], sizes: tuple[int, ...]) -> bool:
     """True if each size of the batch is the same in all samples and now, or another one in each sample."""
     for at, size in enumerate(sizes):
         found = {sample.sizes[at] for sample in samples}
@@ -176,7 +176,7 @@ def _are_apart(samples: Sequence[Sample], sizes: tuple[int, ...]) -> bool:
     return True
 
 
-def _known(samples: Sequence[Sample], forward: Forward) -> dict[Vector, Number] | None:
+def _known(samples: Sequence[SizedCapture], forward: TracedForward) -> dict[Vector, Number] | None:
     """The numbers of the forward pass that change, by what they were in the samples, with what they are now; None if
     one is not what it should be."""
     found: dict[Vector, Number] = {}
@@ -190,7 +190,7 @@ def _known(samples: Sequence[Sample], forward: Forward) -> dict[Vector, Number] 
     return found
 
 
-def _follows(was: Vector, now: Number, samples: Sequence[Sample], forward: Forward) -> bool:
+def _follows(was: Vector, now: Number, samples: Sequence[SizedCapture], forward: TracedForward) -> bool:
     """True if a number is, now too, that polynomial in one of the sizes which it was in the samples."""
     for at, size in enumerate(forward.sizes):
         xs = [sample.sizes[at] for sample in samples]

@@ -12,7 +12,7 @@ from torch import nn
 from autopar.capture.python.guards import Guards
 from autopar.capture.python.ran import Ran
 from autopar.capture.resizing.autograd_graph import autograd_graph
-from autopar.capture.resizing.earlier import Earlier, Foreseen, Forward, may_hook
+from autopar.capture.resizing.earlier import Earlier, Foreseen, TracedForward, may_hook
 from autopar.capture.resizing.skeleton import Unsupported, of_trace
 from autopar.capture.trace.normalise import is_range
 from autopar.capture.trace.tracer import PLACE, Tracer
@@ -27,7 +27,7 @@ class Resizing:
         self.earlier = earlier
         self._guards: Guards | None = None  # what the earlier runs read, as it is before this one
         self.foreseen: Foreseen | None = None
-        self._forward: Forward | None = None
+        self._forward: TracedForward | None = None
         self._ran: Ran | None = None  # what runs, as long as the program may be foreseen
         self._watching = ExitStack()
 
@@ -92,7 +92,7 @@ class Resizing:
 def _forward(
     tracer: Tracer, batch: Sequence[torch.Tensor], results: Sequence[torch.Tensor], loss: torch.Tensor | None,
     names: Mapping[int, str], known: Hashable,
-) -> Forward:  # fmt: skip
+) -> TracedForward:  # fmt: skip
     if tracer.is_packed:
         raise Unsupported("what autograd saves")
     leaving = [tracer.node_of(result) for result in results]
@@ -104,4 +104,4 @@ def _forward(
     graph, kept = (None, []) if loss is None else autograd_graph(loss, names)
     rest = known, graph, tuple(map(is_range, constants))
     sizes = tuple(size for tensor in batch for size in tensor.shape)
-    return Forward(of_trace(tracer.graph, leaving, PLACE, kept, rest), sizes, constants)
+    return TracedForward(of_trace(tracer.graph, leaving, PLACE, kept, rest), sizes, constants)

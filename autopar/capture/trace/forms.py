@@ -23,7 +23,7 @@ _REAL = (torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class TensorForm:
     """The form of a tensor that an op made. view_of: the place among the operands of the one whose memory it shows;
     None for memory of its own."""
 
@@ -35,7 +35,7 @@ class Form:
     view_of: int | None
 
 
-Infer = Callable[..., "tuple[Form | None, ...] | None"]
+Infer = Callable[..., "tuple[TensorForm | None, ...] | None"]
 
 
 @lru_cache(1 << 14)
@@ -44,7 +44,7 @@ def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(accumulate((max(size, 1) for size in reversed(shape[1:])), mul, initial=1))[::-1] if shape else ()
 
 
-def infer(func: Any, args: Sequence[Any], kwargs: Any) -> tuple[Form | None, ...] | None:
+def infer(func: Any, args: Sequence[Any], kwargs: Any) -> tuple[TensorForm | None, ...] | None:
     """The forms of the results of an op; None where it is left to torch. The operands are of one fake mode."""
     rule = _RULES.get(func)
     return rule(*args, **kwargs) if rule is not None else None
@@ -54,29 +54,29 @@ def _is_dense(tensor: Any) -> bool:
     return isinstance(tensor, Tensor) and 0 not in tensor.shape and tensor.stride() == strides_of(tensor.shape)
 
 
-def _fresh(shape: tuple[int, ...], like: Any) -> Form:
-    return Form(shape, strides_of(shape), 0, like.dtype, like.fake_device, None)
+def _fresh(shape: tuple[int, ...], like: Any) -> TensorForm:
+    return TensorForm(shape, strides_of(shape), 0, like.dtype, like.fake_device, None)
 
 
-def _view(x: Any, size: Sequence[int]) -> tuple[Form, ...] | None:
+def _view(x: Any, size: Sequence[int]) -> tuple[TensorForm, ...] | None:
     rest = math.prod(each for each in size if each != -1)
     if not _is_dense(x) or not rest or size.count(-1) > 1 or x.numel() % rest:
         return None
     shape = tuple(x.numel() // rest if each == -1 else each for each in size)
     if math.prod(shape) != x.numel() or min(shape, default=1) < 1:
         return None
-    return (Form(shape, strides_of(shape), x.storage_offset(), x.dtype, x.fake_device, 0),)
+    return (TensorForm(shape, strides_of(shape), x.storage_offset(), x.dtype, x.fake_device, 0),)
 
 
-def _permute(x: Any, dims: Sequence[int]) -> tuple[Form, ...] | None:
+def _permute(x: Any, dims: Sequence[int]) -> tuple[TensorForm, ...] | None:
     order = [dim % max(x.dim(), 1) for dim in dims]
     if sorted(order) != list(range(x.dim())) or any(not -x.dim() <= dim < x.dim() for dim in dims):
         return None
     shape, stride = tuple(x.shape[dim] for dim in order), tuple(x.stride()[dim] for dim in order)
-    return (Form(shape, stride, x.storage_offset(), x.dtype, x.fake_device, 0),)
+    return (TensorForm(shape, stride, x.storage_offset(), x.dtype, x.fake_device, 0),)
 
 
-def _transpose(x: Any, one: int, other: int) -> tuple[Form, ...] | None:
+def _transpose(x: Any, one: int, other: int) -> tuple[TensorForm, ...] | None:
     n = x.dim()
     if not n or not -n <= one < n or not -n <= other < n:
         return None
@@ -89,7 +89,7 @@ def _new_empty(x: Any, size: Sequence[int], *, dtype: torch.dtype | None = None,
     shape = tuple(size)
     if not _is_usual(x, rest) or min(shape, default=1) < 1:
         return None
-    return (Form(shape, strides_of(shape), 0, dtype or x.dtype, x.fake_device, None),)
+    return (TensorForm(shape, strides_of(shape), 0, dtype or x.dtype, x.fake_device, None),)
 
 
 def _empty_like(x: Any, *, dtype: torch.dtype | None = None, **rest: Any) -> Any:
@@ -117,7 +117,7 @@ def _expand(x: Any, size: Sequence[int], **rest: Any) -> Any:
     stride = tuple(0 if was != each else by for was, each, by in kept)
     if new and 1 in size[:new]:
         return None  # strides of dims of size 1 follow those beside them
-    return (Form(shape, stride, x.storage_offset(), x.dtype, x.fake_device, 0),)
+    return (TensorForm(shape, stride, x.storage_offset(), x.dtype, x.fake_device, 0),)
 
 
 def _sum(x: Any, dims: Sequence[int] | None, keepdim: bool = False, **rest: Any) -> Any:
@@ -177,20 +177,20 @@ class Elementwise:
     def __init__(self) -> None:
         self._dtypes: dict[tuple[Any, ...], torch.dtype] = {}
 
-    def infer(self, key: tuple[Any, ...] | None, operands: Sequence[Any]) -> tuple[Form, ...] | None:
+    def infer(self, key: tuple[Any, ...] | None, operands: Sequence[Any]) -> tuple[TensorForm, ...] | None:
         """The form of the result; None if it is not known."""
         dtype = self._dtypes.get(key) if key is not None else None
         if dtype is None:
             return None
         shape = max((tuple(operand.shape) for operand in operands), key=len_and_size)
-        return (Form(shape, strides_of(shape), 0, dtype, operands[0].fake_device, None),)
+        return (TensorForm(shape, strides_of(shape), 0, dtype, operands[0].fake_device, None),)
 
-    def learn(self, key: tuple[Any, ...] | None, operands: Sequence[Any], made: Sequence[Form | None]) -> None:
+    def learn(self, key: tuple[Any, ...] | None, operands: Sequence[Any], made: Sequence[TensorForm | None]) -> None:
         """What torch told."""
         if key is None or len(made) != 1 or made[0] is None:
             return
         shape = max((tuple(operand.shape) for operand in operands), key=len_and_size)
-        if made[0] == Form(shape, strides_of(shape), 0, made[0].dtype, operands[0].fake_device, None):
+        if made[0] == TensorForm(shape, strides_of(shape), 0, made[0].dtype, operands[0].fake_device, None):
             self._dtypes[key] = made[0].dtype
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from autopar.capture.trace.forms import Elementwise, Form, elementwise_key, infer
+from autopar.capture.trace.forms import Elementwise, TensorForm, elementwise_key, infer
 from autopar.torch_compat import (
     FakeTensor,
     FakeTensorMode,
@@ -40,7 +40,7 @@ _MOST = 1 << 16  # calls that are remembered
 
 @dataclass(frozen=True, slots=True)
 class _Results:
-    made: tuple[Form | None, ...]
+    made: tuple[TensorForm | None, ...]
     kind: type | None  # of the list of several results
 
 
@@ -149,7 +149,7 @@ class Results:
             return None
         return _Results(made, type(result) if is_several else None)
 
-    def _form(self, tensor: Any, operands: list[FakeTensor]) -> Form | None:
+    def _form(self, tensor: Any, operands: list[FakeTensor]) -> TensorForm | None:
         if type(tensor) is not FakeTensor or tensor.fake_mode is not self._fake or tensor.constant is not None:
             return None
         if tensor.requires_grad or not _is_plain(tensor) or any(tensor is operand for operand in operands):
@@ -158,12 +158,12 @@ class Results:
         shown = [at for at, operand in enumerate(operands) if storage_of(operand) == memory]
         if len(shown) > 1 or (not shown and tensor.storage_offset() != 0):
             return None  # which of them it shows is not known
-        return Form(
+        return TensorForm(
             tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype, tensor.fake_device,
             shown[0] if shown else None,
         )  # fmt: skip
 
-    def _tensor(self, form: Form, operands: list[FakeTensor]) -> FakeTensor:
+    def _tensor(self, form: TensorForm, operands: list[FakeTensor]) -> FakeTensor:
         shown = None if form.view_of is None else operands[form.view_of]
         return self._make(form.shape, form.stride, form.offset, form.dtype, form.device, shown)
 

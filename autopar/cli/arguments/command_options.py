@@ -47,7 +47,7 @@ def _typed(name: str, flag: Flag, default: Any, text: str = "") -> tuple[str, An
 FLAGS = _flags()
 
 
-class Options:
+class CommandOptions:
     """What a command line says of a job, by the names of `FLAGS`; what is None or False is left to the job. plan: of
     `--plan`, which goes before what the job says as well."""
 
@@ -63,7 +63,7 @@ class Options:
             raise AttributeError(name) from None
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Options) and (self.given, self.plan) == (other.given, other.plan)
+        return isinstance(other, CommandOptions) and (self.given, self.plan) == (other.given, other.plan)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -118,7 +118,7 @@ def takes_options(*without: str) -> Callable[[Callable[..., None]], Callable[...
         def called(**given: Any) -> None:
             found = {name: given.pop(name) for name, *_ in taken}
             path = given.pop("plan", None)
-            options = Options(None if path is None else read_plan(path), **found)
+            options = CommandOptions(None if path is None else read_plan(path), **found)
             if "mesh" in given:
                 is_needed = own.parameters["mesh"].default is inspect.Parameter.empty
                 given["mesh"] = mesh_beside(options.plan, given["mesh"], is_needed)

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.ops.chain_step import FIXED, ROWS, STATES, Body, read_body, values_of
+from autopar.ir.ops.chain_step import FIXED, ROWS, STATES, ChainBody, read_body, values_of
 from autopar.ir.program import Record, TensorType, record, set_record
 
 
 @lru_cache(maxsize=256)
-def typed_body(text: str, operands: tuple[TensorType, ...]) -> Body:
-    """The step with a record of types on each node. operands: those of `Body.operands`; of rows one row. Raises
+def typed_body(text: str, operands: tuple[TensorType, ...]) -> ChainBody:
+    """The step with a record of types on each node. operands: those of `ChainBody.operands`; of rows one row. Raises
     ValueError if the step cannot be computed of them."""
     body = _copy(read_body(text))
     if len(operands) != len(body.operands):
@@ -36,14 +36,14 @@ def typed_body(text: str, operands: tuple[TensorType, ...]) -> Body:
     return body
 
 
-def _copy(body: Body) -> Body:
+def _copy(body: ChainBody) -> ChainBody:
     graph = fx.Graph()
     value: dict[fx.Node, fx.Node] = {}
     for node in (*body.operands, *body.calls):
         value[node] = graph.node_copy(node, value.__getitem__)
     rows, after = (tuple(value[one] for one in ends) for ends in (body.rows, body.next))
     graph.output((rows, after))
-    return Body(graph, rows, after)
+    return ChainBody(graph, rows, after)
 
 
 def operand_types(start: Sequence[TensorType], rows: Sequence[TensorType], fixed: Sequence[TensorType]) -> Any:

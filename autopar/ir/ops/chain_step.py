@@ -30,7 +30,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Body:
+class ChainBody:
     """A step as a graph. rows: what it gives; next: the states after it."""
 
     graph: fx.Graph
@@ -52,7 +52,7 @@ class Body:
 
 
 @lru_cache(maxsize=256)
-def read_body(text: str) -> Body:
+def read_body(text: str) -> ChainBody:
     """The step that a text says. Raises ArtifactError."""
     try:
         return _Reader(ast.parse(text).body).read()
@@ -60,7 +60,7 @@ def read_body(text: str) -> Body:
         raise ArtifactError(f"the step of a chain cannot be read: {error}\n    {text[:200]}") from None
 
 
-def print_body(body: Body) -> str:
+def print_body(body: ChainBody) -> str:
     """The text of a step; its values are numbered in order."""
     names: dict[fx.Node, str] = {node: node.name for node in body.operands}
     lines = []
@@ -89,7 +89,7 @@ class _Reader:
         self.lines, self.graph = lines, fx.Graph()
         self.values: dict[str, fx.Node] = {}
 
-    def read(self) -> Body:
+    def read(self) -> ChainBody:
         self._make_operands()
         ends: dict[str, tuple[fx.Node, ...]] = {}
         for line in self.lines:
@@ -103,7 +103,7 @@ class _Reader:
             else:
                 ends[name] = tuple(self._argument(value))
         self.graph.output((ends["rows"], ends["states"]))
-        return Body(self.graph, ends["rows"], ends["states"])
+        return ChainBody(self.graph, ends["rows"], ends["states"])
 
     def _make_operands(self) -> None:
         """Placeholders for all that the lines name, in order, without gaps."""
@@ -131,7 +131,7 @@ class _Reader:
         return self.values[name] if name in self.values else WORDS[name]
 
 
-def values_of(body: Body, operands: Sequence[torch.Tensor]) -> dict[fx.Node, Any]:
+def values_of(body: ChainBody, operands: Sequence[torch.Tensor]) -> dict[fx.Node, Any]:
     """What a step makes of tensors without data. Raises ValueError if it cannot be computed of them."""
     values: dict[fx.Node, Any] = dict(zip(body.operands, operands, strict=True))
     for node in body.calls:

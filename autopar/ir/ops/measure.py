@@ -13,7 +13,7 @@ from autopar.ir.layout import Layout, local_shape
 from autopar.ir.mesh import Mesh, axes_of_group, is_in_time
 from autopar.ir.ops.ops import collective_of, op
 from autopar.ir.program import TensorType, operand_nodes, record
-from autopar.machines.model import Group
+from autopar.machines.model import RankGroup
 
 
 def local_type(node: fx.Node, mesh: Mesh) -> TensorType:
@@ -76,13 +76,13 @@ def _part_bytes(type_: TensorType, layout: Layout, mesh: Mesh) -> int:
     return _part(type_, layout, mesh).bytes_
 
 
-def group_of(mesh: Mesh, name: str, ranks: int) -> Group:
+def group_of(mesh: Mesh, name: str, ranks: int) -> RankGroup:
     """The group of an axis, or of several joined ones. ranks: of a node, which the last axes of the mesh fill."""
     if is_in_time(name):
-        return Group(1)
+        return RankGroup(1)
     sizes = {axis: count for axis, count in mesh.axes if not is_in_time(axis)}
     inside, names = inside_of(sizes, ranks), [axis for axis in axes_of_group(name) if axis in sizes]
-    return Group(math.prod(sizes[axis] for axis in names), math.prod(inside[axis] for axis in names))
+    return RankGroup(math.prod(sizes[axis] for axis in names), math.prod(inside[axis] for axis in names))
 
 
 def inside_of(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:

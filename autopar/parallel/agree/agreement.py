@@ -24,7 +24,7 @@ WIDTH = 64  # numbers in an exchange, whatever it compares: one of another size 
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class UserCall:
     """What the user called on this rank. progress: how far training is, as a message says it behind the call."""
 
     name: str
@@ -35,7 +35,7 @@ class Call:
 class _Said:
     """What a rank was asked for when ranks differed: its call, the user's line, and what was compared there."""
 
-    call: Call
+    call: UserCall
     line: str
     what: str
     value: Any
@@ -90,11 +90,11 @@ class Agreement:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.size = dist.get_world_size()
-        self.call = Call("parallelize")
+        self.call = UserCall("parallelize")
         self._group = _host_group()
 
     @contextmanager
-    def called(self, call: Call) -> Iterator[None]:
+    def called(self, call: UserCall) -> Iterator[None]:
         """What is compared inside belongs to a call of its own, and not to the last one, which ranks may have made
         unlike and been told so."""
         around, self.call = self.call, call

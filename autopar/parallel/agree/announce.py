@@ -13,7 +13,7 @@ from operator import attrgetter
 import torch
 from torch import nn
 
-from autopar.parallel.agree.agreement import Agreement, Call, Fault
+from autopar.parallel.agree.agreement import Agreement, Fault, UserCall
 from autopar.torch_compat import local_of
 
 _version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
@@ -43,12 +43,12 @@ class Announcer:
         if self._agreement.size == 1:  # nobody to differ from
             return True
         self._progress.read()
-        self._agreement.call = Call(name, str(self._progress))
+        self._agreement.call = UserCall(name, str(self._progress))
         return self._agreement.check(what, lines, data, fault)
 
     def operation(self, name: str) -> None:
         """As `call`, for an operation on a parameter or gradient, which may stand in the middle of an update."""
-        with self._agreement.called(Call(name)):  # a step moves parameters, too
+        with self._agreement.called(UserCall(name)):  # a step moves parameters, too
             self._agreement.check("arguments", ())
 
     def stepped(self) -> None:

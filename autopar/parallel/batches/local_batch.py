@@ -28,7 +28,7 @@ Sizes = tuple[int, ...]  # of the leaves that have samples, in their order
 
 
 @dataclass(frozen=True, slots=True)
-class World:
+class BatchWorld:
     """Where the parts lie: the axes that split the batch, and this rank's place among their coordinates."""
 
     mesh: Mesh
@@ -37,9 +37,9 @@ class World:
     place: int
 
     @staticmethod
-    def of(mesh: Mesh, device_mesh: DeviceMesh, coord: Mapping[str, int]) -> World:
+    def of(mesh: Mesh, device_mesh: DeviceMesh, coord: Mapping[str, int]) -> BatchWorld:
         axes = tuple(axis for axis in data_part(coord) if mesh[axis] > 1)
-        return World(mesh, device_mesh, axes, place_of(mesh, coord))
+        return BatchWorld(mesh, device_mesh, axes, place_of(mesh, coord))
 
     @property
     def places(self) -> int:
@@ -69,13 +69,13 @@ class Portion:
     is_own: bool = False
 
     @staticmethod
-    def of(parts: Parts, dims: Dims, world: World, is_said: bool) -> Portion:
+    def of(parts: Parts, dims: Dims, world: BatchWorld, is_said: bool) -> Portion:
         """As if all ranks had as many samples as this one."""
         own = tuple(parts.leaves[i].shape[dim] for i, dim in enumerate(dims) if dim is not None)
         return Portion(dims, (own,) * world.places, world.place, is_said)
 
     @staticmethod
-    def own(parts: Parts, world: World) -> Portion:
+    def own(parts: Parts, world: BatchWorld) -> Portion:
         """Of a batch that is this rank's alone."""
         sizes = tuple(size for _, leaf in parts.tensors() for size in leaf.shape)
         return Portion((None,) * len(parts.leaves), (sizes,) * world.places, world.place, True, is_own=True)
@@ -131,7 +131,7 @@ class Portion:
         rows = value.unflatten(dim, (outer, sum(counts), -1)).narrow(dim + 1, begin, count)
         return rows.flatten(dim, dim + 2).clone(memory_format=torch.contiguous_format)
 
-    def gathered(self, leaf: int, own: torch.Tensor, world: World) -> torch.Tensor:
+    def gathered(self, leaf: int, own: torch.Tensor, world: BatchWorld) -> torch.Tensor:
         """The whole of a tensor of which each rank has its own part. Every rank must call this."""
         dim, counts = self.dims[leaf], self.counts(leaf)
         assert dim is not None
@@ -141,14 +141,14 @@ class Portion:
         parts = world.gather(padded)
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)]).movedim(0, dim)
 
-    def fits(self, leaf: int, layout: Layout, world: World) -> bool:
+    def fits(self, leaf: int, layout: Layout, world: BatchWorld) -> bool:
         """Whether a program wants of a tensor what this rank was given, or a part of that."""
         factors = layout.dims[self.dims[leaf] or 0]
         own = [f for f in factors if not (isinstance(f, str) and f in world.mesh and world.mesh[f] == 1)]
         begins = tuple(own[: len(world.axes)]) == world.axes
         return begins and self.is_even and sum(axis in world.axes for axis in layout.axes) == len(world.axes)
 
-    def within(self, layout: Layout, world: World) -> Layout:
+    def within(self, layout: Layout, world: BatchWorld) -> Layout:
         """A layout within what a rank was given."""
         return Layout(tuple(tuple(f for f in dim if f not in world.axes) for dim in layout.dims))
 

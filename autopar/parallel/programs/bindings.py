@@ -17,7 +17,7 @@ from torch import nn
 from autopar.compiler.lowered import Lowered
 from autopar.ir.layout import padded_shape
 from autopar.ir.program import PARTNER
-from autopar.parallel.programs.own_batch import Together
+from autopar.parallel.programs.own_batch import AveragedOutputs
 from autopar.parallel.weights.owners import Owners
 from autopar.parallel.weights.store import ParameterStore
 from autopar.runtime.executor.executor import Outputs
@@ -39,7 +39,7 @@ class Bindings:
         self._given = [(at, slot) for at, slot in enumerate(slots) if slot.entry.kind in _GIVEN]
         self._reads = [self._read(slot) for slot in slots]
         outputs = list(enumerate(compiled.program.outputs))
-        self.together = Together.of(compiled.program.outputs)
+        self.together = AveragedOutputs.of(compiled.program.outputs)
         self.losses = [at for at, out in outputs if out.kind == "loss"]
         self.guards = [at for at, out in outputs if out.kind == "guard"]
         self._buffers = [(at, out.name) for at, out in outputs if out.kind == "buffer"]

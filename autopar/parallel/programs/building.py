@@ -13,7 +13,7 @@ from autopar.compiler.compile import capture_step, lower
 from autopar.compiler.lowered import Lowered
 from autopar.ir.options import SequenceParallel, StepOptions
 from autopar.ir.plan import Decided, Fixed
-from autopar.parallel.programs.meetings import BatchRows, Followed, naming_parts
+from autopar.parallel.programs.meetings import BatchRows, FollowedSamples, naming_parts
 from autopar.parallel.programs.numbers import ChangingNumbers
 from autopar.parallel.programs.portions import Given
 from autopar.parallel.programs.variants import Constants
@@ -33,12 +33,12 @@ class Built:
     rows: BatchRows | None
 
 
-class Builder:
+class ProgramBuilder:
     """Builds the programs of one parallel module; moves no data between ranks."""
 
     def __init__(self, session: Session, numbers: ChangingNumbers) -> None:
         self._settings, self._store, self._numbers = session.settings, session.store, numbers
-        self._followed = Followed(session.store.model)
+        self._followed = FollowedSamples(session.store.model)
         self._decided: dict[Hashable, Decided] = {}  # layouts of the first program of each structure
         self._earlier = {True: Earlier(), False: Earlier()}  # captures of training steps, and of others
         self._sequence: dict[bool, bool] = {}  # of training steps, and of others: what "auto" was decided to mean

@@ -13,7 +13,7 @@ from autopar.compiler.lowered import Lowered
 from autopar.ir.mesh import PIPELINE, group_name
 from autopar.parallel.agree.agreement import Phase, lost_peers
 from autopar.parallel.programs.bindings import Bindings
-from autopar.parallel.programs.building import Builder, Built
+from autopar.parallel.programs.building import Built, ProgramBuilder
 from autopar.parallel.programs.execution import Running, make_runner
 from autopar.parallel.programs.numbers import ChangingNumbers
 from autopar.parallel.programs.portions import Given
@@ -31,7 +31,7 @@ class Maker:
 
     def __init__(self, session: Session, numbers: ChangingNumbers) -> None:
         self._settings, self._store, self._agreement = session.settings, session.store, session.agreement
-        self._builder, self._joined = Builder(session, numbers), Joined(session.settings.device)
+        self._builder, self._joined = ProgramBuilder(session, numbers), Joined(session.settings.device)
         self._groups: dict[str, Group] = {}
         self._recordings = Recordings(session.settings.graphs, session.settings.device)
         self._said: set[str] = set()
@@ -39,7 +39,7 @@ class Maker:
     def make(self, given: Given, numbers: Numbers, train: bool, is_first: bool) -> tuple[Running, Guards]:
         """The program for a call with these arguments, and what it read in Python. Every rank must call this.
 
-        numbers, is_first: as of `Builder.build`.
+        numbers, is_first: as of `ProgramBuilder.build`.
         """
 
         if is_first:

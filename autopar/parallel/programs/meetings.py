@@ -16,10 +16,10 @@ from autopar.parallel.batches.local_batch import Portion
 from autopar.parallel.programs.portions import Given, structure_of
 from autopar.passes.rules import table_of
 
-__all__ = ["BatchRows", "Followed", "naming_parts"]
+__all__ = ["BatchRows", "FollowedSamples", "naming_parts"]
 
 
-class Followed:
+class FollowedSamples:
     """Where rows go in the programs of one parallel module. A batch of one sample has no rows to follow: its program
     has those of an earlier one of the same structure."""
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from autopar.capture.python.guards import Change
-from autopar.capture.python.scalars import Place, Scalars, places_of
+from autopar.capture.python.scalars import NumberPlace, Scalars, places_of
 from autopar.capture.python.spots import Spot
 from autopar.errors import AutoparError
 
@@ -23,10 +23,10 @@ T = TypeVar("T")
 class ChangingNumbers:
     """Counts how often a number changed. Which of them are inputs, and why others cannot be."""
 
-    inputs: dict[Place, Spot] = field(default_factory=dict)
-    refused: dict[Place, str] = field(default_factory=dict)
-    _changed: dict[Place, int] = field(default_factory=dict)
-    _new: list[Place] = field(default_factory=list)
+    inputs: dict[NumberPlace, Spot] = field(default_factory=dict)
+    refused: dict[NumberPlace, str] = field(default_factory=dict)
+    _changed: dict[NumberPlace, int] = field(default_factory=dict)
+    _new: list[NumberPlace] = field(default_factory=list)
 
     def saw(self, changes: Sequence[Change]) -> None:
         """Count the changes for which no program is known."""
@@ -60,7 +60,7 @@ class ChangingNumbers:
                 self._new.clear()
                 return made
 
-    def _refuse(self, place: Place, why: str) -> None:
+    def _refuse(self, place: NumberPlace, why: str) -> None:
         spot = self.inputs.pop(place)
         self.refused[place] = why
         if place in self._new:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from autopar.ir.program import Output
 from autopar.parallel.agree.agreement import lost_peers
-from autopar.parallel.batches.local_batch import World
+from autopar.parallel.batches.local_batch import BatchWorld
 from autopar.runtime.executor.executor import Outputs
 from autopar.runtime.ranks.wire import on_wire
 
@@ -22,7 +22,7 @@ _APART = 1 << 32  # between the seeds of ranks that draw numbers of their own
 
 
 @dataclass(frozen=True, slots=True)
-class Together:
+class AveragedOutputs:
     """Of the outputs of a program, by their places among them: those that are means over all ranks, the loss and
     gradients, and new buffers."""
 
@@ -30,9 +30,9 @@ class Together:
     buffers: tuple[int, ...]
 
     @staticmethod
-    def of(outputs: Sequence[Output]) -> Together:
+    def of(outputs: Sequence[Output]) -> AveragedOutputs:
         averaged = tuple(at for at, out in enumerate(outputs) if out.kind in ("loss", "gradient"))
-        return Together(averaged, tuple(at for at, out in enumerate(outputs) if out.kind == "buffer"))
+        return AveragedOutputs(averaged, tuple(at for at, out in enumerate(outputs) if out.kind == "buffer"))
 
     def shares(self, outputs: Outputs, places: int) -> list[torch.Tensor]:
         """What each place adds to the means: a tensor for each dtype, so that values move as one."""
@@ -52,7 +52,7 @@ class Together:
         return list(kinds.values())
 
 
-def means(outputs: Outputs, together: Together, world: World) -> Outputs:
+def means(outputs: Outputs, together: AveragedOutputs, world: BatchWorld) -> Outputs:
     """The outputs of a step with the means of all places in them. Every rank must call this."""
     if world.places == 1:
         return outputs

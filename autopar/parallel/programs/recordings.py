@@ -14,7 +14,7 @@ from autopar.errors import CompileError
 from autopar.ir.layout import padded_shape
 from autopar.ir.ops.ops import op
 from autopar.ir.program import Program
-from autopar.runtime.compilers.cuda_graphs import CudaGraph, DryGraph, Graph, GraphRunner
+from autopar.runtime.compilers.cuda_graphs import CudaGraph, DryGraph, GraphRunner, RecordedGraph
 from autopar.runtime.executor.executor import describe
 from autopar.runtime.executor.inputs import Slot
 from autopar.runtime.ranks.runner import Runner
@@ -40,7 +40,7 @@ class Recordings:
         name = f"the program on mesh {compiled.mesh} ({len(compiled.program.graph.nodes)} nodes)"
         return GraphRunner(runner, self._empty, {slot.key: slot.entry for slot in slots}, copied, name)
 
-    def _empty(self) -> Graph:
+    def _empty(self) -> RecordedGraph:
         if self._wanted == "dry-run":
             return DryGraph()
         if self._pool is None:

@@ -15,7 +15,7 @@ from autopar.capture import Captured
 from autopar.capture.inputs.leaves import text_of
 from autopar.capture.python.arithmetic import Number
 from autopar.capture.python.guards import Change, Guards, form
-from autopar.capture.python.scalars import Place, Scalars
+from autopar.capture.python.scalars import NumberPlace, Scalars
 from autopar.capture.python.spots import Spot, SpotKey
 from autopar.parallel.programs.numbers import ChangingNumbers
 
@@ -95,7 +95,7 @@ class Constants:
         found: torch.Tensor = self._spot(self.spots[name]).read() if name in self.spots else self.made[name]
         return found
 
-    def _read(self, place: Place) -> Any:
+    def _read(self, place: NumberPlace) -> Any:
         return place.number(self._spot(place.key).read())
 
     def _spot(self, key: SpotKey) -> Spot:

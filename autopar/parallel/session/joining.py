@@ -28,7 +28,7 @@ from autopar.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Requested:
     """What `parallelize` was asked for on this rank; see there. step: the options of a step, not checked yet. lift: as
     of `capture`."""
 
@@ -91,10 +91,10 @@ class Agreed:
     options: StepOptions
 
 
-def join(asked: Asked) -> Agreed:
+def join(asked: Requested) -> Agreed:
     """Join the process group that the launcher prepared, if none is there, and agree on what ranks were asked for.
 
-    A mesh of size 1 needs no launcher: it gets a group of its own. Raises what `Asked.check` does, on every rank.
+    A mesh of size 1 needs no launcher: it gets a group of its own. Raises what `Requested.check` does, on every rank.
     """
     settings = Settings.read()
     world = dist.get_world_size() if dist.is_initialized() else settings.world_size or 1

@@ -14,8 +14,8 @@ from autopar.ir.plan import DEVICES, Fixed
 from autopar.machines import named
 from autopar.parallel.agree.agreement import Agreement
 from autopar.parallel.agree.announce import Announcer
-from autopar.parallel.batches.local_batch import World
-from autopar.parallel.session.joining import Asked, join
+from autopar.parallel.batches.local_batch import BatchWorld
+from autopar.parallel.session.joining import Requested, join
 from autopar.parallel.session.loss_scale import LossScale
 from autopar.parallel.session.random_state import RandomState
 from autopar.parallel.weights.distribute import Distributor
@@ -59,13 +59,13 @@ class Session:
     scale: LossScale | None
 
     @property
-    def world(self) -> World:
+    def world(self) -> BatchWorld:
         """Where the parts of a batch lie."""
         where = self.store.distributor
-        return World.of(where.mesh, where.device_mesh, where.coord)
+        return BatchWorld.of(where.mesh, where.device_mesh, where.coord)
 
 
-def open_session(asked: Asked) -> Session:
+def open_session(asked: Requested) -> Session:
     """Join the ranks, agree with them, and make the parameters DTensors with rank 0's values. Every rank must call
     this."""
     agreed = join(asked)

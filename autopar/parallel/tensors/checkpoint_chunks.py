@@ -18,7 +18,7 @@ from autopar.torch_compat import local_of
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PartRun:
     """Neighbours in the whole that are neighbours in the part."""
 
     whole: int
@@ -51,10 +51,10 @@ def write_items(name: str, tensor: PlacedTensor) -> list[WriteItem]:
     ]
 
 
-def _runs(tensor: PlacedTensor, dim: int) -> list[Run]:
+def _runs(tensor: PlacedTensor, dim: int) -> list[PartRun]:
     """The blocks along one dim, from what a tensor of all its positions would leave here."""
     place = tensor.place
     along = place.world.place(Layout((place.layout.dims[dim],)), place.owner)
     here = along.part(torch.arange(tensor.shape[dim])).tolist()
     starts = [i for i, at in enumerate(here) if i == 0 or at != here[i - 1] + 1]
-    return [Run(here[a], a, b - a) for a, b in itertools.pairwise([*starts, len(here)])]
+    return [PartRun(here[a], a, b - a) for a, b in itertools.pairwise([*starts, len(here)])]

@@ -15,13 +15,13 @@ import torch.distributed as dist
 
 from autopar.parallel.tensors.place import World
 from autopar.parallel.tensors.placed import PlacedTensor, is_split
-from autopar.parallel.tensors.split_call import Call
+from autopar.parallel.tensors.split_call import SplitCall
 from autopar.torch_compat import local_of
 
 _FUNCTIONS_OF_ONE_SHAPE = frozenset({"rand_like", "randn_like", "randint_like"})
 
 
-def draw(call: Call) -> Any:
+def draw(call: SplitCall) -> Any:
     """The result of a random op; it lies as its first operand does if it has its shape."""
     if not call.op.is_random:
         return NotImplemented

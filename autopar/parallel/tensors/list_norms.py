@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from autopar.parallel.tensors.placed import PlacedTensor, is_split, whole_value
-from autopar.parallel.tensors.split_call import Call
+from autopar.parallel.tensors.split_call import SplitCall
 from autopar.torch_compat import foreach_norm, local_of
 
 WIDE = torch.float64  # in which norms of parts are combined
 
 
-def norms(call: Call) -> Any:
+def norms(call: SplitCall) -> Any:
     """What `_foreach_norm` gives, each norm that of the whole tensor."""
     if call.name != "_foreach_norm":
         return NotImplemented
@@ -42,7 +42,7 @@ def _norms(tensors: Sequence[torch.Tensor], order: float) -> torch.Tensor:
     return torch.stack([found[i] for i in range(len(tensors))]) if found else torch.zeros(0, dtype=WIDE)
 
 
-def _over_ranks(call: Call, items: Sequence[Any], order: float) -> list[torch.Tensor]:
+def _over_ranks(call: SplitCall, items: Sequence[Any], order: float) -> list[torch.Tensor]:
     """For each item a vector that has its norm at the item's place: the same vector for those of which the same ranks
     hold parts. Every rank computes it of the same numbers in the same order."""
     counting = [item.place.ranks_that_count(item.shape) for item in items]

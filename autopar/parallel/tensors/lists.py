@@ -9,7 +9,7 @@ import torch
 
 from autopar.parallel.tensors.placed import PlacedTensor, ViewOf
 from autopar.parallel.tensors.schemas import FUSED, Op
-from autopar.parallel.tensors.split_call import Call
+from autopar.parallel.tensors.split_call import SplitCall
 from autopar.torch_compat import local_of, maker_of, spec_of
 
 _dtype_of, _dim_of = attrgetter("dtype"), torch.Tensor.dim
@@ -73,7 +73,7 @@ def _are_alike(out: Any, parts: list[Any]) -> bool:
     )
 
 
-def on_parts(call: Call) -> Any:
+def on_parts(call: SplitCall) -> Any:
     """The same for items that lie anyhow: each goes with the item of the list which is written, or of the first."""
     if not call.op.is_pointwise_list:
         return NotImplemented
@@ -103,7 +103,7 @@ def on_parts(call: Call) -> Any:
     return [like.around(item, like.place, like.shape) for item, like in zip(out, lead, strict=True)]
 
 
-def _lead(call: Call) -> list[PlacedTensor] | None:
+def _lead(call: SplitCall) -> list[PlacedTensor] | None:
     at = call.op.writes[0] if call.op.writes else 0
     found = call.args[at] if isinstance(at, int) else None
     if not isinstance(found, (list, tuple)) or not found:

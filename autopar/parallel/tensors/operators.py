@@ -23,7 +23,7 @@ from torch import nn
 from autopar.parallel.tensors import draws, list_norms, lists, split_reductions
 from autopar.parallel.tensors.placed import PlacedTensor, ViewOf, is_split, refusal, tensors_in
 from autopar.parallel.tensors.schemas import ALIASES, LIKES, NAMESPACES_OF_COLLECTIVES, TURNS, Op, op_of
-from autopar.parallel.tensors.split_call import Call
+from autopar.parallel.tensors.split_call import SplitCall
 from autopar.torch_compat import OpOverload, change_in_place, local_of, spec_of
 
 
@@ -39,7 +39,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return quick
     if op.name in ALIASES and isinstance(args[0], PlacedTensor):
         return _alias(func, op, args[0])
-    call = Call.of(func, op, args, kwargs)
+    call = SplitCall.of(func, op, args, kwargs)
     if op.name in TURNS:
         return _turn(call)
     if op.moves_memory or op.namespace in NAMESPACES_OF_COLLECTIVES:
@@ -68,7 +68,7 @@ def _alias(func: Any, op: Op, tensor: PlacedTensor) -> Any:
     return type(tensor).make(type(tensor), func(local_of(tensor)), tensor.place, spec_of(tensor))
 
 
-def _turn(call: Call) -> Any:
+def _turn(call: SplitCall) -> Any:
     """Another shape in place, for what every rank holds whole: functions of torch do it to what they computed."""
     tensor: Any = call.args[0]
     is_replicated = isinstance(tensor, PlacedTensor) and not isinstance(tensor, ViewOf) and tensor.place.is_replicated
@@ -82,7 +82,7 @@ def _turn(call: Call) -> Any:
     return call.given.get(id(tensor), tensor)
 
 
-def _like(call: Call) -> Any:
+def _like(call: SplitCall) -> Any:
     """A tensor of the shape and place of another one."""
     like = call.args[0] if call.args else None
     if call.name not in LIKES or not isinstance(like, PlacedTensor) or isinstance(like, ViewOf):
@@ -96,7 +96,7 @@ def _like(call: Call) -> Any:
     return call.wrap_parts(made, like)
 
 
-def _view(call: Call) -> Any:
+def _view(call: SplitCall) -> Any:
     """A view of a split tensor remembers its way; of a whole one it is a view of the memory."""
     base = call.args[0] if call.args else None
     if not call.op.is_view or not isinstance(base, PlacedTensor):
@@ -120,7 +120,7 @@ def _is_single(func: Any) -> bool:
     return len(returns) == 1 and str(returns[0].type) == "Tensor"
 
 
-def _on_parts(call: Call) -> Any:
+def _on_parts(call: SplitCall) -> Any:
     """Element by element: on the parts, if one split operand has the shape of the result."""
     tensors, written = call.tensors(), call.written()
     try:

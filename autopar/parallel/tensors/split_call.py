@@ -17,7 +17,7 @@ from autopar.torch_compat import local_of
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class SplitCall:
     """One call of an op. `args` and `kwargs` have our tensors for all DTensors; `given` the caller's own, by ours."""
 
     func: Any
@@ -29,7 +29,7 @@ class Call:
     bases: dict[int, torch.Tensor] = field(default_factory=dict)  # whole values of what views show, by base
 
     @staticmethod
-    def of(func: Any, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def of(func: Any, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SplitCall:
         first = next(tensor for tensor in tensors_in(args, kwargs) if isinstance(tensor, PlacedTensor))
         given: dict[int, Any] = {}
         made: dict[int, Any] = {}
@@ -43,7 +43,7 @@ class Call:
             return made[id(value)]
 
         options = {name: _each(value, ours) for name, value in kwargs.items()}
-        return Call(func, op, _each(tuple(args), ours), options, first, given)
+        return SplitCall(func, op, _each(tuple(args), ours), options, first, given)
 
     @property
     def world(self) -> World:

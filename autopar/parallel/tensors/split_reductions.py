@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 
 from autopar.parallel.tensors.placed import PlacedTensor, ViewOf, is_split, tensors_in
-from autopar.parallel.tensors.split_call import Call
+from autopar.parallel.tensors.split_call import SplitCall
 from autopar.torch_compat import local_of
 
 Number = Callable[[torch.Tensor], torch.Tensor]
 
 
-def reduce(call: Call) -> Any:
+def reduce(call: SplitCall) -> Any:
     """A full reduction of one split tensor."""
     if call.name not in _TABLE or not call.args or not is_split(call.args[0]) or call.op.writes:
         return NotImplemented
@@ -36,7 +36,7 @@ def reduce(call: Call) -> Any:
     return call.wrap_whole(total.to(made.dtype).reshape(made.shape))
 
 
-def unscale(call: Call) -> Any:
+def unscale(call: SplitCall) -> Any:
     """What GradScaler calls: gradients divided in place, and whether any rank found one that is not finite."""
     if call.name != "_amp_foreach_non_finite_check_and_unscale_":
         return NotImplemented
@@ -52,7 +52,7 @@ def unscale(call: Call) -> Any:
     return None
 
 
-def _over_ranks(call: Call, x: Any, part: Number, all_: Number, dtype: torch.dtype) -> torch.Tensor:
+def _over_ranks(call: SplitCall, x: Any, part: Number, all_: Number, dtype: torch.dtype) -> torch.Tensor:
     """A number of a split tensor: of its parts, then of all ranks' numbers."""
     counting = x.place.ranks_that_count(x.shape)
     here = dist.get_rank() in counting
@@ -70,24 +70,24 @@ class _Row:
         self.all = all_ or (lambda call, parts: part(call, parts, parts.dtype))
 
 
-def _norm(call: Call, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _norm(call: SplitCall, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.linalg.vector_norm(part, _order(call), dtype=dtype)
 
 
-def _norm_of_all(call: Call, parts: torch.Tensor) -> torch.Tensor:
+def _norm_of_all(call: SplitCall, parts: torch.Tensor) -> torch.Tensor:
     return parts.sum() if _order(call) == 0 else torch.linalg.vector_norm(parts, _order(call))
 
 
-def _order(call: Call) -> float:
+def _order(call: SplitCall) -> float:
     order = call.args[1] if len(call.args) > 1 else call.kwargs.get("ord", call.kwargs.get("p", 2))
     return 2.0 if order is None else float(order)
 
 
-def _sum(call: Call, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _sum(call: SplitCall, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return part.sum(dtype=dtype)
 
 
-def _count(call: Call, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _count(call: SplitCall, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return part.count_nonzero()
 
 
@@ -110,7 +110,7 @@ _TABLE: dict[str, _Row] = {
 _DIMS = ("dim", "axis")
 
 
-def _is_full(call: Call, ndim: int) -> bool:
+def _is_full(call: SplitCall, ndim: int) -> bool:
     """Whether the reduction is over all dims: what it gives is one number then."""
     names = [argument.name for argument in call.func._schema.arguments]
     for at, name in enumerate(names):

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from autopar.errors import AutoparError, RankError
-from autopar.parallel.agree.agreement import Agreement, Call
+from autopar.parallel.agree.agreement import Agreement, UserCall
 from autopar.parallel.tensors.parameter import ParameterTensor
 from autopar.parallel.tensors.placed import PlacedTensor, placed, whole_value
 from autopar.parallel.weights.store import ParameterStore
@@ -79,7 +79,7 @@ class States:
         """Raise RankError on every rank if the options of groups differ, which a load gave to one rank alone."""
         what = f"parameter groups of {type(optimizer).__name__}"
         try:
-            with self._agreement.called(Call(f"{type(optimizer).__name__}.step")):
+            with self._agreement.called(UserCall(f"{type(optimizer).__name__}.step")):
                 self._agreement.check(what, _options_of(optimizer))
         except RankError as error:
             if what not in str(error):  # ranks are in different calls

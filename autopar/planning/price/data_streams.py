@@ -10,19 +10,19 @@ from itertools import groupby
 from autopar.ir.mesh import PIPELINE, Mesh
 from autopar.ir.ops.measure import group_of
 from autopar.machines import Machine
-from autopar.machines.model import Group
+from autopar.machines.model import RankGroup
 from autopar.passes.overlap.bucket import SCATTER, bucket_limit
 from autopar.passes.overlap.prefetch import small_limit
 from autopar.planning.price.cost import Cost, Pace
 from autopar.planning.price.data_time import DataGroups
 from autopar.planning.price.moving import COPIES, GATHER, LOSS, LOSS_BYTES, SHARDS, SUM, TENSOR, Net
-from autopar.planning.price.stage_calls import EQUAL, LAYERS, Slot, few, merged
+from autopar.planning.price.stage_calls import EQUAL, LAYERS, WeightSlot, few, merged
 from autopar.planning.shallow.parameter_use import Weight
 from autopar.planning.space.candidates import Candidate
 from autopar.planning.space.deal import Rates, Sections, Share
 
 Moved = tuple[float, float, float]  # bytes, by section
-Known = dict[tuple[str, float, Group], float]
+Known = dict[tuple[str, float, RankGroup], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +68,14 @@ class Data:
         gathered = reads * self.collective_us(GATHER, weight.read, group) if reads else 0.0
         return gathered + (self.collective_us(SCATTER, weight.gradient, group) if weight.gradient else 0.0)
 
-    def collective_us(self, kind: str, bytes_: float, group: Group) -> float:
+    def collective_us(self, kind: str, bytes_: float, group: RankGroup) -> float:
         """As of `Machine`."""
         key = kind, bytes_, group
         if key not in self.known:
             self.known[key] = self.machine.collective_us(*key)
         return self.known[key]
 
-    def graphs(self, share: Share, slots: Sequence[Slot], cost: Cost) -> tuple[dict[str, float], Moved]:
+    def graphs(self, share: Share, slots: Sequence[WeightSlot], cost: Cost) -> tuple[dict[str, float], Moved]:
         """us of the graphs of a stage by kind, F and B or its halves I and W, and the bytes of what the backward pass
         moves. A graph waits for all that it moves before it ends. cost: of the whole model.
 
@@ -95,7 +95,7 @@ class Data:
                 moved = before, inner, behind
         return took, moved
 
-    def before_us(self, slots: Sequence[Slot], once: float) -> float:
+    def before_us(self, slots: Sequence[WeightSlot], once: float) -> float:
         """us of what a rank does before its first micro-batch. once: of what it computes then, of whole parameters."""
         candidate, groups = self.candidate, self.groups
         once /= groups.shards.size
@@ -110,7 +110,7 @@ class Data:
             gathers.use()
         return streams.device
 
-    def after_us(self, slots: Sequence[Slot]) -> float:
+    def after_us(self, slots: Sequence[WeightSlot]) -> float:
         """us of the sums of gradients behind the last micro-batch, with that of the loss."""
         candidate, groups = self.candidate, self.groups
         if candidate.data == 1:
@@ -129,7 +129,7 @@ class Data:
         return streams.device
 
 
-def gradients_of(slots: Iterable[Slot]) -> list[float]:
+def gradients_of(slots: Iterable[WeightSlot]) -> list[float]:
     """Bytes of each."""
     return [slot.weight.gradient for slot in slots if slot.weight and slot.weight.gradient]
 
@@ -165,7 +165,7 @@ class _Streams:
         machine = self.data.machine
         self.compute(machine.call_us(0.0, "", 2 * bytes_), machine.launch_us)
 
-    def move(self, kind: str, bytes_: float, group: Group) -> float:
+    def move(self, kind: str, bytes_: float, group: RankGroup) -> float:
         """Start a collective; us when it ends."""
         us, launched = self.data.collective_us(kind, bytes_, group), self.data.machine.launch_us
         if self.data.machine.is_host:
@@ -184,7 +184,9 @@ class _Graph:
     the backward pass reads. alive: bytes of both at most, by section, in the equal layers less those of what the layers
     before have let go of: as `Peaks` counts what is kept."""
 
-    def __init__(self, data: Data, slots: Sequence[Slot], is_read: bool, is_left: bool, is_backward: bool) -> None:
+    def __init__(
+        self, data: Data, slots: Sequence[WeightSlot], is_read: bool, is_left: bool, is_backward: bool
+    ) -> None:
         self.is_left, shards = is_left, data.groups.shards
         self.streams = _Streams(data)
         self.sums = _Sums(self.streams, SCATTER, shards, gradients_of(slots) if is_left else [], data.asked)
@@ -254,7 +256,7 @@ class _Gathers:
     """The gathers of a graph: those of a layer start when the one before it begins."""
 
     def __init__(
-        self, streams: _Streams, group: Group, weights: Sequence[tuple[int, Weight]], asked: int | None,
+        self, streams: _Streams, group: RankGroup, weights: Sequence[tuple[int, Weight]], asked: int | None,
         made: float = 0.0,
     ) -> None:  # fmt: skip
         """weights: in the order of their use, with the layers that they belong to. made: us to make a byte of one from
@@ -317,7 +319,7 @@ class _Sums:
 
     streams: _Streams
     kind: str
-    group: Group
+    group: RankGroup
     gradients: Sequence[float]
     asked: int | None
     limit: float = 0.0

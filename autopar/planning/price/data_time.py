@@ -8,11 +8,11 @@ from functools import cache
 from autopar.ir.mesh import CONTEXT_AXES, SHARDED, Mesh, group_name
 from autopar.ir.ops.measure import group_of
 from autopar.machines import Machine
-from autopar.machines.model import Group
+from autopar.machines.model import RankGroup
 from autopar.planning.price.cost import Cost, Linear
 from autopar.planning.space.candidates import Candidate
 
-ALONE = Group(1)
+ALONE = RankGroup(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +20,9 @@ class DataGroups:
     """shards: the ranks over which ZeRO splits states; one without it. copies: those that hold the same part, or all
     of it without ZeRO: their gradients are added. all: both."""
 
-    shards: Group
-    copies: Group
-    all: Group = field(default=ALONE, compare=False)
+    shards: RankGroup
+    copies: RankGroup
+    all: RankGroup = field(default=ALONE, compare=False)
 
     @classmethod
     def of(cls, candidate: Candidate, ranks: int) -> DataGroups:
@@ -36,7 +36,7 @@ class DataGroups:
 
 
 @cache
-def _joined(axes: tuple[tuple[str, int], ...], names: tuple[str, ...], ranks: int) -> Group:
+def _joined(axes: tuple[tuple[str, int], ...], names: tuple[str, ...], ranks: int) -> RankGroup:
     """The group of those of some axes that a mesh has."""
     mesh = Mesh(axes)
     named = [axis for axis in names if axis in mesh]

@@ -7,12 +7,12 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from autopar.machines import Machine
-from autopar.machines.model import Group
+from autopar.machines.model import RankGroup
 from autopar.passes.costs.streams import Streams
 from autopar.passes.overlap.bucket import SCATTER, Buckets, Sum, bucket_limit
-from autopar.passes.overlap.coalesce import Move, Together
+from autopar.passes.overlap.coalesce import MovesNow, Together
 from autopar.passes.overlap.prefetch import Ahead, Gather, small_limit
-from autopar.planning.shallow.graph_track import FORWARD, Place, Road, place_of
+from autopar.planning.shallow.graph_track import FORWARD, ParameterPlace, Road, place_of
 
 GATHER, SUM = "all_gather", "all_reduce"
 SHARDS, COPIES, TENSOR = "shards", "copies", "tp"
@@ -26,9 +26,9 @@ class Net:
     `StepOptions.bucket_bytes`. known: us of collectives, by kind, bytes and group."""
 
     machine: Machine
-    groups: Mapping[str, Group]
+    groups: Mapping[str, RankGroup]
     asked: int | None
-    known: dict[tuple[str, float, Group], float]
+    known: dict[tuple[str, float, RankGroup], float]
 
     def us(self, kind: str, bytes_: float, over: str) -> float:
         """As of `Machine.collective_us`."""
@@ -52,18 +52,20 @@ class Moving:
 
     net: Net
     streams: Streams = field(init=False)
-    ahead: Ahead[Place] | None = None
-    gathers: Mapping[Place, Gather[Place]] = field(default_factory=dict)
-    made: Mapping[Place, float] = field(default_factory=dict)
-    buckets: Buckets[Place] | None = None
-    sums: Mapping[Place, Sum[Place]] = field(default_factory=dict)
+    ahead: Ahead[ParameterPlace] | None = None
+    gathers: Mapping[ParameterPlace, Gather[ParameterPlace]] = field(default_factory=dict)
+    made: Mapping[ParameterPlace, float] = field(default_factory=dict)
+    buckets: Buckets[ParameterPlace] | None = None
+    sums: Mapping[ParameterPlace, Sum[ParameterPlace]] = field(default_factory=dict)
     ends: dict[Hashable, float] = field(default_factory=dict)
-    held: dict[Place, float] = field(default_factory=dict)  # bytes of what was read, or gathered, and has a use left
+    held: dict[ParameterPlace, float] = field(
+        default_factory=dict
+    )  # bytes of what was read, or gathered, and has a use left
     whole: dict[Hashable, float] = field(default_factory=dict)  # bytes of what is on its way
-    lies_in: dict[Place, float] = field(default_factory=dict)  # bytes, of gradients that did not move yet
+    lies_in: dict[ParameterPlace, float] = field(default_factory=dict)  # bytes, of gradients that did not move yet
     level: float = 0.0
     alive: float = 0.0
-    lent: frozenset[Place] = frozenset()
+    lent: frozenset[ParameterPlace] = frozenset()
     gone: float = 0.0  # bytes of what was lent
     peak: float = -math.inf
     before: float = -math.inf
@@ -72,18 +74,18 @@ class Moving:
     def __post_init__(self) -> None:
         self.streams = Streams(self.net.machine)
 
-    def gather(self, gathers: Iterable[Gather[Place]], made: Mapping[Place, float]) -> None:
+    def gather(self, gathers: Iterable[Gather[ParameterPlace]], made: Mapping[ParameterPlace, float]) -> None:
         """From here on some parameters are gathered, in the order of their uses. made: us of casts that are made of
         what is stored before they move."""
         self.gathers, self.made = {each.of: each for each in gathers}, made
         self.ahead = Ahead(self.gathers.values(), self.net.small)
 
-    def sum(self, sums: Iterable[Sum[Place]]) -> None:
+    def sum(self, sums: Iterable[Sum[ParameterPlace]]) -> None:
         """From here on gradients are summed."""
         self.sums = {each.of: each for each in sums}
         self.buckets = Buckets(self.sums.values(), self.net.limit)
 
-    def lend(self, values: Iterable[tuple[Place, float]]) -> None:
+    def lend(self, values: Iterable[tuple[ParameterPlace, float]]) -> None:
         """Some values are there from before, and count elsewhere. They go with their last use."""
         self.held |= values
         self.lent = frozenset(self.held)
@@ -93,7 +95,7 @@ class Moving:
         machine = self.net.machine
         self.streams.compute(us, 0.0 if machine.is_host else machine.launch_us * calls)
 
-    def run(self, road: Road, keeps: Collection[Place] = frozenset(), is_whole: bool = False) -> None:
+    def run(self, road: Road, keeps: Collection[ParameterPlace] = frozenset(), is_whole: bool = False) -> None:
         """A graph, without what it has not started to move when its calls are done. keeps: what a later graph reads
         too. is_whole: True of a step that is one graph: it makes casts where they are read, and its gradients stay."""
         for number, step in road.steps:
@@ -121,7 +123,7 @@ class Moving:
                 elif is_whole:
                     self.alive += gradient.alive
 
-    def use(self, gather: Gather[Place]) -> None:
+    def use(self, gather: Gather[ParameterPlace]) -> None:
         """Wait for a parameter that is gathered."""
         assert self.ahead is not None
         for starts, bundle in self.ahead.use(gather):
@@ -131,7 +133,7 @@ class Moving:
                 self.streams.wait(self.ends.pop(bundle), bundle.members[0].over)
                 self.moves.append((False, GATHER, bundle.bytes_))
 
-    def give(self, coming: Sum[Place], alive: float) -> None:
+    def give(self, coming: Sum[ParameterPlace], alive: float) -> None:
         """A gradient is there. alive: bytes of what it lies in."""
         assert self.buckets is not None
         self.alive += alive
@@ -148,7 +150,7 @@ class Moving:
         if LOSS in self.net.groups:
             self.streams.wait(self.streams.start(LOSS, self.net.us(SUM, LOSS_BYTES, LOSS)), LOSS)
 
-    def _gather(self, bundle: Together[Gather[Place]]) -> None:
+    def _gather(self, bundle: Together[Gather[ParameterPlace]]) -> None:
         over = str(bundle.members[0].over)
         ranks = self.net.groups[over].size
         for member in bundle.members:
@@ -166,11 +168,11 @@ class Moving:
         self.moves.append((True, GATHER, bundle.bytes_))
         self._mark()
 
-    def _hold(self, place: Place, bytes_: float) -> None:
+    def _hold(self, place: ParameterPlace, bytes_: float) -> None:
         self.held[place] = bytes_
         self.alive += bytes_
 
-    def _let_go(self, place: Place, keeps: Collection[Place]) -> None:
+    def _let_go(self, place: ParameterPlace, keeps: Collection[ParameterPlace]) -> None:
         for each in (place, place._replace(kind=FORWARD)):  # a graph may read what one before it gathered
             if each in self.held and each not in keeps:
                 bytes_ = self.held.pop(each)
@@ -178,7 +180,7 @@ class Moving:
                 self.gone += bytes_ * (each in self.lent)
                 return
 
-    def _sum(self, moves: Iterator[Move[Sum[Place]]]) -> None:
+    def _sum(self, moves: Iterator[MovesNow[Sum[ParameterPlace]]]) -> None:
         for starts, bucket in moves:
             first = bucket.members[0]
             over, bytes_ = str(first.over), bucket.bytes_

@@ -12,10 +12,10 @@ from autopar.ir.pipeline import Pipeline
 from autopar.ir.program import Program, TensorType
 from autopar.ir.schedule import ONCE, Action, Timeline
 from autopar.machines import Machine
-from autopar.machines.model import Group
+from autopar.machines.model import RankGroup
 from autopar.passes.collectives.carried import sees_before
 from autopar.passes.costs.node_costs import node_times
-from autopar.passes.costs.streams import Ran, run
+from autopar.passes.costs.streams import StreamTimes, run
 from autopar.passes.schedules.simulate import simulate
 
 
@@ -25,7 +25,7 @@ class PipelineTime:
     last; optimizer: of its step."""
 
     end: float
-    spent: Ran
+    spent: StreamTimes
     bubble: float
     optimizer: float
     timeline: Timeline | None = None
@@ -51,8 +51,8 @@ class Emitted:
 
     pipeline: Pipeline
     machine: Machine
-    link: Group
-    graphs: Mapping[tuple[int, str, int], Ran]
+    link: RankGroup
+    graphs: Mapping[tuple[int, str, int], StreamTimes]
     growing: Mapping[tuple[int, str, int], float]
 
     def time_us(self, action: Action) -> float:
@@ -61,7 +61,7 @@ class Emitted:
     def transfer_us(self, types: tuple[TensorType, ...]) -> float:
         return self.machine.message_us(sum(type_.bytes_ for type_ in types), self.link)
 
-    def ran(self, action: Action) -> Ran:
+    def ran(self, action: Action) -> StreamTimes:
         """An action, with all graphs that it runs: the prologue begins with the counts of every micro-batch."""
         key = action.stage, action.kind, self.pipeline.length_of(action)
         more = (self._place(action) - 1) * self.growing.get(key, 0.0)
@@ -100,11 +100,11 @@ def _growing(graph: Program, machine: Machine) -> float:
     return sum(time for node, time in node_times(graph, machine).items() if sees_before(node))
 
 
-def _sum(all_: Iterable[Ran]) -> Ran:
+def _sum(all_: Iterable[StreamTimes]) -> StreamTimes:
     total = computed = hosted = 0.0
     calls, exposed = 0, Counter[str]()
     for ran in all_:
         total, computed, hosted = total + ran.total, computed + ran.computed, hosted + ran.hosted
         calls += ran.calls
         exposed.update(ran.exposed)  # type: ignore[arg-type]  # of floats too
-    return Ran(total, computed, dict(exposed), hosted, calls)
+    return StreamTimes(total, computed, dict(exposed), hosted, calls)

@@ -18,7 +18,7 @@ from autopar.planning.price.cost import Cost
 from autopar.planning.price.data_streams import Data, Known, Moved
 from autopar.planning.price.layers import Layers
 from autopar.planning.price.moments import Moments
-from autopar.planning.price.stage_calls import Slot, slots_of
+from autopar.planning.price.stage_calls import WeightSlot, slots_of
 from autopar.planning.price.whole_step import WholeStep
 from autopar.planning.space.candidates import Candidate
 from autopar.planning.space.deal import Sections, Share, whole
@@ -36,7 +36,7 @@ class Stage:
     share: Share
     whole: Cost
     us: Mapping[str, float]
-    slots: tuple[Slot, ...] = ()
+    slots: tuple[WeightSlot, ...] = ()
     moved: Moved = (0.0, 0.0, 0.0)
     step: WholeStep | None = None
 

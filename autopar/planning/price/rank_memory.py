@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.planning.price.pipelined import Pipelined, Stage
-from autopar.planning.price.whole_step import Peaks
+from autopar.planning.price.whole_step import StepPeaks
 from autopar.planning.space.candidates import Candidate
 
 Held = tuple[float, float, float, float, float]  # what `Moments` count
@@ -28,7 +28,7 @@ def rank_bytes(candidate: Candidate, made: Pipelined, rank: int) -> float:
     return max(part + copies + peak, optimizer)
 
 
-def _beside(candidate: Candidate, rank: Stage, peaks: Peaks) -> float:
+def _beside(candidate: Candidate, rank: Stage, peaks: StepPeaks) -> float:
     """Bytes in the passes of a plan without a pipeline, beside what is stored: of a step of several micro-batches with
     what all of them read, and the gradients that they add to."""
     if candidate.microbatches == 1:

@@ -17,7 +17,7 @@ CLOSE = 1e-9  # of a section: places that are this near are one
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class WeightSlot:
     """What a stage computes from the first use of a weight to that of the next one. section: 0 before the equal layers,
     1 in one of them, 2 behind them, 3 in one that computes more again. unit: which section on the way through the
     model. share: of the section's time. weight: None where a weight of the stage before is at work."""
@@ -30,10 +30,10 @@ class Slot:
 
 def slots_of(
     sections: Sections, shares: Sequence[Share], layers: int, ranges: Ranges = ()
-) -> tuple[tuple[Slot, ...], ...]:
+) -> tuple[tuple[WeightSlot, ...], ...]:
     """Of each stage, in the order of the forward pass. shares: of all stages, one after the other. layers: of the
     model, equal ones; ranges: those of them that compute more again."""
-    found: list[tuple[Slot, ...]] = []
+    found: list[tuple[WeightSlot, ...]] = []
     begin = Part(0.0, 0.0, 0.0)
     for share in shares:
         end = begin + share.time
@@ -42,7 +42,7 @@ def slots_of(
     return tuple(found)
 
 
-def few(slots: Sequence[Slot], enough: float) -> tuple[Sequence[Slot], int, int]:
+def few(slots: Sequence[WeightSlot], enough: float) -> tuple[Sequence[WeightSlot], int, int]:
     """The slots of a stage without some of its whole layers, which are all alike; the unit of the last one before
     these, and how many they are. enough: bytes of gradients that are left with the layers before them."""
     layers = {slot.unit: slot.section for slot in slots if slot.section in EQUAL}
@@ -57,14 +57,14 @@ def few(slots: Sequence[Slot], enough: float) -> tuple[Sequence[Slot], int, int]
     return [slot for slot in slots if slot.unit not in gone], units[first - 1] if gone else -1, len(gone)
 
 
-def merged(share: Share) -> tuple[Slot, ...]:
+def merged(share: Share) -> tuple[WeightSlot, ...]:
     """The slots of a stage between which nothing is moved, as one for each section."""
     part = share.time
     each = part.entry, part.layers - part.again, part.behind, part.again
-    return tuple(Slot(i, i, share, None) for i, share in enumerate(each) if share)
+    return tuple(WeightSlot(i, i, share, None) for i, share in enumerate(each) if share)
 
 
-def _slots(sections: Sections, begin: Part, end: Part, layers: int, ranges: Ranges) -> Iterator[Slot]:
+def _slots(sections: Sections, begin: Part, end: Part, layers: int, ranges: Ranges) -> Iterator[WeightSlot]:
     yield from _between(sections.entry, 0, 0, begin.entry, end.entry)
     for number in range(math.floor(begin.layers + CLOSE), math.ceil(end.layers - CLOSE)):
         low, high = max(begin.layers - number, 0.0), min(end.layers - number, 1.0)
@@ -73,11 +73,11 @@ def _slots(sections: Sections, begin: Part, end: Part, layers: int, ranges: Rang
     yield from _between(sections.behind, 2, 1 + layers, begin.behind, end.behind)
 
 
-def _between(section: Section, kind: int, unit: int, low: float, high: float) -> Iterator[Slot]:
+def _between(section: Section, kind: int, unit: int, low: float, high: float) -> Iterator[WeightSlot]:
     """The slots of a section between two shares of its time."""
     own = [weight for weight in section.weights if low - CLOSE <= weight.at < high - CLOSE]
     ends = [*(weight.at for weight in own), high]
     if ends[0] > low + CLOSE:
-        yield Slot(kind, unit, ends[0] - low, None)
+        yield WeightSlot(kind, unit, ends[0] - low, None)
     for weight, (start, end) in zip(own, pairwise(ends), strict=True):
-        yield Slot(kind, unit, end - start, weight)
+        yield WeightSlot(kind, unit, end - start, weight)

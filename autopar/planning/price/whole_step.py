@@ -9,8 +9,8 @@ from autopar.passes.overlap.bucket import SCATTER, Sum
 from autopar.passes.overlap.prefetch import Gather
 from autopar.planning.price.layers import Layers
 from autopar.planning.price.moving import BACKWARD, COPIES, PART, SHARDS, SUM, Moving, Net
-from autopar.planning.shallow.events import OUTSIDE, Gradient, Read
-from autopar.planning.shallow.graph_track import FORWARD, Place, Road, Track
+from autopar.planning.shallow.events import OUTSIDE, Gradient, ParameterRead
+from autopar.planning.shallow.graph_track import FORWARD, ParameterPlace, Road, Track
 from autopar.planning.space.candidates import Candidate
 from autopar.planning.space.split import Split
 
@@ -19,7 +19,7 @@ Moves = list[tuple[bool, str, float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Peaks:
+class StepPeaks:
     """Bytes at most, beside what is stored, and of several micro-batches what all of them read, and the gradients that
     they add to. forward, backward: in the last micro-batch, of which the backward graph lets go of what it read last;
     before: in the backward graph of earlier ones. once: in the sums behind the last."""
@@ -38,7 +38,7 @@ class WholeStep:
     us: Mapping[str, float]
     before: float
     after: float
-    peaks: Peaks
+    peaks: StepPeaks
     moves: Mapping[str, Moves] = field(default_factory=dict)
 
     @classmethod
@@ -92,7 +92,7 @@ class _Asked:
         moving.run(self.roads[BACKWARD], is_whole=True)
         moving.flush()
         us = {FORWARD: middle - begun, BACKWARD: moving.streams.device - middle}
-        return WholeStep(us, begun, 0.0, Peaks(moving.peak, moving.peak, moving.peak, 0.0), {BOTH: moving.moves})
+        return WholeStep(us, begun, 0.0, StepPeaks(moving.peak, moving.peak, moving.peak, 0.0), {BOTH: moving.moves})
 
     def in_parts(self, once: float) -> WholeStep:
         """Of several micro-batches each runs a forward and a backward graph, between what is done once."""
@@ -114,9 +114,9 @@ class _Asked:
         if candidate.zero < 2 or candidate.data == 1:  # what micro-batches add to lies in the values of the first
             lies_in = sum(gradient.alive - gradient.bytes_ for _, gradient in self.roads[BACKWARD].gives())
         ends = made[FORWARD].peak + lies_in, made[BACKWARD].peak + lies_in, made[BACKWARD].before + lies_in
-        return WholeStep(us, first.streams.device, last.streams.device, Peaks(*ends, last.peak), moves)
+        return WholeStep(us, first.streams.device, last.streams.device, StepPeaks(*ends, last.peak), moves)
 
-    def _lent(self) -> Iterator[tuple[Place, float]]:
+    def _lent(self) -> Iterator[tuple[ParameterPlace, float]]:
         """Bytes of the values that the backward graph reads, or gathers, and that were made before the first
         micro-batch."""
         candidate = self.candidate
@@ -153,9 +153,9 @@ class _Asked:
         moving.flush()
         return moving
 
-    def _gathers(self, *kinds: str) -> Iterator[tuple[Gather[Place], Read]]:
+    def _gathers(self, *kinds: str) -> Iterator[tuple[Gather[ParameterPlace], ParameterRead]]:
         """What graphs gather of the parameters that ZeRO splits, each value once."""
-        candidate, seen = self.candidate, set[Place]()
+        candidate, seen = self.candidate, set[ParameterPlace]()
         if not candidate.zero or candidate.data == 1:
             return
         for kind in kinds:
@@ -166,15 +166,18 @@ class _Asked:
                     layer = kind, place.layer, read.unit if place.layer == OUTSIDE else ""
                     yield Gather(place, layer, SHARDS, read.dtype, read.bytes_), read
 
-    def _made(self, gathers: Iterable[tuple[Gather[Place], Read]], once: float) -> dict[Place, float]:
+    def _made(
+        self, gathers: Iterable[tuple[Gather[ParameterPlace], ParameterRead]], once: float
+    ) -> dict[ParameterPlace, float]:
         """us of each cast, of a rank's part. once: of all, of whole parameters."""
         casts = {gather.of: read.bytes_ for gather, read in gathers if read.is_cast}
         all_ = sum(casts.values())
         return {place: once / self.candidate.shards * bytes_ / all_ for place, bytes_ in casts.items()}
 
     def _sums(
-        self, gradients: Iterable[tuple[Place, Gradient]], over_data: bool, is_part: bool = False, is_last: bool = False
-    ) -> Iterator[Sum[Place]]:  # fmt: skip
+        self, gradients: Iterable[tuple[ParameterPlace, Gradient]], over_data: bool, is_part: bool = False, is_last:
+        bool = False
+    ) -> Iterator[Sum[ParameterPlace]]:  # fmt: skip
         """The sums of gradients. over_data: False if they are scattered before. is_part: without what is done behind
         the last micro-batch."""
         candidate, shards = self.candidate, self.candidate.shards
@@ -187,7 +190,7 @@ class _Asked:
                 kinds.insert(
                     0, (SCATTER, SHARDS, gradient.bytes_) if candidate.zero else (SUM, COPIES, gradient.bytes_)
                 )
-            found: tuple[Sum[Place], ...] = ()
+            found: tuple[Sum[ParameterPlace], ...] = ()
             for kind, over, bytes_ in reversed(kinds):
                 found = (Sum(place, kind, over, gradient.dtype, bytes_, found),)
             yield from found

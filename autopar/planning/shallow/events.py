@@ -31,7 +31,7 @@ class Own(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class ParameterRead:
     """A parameter as a graph reads it, or its cast. bytes_: of the whole. unit: the layer whose parameters are gathered
     with it (`unit_of`). trained: False if it is frozen. is_cast: False if it is read as it is."""
 
@@ -63,7 +63,7 @@ class Events(NamedTuple):
     """Of a call. reads: the values of which it is the first reader; ends: those of which it is the last. gives:
     gradients that are there when it is done."""
 
-    reads: tuple[Read, ...] = ()
+    reads: tuple[ParameterRead, ...] = ()
     ends: tuple[Own, ...] = ()
     gives: tuple[Gradient, ...] = ()
 
@@ -95,7 +95,7 @@ class Named:
 
     def events(self, program: Program) -> dict[fx.Node, Events]:
         """Of the calls of a graph that have any."""
-        reads: dict[fx.Node, list[Read]] = {}
+        reads: dict[fx.Node, list[ParameterRead]] = {}
         ends: dict[fx.Node, list[Own]] = {}
         gives: dict[fx.Node, list[Gradient]] = {}
         place = {node: i for i, node in enumerate(program.calls())}
@@ -107,7 +107,7 @@ class Named:
             type_, unit = str(record(value).type.dtype), unit_of(record(first).module)
             size, is_trained = local_bytes(value, program.mesh), parameter in self.trained
             own = _own(f"{parameter} as {type_}" if is_cast else parameter, self.layers)
-            reads.setdefault(first, []).append(Read(own, size, type_, unit, is_trained, is_cast))
+            reads.setdefault(first, []).append(ParameterRead(own, size, type_, unit, is_trained, is_cast))
             ends.setdefault(last, []).append(own)
         for node, out in program.leaving:
             if node in place and out.kind in ("part", "gradient") and out.name in self.gradients:

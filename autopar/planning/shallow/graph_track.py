@@ -12,13 +12,13 @@ from autopar.ir.ops.measure import PIECE_BYTES
 from autopar.machines import Machine
 from autopar.passes.costs.streams import Streams
 from autopar.planning.shallow.captures import KEPT
-from autopar.planning.shallow.events import OUTSIDE, Events, Gradient, Own, Read
-from autopar.planning.shallow.sheet import Call, Sheet
+from autopar.planning.shallow.events import OUTSIDE, Events, Gradient, Own, ParameterRead
+from autopar.planning.shallow.sheet import Sheet, SheetCall
 
 FORWARD = "F"
 
 
-class Step(NamedTuple):
+class TrackStep(NamedTuple):
     """Calls of a graph, the first of which may read parameters, and the last of which may give gradients. busy: us of
     the device that computes; waits: for what moves over other axes than those of data; launched: us of the host that
     launches them. most: bytes alive at most, beside what was when the first
@@ -33,7 +33,7 @@ class Step(NamedTuple):
     last: float
 
 
-class Place(NamedTuple):
+class ParameterPlace(NamedTuple):
     """Where a graph reads a parameter, or gives a gradient. layer: the number in the model; -1: outside of all."""
 
     kind: str
@@ -41,8 +41,8 @@ class Place(NamedTuple):
     name: str
 
 
-Steps = tuple[Step, ...]
-Calls = Sequence[tuple[Call, Step]]
+Steps = tuple[TrackStep, ...]
+Calls = Sequence[tuple[SheetCall, TrackStep]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +88,8 @@ def _steady(second: Calls, last: Calls, order: tuple[int, int, int]) -> Calls:
     late = [i for i, (call, _) in enumerate(last) if call.layer == own]
     if sum(call.layer == before for call, _ in second) == len(late):
         return second
-    found: list[tuple[Call, Step]] = []
-    at = {sum(call.layer == behind for call, _ in last[:i]): list[tuple[Call, Step]]() for i in late}
+    found: list[tuple[SheetCall, TrackStep]] = []
+    at = {sum(call.layer == behind for call, _ in last[:i]): list[tuple[SheetCall, TrackStep]]() for i in late}
     for i in late:
         at[sum(call.layer == behind for call, _ in last[:i])].append(last[i])
     count = 0
@@ -103,7 +103,7 @@ def _steady(second: Calls, last: Calls, order: tuple[int, int, int]) -> Calls:
     return found
 
 
-def _earlier(step: Step, own: int, before: int) -> Step:
+def _earlier(step: TrackStep, own: int, before: int) -> TrackStep:
     """A step of one layer as that of the layer before it in a graph."""
 
     def moved(of: Own) -> Own:
@@ -117,7 +117,7 @@ def _earlier(step: Step, own: int, before: int) -> Step:
     return step._replace(events=events)
 
 
-def _steps(sheet: Sheet, times: Sequence[float], machine: Machine) -> Iterator[tuple[Call, Step]]:
+def _steps(sheet: Sheet, times: Sequence[float], machine: Machine) -> Iterator[tuple[SheetCall, TrackStep]]:
     """Each call as a step."""
     streams, alive, busy, waited = Streams(machine), 0.0, 0.0, 0.0
     for place, (call, us) in enumerate(zip(sheet.calls, times, strict=True)):
@@ -129,13 +129,13 @@ def _steps(sheet: Sheet, times: Sequence[float], machine: Machine) -> Iterator[t
         kept = call.kept[False]
         most = call.own + max(0.0, kept) + min(call.widened, PIECE_BYTES)
         alive += call.own + kept - sum(sheet.calls[other].own for other in call.dying)
-        yield call, Step(call.events, now - busy, waits - waited, launched, most, alive - before, most)
+        yield call, TrackStep(call.events, now - busy, waits - waited, launched, most, alive - before, most)
         busy, waited = now, waits
 
 
 def _joined(steps: Calls) -> Steps:
     """Steps one behind the other as one, where nothing is read or given between them."""
-    found: list[Step] = []
+    found: list[TrackStep] = []
     for _, step in steps:
         before = found[-1] if found else None
         if before is None or before.events.gives or before.events.ends or step.events.reads:
@@ -144,7 +144,7 @@ def _joined(steps: Calls) -> Steps:
         events = Events(before.events.reads, step.events.ends, step.events.gives)
         most, left, last = max(before.most, before.left + step.most), before.left + step.left, before.left + step.last
         busy, waits, launched = (one + other for one, other in zip(before[1:4], step[1:4], strict=True))
-        found[-1] = Step(events, busy, waits, launched, most, left, last)
+        found[-1] = TrackStep(events, busy, waits, launched, most, left, last)
     return tuple(found)
 
 
@@ -154,7 +154,7 @@ class Road:
     has in the model."""
 
     kind: str
-    steps: tuple[tuple[int, Step], ...]
+    steps: tuple[tuple[int, TrackStep], ...]
 
     @classmethod
     def of(cls, kind: str, less: Track, more: Track, layers: int, again: int) -> Road:
@@ -168,17 +168,17 @@ class Road:
             found += [(min(max(number - 1, 0), last), step) for step in own]
         return cls(kind, (*found, *((last if is_forward else 0, step) for step in less.outer[1])))
 
-    def reads(self) -> Iterator[tuple[Place, Read]]:
+    def reads(self) -> Iterator[tuple[ParameterPlace, ParameterRead]]:
         for number, step in self.steps:
             for read in step.events.reads:
                 yield place_of(self.kind, number, read.own), read
 
-    def gives(self) -> Iterator[tuple[Place, Gradient]]:
+    def gives(self) -> Iterator[tuple[ParameterPlace, Gradient]]:
         for number, step in self.steps:
             for gradient in step.events.gives:
                 yield place_of(self.kind, number, gradient.own), gradient
 
 
-def place_of(kind: str, number: int, own: Own) -> Place:
+def place_of(kind: str, number: int, own: Own) -> ParameterPlace:
     """number: that the first of the program's layers has in the model."""
-    return Place(kind, OUTSIDE if own.layer == OUTSIDE else number + own.layer, own.name)
+    return ParameterPlace(kind, OUTSIDE if own.layer == OUTSIDE else number + own.layer, own.name)

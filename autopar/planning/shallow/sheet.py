@@ -17,7 +17,7 @@ from autopar.ir.ops.storage import is_view, root_of
 from autopar.ir.program import Program, is_getitem, record
 from autopar.machines import Machine
 from autopar.passes.costs.node_costs import RING, TURNS, Load, load_us, loads_of
-from autopar.passes.costs.streams import WAIT, Launch, Ran, launches_of, run_launches
+from autopar.passes.costs.streams import WAIT, StreamCall, StreamTimes, launches_of, run_launches
 from autopar.passes.overlap.bucket import sums_of_gradients
 from autopar.planning.shallow.depth import Rest
 from autopar.planning.shallow.events import NO_EVENTS, Events, Named
@@ -31,7 +31,7 @@ Kept = tuple[float, float, float]
 NONE: Kept = (0.0, 0.0, 0.0)
 
 
-class Call(NamedTuple):  # a search of plans makes a hundred thousand
+class SheetCall(NamedTuple):  # a search of plans makes a hundred thousand
     """A call of a graph. stays: True if it is none of the layer that is left out. side: as of `sides_of`. own: bytes of
     what it makes and the graph does not leave. dying: the places of calls whose values nothing reads after this one.
     kept: how many bytes more are kept between actions, or fewer after it: of all, without the layer that is left out,
@@ -40,7 +40,7 @@ class Call(NamedTuple):  # a search of plans makes a hundred thousand
     what it reads of parameters, and makes of their gradients."""
 
     load: Load | None
-    launch: Launch | None
+    launch: StreamCall | None
     stays: bool
     side: int
     own: float
@@ -51,7 +51,7 @@ class Call(NamedTuple):  # a search of plans makes a hundred thousand
     layer: int = -1
     events: Events = NO_EVENTS
 
-    def between(self, other: Call, share: float) -> Call | None:
+    def between(self, other: SheetCall, share: float) -> SheetCall | None:
         """As of a `Sheet`."""
         if self == other:
             return self
@@ -91,7 +91,7 @@ class Sheet:
     reads: the parameters that it reads. ahead: of what is kept between actions, what it has yet to make (F)."""
 
     mesh: Mesh
-    calls: tuple[Call, ...]
+    calls: tuple[SheetCall, ...]
     left: Kept
     reads: frozenset[str]
     ahead: Kept
@@ -120,7 +120,7 @@ class Sheet:
             return self
         if (self.mesh, self.reads, len(self.calls)) != (other.mesh, other.reads, len(other.calls)):
             return None
-        calls: list[Call] = []
+        calls: list[SheetCall] = []
         for low, high in zip(self.calls, other.calls, strict=True):
             call = low.between(high, share)
             if call is None:
@@ -137,7 +137,7 @@ class Sheet:
             loads = (load and load._replace(total=0.0) for load in loads)
         return [load_us(load, self.mesh, machine) for load in loads]
 
-    def ran(self, times: list[float], machine: Machine, is_less: bool) -> Ran:
+    def ran(self, times: list[float], machine: Machine, is_less: bool) -> StreamTimes:
         """The graph on a machine. is_less: without the calls of the layer that is left out."""
         launches = (None if is_less and not call.stays else call.launch for call in self.calls)
         return run_launches(launches, times, machine)
@@ -233,7 +233,7 @@ def _bytes(program: Program, nodes: list[fx.Node], given: bool) -> int:
 
 def _calls(
     kind: str, program: Program, rest: Rest, named: Named, waited: Collection[str], given: Collection[str]
-) -> Iterator[Call]:  # fmt: skip
+) -> Iterator[SheetCall]:  # fmt: skip
     """Sums of gradients take no time here: they are taken over all data axes at once (`data_streams.py`)."""
     loads, launches = loads_of(program, adds=True), launches_of(program)
     place = {node: i for i, node in enumerate(loads)}
@@ -255,7 +255,7 @@ def _calls(
         is_own = not is_getitem(node) and not is_view(node) and node not in leaving
         own = local_bytes(node, program.mesh) if is_own else 0
         launch = None if node in sums else launch
-        yield Call(
+        yield SheetCall(
             load, launch, rest.counts(node), sides[node], own, tuple(dying.get(node, ())), kept.get(node, NONE),
             widened_bytes(node, program.mesh), terms.get(node, 0),
             layers.index(rest.layer(node)) if rest.is_equal(node) else -1, events.get(node, NO_EVENTS),
@@ -266,8 +266,8 @@ def _kept(
     kind: str, program: Program, rest: Rest, waited: Collection[str], last: Mapping[fx.Node, fx.Node],
     over: Mapping[fx.Node, fx.Node],
 ) -> dict[fx.Node, Kept]:  # fmt: skip
-    """`Call.kept`, of calls where that is something. last: the last call that reads each value. over: the calls that
-    write over values: these are gone with the call before."""
+    """`SheetCall.kept`, of calls where that is something. last: the last call that reads each value. over: the calls
+    that write over values: these are gone with the call before."""
     before = {node: earlier for earlier, node in pairwise(program.calls())}
     changes = [
         (before.get(last[node], last[node]) if over.get(node) is last[node] else last[node], node, -1)

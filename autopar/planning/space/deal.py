@@ -12,7 +12,7 @@ from torch import fx
 
 from autopar.ir.mesh import Mesh
 from autopar.machines import Machine
-from autopar.passes.pipeline.cuts.cut import Limits, Line
+from autopar.passes.pipeline.cuts.cut import ForwardLine, StageLimits
 from autopar.passes.pipeline.cuts.when import times_of
 from autopar.planning.shallow.depth import Rest
 from autopar.planning.shallow.parameter_use import Weight, first_read, tied_weights, weights_of
@@ -74,7 +74,7 @@ class Section:
 
     @classmethod
     def of(
-        cls, line: Line, first: int, last: int, weights: Mapping[fx.Node, Weight], firsts: Mapping[fx.Node, int]
+        cls, line: ForwardLine, first: int, last: int, weights: Mapping[fx.Node, Weight], firsts: Mapping[fx.Node, int]
     ) -> Section:
         """Between two places of a line. weights: of the program; firsts: the numbers of the calls that need each
         first."""
@@ -129,7 +129,7 @@ class Sections:
     def of(cls, micro: Micro, rest: Rest, machine: Machine, mesh: Mesh) -> Sections:
         """mesh: that says over which links stages send."""
         program = micro.program
-        line = Line(program, times_of(program, micro.plan.parts), Limits((1,), machine=machine, mesh=mesh))
+        line = ForwardLine(program, times_of(program, micro.plan.parts), StageLimits((1,), machine=machine, mesh=mesh))
         layers = [rest.layer(node) for node in line.nodes]
         own = [i for i, path in enumerate(layers) if path == rest.path]
         all_ = [i for i, path in enumerate(layers) if path in rest.equal]
@@ -200,7 +200,7 @@ def _rest(low: float, high: float, ranges: Ranges) -> float:
     return high - max([low, *(min(end, high) for begin, end in ranges if begin < high and end > low)])
 
 
-def _place(line: Line, node: int) -> int:
+def _place(line: ForwardLine, node: int) -> int:
     """The first place that has so many nodes before it."""
     return next(i for i, place in enumerate(line.places) if place >= node)
 

@@ -12,7 +12,7 @@ from autopar.planning.space.candidates import PIPELINES, RECOMPUTE, RESHARD
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class FieldText:
     """How a field of a candidate is written. read: its value; None of what it cannot be."""
 
     written: str
@@ -32,16 +32,16 @@ def _order(text: str) -> tuple[str, ...] | None:
     return axes if set(axes) <= set(ORDER) and len(set(axes)) == len(axes) else None
 
 
-def _word(*words: str) -> Way:
-    return Way("|".join(words), lambda text: text if text in words else None)
+def _word(*words: str) -> FieldText:
+    return FieldText("|".join(words), lambda text: text if text in words else None)
 
 
-WAYS: Mapping[str, Way] = {
-    **dict.fromkeys(("dp", "fsdp", "cp", "ulysses", "tp", "pp"), Way("N", _count)), "zero": Way("N", _number),
-    **dict.fromkeys(("rows", "microbatches", "chunks"), Way("N", _count)),
+WAYS: Mapping[str, FieldText] = {
+    **dict.fromkeys(("dp", "fsdp", "cp", "ulysses", "tp", "pp"), FieldText("N", _count)), "zero": FieldText("N",
+    _number), **dict.fromkeys(("rows", "microbatches", "chunks"), FieldText("N", _count)),
     "recompute": _word(*RECOMPUTE), "schedule": _word(*dict(PIPELINES)),
-    **dict.fromkeys(("sequence", RESHARD), Way("true|false", {"true": True, "false": False}.get)),
-    "order": Way("AXIS,AXIS,...", _order),  # outermost first; axes that are not named lie anywhere
+    **dict.fromkeys(("sequence", RESHARD), FieldText("true|false", {"true": True, "false": False}.get)),
+    "order": FieldText("AXIS,AXIS,...", _order),  # outermost first; axes that are not named lie anywhere
 }  # fmt: skip
 
 

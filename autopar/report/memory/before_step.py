@@ -18,7 +18,7 @@ from autopar.runtime.executor.inputs import StepInputs, inputs_of, slots_of
 _KINDS = {"parameter": PARAMETERS}
 
 
-class State:
+class StateBefore:
     """Tensors of the right sizes, made and named for a tracker that watches. Of a parameter of other stages there is
     nothing."""
 

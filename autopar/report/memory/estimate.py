@@ -13,7 +13,7 @@ from autopar.ir.mesh import PIPELINE
 from autopar.ir.ops.ops import is_collective
 from autopar.ir.ops.storage import is_view
 from autopar.ir.program import Program, is_getitem, record
-from autopar.report.memory.position import BETWEEN, OPTIMIZER, Place
+from autopar.report.memory.position import BETWEEN, OPTIMIZER, RankPosition
 from autopar.report.memory.report import (
     ACTIVATIONS,
     CATEGORIES,
@@ -23,12 +23,12 @@ from autopar.report.memory.report import (
     PARAMETERS,
     STATES,
     TEMPORARIES,
+    HeldValue,
     MemoryReport,
     Moment,
-    Value,
 )
 from autopar.report.memory.simulate_rank import CPU_DEVICE, GPU_DEVICE, OptimizerMaker, Trace, simulate
-from autopar.report.memory.track import Block
+from autopar.report.memory.track import StorageBlock
 
 LARGEST = 12  # values of a report
 
@@ -93,8 +93,8 @@ class _Categories:
         programs = [compiled.program] if pipeline is None else [one.program for one in pipeline.every_graph()]
         self.of_gradients = {node for program in programs for node in _gradients(program)}
 
-    def of(self, block: Block) -> str:
-        place: Place | None = block.place
+    def of(self, block: StorageBlock) -> str:
+        place: RankPosition | None = block.place
         if block.kind:
             return block.kind
         if block in self.gradients:
@@ -145,7 +145,7 @@ def _moments(trace: Trace) -> Iterator[Moment]:
         yield _moment(place, peak, after)
 
 
-def _moment(place: Place | None, peak: int, after: int) -> Moment:
+def _moment(place: RankPosition | None, peak: int, after: int) -> Moment:
     if place is None:
         return Moment("before the step", "", "", "", "", "", peak, after)
     node = place.node
@@ -155,13 +155,13 @@ def _moment(place: Place | None, peak: int, after: int) -> Moment:
     return Moment(place.graph, place.action, node.name, known.module, known.source, known.phase, peak, after)
 
 
-def _largest(alive: list[Block]) -> list[Block]:
+def _largest(alive: list[StorageBlock]) -> list[StorageBlock]:
     return sorted(alive, key=lambda block: (-block.bytes, block.born))[:LARGEST]
 
 
-def _value(block: Block, category: str) -> Value:
-    place: Place | None = block.place
+def _value(block: StorageBlock, category: str) -> HeldValue:
+    place: RankPosition | None = block.place
     if block.name or place is None or place.node is None:
-        return Value(block.bytes, category, block.name or (place.graph if place is not None else ""))
+        return HeldValue(block.bytes, category, block.name or (place.graph if place is not None else ""))
     known = record(place.node)
-    return Value(block.bytes, category, f"%{place.node.name}", known.module, known.source)
+    return HeldValue(block.bytes, category, f"%{place.node.name}", known.module, known.source)

@@ -24,7 +24,7 @@ from autopar.runtime.attention.ring_kernels import compared_ring, compared_ring_
 from autopar.runtime.executor.executor import Kernels
 from autopar.runtime.executor.run_fused import plain
 from autopar.runtime.kernels import dropout as dropout_kernel
-from autopar.runtime.kernels.counter import PIECE, Runs
+from autopar.runtime.kernels.counter import PIECE, PieceRuns
 from autopar.runtime.kernels.random_kernels import random
 from autopar.runtime.triton.launch_kernel import FusedKernel
 
@@ -88,7 +88,7 @@ class _Bits:
     def dropout(self, *_: Any) -> None:
         return
 
-    def bits(self, seed: torch.Tensor, key: int, stream: int, runs: Runs) -> torch.Tensor:
+    def bits(self, seed: torch.Tensor, key: int, stream: int, runs: PieceRuns) -> torch.Tensor:
         return torch.empty(runs.count, runs.width, dtype=torch.int32, device=seed.device)
 
 

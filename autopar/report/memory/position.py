@@ -11,13 +11,13 @@ from autopar.compiler.lowered import STEP, Lowered
 from autopar.ir.mesh import PIPELINE
 from autopar.ir.program import record
 from autopar.ir.schedule import Span
-from autopar.report.memory.track import Block, Tracker
+from autopar.report.memory.track import StorageBlock, Tracker
 
 OPTIMIZER, BETWEEN = "optimizer", "between graphs"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankPosition:
     """Where a rank is. graph: of its graphs; action: of a pipeline's; node: that it computes, None between them."""
 
     graph: str
@@ -30,7 +30,7 @@ class Position:
 
     def __init__(self, compiled: Lowered, coord: Mapping[str, int], tracker: Tracker) -> None:
         pipeline, self.tracker = compiled.pipeline, tracker
-        self.saved: set[Block] = set()
+        self.saved: set[StorageBlock] = set()
         self.names: dict[fx.Graph, str] = {compiled.program.graph: STEP}
         self.actions: tuple[str, ...] = ()  # of a pipeline, in order
         if pipeline is not None:
@@ -48,7 +48,7 @@ class Position:
         if not self.crossed and record(node).is_backward:
             self.crossed = True
             self._save()
-        self.tracker.place = Place(self.names[node.graph], self.action, node)
+        self.tracker.place = RankPosition(self.names[node.graph], self.action, node)
 
     def ended(self, span: Span) -> None:
         """An instruction of a pipeline has ended: what a forward graph leaves is there for a backward one."""
@@ -61,7 +61,7 @@ class Position:
     def _begin(self) -> None:
         self.begun = len(self.tracker.events)
         self.action = self.actions[self.line] if self.line < len(self.actions) else ""
-        self.tracker.place = Place(BETWEEN, self.action)
+        self.tracker.place = RankPosition(BETWEEN, self.action)
 
     def _save(self) -> None:
         born = (event.block for event in self.tracker.events[self.begun :])

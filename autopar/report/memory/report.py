@@ -15,7 +15,7 @@ CATEGORIES = (PARAMETERS, GRADIENTS, STATES, ACTIVATIONS, COLLECTIVES, TEMPORARI
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class HeldValue:
     """Memory that is alive at the peak. place: the node that made it, or the name of what was there before."""
 
     bytes: int
@@ -67,7 +67,7 @@ class MemoryReport:
     states: Mapping[str, int]
     step: int
     optimizer: int
-    largest: tuple[Value, ...]
+    largest: tuple[HeldValue, ...]
     timeline: tuple[Moment, ...]
 
     @property

@@ -17,12 +17,12 @@ from torch import nn
 
 import autopar.runtime.executor.kernel_table  # noqa: F401  registers the kernels of our ops
 from autopar.compiler.lowered import Lowered
-from autopar.report.memory.before_step import State
+from autopar.report.memory.before_step import StateBefore
 from autopar.report.memory.fake_group import fake_groups
 from autopar.report.memory.meta_kernels import ON_CPU, ON_GPU, unlaunched, value_read
-from autopar.report.memory.position import BETWEEN, OPTIMIZER, Place, Position
+from autopar.report.memory.position import BETWEEN, OPTIMIZER, Position, RankPosition
 from autopar.report.memory.report import STATES
-from autopar.report.memory.track import Block, Tracker
+from autopar.report.memory.track import StorageBlock, Tracker
 from autopar.runtime.executor.executor import Outputs, Study
 from autopar.runtime.executor.inputs import StepInputs
 from autopar.runtime.executor.outputs import own_memory, shared_outputs
@@ -47,12 +47,12 @@ class Trace:
     tracker: Tracker
     start: int = 0
     optimizer: int = 0
-    saved: set[Block] = field(default_factory=set)
-    gradients: list[Block] = field(default_factory=list)
+    saved: set[StorageBlock] = field(default_factory=set)
+    gradients: list[StorageBlock] = field(default_factory=list)
     optimizer_name: str = "no optimizer"
     parameters: tuple[int, ...] = ()  # the elements of each
     gradient_bytes: int = 0  # of the gradients alone; their memory may be larger
-    state: State | None = None  # lives as long as the trace: its end would be events
+    state: StateBefore | None = None  # lives as long as the trace: its end would be events
 
 
 def simulate(compiled: Lowered, rank: int, make: OptimizerMaker, device: str, grain: int | None = None) -> Trace:
@@ -106,7 +106,7 @@ class _Rank:
 
     def run(self, make: OptimizerMaker) -> Trace:
         tracker, trace = self.tracker, self.trace
-        self.state = trace.state = State(self.compiled, self.coord, self.device, tracker)
+        self.state = trace.state = StateBefore(self.compiled, self.coord, self.device, tracker)
         trace.parameters = tuple(parameter.numel() for parameter in self.state.parameters.values())
         wanted = {out.name for out in self.compiled.program.outputs if out.kind == "gradient"}
         trained = [parameter for name, parameter in self.state.parameters.items() if name in wanted]
@@ -117,7 +117,7 @@ class _Rank:
         trace.gradients = tracker.blocks_of(p.grad for p in trained)
         trace.gradient_bytes = sum(p.grad.nbytes for p in trained if p.grad is not None)
         trace.optimizer = len(tracker.events)
-        tracker.place = Place(OPTIMIZER)
+        tracker.place = RankPosition(OPTIMIZER)
         if optimizer is not None:
             optimizer.step()
         del loss  # whoever trains looks at it afterwards
@@ -126,7 +126,7 @@ class _Rank:
     def _step(self, shared: frozenset[int]) -> torch.Tensor | None:
         """As `ParallelModule.forward_backward`, beginning without gradients."""
         outputs = own_memory(self._outputs(self.state.inputs()), shared)
-        self.tracker.place = Place(BETWEEN)
+        self.tracker.place = RankPosition(BETWEEN)
         loss = None
         for out, value in zip(self.compiled.program.outputs, outputs, strict=True):
             if out.kind == "loss":
@@ -151,7 +151,7 @@ class _Rank:
         """The optimizer after its first step."""
         if not trained:
             return None
-        self.tracker.place = Place(OPTIMIZER)
+        self.tracker.place = RankPosition(OPTIMIZER)
         optimizer = make(trained)
         self.trace.optimizer_name = type(optimizer).__name__
         if self.device.type == "meta":  # what torch does by default on a GPU, and not here

@@ -20,7 +20,7 @@ from autopar.torch_identity import SlotlessDTensor
 
 
 @dataclass(eq=False, slots=True)
-class Block:
+class StorageBlock:
     """One storage. kind: what it was told to be, "" if an op made it. born, end: the numbers of its events."""
 
     bytes: int
@@ -32,10 +32,10 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class BlockEvent:
     """A block begins or ends. total: the bytes that are alive after it. place: where that was."""
 
-    block: Block
+    block: StorageBlock
     total: int
     place: Any
 
@@ -51,14 +51,14 @@ class Tracker(TorchDispatchMode):
         self.device, self.grain = device, grain
         self.place: Any = None
         self.total = 0
-        self.events: list[Event] = []
-        self._blocks: dict[int, tuple[Block, Any]] = {}
+        self.events: list[BlockEvent] = []
+        self._blocks: dict[int, tuple[StorageBlock, Any]] = {}
 
     def add(self, tensor: torch.Tensor, kind: str, name: str = "") -> None:
         """Something that was there before."""
         self._see(tensor, kind, name)
 
-    def blocks_of(self, tensors: Iterable[Any]) -> list[Block]:
+    def blocks_of(self, tensors: Iterable[Any]) -> list[StorageBlock]:
         """The blocks in which some tensors lie."""
         found = (self._blocks.get(id(x.untyped_storage())) for x in _plain(tensors))
         return [entry[0] for entry in found if entry is not None]
@@ -79,7 +79,7 @@ class Tracker(TorchDispatchMode):
         at = self.peak(start, stop)
         return max(before, self.events[at].total if at >= 0 else 0)
 
-    def alive(self, at: int) -> list[Block]:
+    def alive(self, at: int) -> list[StorageBlock]:
         """What was alive after an event, in the order in which it was made."""
         made = (event.block for i, event in enumerate(self.events[: at + 1]) if event.block.born == i)
         return [block for block in made if block.end is None or block.end > at]
@@ -112,20 +112,20 @@ class Tracker(TorchDispatchMode):
             block = known[0]
             if block.bytes != size:  # resized
                 self.total, block.bytes = self.total + size - block.bytes, size
-                self.events.append(Event(block, self.total, self.place))
+                self.events.append(BlockEvent(block, self.total, self.place))
             return
-        block = Block(size, kind, name, len(self.events), None, self.place)
+        block = StorageBlock(size, kind, name, len(self.events), None, self.place)
         # torch keeps the Python object of a storage for as long as the storage lives, so that its id stays its own.
         self._blocks[id(storage)] = block, weakref.ref(storage, _Ending(self, id(storage)))
         self.total += size
-        self.events.append(Event(block, self.total, self.place))
+        self.events.append(BlockEvent(block, self.total, self.place))
 
     def end(self, key: int) -> None:
         """The storage with this id is gone."""
         block, _ = self._blocks.pop(key)
         self.total -= block.bytes
         block.end = len(self.events)
-        self.events.append(Event(block, self.total, self.place))
+        self.events.append(BlockEvent(block, self.total, self.place))
 
 
 @dataclass(frozen=True, slots=True)

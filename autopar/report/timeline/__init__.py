@@ -1,8 +1,8 @@
 """Timelines of pipelines: simulated ones and measured ones, in the terminal, as SVG and as a page."""
 
-from autopar.report.timeline.picture import Block, Lane, Picture, picture
+from autopar.report.timeline.picture import Lane, Picture, TimeBlock, picture
 from autopar.report.timeline.svg import timeline_svg
 from autopar.report.timeline.terminal import timeline_text
 from autopar.report.timeline.timeline_page import timeline_page
 
-__all__ = ["Block", "Lane", "Picture", "picture", "timeline_page", "timeline_svg", "timeline_text"]
+__all__ = ["Lane", "Picture", "TimeBlock", "picture", "timeline_page", "timeline_svg", "timeline_text"]

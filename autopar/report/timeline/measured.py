@@ -10,7 +10,7 @@ from autopar.compiler.lowered import Lowered
 from autopar.errors import TargetError
 from autopar.ir.program import record
 from autopar.ir.schedule import ONCE, Action
-from autopar.report.timeline.picture import Block, Lane, Picture, time_text
+from autopar.report.timeline.picture import Lane, Picture, TimeBlock, time_text
 from autopar.report.timeline.trace import MERGED, read_events
 from autopar.runtime.ranks.recorder import COLLECTIVE, OTHER
 
@@ -73,8 +73,8 @@ def _lane(rank: int, whole: Event, moves: Sequence[Event], start: float, phases:
     return Lane(rank, tuple(blocks), tuple(messages), waited / max(whole["dur"], 1e-9))
 
 
-def _block(rank: int, kind: str, start: float, end: float, text: str = "") -> Block:
-    return Block(Action(rank, kind, ONCE), start, end, text or {"F": "forward", "B": "backward"}[kind])
+def _block(rank: int, kind: str, start: float, end: float, text: str = "") -> TimeBlock:
+    return TimeBlock(Action(rank, kind, ONCE), start, end, text or {"F": "forward", "B": "backward"}[kind])
 
 
 def _text(event: Event) -> str:

@@ -22,7 +22,7 @@ Colour = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class TimeBlock:
     """An action, or a message, in time. chunk: which of its rank's stages it is of, of `chunks`. slices: into how many
     its micro-batch is cut. length: of its slice, where they differ."""
 
@@ -74,8 +74,8 @@ class Lane:
     """What a rank does in a step. idle: the share of the step in which it computes nothing."""
 
     rank: int
-    blocks: tuple[Block, ...]
-    messages: tuple[Block, ...]
+    blocks: tuple[TimeBlock, ...]
+    messages: tuple[TimeBlock, ...]
     idle: float
     measured: bool = False
 
@@ -135,9 +135,9 @@ def _lanes(pipeline: Pipeline, timeline: Timeline, measured: bool) -> Iterator[L
                 chunk = stages.index(action.stage) if action.kind in "FBIW" else 0
                 if end > start:
                     slices, length = pipeline.flow.slices, pipeline.flow.length_of(action)
-                    blocks.append(Block(action, start, end, "", chunk, len(stages), slices, length))
+                    blocks.append(TimeBlock(action, start, end, "", chunk, len(stages), slices, length))
             elif span.instruction.op == "RECV":
-                messages.append(Block(action, start, end, _message(span)))
+                messages.append(TimeBlock(action, start, end, _message(span)))
         yield Lane(rank, tuple(blocks), tuple(messages), timeline.bubble(rank), measured)
 
 

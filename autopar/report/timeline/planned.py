@@ -12,7 +12,7 @@ from autopar.planning.price.cost import Cost
 from autopar.planning.price.pipelined import cost_of, pipeline_of
 from autopar.planning.price.predict import Prediction
 from autopar.planning.space.candidates import Candidate
-from autopar.report.timeline.picture import Block, Lane, Picture, time_text
+from autopar.report.timeline.picture import Lane, Picture, TimeBlock, time_text
 
 FIRST = 8  # micro-batches that are drawn without a pipeline
 
@@ -35,22 +35,22 @@ def planned_picture(found: Planned, made: Prediction) -> Picture:
     return Picture(tuple(last), length, captions, count)
 
 
-def _once(rank: int, start: float, end: float, text: str) -> Block:
-    return Block(Action(rank, "E", ONCE), start, end, text)
+def _once(rank: int, start: float, end: float, text: str) -> TimeBlock:
+    return TimeBlock(Action(rank, "E", ONCE), start, end, text)
 
 
-def _one_by_one(cost: Cost, layers: int, count: int) -> Iterator[Block]:
+def _one_by_one(cost: Cost, layers: int, count: int) -> Iterator[TimeBlock]:
     at = 0.0
     for number in range(count):
         for kind, us in (("F", cost.forward(layers)), ("B", cost.backward(layers))):
-            yield Block(Action(0, kind, number), at, at + us)
+            yield TimeBlock(Action(0, kind, number), at, at + us)
             at += us
 
 
-def _blocks(timeline: Timeline, rank: int, plan: Candidate) -> tuple[Block, ...]:
+def _blocks(timeline: Timeline, rank: int, plan: Candidate) -> tuple[TimeBlock, ...]:
     first = min(span.start_us for spans in timeline.ranks for span in spans)
     return tuple(
-        Block(action, span.start_us - first, span.end_us - first, "", action.stage // plan.pp, plan.chunks)
+        TimeBlock(action, span.start_us - first, span.end_us - first, "", action.stage // plan.pp, plan.chunks)
         for span in timeline.runs(rank)
         if (action := span.instruction.action).kind in "FBIW"
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from html import escape
 from importlib import resources
 
-from autopar.report.timeline.picture import COLOURS, KIND_NAMES, OTHER, Block, Lane, Picture, ticks, time_text
+from autopar.report.timeline.picture import COLOURS, KIND_NAMES, OTHER, Lane, Picture, TimeBlock, ticks, time_text
 
 WIDTH, LEFT, RIGHT = 1400, 96, 92
 TOP, GAP, MESSAGE = 26, 8, 4  # above the lanes, between ranks, of the strip of messages
@@ -83,14 +83,14 @@ def gap(picture: Picture, place: int) -> int:
     return 1 if following and following[0].rank == picture.lanes[place].rank else GAP
 
 
-def _fits(block: Block, scale: float) -> bool:
+def _fits(block: TimeBlock, scale: float) -> bool:
     """True if there is room for kind and micro-batch, or nothing to tell."""
     width = (block.end_us - block.start_us) * scale
     return block.action.kind not in "FBIW" or width >= CHARACTER * len(block.label) + 4
 
 
 def _block(
-    block: Block, left: float, scale: float, y: int, height: int, letters: bool, all_labels: bool
+    block: TimeBlock, left: float, scale: float, y: int, height: int, letters: bool, all_labels: bool
 ) -> Iterator[str]:
     x, width = left + block.start_us * scale, (block.end_us - block.start_us) * scale
     name = f"{block.action.kind}{block.chunk}"
@@ -107,7 +107,7 @@ def _block(
         yield f'<text class="l {name} m{block.action.microbatch}" {where}>{label}</text>'
 
 
-def _message(block: Block, left: float, scale: float, y: int) -> str:
+def _message(block: TimeBlock, left: float, scale: float, y: int) -> str:
     x, width = left + block.start_us * scale, max((block.end_us - block.start_us) * scale, 1.0)
     title = escape(block.title())
     return (

@@ -5,7 +5,17 @@ from __future__ import annotations
 from rich.style import Style
 from rich.text import Text
 
-from autopar.report.timeline.picture import COLOURS, KIND_NAMES, OTHER, Block, Colour, Lane, Picture, ticks, time_text
+from autopar.report.timeline.picture import (
+    COLOURS,
+    KIND_NAMES,
+    OTHER,
+    Colour,
+    Lane,
+    Picture,
+    TimeBlock,
+    ticks,
+    time_text,
+)
 
 _IDLE = (58, 62, 72)
 _RIGHT = 12  # columns for the share of idleness
@@ -37,7 +47,7 @@ def timeline_text(picture: Picture, width: int, colour: bool) -> Text:
     return text
 
 
-def _cells(lane: Lane, end_us: float, count: int) -> list[Block | None]:
+def _cells(lane: Lane, end_us: float, count: int) -> list[TimeBlock | None]:
     """What a lane does most in each of so many equal times."""
     shares: list[dict[int, float]] = [{} for _ in range(count)]
     size = end_us / count if end_us else 1.0
@@ -47,16 +57,16 @@ def _cells(lane: Lane, end_us: float, count: int) -> list[Block | None]:
             share = min(block.end_us, (cell + 1) * size) - max(block.start_us, cell * size)
             if share > 0:
                 shares[cell][i] = share
-    found: list[Block | None] = []
+    found: list[TimeBlock | None] = []
     for split in shares:
         best = max(split, key=split.__getitem__, default=None)
         found.append(lane.blocks[best] if best is not None and sum(split.values()) >= size / 2 else None)
     return found
 
 
-def _runs(cells: list[Block | None]) -> list[tuple[Block | None, int, int]]:
+def _runs(cells: list[TimeBlock | None]) -> list[tuple[TimeBlock | None, int, int]]:
     """Neighbours that show the same block: (block, first cell, number of cells)."""
-    runs: list[tuple[Block | None, int, int]] = []
+    runs: list[tuple[TimeBlock | None, int, int]] = []
     for i, cell in enumerate(cells):
         if runs and runs[-1][0] is cell:
             block, start, length = runs[-1]
@@ -80,7 +90,7 @@ def _letters(lane: Lane, end_us: float, columns: int) -> Text:
 def _coloured(lane: Lane, end_us: float, columns: int) -> Text:
     """Two cells in a column, left and right, for twice the sharpness; a number where it fits in."""
     cells = _cells(lane, end_us, 2 * columns)
-    labels: dict[int, tuple[str, Block]] = {}
+    labels: dict[int, tuple[str, TimeBlock]] = {}
     for block, start, length in _runs(cells):
         if block is None:
             continue
@@ -102,7 +112,7 @@ def _coloured(lane: Lane, end_us: float, columns: int) -> Text:
     return text
 
 
-def _colour(block: Block | None) -> Colour:
+def _colour(block: TimeBlock | None) -> Colour:
     """Of odd micro-batches a little darker, so that neighbours are told apart without numbers."""
     if block is None:
         return _IDLE

@@ -26,7 +26,7 @@ SHORT_ZERO = {torch.float32: 5e-3, torch.bfloat16: 1e-3, torch.float16: 1e-4}
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ComparedRow:
     """One comparison: `kind` is loss, aux (returned beside the loss), gradient, weight or buffer.
 
     error: norm of the difference over the norm of the single-device value, the worst of all steps.
@@ -71,7 +71,7 @@ class Mismatch:
 class Exact:
     """What the programs give in float64. failed: why they did not run there."""
 
-    rows: tuple[Row, ...] = ()
+    rows: tuple[ComparedRow, ...] = ()
     failed: str = ""
     mismatch: Mismatch | None = None
 
@@ -98,7 +98,7 @@ class Report:
     dtype: torch.dtype
     steps: int
     tolerance: float
-    rows: tuple[Row, ...]
+    rows: tuple[ComparedRow, ...]
     mismatch: Mismatch | None = None
     note: str = ""  # what was compared with what, if not equals in one dtype
     sums: tuple[str, ...] = ()  # a line for each sum of gradients in a dtype that was not asked for
@@ -239,11 +239,12 @@ class Table:
                 share = max(norm_of({key: expected[key]}, key[0]), floors[key[0]]) / sizes[key[0]]
                 self.shares[key] = max(share, self.shares.get(key, 0.0))
 
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[ComparedRow, ...]:
         order = [*dict.fromkeys([*KINDS, *(kind for kind, _ in self.errors)])]
         keys = sorted(self.errors, key=lambda key: order.index(key[0]))
         return tuple(
-            Row(*key, self.errors[key], self.replicas[key], self._is_right(key), self.allowed.get(key)) for key in keys
+            ComparedRow(*key, self.errors[key], self.replicas[key], self._is_right(key), self.allowed.get(key))
+            for key in keys
         )
 
     def _is_right(self, key: Key) -> bool:

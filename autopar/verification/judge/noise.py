@@ -30,7 +30,7 @@ from torch import nn
 
 from autopar.capture.inputs import tables
 from autopar.capture.inputs.containers import map_tensors
-from autopar.verification.judge.comparison import Key, Row, Table, Values
+from autopar.verification.judge.comparison import ComparedRow, Key, Table, Values
 from autopar.verification.judge.rounding import Rounded, Units
 
 SAMPLES = 3
@@ -151,7 +151,9 @@ def _nothing(_: nn.Module) -> None:
     return
 
 
-def judged(rows: Sequence[Row], here: Trained, elsewhere: Callable[[], Trained | None]) -> tuple[Row, ...]:
+def judged(
+    rows: Sequence[ComparedRow], here: Trained, elsewhere: Callable[[], Trained | None]
+) -> tuple[ComparedRow, ...]:
     """The rows with the noise of those that are wrong; right are those that differ by rounding alone, here and away.
     elsewhere: trains away from here, None if the model takes no other numbers. If one row is wrong here, all are."""
     wrong = [(row.kind, row.name) for row in rows if not row.ok]
@@ -167,7 +169,7 @@ def judged(rows: Sequence[Row], here: Trained, elsewhere: Callable[[], Trained |
     return tuple(row if row.ok else _with_noise(row, noise, right, open_) for row in rows)
 
 
-def _with_noise(row: Row, noise: Noise, right: set[Key], open_: set[Key]) -> Row:
+def _with_noise(row: ComparedRow, noise: Noise, right: set[Key], open_: set[Key]) -> ComparedRow:
     key = (row.kind, row.name)
     return replace(row, noise=noise.get(key), ok=key in right, is_open=key in open_ - right)
 

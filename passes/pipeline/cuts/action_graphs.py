@@ -9,7 +9,7 @@ from torch import fx
 
 from autopar.ir.ops.storage import is_view
 from autopar.ir.program import Builder, Input, Level, Output, Program, Record, record, set_record
-from autopar.passes.pipeline.cuts.when import Times, When
+from autopar.passes.pipeline.cuts.when import NodeTimes, When
 
 MADE_BY = "stages"
 Key = tuple[int, str]  # (stage or rank, kind of action)
@@ -39,7 +39,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Outside:
+class FromOutside:
     """A value that a piece takes from elsewhere: as what kind of input, and under which name."""
 
     kind: str
@@ -53,7 +53,7 @@ def is_copied(node: fx.Node) -> bool:
     return is_view(node) or not (found.is_tensor or found.several)
 
 
-def build(program: Program, piece: Piece, outside: dict[fx.Node, Outside]) -> Program:
+def build(program: Program, piece: Piece, outside: dict[fx.Node, FromOutside]) -> Program:
     """The graph of a piece: what leaves it, back to the program's inputs and to what comes from `outside`.
 
     The nodes keep their order and their names.
@@ -103,5 +103,5 @@ def reach(nodes: Iterable[fx.Node], outside: Iterable[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def is_before(times: Times, node: fx.Node) -> bool:
+def is_before(times: NodeTimes, node: fx.Node) -> bool:
     return node.op != "placeholder" and times.of[node] is When.INVARIANT

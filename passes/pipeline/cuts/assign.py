@@ -11,13 +11,13 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program, record
 from autopar.passes.pipeline.cuts.action_graphs import Places
 from autopar.passes.pipeline.cuts.backward_stages import backward_nodes, place_backward, with_attention
-from autopar.passes.pipeline.cuts.cut import Limits, Stages, cut, forward_nodes
+from autopar.passes.pipeline.cuts.cut import StageLimits, Stages, cut, forward_nodes
 from autopar.passes.pipeline.cuts.gathers import gathered_by_stage
 from autopar.passes.pipeline.cuts.late import gathered_late
 from autopar.passes.pipeline.cuts.manual import manual
 from autopar.passes.pipeline.cuts.rematerialized import kept_across
 from autopar.passes.pipeline.cuts.sums import sums_by_stage, with_reductions, with_steps_of_terms
-from autopar.passes.pipeline.cuts.when import Times, times_of
+from autopar.passes.pipeline.cuts.when import NodeTimes, times_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +66,11 @@ def _assign(program: Program, plan: Plan, places: Places) -> Staged:
     return Staged(program, forward, place_backward(program, times, forward, len(places.ranks)))
 
 
-def _cut(program: Program, times: Times, plan: Plan, places: Places) -> Stages:
+def _cut(program: Program, times: NodeTimes, plan: Plan, places: Places) -> Stages:
     options, fixed = plan.options, plan.fixed
     if options.stages is not None:
         return manual(program, times, options.stages)
-    limits = Limits(places.in_flight, options.stage_memory, fixed.owners, fixed.machine, plan.mesh)
+    limits = StageLimits(places.in_flight, options.stage_memory, fixed.owners, fixed.machine, plan.mesh)
     return cut(program, times, len(places.ranks), limits)
 
 
@@ -93,6 +93,6 @@ def _accumulate_per_stage(staged: Staged, plan: Plan) -> Staged:
     return staged.moved_to(*sums_by_stage(staged.program, times, staged.all))
 
 
-def times_in(program: Program, plan: Plan) -> Times:
+def times_in(program: Program, plan: Plan) -> NodeTimes:
     regathered = plan.zero_axes if plan.gathers_again else ()
     return times_of(program, plan.parts, regathered, sized=bool(plan.slice_lengths))

@@ -10,17 +10,17 @@ from autopar.ir.program import Program, is_getitem, record
 from autopar.passes.costs.node_costs import local_bytes
 from autopar.passes.pipeline.cuts.cut import Stages
 from autopar.passes.pipeline.cuts.rematerialized import originals
-from autopar.passes.pipeline.cuts.when import CARRIES, EARLIER, Times, When
+from autopar.passes.pipeline.cuts.when import CARRIES, EARLIER, NodeTimes, When
 
 Everywhere = None  # the stages of a value that any stage can compute
 
 
-def backward_nodes(program: Program, times: Times) -> list[fx.Node]:
+def backward_nodes(program: Program, times: NodeTimes) -> list[fx.Node]:
     """The backward nodes of a micro-batch that need parameters, in the order of the program."""
     return [node for node in program.calls() if times.of[node] is When.BODY and record(node).is_backward]
 
 
-def place_backward(program: Program, times: Times, stages: Stages, count: int) -> Stages:
+def place_backward(program: Program, times: NodeTimes, stages: Stages, count: int) -> Stages:
     """The stage of every backward node: the last one, not behind the gradients that it needs, which has the forward
     values and the parameters that it needs. So a call's gradient is computed where the call is. What needs neither
     goes where less is sent.
@@ -105,7 +105,7 @@ def _lower(
         found[node] = stage
 
 
-def _present(program: Program, times: Times, stages: Stages) -> dict[fx.Node, frozenset[int]]:
+def _present(program: Program, times: NodeTimes, stages: Stages) -> dict[fx.Node, frozenset[int]]:
     """The stages that have a value after the forward pass: where it is made and where it is used."""
     found: dict[fx.Node, frozenset[int]] = {}
     for node in reversed(program.nodes):
@@ -121,7 +121,7 @@ def _present(program: Program, times: Times, stages: Stages) -> dict[fx.Node, fr
     return found
 
 
-def _goes_along(node: fx.Node, times: Times) -> bool:
+def _goes_along(node: fx.Node, times: NodeTimes) -> bool:
     """True for what is made of parameters alone, or of nothing: any stage that has them can make it."""
     return node in times.renewed or times.of[node] is When.INVARIANT
 

@@ -18,7 +18,7 @@ from autopar.ir.program import Program, is_getitem, record
 from autopar.machines import Machine, named
 from autopar.passes.costs.node_costs import by_origin, node_times
 from autopar.passes.pipeline.cuts.terms import paths_to_terms, start_of, sums_of
-from autopar.passes.pipeline.cuts.when import Times, When
+from autopar.passes.pipeline.cuts.when import NodeTimes, When
 
 Stages = dict[fx.Node, int]
 AWAY_US = 1e6  # for a parameter that is used on another stage than the one that keeps it: only if nothing else is left
@@ -26,7 +26,7 @@ STATE = 4  # a parameter, its gradient and Adam's two moments
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class StageLimits:
     """memory: bytes that a stage may hold, None if it does not matter. in_flight: of each stage, the micro-batches
     whose activations it holds at once. owners: the stages of parameters that have one already, by name. machine, mesh:
     whose times count, and where its ranks lie."""
@@ -38,19 +38,19 @@ class Limits:
     mesh: Mesh = Mesh(())
 
 
-def forward_nodes(program: Program, times: Times) -> list[fx.Node]:
+def forward_nodes(program: Program, times: NodeTimes) -> list[fx.Node]:
     """What stages are made of, in the order of the program."""
     return [node for node in program.calls() if times.of[node] is When.BODY and record(node).phase == "forward"]
 
 
-def cut(program: Program, times: Times, stages: int, limits: Limits) -> Stages:
+def cut(program: Program, times: NodeTimes, stages: int, limits: StageLimits) -> Stages:
     """The stage of every forward node: pieces of the program's order, such that the slowest stage, with the transfers
     over its two borders, is as fast as can be; among those, with the others as even as can be.
 
     A stage costs its forward calls, the backward calls of the same source lines, and what crosses its borders both
     ways. Raises LayoutError if there are more stages than places to cut, or if no cut keeps to the memory.
     """
-    line = Line(program, times, limits)
+    line = ForwardLine(program, times, limits)
     if len(line.places) - 1 < stages:
         raise LayoutError(
             f"{stages} stages need {stages - 1} cuts, but the forward pass has only {len(line.places) - 2} places to "
@@ -67,11 +67,11 @@ def cut(program: Program, times: Times, stages: int, limits: Limits) -> Stages:
     return line.stages(borders)
 
 
-class Line:
+class ForwardLine:
     """The forward pass as a line, with prefix sums at each place where it may be cut. firsts: of each parameter its
     name and the number of the forward node that needs it first."""
 
-    def __init__(self, program: Program, times: Times, limits: Limits) -> None:
+    def __init__(self, program: Program, times: NodeTimes, limits: StageLimits) -> None:
         self.nodes = forward_nodes(program, times)
         self.limits = limits
         machine = limits.machine
@@ -106,7 +106,7 @@ class Line:
         return np.array([time / shares[key] * backward.get(key, 0.0) if shares[key] else 0.0 for key, time in lines])
 
     def _far_ends(
-        self, program: Program, times: Times, cost: Mapping[fx.Node, float], position: Mapping[fx.Node, int]
+        self, program: Program, times: NodeTimes, cost: Mapping[fx.Node, float], position: Mapping[fx.Node, int]
     ) -> np.ndarray:
         """The time of what the last of several uses of a weight has done for itself, on a stage of its own: a gather,
         and what happens to its gradient before that is added to the others."""

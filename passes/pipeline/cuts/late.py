@@ -5,12 +5,12 @@ from __future__ import annotations
 from torch import fx
 
 from autopar.ir.program import Builder, Program, record, set_record
-from autopar.passes.pipeline.cuts.when import Times, When
+from autopar.passes.pipeline.cuts.when import NodeTimes, When
 
 MADE_BY = "stages"
 
 
-def gathered_late(program: Program, times: Times) -> Program:
+def gathered_late(program: Program, times: NodeTimes) -> Program:
     """A penalty on the parameters is added to the loss when all micro-batches are done, and a buffer that is made of
     parameters leaves then: for these the parameters are gathered once more, behind the micro-batches.
 
@@ -41,7 +41,7 @@ def gathered_late(program: Program, times: Times) -> Program:
     return build.rewrite(program, put)
 
 
-def _read_early(program: Program, times: Times) -> set[fx.Node]:
+def _read_early(program: Program, times: NodeTimes) -> set[fx.Node]:
     """Those of the late values that micro-batches read too, by themselves or by way of one another."""
     found: set[fx.Node] = set()
     for node in reversed(program.nodes):
@@ -50,7 +50,7 @@ def _read_early(program: Program, times: Times) -> set[fx.Node]:
     return found
 
 
-def _is_early(user: fx.Node, times: Times, found: set[fx.Node]) -> bool:
+def _is_early(user: fx.Node, times: NodeTimes, found: set[fx.Node]) -> bool:
     if user in times.late:
         return user in found
     return user.op != "output" and times.of[user] is not When.AFTER

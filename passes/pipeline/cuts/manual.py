@@ -10,10 +10,10 @@ from autopar.errors import LayoutError
 from autopar.ir.modules import in_module, module_paths, nearest, spelled_out
 from autopar.ir.program import Program, is_getitem, record
 from autopar.passes.pipeline.cuts.cut import Stages, forward_nodes
-from autopar.passes.pipeline.cuts.when import Times
+from autopar.passes.pipeline.cuts.when import NodeTimes
 
 
-def manual(program: Program, times: Times, stages: Sequence[str]) -> Stages:
+def manual(program: Program, times: NodeTimes, stages: Sequence[str]) -> Stages:
     """The stage of every forward node, from `["embed, blocks.0-3", "blocks.4-7, norm, head"]`.
 
     An entry holds module paths with commas between them; `blocks.0-3` is four of them and `*` stands for anything.

@@ -13,7 +13,7 @@ from autopar.ir.pipeline import Join, Reduction
 from autopar.ir.program import Builder, Program, Record, record
 from autopar.passes.pipeline.cuts.cut import Stages
 from autopar.passes.pipeline.cuts.terms import ADD, is_sum, paths_to_terms, start_of, steps_behind, sums_of, terms_of
-from autopar.passes.pipeline.cuts.when import Times, When, is_join, times_of
+from autopar.passes.pipeline.cuts.when import NodeTimes, When, is_join, times_of
 
 
 def reduction_of(node: fx.Node) -> Reduction:
@@ -68,7 +68,9 @@ def with_reductions(program: Program) -> Program:
     return build.rewrite(program, put)
 
 
-def sums_by_stage(program: Program, times: Times, stages: Stages) -> tuple[Program, Mapping[fx.Node, fx.Node], Stages]:
+def sums_by_stage(
+    program: Program, times: NodeTimes, stages: Stages
+) -> tuple[Program, Mapping[fx.Node, fx.Node], Stages]:
     """Where stages add to one another what micro-batches add up to, the micro-batches come first; with the new node of
     each old one, and the stages of those that stand for no old one. The gradient of a weight that two stages use:
 
@@ -132,7 +134,7 @@ def sums_by_stage(program: Program, times: Times, stages: Stages) -> tuple[Progr
     return found, build.value, placed
 
 
-def with_steps_of_terms(times: Times, stages: Stages) -> Stages:
+def with_steps_of_terms(times: NodeTimes, stages: Stages) -> Stages:
     """The stages, with what happens to each term of a sum over micro-batches and stages (a cast) where the term is
     made: it is added up there and leaves once a step, and the fewer bytes of what a cast widens would for every
     micro-batch."""

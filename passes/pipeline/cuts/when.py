@@ -33,7 +33,7 @@ class When(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
+class NodeTimes:
     """The time of every node.
 
     reductions: the nodes that take the parts of all micro-batches together. renewed: values of parameters alone,
@@ -48,7 +48,7 @@ class Times:
 
 def times_of(
     program: Program, microbatches: int, regathered: Collection[str] = (), *, both: bool = False, sized: bool = False
-) -> Times:
+) -> NodeTimes:
     """Sort the nodes of a LOCAL program by time; its layouts name the axis of micro-batches, if there are several.
 
     regathered: the axes over which each micro-batch gathers parameters anew (ZeRO-3); none: once for all of them. both:
@@ -117,7 +117,7 @@ def times_of(
     leaving = made_among([node for node in program.results if node is not None], renewed)
     if not both and _only_late(leaving, of):
         of.update(dict.fromkeys(leaving, When.AFTER))
-    return Times(of, frozenset(reductions), frozenset(renewed), frozenset(late | leaving))
+    return NodeTimes(of, frozenset(reductions), frozenset(renewed), frozenset(late | leaving))
 
 
 def _only_late(nodes: set[fx.Node], of: dict[fx.Node, When]) -> bool:

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.passes.search.solver.problem import nearest
-from autopar.passes.search.solver.programme import Found, Programme
+from autopar.passes.search.solver.programme import Programme, ProgrammeSolution
 
 CUT = -1  # the part of a row whose variables lie in several parts
 NONE = np.array([], dtype=int)
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ProgrammePart:
     """Some items of a programme as one of their own.
 
     columns: the variables of the whole that it holds. cost: what it costs in the solution of the whole.
@@ -25,11 +25,11 @@ class Part:
     columns: np.ndarray
     cost: float
 
-    def relax(self, closed: Collection[int]) -> Found | None:
+    def relax(self, closed: Collection[int]) -> ProgrammeSolution | None:
         """The optimum of its relaxation; `closed` are variables of the whole."""
         return self.programme.relax(self._inside(closed))
 
-    def solve(self, closed: Collection[int]) -> Found | None:
+    def solve(self, closed: Collection[int]) -> ProgrammeSolution | None:
         """Its optimum; `closed` are variables of the whole."""
         return self.programme.solve(self._inside(closed))
 
@@ -41,9 +41,9 @@ def parts_of(
     whole: Programme,
     owner: np.ndarray,
     neighbours: Sequence[Sequence[int]],
-    found: Found | None,
+    found: ProgrammeSolution | None,
     seeds: Sequence[Collection[int]],
-) -> list[Part]:
+) -> list[ProgrammePart]:
     """Cut a programme into the items nearest to each of some seeds.
 
     A row whose variables lie in several parts is dropped and charged for at its price in `found` (Lagrange). What is
@@ -51,7 +51,7 @@ def parts_of(
     variables closed that were closed in `found`, they add up to its cost. Without `found` nothing has a price.
     """
     if found is None:
-        found = Found(np.zeros(len(whole.costs)), 0.0, 0.0, np.zeros(len(whole.low)))
+        found = ProgrammeSolution(np.zeros(len(whole.costs)), 0.0, 0.0, np.zeros(len(whole.low)))
     nearest_ = np.array(nearest(neighbours, seeds))
     of_variable = nearest_[owner]
     entries = whole.matrix.tocoo()
@@ -63,8 +63,8 @@ def parts_of(
 
 
 def _part(
-    whole: Programme, found: Found, k: int, of_item: np.ndarray, of_variable: np.ndarray, of_row: np.ndarray
-) -> Part:
+    whole: Programme, found: ProgrammeSolution, k: int, of_item: np.ndarray, of_variable: np.ndarray, of_row: np.ndarray
+) -> ProgrammePart:
     rows, columns = np.flatnonzero(of_row == k), np.flatnonzero(of_variable == k)
     number = np.full(len(whole.costs), -1)
     number[columns] = np.arange(len(columns))
@@ -73,4 +73,4 @@ def _part(
     deciding = frozenset(item for item in whole.deciding if of_item[item] == k)
     matrix = whole.matrix[rows][:, columns]
     programme = Programme(matrix, whole.low[rows], whole.high[rows], costs, chosen, deciding)
-    return Part(programme, columns, float(costs @ found.shares[columns]))
+    return ProgrammePart(programme, columns, float(costs @ found.shares[columns]))

@@ -34,7 +34,7 @@ MOST, PIECE = 300, 100
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ProgrammeSolution:
     """A solution of a programme: the shares of its variables, and the cost as HiGHS sees it. bound: none costs less.
     prices: of a relaxation, what the cost would grow by for each unit on the right of a row.
 
@@ -61,7 +61,7 @@ class Programme:
     chosen: list[np.ndarray]
     deciding: frozenset[int]
 
-    def relax(self, closed: Collection[int] = ()) -> Found | None:
+    def relax(self, closed: Collection[int] = ()) -> ProgrammeSolution | None:
         """The optimum of the linear relaxation."""
         equal, at_most = np.flatnonzero(self.low == self.high), np.flatnonzero(self.low != self.high)
         result = linprog(
@@ -78,9 +78,9 @@ class Programme:
             return None
         prices = np.zeros(len(self.low))
         prices[equal], prices[at_most] = result.eqlin.marginals, result.ineqlin.marginals
-        return Found(result.x, float(result.fun), float(result.fun), prices)
+        return ProgrammeSolution(result.x, float(result.fun), float(result.fun), prices)
 
-    def solve(self, closed: Collection[int] = ()) -> Found | None:
+    def solve(self, closed: Collection[int] = ()) -> ProgrammeSolution | None:
         """The optimum: whole in what decides at first, then also in what comes out divided.
 
         Once that would be more than MOST variables, what was whole stays as it came out, and the plan may cost more
@@ -107,7 +107,7 @@ class Programme:
         """The number of their variables."""
         return sum(len(self.chosen[item]) for item in items)
 
-    def divided(self, found: Found) -> set[int]:
+    def divided(self, found: ProgrammeSolution) -> set[int]:
         """The items of which a solution takes several strategies in part."""
         return {i for i, own in enumerate(self.chosen) if len(own) and found.shares[own].max() < WHOLE}
 
@@ -117,16 +117,16 @@ class Programme:
         broken = (sums < self.low - (1 - WHOLE)) | (sums > self.high + (1 - WHOLE))
         return np.unique(self.matrix[np.flatnonzero(broken)].indices)
 
-    def preferred(self, item: int, found: Found) -> int:
+    def preferred(self, item: int, found: ProgrammeSolution) -> int:
         """The variable of the strategy of which a solution takes most; of equal ones the first."""
         own = self.chosen[item]
         return int(own[np.argmax(found.shares[own].round(6))])  # whatever the last digits
 
-    def choice(self, found: Found) -> list[int]:
+    def choice(self, found: ProgrammeSolution) -> list[int]:
         """The strategy of each item in a solution that divides none."""
         return [int(np.argmax(found.shares[variables])) for variables in self.chosen]
 
-    def _milp(self, whole: Collection[int], closed: Collection[int]) -> Found | None:
+    def _milp(self, whole: Collection[int], closed: Collection[int]) -> ProgrammeSolution | None:
         """The optimum among those that divide none of the items in `whole`."""
         integrality = np.zeros(len(self.costs))
         for item in whole:
@@ -141,7 +141,7 @@ class Programme:
         assert result.status in (OPTIMAL, INFEASIBLE), result.message
         if result.x is None:
             return None
-        return Found(result.x, float(result.fun), float(result.fun), np.zeros(len(self.low)))
+        return ProgrammeSolution(result.x, float(result.fun), float(result.fun), np.zeros(len(self.low)))
 
     def _highest(self, closed: Collection[int]) -> np.ndarray:
         highest = np.ones(len(self.costs))

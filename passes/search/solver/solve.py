@@ -23,9 +23,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.passes.search.solver.parts import Part, parts_of
+from autopar.passes.search.solver.parts import ProgrammePart, parts_of
 from autopar.passes.search.solver.problem import Problem, connected, within
-from autopar.passes.search.solver.programme import WHOLE, Found, programme_of
+from autopar.passes.search.solver.programme import WHOLE, ProgrammeSolution, programme_of
 
 EQUAL = 1e-6  # costs that differ by no more are the same: HiGHS's absolute gap
 REACHES = 2, 8  # how far around a misfit strategies are chosen again
@@ -82,12 +82,12 @@ class _Search:
         self.shared = problem.shared
         self.programme, self.owner = programme_of(problem)
         self.neighbours = problem.neighbours()
-        self.best: Found | None = None
+        self.best: ProgrammeSolution | None = None
         self.missed, self.visited = np.inf, 0
         self.order = itertools.count()
         self.nodes: list[tuple[float, int, _Node]] = []
 
-    def run(self) -> Found | None:
+    def run(self) -> ProgrammeSolution | None:
         """The optimum, or the best plan once the search has seen enough."""
         self._push(_Node(-np.inf, frozenset(), self._first_guess()))
         while self.nodes and not self._is_worse(self.nodes[0][0]) and not self._has_seen(2 - (self.best is not None)):
@@ -96,7 +96,7 @@ class _Search:
             self._dive(node)
         return self.best
 
-    def above(self, best: Found) -> float:
+    def above(self, best: ProgrammeSolution) -> float:
         """By which share of its cost a plan may lie above what was not looked at."""
         least = min([self.missed, *(bound for bound, _, _ in self.nodes[:1])])
         return max(best.cost - EQUAL - least, 0.0) / best.cost if best.cost else 0.0
@@ -116,7 +116,7 @@ class _Search:
         own = (self.programme.chosen[item].tolist() for item in taken)
         return closed.union(*own).difference(set(taken.values()) - closed)
 
-    def _parts(self, found: Found | None, seeds: Sequence[Collection[int]]) -> list[Part]:
+    def _parts(self, found: ProgrammeSolution | None, seeds: Sequence[Collection[int]]) -> list[ProgrammePart]:
         return parts_of(self.programme, self.owner, self.neighbours, found, seeds) if seeds else []
 
     def _first_guess(self) -> Taken:
@@ -146,7 +146,7 @@ class _Search:
             bound = self._finish(closed, relaxed, parts[len(taken) :])
         self._leave(node, taken, bound, others)
 
-    def _take(self, node: _Node) -> tuple[Taken, Found | None]:
+    def _take(self, node: _Node) -> tuple[Taken, ProgrammeSolution | None]:
         """Take what was guessed, and while a relaxation divides a shared item, what it prefers."""
         taken = dict(node.guess)
         relaxed = self.programme.relax(self._with(node.closed, taken))
@@ -165,7 +165,7 @@ class _Search:
             taken, relaxed = more, found
         return taken, relaxed
 
-    def _finish(self, closed: Closed, relaxed: Found, groups: list[Part]) -> float:
+    def _finish(self, closed: Closed, relaxed: ProgrammeSolution, groups: list[ProgrammePart]) -> float:
         """Make a relaxation whole where it is divided, each group alone. Gives the sum of the parts."""
         if self._is_worse(relaxed.cost):
             return relaxed.cost
@@ -190,7 +190,7 @@ class _Search:
             self.missed = min(self.missed, least)
         return bound
 
-    def _join(self, closed: Closed, shares: np.ndarray, bound: float) -> Found | None:
+    def _join(self, closed: Closed, shares: np.ndarray, bound: float) -> ProgrammeSolution | None:
         """Groups that were solved alone as one plan that costs no more, if there is one with other strategies only near
         the rows that do not fit."""
         items = set(self.owner[self.programme.misfits(shares)].tolist())
@@ -215,7 +215,7 @@ class _Search:
                 self._push(_Node(max(node.bound, least), closed | {taken[other.item]}, guess))
 
 
-def _other(item: int, part: Part, closed: Collection[int]) -> _Other:
+def _other(item: int, part: ProgrammePart, closed: Collection[int]) -> _Other:
     """A shared item where some variables are closed, by the part around it."""
     found = part.relax(closed)
     if found is None:

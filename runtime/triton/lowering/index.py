@@ -17,7 +17,7 @@ ROW, COLUMN = "row", "column"
 class Digit:
     """(base // div) % size; base // div if size is None, which no number bounds."""
 
-    base: str | Form
+    base: str | IndexForm
     div: int = 1
     size: int | None = None
 
@@ -30,25 +30,25 @@ class Digit:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class IndexForm:
     """const + the sum of factor * digit. Terms are in an order of their own, each digit once."""
 
     terms: tuple[tuple[Digit, int], ...] = ()
     const: int = 0
 
-    def __add__(self, other: Form | int) -> Form:
+    def __add__(self, other: IndexForm | int) -> IndexForm:
         if isinstance(other, int):
             return replace(self, const=self.const + other)
         return _joined([*self.terms, *other.terms], self.const + other.const)
 
-    def __mul__(self, factor: int) -> Form:
-        return Form(tuple((d, f * factor) for d, f in self.terms) if factor else (), self.const * factor)
+    def __mul__(self, factor: int) -> IndexForm:
+        return IndexForm(tuple((d, f * factor) for d, f in self.terms) if factor else (), self.const * factor)
 
     def reads(self, base: str) -> bool:
         """True if it depends on the row, or on the column."""
-        return any(d.base == base or (isinstance(d.base, Form) and d.base.reads(base)) for d, _ in self.terms)
+        return any(d.base == base or (isinstance(d.base, IndexForm) and d.base.reads(base)) for d, _ in self.terms)
 
-    def split(self, size: int) -> tuple[Form, Form]:
+    def split(self, size: int) -> tuple[IndexForm, IndexForm]:
         """(self // size, self % size)"""
         if size == 1:
             return self, ZERO
@@ -60,7 +60,7 @@ class Form:
         above, rest = divmod(self.const, size)
         if _most(low) + rest < size and all(f > 0 for _, f in low):
             return _joined(high, above), _joined(low, rest)
-        return Form(((Digit(self, size), 1),)), Form(((Digit(self, 1, size), 1),))
+        return IndexForm(((Digit(self, size), 1),)), IndexForm(((Digit(self, 1, size), 1),))
 
     def text(self, width: int) -> str:
         """In Python, as a sum."""
@@ -70,18 +70,18 @@ class Form:
         return " + ".join(parts).replace("+ -", "- ")
 
 
-ZERO = Form()
+ZERO = IndexForm()
 
 
-def row() -> Form:
-    return Form(((Digit(ROW), 1),))
+def row() -> IndexForm:
+    return IndexForm(((Digit(ROW), 1),))
 
 
-def column(width: int) -> Form:
-    return Form(((Digit(COLUMN, 1, width), 1),)) if width > 1 else ZERO
+def column(width: int) -> IndexForm:
+    return IndexForm(((Digit(COLUMN, 1, width), 1),)) if width > 1 else ZERO
 
 
-def flat(index: Sequence[Form], strides: Sequence[int]) -> Form:
+def flat(index: Sequence[IndexForm], strides: Sequence[int]) -> IndexForm:
     """The sum of places times strides."""
     total = ZERO
     for place, stride in zip(index, strides, strict=True):
@@ -89,7 +89,7 @@ def flat(index: Sequence[Form], strides: Sequence[int]) -> Form:
     return total
 
 
-def places(flat_place: Form, shape: Sequence[int]) -> tuple[Form, ...]:
+def places(flat_place: IndexForm, shape: Sequence[int]) -> tuple[IndexForm, ...]:
     """The places along the dims of a contiguous shape. The outermost is bounded by nothing: that of the rows."""
     found, rest = [], flat_place
     outermost = next((d for d, size in enumerate(shape) if size != 1), 0)
@@ -136,7 +136,7 @@ def _split_term(digit: Digit, factor: int, size: int) -> tuple[list[tuple[Digit,
     return [(Digit(digit.base, digit.div * step, above), 1)], [(Digit(digit.base, digit.div, step), factor)]
 
 
-def _joined(terms: Iterable[tuple[Digit, int]], const: int) -> Form:
+def _joined(terms: Iterable[tuple[Digit, int]], const: int) -> IndexForm:
     """Equal digits added up, and neighbouring digits of a base joined to one."""
     factors: dict[Digit, int] = {}
     for digit, factor in terms:
@@ -148,7 +148,7 @@ def _joined(terms: Iterable[tuple[Digit, int]], const: int) -> Form:
         del found[high]
         joined = Digit(low.base, low.div, None if high.size is None or low.size is None else low.size * high.size)
         found[joined] = found.get(joined, 0) + factor
-    return Form(tuple(sorted(found.items(), key=lambda item: (-item[1], repr(item[0])))), const)
+    return IndexForm(tuple(sorted(found.items(), key=lambda item: (-item[1], repr(item[0])))), const)
 
 
 def _neighbours(factors: dict[Digit, int]) -> tuple[Digit, Digit] | None:

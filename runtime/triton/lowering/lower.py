@@ -42,7 +42,7 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
-class Lowered:
+class LoweredGroup:
     """A group in primitive expressions.
 
     operands: the local types of its operands, None for an integer. rows, width: its domain.
@@ -83,7 +83,7 @@ def walk(roots: Sequence[Value]) -> Iterator[Value]:
             stack += [(arg, False) for arg in reversed(value.args)]
 
 
-def lower(fused: Fused, exact: bool = False) -> Lowered:
+def lower(fused: Fused, exact: bool = False) -> LoweredGroup:
     """The group in primitive expressions. exact: every op rounds its result, as eager does. Raises CannotEmit."""
     made: dict[fx.Node, Any] = {}
     for place, node in enumerate(fused.placeholders):
@@ -101,7 +101,7 @@ def lower(fused: Fused, exact: bool = False) -> Lowered:
     )
     operands = tuple(_type_of_operand(node, fused.mesh) for node in fused.placeholders)
     described = tuple(_described(node, fused.mesh) for node in (*fused.placeholders, *fused.results))
-    return Lowered(fused.name, operands, results, rows, width, described)
+    return LoweredGroup(fused.name, operands, results, rows, width, described)
 
 
 def _peeled(node: fx.Node) -> tuple[fx.Node, tuple[tuple[int, ...], ...]]:

@@ -10,7 +10,7 @@ import torch
 
 from autopar.ir.ops.ops import op
 from autopar.ir.program import TensorType
-from autopar.runtime.triton.lowering.values import Draw, Linear, Value, point, where, wide
+from autopar.runtime.triton.lowering.values import Draw, LinearForm, Value, point, where, wide
 from autopar.runtime.triton.lowering.view_maps import shaped
 
 Types = Sequence[TensorType]
@@ -31,21 +31,21 @@ def _bits(
 
 def _runs(
     whole: Sequence[int], local: Sequence[int], offsets: Sequence[Any]
-) -> tuple[Linear, list[tuple[int, Linear]]]:
+) -> tuple[LinearForm, list[tuple[int, LinearForm]]]:
     """Where a piece starts in the whole, and the sizes and strides of its elements: as `counter.Runs.of`, which says
     what negative sizes are, for offsets that the rank decides."""
-    start, stride, dims = Linear(), 1, list[tuple[int, Linear]]()
-    apart: Linear | None = None  # two places of the next dim, as the mirrored one behind it has them
+    start, stride, dims = LinearForm(), 1, list[tuple[int, LinearForm]]()
+    apart: LinearForm | None = None  # two places of the next dim, as the mirrored one behind it has them
     for size, part, offset in zip(reversed(whole), reversed(local), reversed(offsets), strict=True):
         stride = stride // -part if part < 0 else stride
-        start += Linear.of(offset) * stride
+        start += LinearForm.of(offset) * stride
         if part > 0 and size < 0:
-            apart = (Linear.of(offset) * -2 + (-2 * size - 1)) * stride
+            apart = (LinearForm.of(offset) * -2 + (-2 * size - 1)) * stride
         elif part > 0 and apart is not None:
-            dims += [(2, apart), (part // 2, Linear(2 * stride))]
+            dims += [(2, apart), (part // 2, LinearForm(2 * stride))]
             apart = None
         elif part > 0:
-            dims.append((part, Linear(stride)))
+            dims.append((part, LinearForm(stride)))
         stride *= abs(size)
     return start, dims[::-1]
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from autopar.runtime.triton.lowering.index import Form
+from autopar.runtime.triton.lowering.index import IndexForm
 
 Shape = tuple[int, ...]
-Index = tuple[Form, ...]
+Index = tuple[IndexForm, ...]
 SHORT = frozenset((torch.float16, torch.bfloat16))
 
 
@@ -85,28 +85,28 @@ class Draw:
     seed: int
     key: int
     stream: int | None
-    start: Linear
-    strides: tuple[Linear, ...]
+    start: LinearForm
+    strides: tuple[LinearForm, ...]
     wide: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Linear:
+class LinearForm:
     """const + the sum of operands (integers that the group is given) times factors."""
 
     const: int = 0
     terms: tuple[tuple[Value, int], ...] = ()
 
     @staticmethod
-    def of(number: int | Value) -> Linear:
-        return Linear(0, ((number, 1),)) if isinstance(number, Value) else Linear(number)
+    def of(number: int | Value) -> LinearForm:
+        return LinearForm(0, ((number, 1),)) if isinstance(number, Value) else LinearForm(number)
 
-    def __add__(self, other: Linear | int) -> Linear:
-        other = Linear(other) if isinstance(other, int) else other
-        return Linear(self.const + other.const, (*self.terms, *other.terms))
+    def __add__(self, other: LinearForm | int) -> LinearForm:
+        other = LinearForm(other) if isinstance(other, int) else other
+        return LinearForm(self.const + other.const, (*self.terms, *other.terms))
 
-    def __mul__(self, factor: int) -> Linear:
-        return Linear(self.const * factor, tuple((operand, each * factor) for operand, each in self.terms))
+    def __mul__(self, factor: int) -> LinearForm:
+        return LinearForm(self.const * factor, tuple((operand, each * factor) for operand, each in self.terms))
 
     def text(self, cast: str = "") -> str:
         """In Python. cast: of the operands, before they are multiplied."""

@@ -15,7 +15,7 @@ _RESERVED = frozenset(("row", "column", "rows", "rows_in", "columns_in", "inside
 
 
 @dataclass(frozen=True, slots=True)
-class Term:
+class TileTerm:
     """An expression of the kernel, and the axes of the tile that it changes along."""
 
     text: str
@@ -23,7 +23,7 @@ class Term:
 
 
 @dataclass(slots=True)
-class Writer:
+class BodyWriter:
     """The text of a kernel's body.
 
     keeps: whether a program keeps what does not change in a loop, if it has columns, rather than read it again.
@@ -33,14 +33,14 @@ class Writer:
     lines: list[tuple[str, str]] = field(default_factory=list)
     _inner: list[tuple[str, str]] = field(default_factory=list)
     _loop: str = ""
-    _known: dict[Any, Term] = field(default_factory=dict)
-    _known_inside: dict[Any, Term] = field(default_factory=dict)
+    _known: dict[Any, TileTerm] = field(default_factory=dict)
+    _known_inside: dict[Any, TileTerm] = field(default_factory=dict)
     _names: Counter[str] = field(default_factory=Counter)
 
-    def find(self, key: Any) -> Term | None:
+    def find(self, key: Any) -> TileTerm | None:
         return self._known.get(key) or self._known_inside.get(key)
 
-    def keep(self, key: Any, term: Term) -> Term:
+    def keep(self, key: Any, term: TileTerm) -> TileTerm:
         """Remember what stands for a value, as long as it is in scope."""
         (self._known_inside if self._is_inside(term.axes) else self._known)[key] = term
         return term
@@ -57,14 +57,14 @@ class Writer:
         is_free = count == 1 and word not in _RESERVED
         return word if is_free else f"{word}_{count}"
 
-    def put(self, word: str, text: str, axes: frozenset[str], comment: str = "") -> Term:
+    def put(self, word: str, text: str, axes: frozenset[str], comment: str = "") -> TileTerm:
         """A line `word = text`, in the loop only if it changes there; what has this text already, if something has."""
         found = self.find(text)
         if found is not None:
             return found
         name = self.name(word)
         self.line(f"{name} = {text}", axes, comment)
-        return self.keep(text, Term(name, axes))
+        return self.keep(text, TileTerm(name, axes))
 
     def line(self, text: str, axes: frozenset[str] = frozenset((ROW, COLUMN)), comment: str = "") -> None:
         if self._is_inside(axes):
