@@ -1,4 +1,4 @@
-"""The passes, in the order in which a program goes through them."""
+"""What happens to a program? The passes, in the order in which it goes through them."""
 
 from __future__ import annotations
 

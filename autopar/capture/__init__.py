@@ -1,4 +1,4 @@
-"""From an nn.Module and a loss to one graph of a training step."""
+"""How does a module, with its loss, become one graph of a training step?"""
 
 from autopar.capture.capture import Captured, LossFn, capture
 from autopar.capture.inputs.batch_dims import dims_of_call

@@ -1,1 +1,1 @@
-"""The command line."""
+"""What does the command line do?"""

@@ -1,1 +1,1 @@
-"""From a captured step to the programs of all ranks."""
+"""How does a captured step become the programs of all ranks?"""

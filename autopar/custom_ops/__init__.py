@@ -1,1 +1,1 @@
-"""Ops of torch.library that a user registers a rule for."""
+"""How may an op of torch.library be split, that a user registers a rule for?"""

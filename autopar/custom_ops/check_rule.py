@@ -201,6 +201,7 @@ def _check(own: OwnRule, trial: OpTrial, pattern: Pattern) -> tuple[dict[str, st
             return f"{cut(trial, splits)}: it raised {_short(error)}"
         return ""
 
+    # Names of size 1 are cut as well: the samples may hide that a larger one cannot be.
     unseen = [name for name in pattern.names() if rule.sizes[name] == 1 and name not in own.replicated]
     found = {name: splits_of(rule, name) for name in (*rule.names(), *unseen)}
     for name, splits in found.items():
@@ -212,6 +213,7 @@ def _check(own: OwnRule, trial: OpTrial, pattern: Pattern) -> tuple[dict[str, st
         text = next(filter(None, (fault([split]) for split in splits)), "")
         if text:
             faults[key] = f"'{key}' is not splittable: {text}"
+    # Two splits at once only where each holds by itself: else the same fault would be told twice.
     if not faults:
         for pair in pair_up([split for splits in found.values() for split in splits]):
             text = fault(pair)

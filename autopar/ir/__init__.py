@@ -1,0 +1,1 @@
+"""What is a program: mesh, layout, plan, options, pipeline, schedule?"""

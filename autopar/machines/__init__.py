@@ -1,4 +1,4 @@
-"""The machines that plans are made for: the cost model, those that are built in, and those of files."""
+"""How long does a call, a collective, a message take on a machine: the one cost model, built-in machines, files?"""
 
 from autopar.machines.files import (
     built_in,

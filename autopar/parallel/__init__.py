@@ -1,1 +1,1 @@
-"""What a user holds: the parallel module, its parameters, and the running of its programs."""
+"""What does a user hold and train?"""

@@ -1,4 +1,4 @@
-"""How long a step takes on a machine that is not here: a simulation of the programs that the compiler emits."""
+"""Which plan is the fastest that fits a machine that is not here?"""
 
 from autopar.planning.price.step_report import StepTime
 from autopar.planning.price.step_time import step_time

@@ -1,1 +1,1 @@
-"""What the compiler did, and why."""
+"""What did the compiler do, and why?"""

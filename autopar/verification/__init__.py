@@ -1,1 +1,1 @@
-"""Parallel programs beside the plain module."""
+"""Does a parallel program give the numbers of the plain module?"""

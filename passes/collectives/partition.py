@@ -92,6 +92,7 @@ class _Partition:
         assert pair is not None, f"{node} has no rule, so it cannot be split"
         rule, row = pair
         layouts = [layout for layout in found.layouts if layout is not None]
+        # Which axes cut which names of the rule, and how large the names are then.
         cuts = cuts_of(rule, found.operands, tuple(layouts), self.mesh)
         sizes = {
             name: size // math.prod(self.mesh[axis] for _, _, axis in cuts.get(name, ()))
@@ -102,6 +103,7 @@ class _Partition:
             shapes = self.sized.shapes(node, shapes)
             cuts = {} if self.sized.is_of_chunks(node) else cuts
             sizes = {name: self.sized.size(size, cuts.get(name, ())) for name, size in sizes.items()}
+        # A rank that has some rows of a table, or of a sequence, has to know which: numbers that differ by rank.
         indexed = [name for name in rule.indexed if name in cuts]
         assert len(indexed) <= 1, (node, indexed)
         halos = halos_of(rule, cuts, self.mesh)
@@ -112,6 +114,7 @@ class _Partition:
             self._position(one, found) for name in rule.positional & cuts.keys() for one in starts_of(readings[name])
         ]
         args, kwargs = local_call(call, row, rule, shapes, sizes, offset, readings, starts)
+        # What the call reads beyond its own rows is fetched, and what it gives beyond them is added where it belongs.
         value = dict(self.build.value) if halos.operands else self.build.value
         for i, edges in halos.operands.items():
             operand = operand_nodes(node)[i]
@@ -120,6 +123,7 @@ class _Partition:
         made.args, made.kwargs = fx.node.map_arg((args, dict(kwargs)), lambda old: value.get(old, old))
         for edges in halos.results.values():
             made = self._summed(made, edges)
+        # A recurrence along a cut dim: the ranks hand their states on, by sums of all before, or in turns.
         if rule.scan and rule.scan[0] in cuts:
             name, reverse = rule.scan
             runs = runs_of(rule.results[0].index((name,)), cuts[name], self.mesh)

@@ -1,4 +1,4 @@
-"""Group calls into fused kernels: `facts`, `fits`, `groups`, `merge`, `again`, `write`, in this order."""
+"""Which calls become one kernel? `facts`, `fits`, `groups`, `merge`, `again`, `write_groups`, in this order."""
 
 from autopar.passes.fuse.fuse import fuse, fused
 

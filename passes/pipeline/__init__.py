@@ -1,4 +1,4 @@
-"""Cut a LOCAL program into stages, order their actions, and prove the order."""
+"""How is a LOCAL program cut into stages, their actions ordered, and the order proven?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixed precision: which op computes in which dtype, and the casts between them."""
+"""Which op computes in which dtype under mixed precision, and where do casts stand?"""
 
 from autopar.passes.precision.precision import precision
 

@@ -1,4 +1,4 @@
-"""recompute: what the forward pass keeps for the backward pass, and what the backward pass computes again."""
+"""What does the forward pass keep for the backward pass, and what does the backward pass compute again?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""reroll: a loop over positions, of which the trace has every step, is one op for each of its lines."""
+"""Which steps of a loop over positions, all in the trace, become one op for each line of the loop?"""
 
 from __future__ import annotations
 

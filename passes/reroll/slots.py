@@ -140,6 +140,7 @@ def components(graph: Mapping[T, Collection[T]]) -> list[list[T]]:
     for root in graph:
         if root in place:
             continue
+        # A stack of our own instead of recursion: a loop of a thousand steps would be deeper than Python allows.
         work = [(root, iter(graph[root]))]
         place[root] = low[root] = len(place)
         stack.append(root)
@@ -151,6 +152,7 @@ def components(graph: Mapping[T, Collection[T]]) -> list[list[T]]:
                 work.pop()
                 if work:
                     low[work[-1][0]] = min(low[work[-1][0]], low[unit])
+                # Nothing below reads something above: all that was pushed since `unit` is one component.
                 if low[unit] == place[unit]:
                     at = next(i for i in range(len(stack) - 1, -1, -1) if stack[i] == unit)
                     found.append(stack[at:])

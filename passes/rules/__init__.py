@@ -1,4 +1,4 @@
-"""The table of op rows: how each op may be split.
+"""How may each op be split? The table of op rows.
 
 `rule_of(call)` finds the rule of a call; an op without a row has `replicated_rule`, and the search reports it.
 """

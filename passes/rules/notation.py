@@ -80,6 +80,7 @@ def instantiate(
         has = f"{len(call.operands)} operands and {len(call.results)} results"
         raise RuleError(f"{call.op}: '{spec}' does not have its {has}")
     shapes = [type_.shape for type_ in types]
+    # `...` stands for as many names as the shape has dims more than the spec.
     expanded = []
     batch: dict[str, None] = {}
     for dims, shape in zip((*parsed.operands, *parsed.results), shapes, strict=True):
@@ -92,7 +93,9 @@ def instantiate(
             raise RuleError(f"{call.op}: '{spec}': '...' of two lengths")
         batch.update(dict.fromkeys(names))
         expanded.append(tensor)
+    # Sizes of the names, of which compound dims (c n) tell only the product.
     known = _solve(expanded, shapes, dict(sizes or {}), batch, f"{call.op}: '{spec}'")
+    # A dim of size 1 is never split: it has no name.
     named = [
         tuple(
             () if size == 1 else dim if len(dim) == 1 else tuple(name for name in dim if known[name] != 1)

@@ -1,4 +1,4 @@
-"""Schedules: what each rank of a pipeline runs, in order.
+"""What does each rank of a pipeline run, in order?
 
 a name, a function or a table -> parse_schedule -> with_transfers -> check_schedule -> the runtime, or simulate
 """

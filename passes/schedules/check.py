@@ -118,11 +118,13 @@ class _Run:
             self.fault(rank, f"this is an action of rank {owner}")
         if done[k]:
             self.fault(rank, "this action is run twice")
+        # Slices of a sequence read what the slice before them left on this stage.
         before = self.flow.carrier(action)
         if before is not None and not done[before.microbatch]:
             carried = ", ".join(f"%{name}" for name in work.carries)
             self.fault(rank, f"it takes over {carried} of the slice that {before} computes, which runs later")
         done[k] = 1
+        # Values of the micro-batch, and those that stand once a step.
         here, step = self.values[rank][k], self.values[rank][ONCE]
         for name in work.reads:
             if not here.get(name):
@@ -134,6 +136,7 @@ class _Run:
             self.put(rank, here, name)
         for name in work.step_writes:
             self.put(rank, step, name)
+        # A sum is there when its last micro-batch was added.
         for name in work.sums:
             self.parts[name] -= 1
             if not self.parts[name]:

@@ -1,0 +1,1 @@
+"""Which layout does every value have?"""

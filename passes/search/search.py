@@ -204,6 +204,7 @@ def _spread(
     attending = [i for i, item in enumerate(classes.items) if of_sequences and item.node.target in ATTENTION]
     while pending or cut or attending:
         if not pending and not cut:
+            # Nothing spreads any more: what attends to a sequence that no split reached is a sequence all the same.
             i = attending.pop(0)
             rule = classes.items[i].rule
             assert rule is not None
@@ -225,6 +226,7 @@ def _spread(
         sizes = dict(rule.sizes)
         tensors = [(value, rule.operands[position]) for position, value in inputs.get(i, ())]
         tensors += [((i, r), dims) for r, dims in enumerate(rule.results)]
+        # First the names of this call that its operands and results are split along,
         new = False
         for value, dims in tensors:
             for split in values.get(value, ()):
@@ -237,6 +239,7 @@ def _spread(
                     new = True
         if not new:
             continue
+        # then all dims of operands and results that have these names: their users are looked at again.
         for value, dims in tensors:
             known = values.setdefault(value, set())
             for name, outers in found[i].items():

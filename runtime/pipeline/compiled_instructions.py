@@ -122,6 +122,7 @@ def _line(
         return name, ONCE if name in steps else action.microbatch
 
     frees = {key(name) for name in instruction.frees}
+    # A message reads what it sends; what dies with a SEND is freed when the message has left.
     if instruction.op != "RUN":
         keys = tuple(key(name) for name in instruction.values)
         dying = frees if instruction.op == "SEND" else set()
@@ -130,6 +131,7 @@ def _line(
     keys = _inputs(program, action.microbatch)
     graph = graphs[_place(pipeline, action)]
     writes = tuple(_write(out.kind, out.name, action, graph.sums) for out in program.outputs)
+    # P begins by counting: the graph C of each micro-batch, side by side, whose sums (tokens, say) P reads.
     count = None
     if action.kind == "P" and (action.stage, "C") in pipeline.graphs:
         counts = [Action(action.stage, "C", microbatch) for microbatch in range(pipeline.microbatches)]

@@ -1,1 +1,1 @@
-"""Triton kernels written from fused groups. Nothing here imports Triton until a kernel is compiled."""
+"""How does a fused group become a Triton kernel? Nothing here imports Triton until a kernel is compiled."""

@@ -108,8 +108,8 @@ if __name__ == "__main__":
         autopar.Job(torch.nn.Linear(4, 4), offload=0)
     except autopar.AutoparError as error:
         assert str(error) == "offload=0: write a number of 1 or more.", error
-    assert commands.Options(offload=7).job(f"{__file__}:job").offload == 7
-    assert commands.Options(offload=7).arguments()[-2:] == ["--offload", "7"]
+    assert commands.CommandOptions(offload=7).job(f"{__file__}:job").offload == 7
+    assert commands.CommandOptions(offload=7).arguments()[-2:] == ["--offload", "7"]
     assert option_texts()["offload"] == "states that lie on the host. A sentence more."
     assert "offload: states that lie on the host." in inspect.getdoc(autopar.StepOptions)
     sys.argv = ["autopar", "verify", "--help"]

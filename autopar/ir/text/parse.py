@@ -163,6 +163,7 @@ class _Reader:
             raise ValueError("a value stands after the returned ones.")
         if name in self.nodes:
             raise ValueError(f"%{name} is defined twice.")
+        # What stands behind `=` says what the value is: a group, a call, an operand of a group's body, or an input.
         if match := self._match(_FUSED):
             node = self._group(name, match[1], json.loads(match[2]))
         elif match := self._match(_TARGET):
@@ -180,6 +181,7 @@ class _Reader:
             self.inputs.append(Input(match[1], tuple(json.loads(s) for s in _STRINGS.findall(match[2]))))
         if node.name != name:
             raise ValueError(f"torch.fx does not take the name %{name}.")
+        # Operands that this call wants in another layout than they have stand in the comment at the line's end.
         known, wants = self._comment(known, name)
         set_record(node, known.with_(operands=_operands(node, known, self.wanted, wants)))
         self.nodes[name] = node

@@ -65,6 +65,7 @@ def _check_one(name: str, parameter: torch.Tensor) -> None:
             f"outside of it."
         )
     keeps = "parallelize makes each parameter parallel in place, so that optimizers and lists that hold it stay right"
+    # Each of these would fail in the middle of the exchange, or leave something behind that acts on a dead object.
     why = fixed_by(parameter)
     if why == "class":
         raise AutoparError(

@@ -1,1 +1,1 @@
-"""Programs saved as readable text."""
+"""How are programs saved as text that a person can read?"""

@@ -119,6 +119,7 @@ def _write(folder: Path, artifact: Artifact) -> None:
         assert artifact.whole is not None
         write_graph(WHOLE, WHOLE, artifact.whole, tuple(range(artifact.mesh.size)))
         write(PIPELINE_FILE, _json(pipeline_json(artifact.pipeline)))
+    # The index comes last and signs all other files, so that a directory cut short is never taken for a whole one.
     index: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,

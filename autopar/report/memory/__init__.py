@@ -1,1 +1,1 @@
-"""What a rank holds in a training step: estimated from its program, and measured."""
+"""What does a rank hold in a training step, estimated from its program, and measured?"""

@@ -1,4 +1,4 @@
-"""The page that `autopar inspect --html` writes: its data, and the files that show them."""
+"""What does the page show that `autopar inspect --html` writes?"""
 
 from autopar.report.page.program_page import page_text
 

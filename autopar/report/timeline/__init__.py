@@ -1,4 +1,4 @@
-"""Timelines of pipelines: simulated ones and measured ones, in the terminal, as SVG and as a page."""
+"""When does each rank of a pipeline do what: simulated, measured, drawn?"""
 
 from autopar.report.timeline.picture import Lane, Picture, TimeBlock, picture
 from autopar.report.timeline.svg import timeline_svg
