@@ -32,7 +32,7 @@ from typing import Any  # noqa: E402
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent / folder) for folder in ("tests/support", "examples")]
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent / folder) for folder in ("", "tests/support", "examples")]
 
 from models import Llama, token_loss  # noqa: E402
 from unlike import UNLIKE, unlike  # noqa: E402
@@ -47,6 +47,7 @@ from autopar.ir.plan import Plan  # noqa: E402
 from autopar.ir.program import Level  # noqa: E402
 from autopar.passes import PASSES, bucket, make_pipeline  # noqa: E402
 from autopar.passes.collectives.check_rules import check_rules  # noqa: E402
+from benchmarks.yardstick import told, yardstick  # noqa: E402
 
 WIDTH, HEADS, KV_HEADS, HIDDEN, VOCABULARY, CONTEXT = 8192, 64, 8, 28672, 128256, 4096
 
@@ -130,7 +131,8 @@ def run(model_name: str, layers: int, batch: int, mesh_text: str, microbatches: 
             compiled.save(folder)
             stages.done("save")
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    print(f"{'total':<16}{usage.ru_utime + usage.ru_stime:7.2f} s CPU, peak RSS {usage.ru_maxrss / 2**20:.2f} GiB")
+    spent = usage.ru_utime + usage.ru_stime
+    print(f"{'total':<16}{told(spent, yardstick())}, peak RSS {usage.ru_maxrss / 2**20:.2f} GiB")
 
 
 def main() -> None:

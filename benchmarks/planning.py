@@ -21,7 +21,7 @@ from pathlib import Path  # noqa: E402
 
 import torch  # noqa: E402
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent / folder) for folder in ("tests/support", "examples")]
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent / folder) for folder in ("", "tests/support", "examples")]
 
 from models import Llama, token_loss  # noqa: E402
 
@@ -29,6 +29,7 @@ from autopar.job import Job  # noqa: E402
 from autopar.machines import named  # noqa: E402
 from autopar.planning.planner import Asked, plan  # noqa: E402
 from autopar.report.plans import planned_text  # noqa: E402
+from benchmarks.yardstick import told, yardstick  # noqa: E402
 
 LENGTH, WORDS = 8192, 128256
 
@@ -64,7 +65,7 @@ def measure(name: str) -> None:
     size = SIZES[name]
     found = plan(size.job(), Asked(size.gpus, size.batch, named("h100-80g"), top=3))
     spent, rss = time.process_time() - START, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(f"Llama-3 {name} on {size.gpus:,}: {spent:.1f} s CPU (goal {size.goal}), {rss / 1e6:.2f} GB")
+    print(f"Llama-3 {name} on {size.gpus:,}: {told(spent, yardstick())}, goal {size.goal}; {rss / 1e6:.2f} GB")
     print(planned_text(found), flush=True)
 
 
