@@ -1,0 +1,55 @@
+"""Plans that are shown were compiled: what they say is what their programs take."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.errors import PlanError
+from autopar.job import Job
+from autopar.machines import named
+from autopar.planning.planner import Asked, Planned, plan
+from autopar.report.emitted import checked
+
+ROWS = 64
+
+
+def planned() -> Planned:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3)))
+    batch = (torch.randn(ROWS, 64), torch.randn(ROWS, 64))
+    return plan(Job(model, loss_fn, batch), Asked(2, ROWS, named("cpu"), top=2))
+
+
+def loss_fn(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (model(x) - y).square().mean()
+
+
+def test_the_first_plan_says_what_its_programs_take() -> None:
+    found = planned()
+    assert not any(each.is_emitted for each in found.found.best)
+    shown = checked(found).found.best
+    assert shown[0].is_emitted and shown[0].total == min(each.total for each in shown)
+    options = shown[0].candidate.options()
+    made = autopar.compile(
+        nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3))), str(shown[0].candidate.mesh),
+        loss_fn=loss_fn, batch=(torch.randn(ROWS, 64), torch.randn(ROWS, 64)), **options,
+    )  # fmt: skip
+    assert made.time("cpu").total == pytest.approx(shown[0].total)
+
+
+def test_what_does_not_fit_as_emitted_is_dropped_and_of_none_that_fits_the_least_is_told() -> None:
+    found = planned()
+    tight = replace(found, asked=replace(found.asked, memory=1000))
+    text = (
+        r"no plan fits in 1 kB a device on 2 devices: 2 that should were compiled, and the least that one takes "
+        r"is [\d.]+ \w+, with .*\. Ask for a smaller batch, more devices, or devices with more memory\."
+    )
+    with pytest.raises(PlanError) as error:
+        checked(tight)
+    assert re.fullmatch(text, str(error.value)), error.value
