@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
+from autopar.errors import AutoparError
 from benchmarks.journeys.actions import action
 from benchmarks.journeys.models import build
 from benchmarks.journeys.side import Side, parallel
@@ -73,8 +74,15 @@ def whole_model_state_of_torch(side: Side, offload: bool) -> dict[str, Tensor]:
     if offload:
         gather = StateDictOptions(full_state_dict=True, broadcast_from_rank0=side.is_parallel)
     state = {name: value.clone() for name, value in state.items()}
+    kept = [(value, value.detach().clone()) for value in (*side.model.parameters(), *side.model.buffers())]
     _disturb(side)
-    set_model_state_dict(side.model, dict(state), options=gather)  # which writes into the dict
+    try:
+        set_model_state_dict(side.model, dict(state), options=gather)  # which writes into the dict
+    except AutoparError:  # of a fused weight, after others were loaded: the journey goes on from where it was
+        with torch.no_grad():
+            for value, before in kept:
+                value.copy_(before)
+        raise
     return {} if offload else state
 
 

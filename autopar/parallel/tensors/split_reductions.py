@@ -71,7 +71,8 @@ class _Row:
 
 
 def _norm(call: SplitCall, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.linalg.vector_norm(part, _order(call), dtype=dtype)
+    wide = None if part.is_complex() else dtype  # torch wants a complex one of complex numbers, whose norm is real
+    return torch.linalg.vector_norm(part, _order(call), dtype=wide)
 
 
 def _norm_of_all(call: SplitCall, parts: torch.Tensor) -> torch.Tensor:
