@@ -83,7 +83,7 @@ def _numbers(rank: int) -> None:
         assert torch.equal(other, p.detach()), text
         other.view(-1)[-1] += 1
         assert not torch.equal(other, p.detach()), (text, "a rank whose part is the same says so, too")
-        z, plain = torch.complex(p.detach(), 2 * p.detach()), torch.complex(w, 2 * w)
+        z, plain = p.detach() * (1 + 2j), w * (1 + 2j)
         for order in (2.0, 1.0, float("inf"), 0.0):
             norms = [torch.linalg.vector_norm(each, order).item() for each in (z, plain)]
             assert norms[0] == pytest.approx(norms[1], rel=1e-12), (text, "complex", order, norms)
