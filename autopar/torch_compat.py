@@ -60,8 +60,7 @@ torch 2.11 to 2.13.
 - `torch.fx._symbolic_trace._is_fx_tracing_flag`: what torch.fx sets while it traces; what `torch.compile` made refuses
   to run then, and would compile itself otherwise.
 - `torch.ops._c10d_functional`: collectives that Inductor knows (in `runtime/compilers/functional.py`); the public
-functions of
-  `torch.distributed._functional_collectives` are as private, and wrap their results in a tensor class.
+  functions of `torch.distributed._functional_collectives` are as private, and wrap their results in a tensor class.
 - `torch.ops.aten._scaled_dot_product_flash_attention_for_cpu`, `_scaled_dot_product_flash_attention` and
   `_scaled_dot_product_efficient_attention`: attention that returns its logsumexp, which the public function hides (in
   `runtime/attention/attention_fused.py`).
