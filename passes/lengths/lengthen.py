@@ -87,9 +87,8 @@ class _Lengthen:
         self.short = record(root).type.shape[self.dim]
         self.longer = self.short + -self.short % size
         self.build = Builder(MADE_BY)
-        self.rows: dict[
-            fx.Node, LongerRows
-        ] = {}  # of each tensor that has more rows; `build.value` is the longer one then
+        # Of each tensor that has more rows; `build.value` is the longer one then.
+        self.rows: dict[fx.Node, LongerRows] = {}
         self.items: dict[fx.Node, tuple[LongerRows | None, ...]] = {}  # of calls with several results
         # Cut or filled up along a dim, for the users of a phase.
         self.made: dict[tuple[fx.Node, int, str], fx.Node] = {}

@@ -55,11 +55,8 @@ def reslice(program: Program, plan: Plan) -> Program:
     lengths = lengths_in(program, alone)
     instead: dict[fx.Node, tuple[Any, ...]] = {}
     for node in program.calls():
-        if (
-            node in alone
-            or not record(node).is_tensor
-            or node.target in (aten.slice.Tensor, aten.slice_backward.default)
-        ):
+        is_slice = node.target in (aten.slice.Tensor, aten.slice_backward.default)
+        if is_slice or node in alone or not record(node).is_tensor:
             continue
         if record(node).is_backward:
             rows, shape = _put_back(node, known), list(record(node).type.shape)

@@ -32,9 +32,8 @@ class Puller:
         self.is_padded = tile.columns * tile.across != self.width or (tile.is_looped and self.width % tile.columns > 0)
         self.home = row() * self.width + column(self.width)  # the flat place of an element of the domain
         self.is_looped = tile.is_looped
-        self._reads: dict[
-            int, set[tuple[IndexForm, bool]]
-        ] = {}  # of each operand, where it is read, and if behind a guard
+        # Of each operand, where it is read, and if behind a guard.
+        self._reads: dict[int, set[tuple[IndexForm, bool]]] = {}
 
     def at_home(self, value: Value) -> TileTerm:
         """A value with an element for each of the domain, where that is."""

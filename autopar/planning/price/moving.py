@@ -58,9 +58,8 @@ class Moving:
     buckets: Buckets[ParameterPlace] | None = None
     sums: Mapping[ParameterPlace, Sum[ParameterPlace]] = field(default_factory=dict)
     ends: dict[Hashable, float] = field(default_factory=dict)
-    held: dict[ParameterPlace, float] = field(
-        default_factory=dict
-    )  # bytes of what was read, or gathered, and has a use left
+    # bytes of what was read, or gathered, and has a use left
+    held: dict[ParameterPlace, float] = field(default_factory=dict)
     whole: dict[Hashable, float] = field(default_factory=dict)  # bytes of what is on its way
     lies_in: dict[ParameterPlace, float] = field(default_factory=dict)  # bytes, of gradients that did not move yet
     level: float = 0.0
@@ -107,9 +106,8 @@ class Moving:
                     self._hold(place, read.bytes_)
             self._mark(step.most)
             given = [place_of(road.kind, number, each.own) for each in step.events.gives]
-            if is_whole or any(
-                place in self.sums for place in given
-            ):  # else the last call adds to a gradient that is there
+            is_summed = any(place in self.sums for place in given)
+            if is_whole or is_summed:  # else the last call adds to a gradient that is there
                 self._mark(step.last + sum(each.bytes_ for each in step.events.gives if not each.holds))
             self.level += step.left
             if step.launched or step.busy:
