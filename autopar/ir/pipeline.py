@@ -8,7 +8,7 @@ from typing import Any
 
 from autopar.ir.mesh import Mesh, axes_of_group, time_mesh
 from autopar.ir.program import Program
-from autopar.ir.schedule import KINDS, Action, Costs, Flow, Instruction
+from autopar.ir.schedule import KINDS, ONCE_KINDS, Action, Costs, Flow, Instruction
 
 
 def graph_name(place: int, kind: str, length: int = 0) -> str:
@@ -117,7 +117,7 @@ class Pipeline:
 
     def times_of(self, key: tuple[int, str], length: int = 0) -> int:
         """How often a graph runs in a step. length: of the slices that it is for; 0 for those of the first one."""
-        if key[1] in "PE":
+        if key[1] in ONCE_KINDS:
             return 1
         lengths = self.flow.lengths or (0,)
         return self.microbatches // len(lengths) * lengths.count(length or lengths[0])

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from autopar.errors import ScheduleError
+from torch import fx
+
+from autopar.errors import CoupledError, ScheduleError
 from autopar.ir.check.check_levels import verify_pipeline
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.plan import Plan
-from autopar.ir.program import Program
+from autopar.ir.program import Program, record
 from autopar.passes.fuse import fuse
 from autopar.passes.overlap.bucket import bucket
 from autopar.passes.overlap.decompose import decompose
 from autopar.passes.overlap.overlap import overlap
 from autopar.passes.overlap.prefetch import prefetch
 from autopar.passes.pipeline.cuts.action_graphs import Key, Places
+from autopar.passes.pipeline.cuts.assign import times_in
 from autopar.passes.pipeline.stages import split_into_stages
 from autopar.passes.pipeline.with_lengths import slice_lengths, with_lengths
 from autopar.passes.schedules import Schedule, check_schedule, forward_only, in_flight, parse_schedule, with_transfers
@@ -88,11 +91,18 @@ def make_pipeline(program: Program, plan: Plan, explicit: Program | None = None)
         )
     places = Places(schedule.ranks, bool(schedule.kinds & {"I", "W"}), _held(schedule))
     pipeline = split_into_stages(program, plan, places)
+    waits = pipeline.flow.waits_for_all()
+    if waits:
+        _check_middle(pipeline, plan, program)
+    if waits and not _all_forward_first(schedule):
+        if wanted != "1f1b":
+            raise ScheduleError(_no_way(schedule, times_in(program, plan).coupling))
+        return make_pipeline(program, replace(plan, options=replace(plan.options, schedule="gpipe")), explicit)
 
     def lists_of(pipeline: Pipeline) -> Lists:
         # once more, now that the times are known
         orders = parse_schedule(wanted, ranks, plan.parts, stages, pipeline.costs, plan.slices).orders
-        orders = orders if trains else forward_only(orders)
+        orders = orders if trains or waits else forward_only(orders)
         # posted early, a receive goes on beside the graph before it; Gloo moves nothing that nobody has asked for
         return with_transfers(orders, pipeline.flow, pipeline.costs, prefetch=True)
 
@@ -121,6 +131,38 @@ def _rewritten(pipeline: Pipeline, plan: Plan) -> Pipeline:
 
     sized = {length: rewritten(graphs) for length, graphs in pipeline.sized.items()}
     return pipeline.with_(graphs=rewritten(pipeline.graphs), sized=sized)
+
+
+def _check_middle(pipeline: Pipeline, plan: Plan, program: Program) -> None:
+    """Raise CoupledError if layers of the model would be computed of the whole batch, between the passes."""
+    middle = pipeline.graphs.get((pipeline.flow.ranks[-1], "M"))
+    weights = set() if middle is None else made_of_parameters(middle)
+    if middle is not None and any(
+        record(node).flops and not weights.isdisjoint(node.all_input_nodes) for node in middle.calls()
+    ):
+        raise CoupledError(times_in(program, plan).coupling)
+
+
+def made_of_parameters(program: Program) -> set[fx.Node]:
+    """What is a parameter, or is read off parameters alone, in a graph."""
+    found = {node for node, entry in program.entries if entry.kind == "parameter"}
+    for node in program.calls():
+        if node.all_input_nodes and found.issuperset(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _all_forward_first(schedule: Schedule) -> bool:
+    """True if each rank lets all micro-batches come forward before the first goes back."""
+    orders = ("".join("F" if action.kind == "F" else "B" for action in order) for order in schedule.orders)
+    return all("BF" not in order for order in orders)
+
+
+def _no_way(schedule: Schedule, coupling: str) -> str:
+    return (
+        f"schedule '{schedule.name}' lets a micro-batch go back before all have come forward, and {coupling} Use schedule "
+        f"'gpipe',  which lets all come first, or microbatches=1."
+    )
 
 
 def _stages(plan: Plan) -> int | None:

@@ -21,7 +21,7 @@ from autopar.ir.ops.measure import local_type
 from autopar.ir.ops.ops import op
 from autopar.ir.pipeline import Graph, Pipeline
 from autopar.ir.program import Output, Program, TensorType
-from autopar.ir.schedule import Action
+from autopar.ir.schedule import ONCE_KINDS, Action
 from autopar.runtime.compilers.functional import FunctionalCollectives
 from autopar.runtime.compilers.inductor import InductorCode, InductorWriter, where
 from autopar.runtime.compilers.rank_trace import Passing, RankTrace
@@ -136,7 +136,7 @@ class _Compiler:
     def compile(self, one: Graph) -> InductorGraph:
         """Write the code of a graph, for each of its slices."""
         program, (stage, kind) = one.program, one.key
-        time = {} if kind in "PE" else dict(self.pipeline.time.axes)
+        time = {} if kind in ONCE_KINDS else dict(self.pipeline.time.axes)
         lengths = self.pipeline.flow.lengths or (1,) * time.get(SLICE, 1)
         graph = _Graph(program, one.name, _totals(program, self.pipeline), time, lengths)
         mine = [s for s in range(graph.slices) if self.pipeline.length_of(Action(stage, kind, s)) == one.length]
