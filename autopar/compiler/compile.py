@@ -78,8 +78,8 @@ def _lowered(captured: Captured, mesh: Mesh, options: StepOptions, fixed: Fixed)
     program, plan = check_calls(captured.program), make_plan(captured, mesh, options, fixed)
     first: CoupledError | None = None
     for _ in range(WHOLE_TRIES):
-        compiled = through_passes(program, plan)
         try:
+            compiled = through_passes(program, plan)
             return _staged(compiled) if plan.is_staged else compiled
         except CoupledError as error:
             first = first or error
@@ -99,7 +99,10 @@ def _staged(compiled: Lowered) -> Lowered:
         plan = replace(plan, slice_lengths=pipeline.flow.lengths)
         *before, (name, last) = history
         history = (*before, (name, last.with_(mesh=plan.layout_mesh)))
-    return replace(compiled, plan=plan, history=history, pipeline=pipeline)
+    compiled = replace(compiled, plan=plan, history=history, pipeline=pipeline)
+    for note in pipeline.notes:
+        compiled = compiled.with_note(note)
+    return compiled
 
 
 def batch_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

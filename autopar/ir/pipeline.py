@@ -67,6 +67,7 @@ class Pipeline:
     first name.
     lists: of each rank of the pipeline, empty before `schedule`. sized: where slices differ in length, the graphs of
     each length but that of the first slice, whose graphs are among the others; what runs once a step has no others.
+    notes: what a user may want to know of the order.
     """
 
     mesh: Mesh
@@ -78,6 +79,7 @@ class Pipeline:
     schedule: str = ""
     lists: tuple[tuple[Instruction, ...], ...] = ()
     sized: Mapping[int, Mapping[tuple[int, str], Program]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @property
     def microbatches(self) -> int:

@@ -13,7 +13,7 @@ from autopar.errors import CoupledError
 from autopar.ir.mesh import SLICE, TIME_AXES, axes_of_group, is_in_time
 from autopar.ir.ops.ops import is_collective, is_mesh_op, op
 from autopar.ir.program import Program, is_given, record
-from autopar.passes.pipeline.cuts.coupling import coupled
+from autopar.passes.pipeline.cuts.coupling import Coupling, coupled
 
 COORD = op("coord")
 # What adds up, or puts side by side, the parts of all micro-batches.
@@ -40,7 +40,7 @@ class NodeTimes:
     reductions: the nodes that take the parts of all micro-batches together. renewed: values of parameters alone,
     gathered anew for each micro-batch; late: those of them that are read when all micro-batches are done. second: nodes
     of a micro-batch that need what all forward passes add up to, so that they run with the backward pass; coupling: why
-    the first of them does, empty if there is none.
+    the first of them does.
     """
 
     of: dict[fx.Node, When]
@@ -48,7 +48,7 @@ class NodeTimes:
     renewed: frozenset[fx.Node] = frozenset()
     late: frozenset[fx.Node] = frozenset()
     second: frozenset[fx.Node] = frozenset()
-    coupling: str = ""
+    coupling: Coupling | None = None
 
     def is_forward(self, node: fx.Node) -> bool:
         """True for what a forward action computes of a micro-batch."""
@@ -66,8 +66,8 @@ def times_of(
 
     What all forward passes add up to may be read by the backward pass, or by the rest of the loss, of each micro-batch
     (the balance of experts, similarities between samples): that rest runs with the backward pass then, when all
-    micro-batches have come forward. Raises CoupledError where such values are needed more often than once (statistics of
-    the whole batch in one layer after the other, as of BatchNorm), and for slices of a sequence.
+    micro-batches have come forward. Raises CoupledError where such values are needed more often than once (statistics
+    of the whole batch in one layer after the other, as of BatchNorm), and for slices of a sequence.
     """
     of: dict[fx.Node, When] = {}
     reductions: set[fx.Node] = set()
@@ -77,7 +77,7 @@ def times_of(
     partway: set[fx.Node] = set()  # joins behind which another one comes
     second: set[fx.Node] = set()  # of a micro-batch, and behind a join
     ends: set[fx.Node] = set()  # made of what backward passes add up to
-    coupling = ""
+    coupling: Coupling | None = None
     entries = dict(program.entries)
     for node in program.graph.nodes:
         if node.op == "output":
@@ -106,7 +106,7 @@ def times_of(
             continue
         if not partway.isdisjoint(operands):
             joins = [operand for operand in operands if operand in partway]
-            raise CoupledError(coupled(node, joins, partway, program.notes))
+            raise CoupledError(coupled(node, joins, partway, program.notes).refusal)
         gathers = _gathers(node, regathered) and is_given(operands[0])
         after = [operand for operand in operands if of[operand] is When.AFTER]
         is_cut = _is_cut(node) or (sized and not after and _is_sliced(node))
@@ -124,14 +124,15 @@ def times_of(
         if differs and after:
             reason = coupled(node, after, reductions, program.notes)
             if microbatches == 1 or not ends.isdisjoint(after) or _has_slices(program):
-                raise CoupledError(reason, _parts_of(after, ends))
+                raise CoupledError(reason.refusal, _parts_of(after, ends))
             coupling = coupling or reason
         if differs and (after or not second.isdisjoint(operands)):
             second.add(node)
         if differs and is_collective(node.target) and is_in_time(_axis(node)) and node.target not in CARRIES:
             (source,) = operands
             movers = [source] if source in second else list(node.users)
-            raise CoupledError(coupled(node, [node], {node}, program.notes), frozenset(map(_origin, movers)))
+            reason = coupled(node, [node], {node}, program.notes)
+            raise CoupledError(reason.refusal, frozenset(map(_origin, movers)))
         if after and not differs:
             of[node] = When.AFTER
             if not ends.isdisjoint(operands):
@@ -146,7 +147,8 @@ def times_of(
     if second:
         early = (node for node, when in of.items() if when is When.AFTER and node not in ends | reductions)
         of.update(dict.fromkeys(list(early), When.MIDDLE))
-    return NodeTimes(of, *map(frozenset, (reductions, renewed, late | leaving, second)), coupling)
+    known = frozenset(reductions), frozenset(renewed), frozenset(late | leaving), frozenset(second)
+    return NodeTimes(of, *known, coupling)
 
 
 def _only_late(nodes: set[fx.Node], of: dict[fx.Node, When]) -> bool:
