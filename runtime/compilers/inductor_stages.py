@@ -117,7 +117,7 @@ def compile_stages(
 def _order(key: tuple[int, str]) -> tuple[int, int]:
     """A graph after those that make what it reads."""
     stage, kind = key
-    return "CPFBIWE".index(kind), stage if kind == "F" else -stage
+    return "CPFMBIWE".index(kind), stage if kind == "F" else -stage
 
 
 class _Compiler:

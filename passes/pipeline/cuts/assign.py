@@ -69,10 +69,11 @@ def _assign(program: Program, plan: Plan, places: Places) -> Staged:
 
 
 def _check_second(program: Program, times: NodeTimes, stages: int) -> None:
-    """Raise CoupledError if more of the model than a stage needs all micro-batches: no cut would divide that."""
+    """Raise CoupledError if more layers of the model than a stage has need all micro-batches: no cut divides these."""
     work = {True: 0, False: 0}
     for node in program.calls():
-        if times.of[node] in (When.BODY, When.MIDDLE) and not record(node).is_backward:
+        is_layer = any(times.of[one] is When.INVARIANT or one in times.renewed for one in node.all_input_nodes)
+        if is_layer and times.of[node] in (When.BODY, When.MIDDLE) and not record(node).is_backward:
             work[not times.is_forward(node)] += record(node).flops
     if times.coupling is not None and stages > 1 and work[True] * stages >= work[True] + work[False] > 0:
         raise CoupledError(times.coupling.refusal)
