@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from autopar.errors import CompileError
 from autopar.ir.mesh import MICROBATCH, PIPELINE, SLICE, Mesh
 from autopar.ir.ops.measure import local_type
 from autopar.ir.ops.ops import op
@@ -142,8 +143,13 @@ class _Compiler:
         mine = [s for s in range(graph.slices) if self.pipeline.length_of(Action(stage, kind, s)) == one.length]
         variants: dict[tuple[int, int | None], SliceCode] = {}
         for slice_ in mine if kind == "F" else reversed(mine):
-            variant = self._variant(graph, slice_, None)
-            if variant.code.is_general:
+            try:
+                variant = self._variant(graph, slice_, None)
+            except CompileError:  # Inductor asks for the number where it cannot: the piece of a value of all of them
+                if graph.microbatches == 1:
+                    raise
+                variant = None
+            if variant is not None and variant.code.is_general:
                 variants[slice_, None] = variant
             else:
                 each = range(graph.microbatches)
