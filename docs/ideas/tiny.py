@@ -35,7 +35,7 @@ class Attention(nn.Module):
 
     def __init__(self, sees: Callable[[Tensor], Tensor] | None = None) -> None:
         super().__init__()
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
         self.sees = sees
 
     def forward(self, x_BTD: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ class Attention(nn.Module):
             out_BHTK = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
             out_BHTK = F.scaled_dot_product_attention(q, k, v, attn_mask=self.sees(torch.arange(x_BTD.shape[1])))
-        return out_BHTK.transpose(1, 2).flatten(2)
+        return self.out(out_BHTK.transpose(1, 2).flatten(2))
 
 
 class Decay(nn.Module):

@@ -37,8 +37,8 @@ def said(command: str) -> list[str]:
 
 
 def is_said(shown: str, line: str) -> bool:
-    """Whether a line of a page is one of an output, or begins it: ` ...` stands for the rest."""
-    return line.startswith(shown.removesuffix(" ...")) if shown.endswith(" ...") else line == shown.rstrip()
+    """Whether a line of a page is one of an output; `...` stands for a part that is left out."""
+    return re.fullmatch(".*".join(map(re.escape, shown.rstrip().split("..."))), line) is not None
 
 
 def missing(shown: list[str]) -> list[str]:
