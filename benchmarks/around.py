@@ -28,7 +28,7 @@ from benchmarks.compare.models import batch_of, loss_fn, model_of, optimizer_of
 RANKS, STEPS, WARMUP = 2, 30, 3
 CHECKS = {  # file and function: what a person calls it
     ("containers.py", "take_call_apart"): "batch taken apart",
-    ("variants.py", "find"): "guards",
+    ("programs.py", "find"): "guards",
     ("digests.py", "vector"): "digest of the batch",
     ("announce.py", "call"): "announcement, with its wait",
 }

@@ -169,7 +169,7 @@ def place_of(mesh: Mesh, coord: Mapping[str, int]) -> int:
 
 
 def found_dims(parts: Parts) -> Dims:
-    """By leaf the dim that counts samples, as shapes look: whether it is so the program says (`meetings.py`).
+    """By leaf the dim that counts samples, as shapes look: whether it is so the program says (`portions.py`).
 
     It has the size that most tensors have in front, and of two such the one that more tensors have at all. What has no
     dim of that size is shared. Raises BatchError where two sizes are as good.
