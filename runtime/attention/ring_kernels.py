@@ -22,76 +22,74 @@ from autopar.ir.ops.ring_ops import (
     RING_COMPARED,
     RING_COMPARED_BACKWARD,
 )
-from autopar.runtime.attention.attention_compared import compared_attention, compared_attention_backward, take
+from autopar.runtime.attention.attention_compared import compared_attention, compared_attention_backward
 from autopar.runtime.attention.attention_whole import KERNELS as ATTENTION
-from autopar.runtime.attention.ring_attention import Ask, Steps, Tensors, backward, forward
-from autopar.runtime.attention.ring_blocks import RingBlock, runs_at
+from autopar.runtime.attention.blocks import Block, Tensor, Tensors, runs_at, take
+from autopar.runtime.attention.ring_attention import Ask, RingCall, Steps, backward, forward
 from autopar.runtime.kernels.kernel import Kernel
 from autopar.runtime.kernels.run_chain import called_steps, in_turns, run_steps
 
 Kernels = Callable[..., Tensors]
-Vectors = Sequence[torch.Tensor]
+Vectors = Sequence[Tensor]
 
 
-def _attention(
-    kernel: Kernels, ask: Ask, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axis: str, size: int,
-    outer: int, causal: bool, scale: float, *, starts: Sequence[int] = (),
-) -> Steps:  # fmt: skip
-    def attend(at: int, block: RingBlock, *taken: torch.Tensor) -> Tensors:
-        return kernel(*taken, None, block.causal, scale)
+def _attention(kernel: Kernels, ask: Ask, q: Tensor, k: Tensor, v: Tensor, *call: Any, **more: Any) -> Steps:
+    ring = RingCall(*call, **more)
 
-    return forward(attend, ask, q, k, v, axis, size, outer, causal, starts)
+    def attend(at: int, block: Block, *taken: Tensor) -> Tensors:
+        return kernel(*taken, None, block.causal, ring.scale)
+
+    return forward(attend, ask, ring, q, k, v)
 
 
 def _attention_backward(
-    kernel: Kernels, ask: Ask, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    out: torch.Tensor, lse: torch.Tensor, axis: str, size: int, outer: int, causal: bool, scale: float, *,
-    starts: Sequence[int] = (),
+    kernel: Kernels, ask: Ask, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *call: Any,
+    **more: Any,
 ) -> Steps:  # fmt: skip
-    def attend(at: int, block: RingBlock, *taken: torch.Tensor) -> Tensors:
-        *before, its_out, its_lse = taken
-        return kernel(*before, None, its_out, its_lse, block.causal, scale)
+    ring = RingCall(*call, **more)
 
-    return backward(attend, ask, grad, q, k, v, out, lse, axis, size, outer, causal, starts)
+    def attend(at: int, block: Block, *taken: Tensor) -> Tensors:
+        *before, its_out, its_lse = taken
+        return kernel(*before, None, its_out, its_lse, block.causal, ring.scale)
+
+    return backward(attend, ask, ring, (grad, q, out, lse), k, v)
 
 
 def compared_ring(
-    ask: Ask, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Vectors, columns: Vectors, compare: str,
-    axis: str, size: int, outer: int, causal: bool, scale: float, kernel: Kernels = compared_attention, *,
-    starts: Sequence[int] = (), hops: int | None = None,
+    ask: Ask, q: Tensor, k: Tensor, v: Tensor, rows: Vectors, columns: Vectors, compare: str, *call: Any,
+    kernel: Kernels = compared_attention, **more: Any,
 ) -> Steps:  # fmt: skip
     """(out, logsumexp), as `compared_attention` gives them."""
+    ring = RingCall(*call, **more)
 
-    def attend(at: int, block: RingBlock, *taken: torch.Tensor) -> Tensors:
-        vectors = _vectors(rows, columns, at, size, outer, k.shape[2], block)
-        return kernel(*taken, *vectors, compare, block.causal, scale, part=True)
+    def attend(at: int, block: Block, *taken: Tensor) -> Tensors:
+        vectors = _vectors(rows, columns, at, ring, k.shape[2], block)
+        return kernel(*taken, *vectors, compare, block.causal, ring.scale, part=True)
 
-    return forward(attend, ask, q, k, v, axis, size, outer, causal, starts, hops)
+    return forward(attend, ask, ring, q, k, v)
 
 
-def compared_ring_backward(
-    ask: Ask, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Vectors, columns: Vectors,
-    out: torch.Tensor, lse: torch.Tensor, compare: str, axis: str, size: int, outer: int, causal: bool, scale: float,
-    kernel: Kernels = compared_attention_backward, *, starts: Sequence[int] = (), hops: int | None = None,
-) -> Steps:  # fmt: skip
-    """(dq, dk, dv)."""
+def compared_ring_backward(ask: Ask, *given: Any, kernel: Kernels = compared_attention_backward, **more: Any) -> Steps:
+    """(dq, dk, dv). given: the arguments of the op."""
+    grad, q, k, v, rows, columns, out, lse, compare, *call = given
+    ring = RingCall(*call, **more)
 
-    def attend(at: int, block: RingBlock, *taken: torch.Tensor) -> Tensors:
+    def attend(at: int, block: Block, *taken: Tensor) -> Tensors:
         *before, its_out, its_lse = taken
-        vectors = _vectors(rows, columns, at, size, outer, k.shape[2], block)
-        return kernel(*before, *vectors, its_out, its_lse, compare, block.causal, scale)
+        vectors = _vectors(rows, columns, at, ring, k.shape[2], block)
+        return kernel(*before, *vectors, its_out, its_lse, compare, block.causal, ring.scale)
 
-    return backward(attend, ask, grad, q, k, v, out, lse, axis, size, outer, causal, starts, hops)
+    return backward(attend, ask, ring, (grad, q, out, lse), k, v)
 
 
 def _vectors(
-    rows: Vectors, columns: Vectors, at: int, size: int, outer: int, count: int, block: RingBlock
-) -> Iterator[list[torch.Tensor]]:
+    rows: Vectors, columns: Vectors, at: int, ring: RingCall, count: int, block: Block
+) -> Iterator[list[Tensor]]:
     """The vectors of a block: of a rank's own queries, and of the `count` keys of the rank `at`."""
-    keys = runs_at(at, size, outer, count)
+    keys = runs_at(at, ring.size, ring.outer, count)
     places = [slice(start, start + keys.width) for start in keys.starts]
     yield [row[..., block.rows] if row.shape[2] > 1 else row for row in rows]
-    yield [take(one, places, 2)[..., block.keys] if one.shape[2] > 1 else one for one in columns]
+    yield [take(take(one, places, 2), block.keys, 2) if one.shape[2] > 1 else one for one in columns]
 
 
 def _called(name: str) -> Kernels:
