@@ -18,9 +18,8 @@ class Attended:
     """Attention to the keys of the blocks so far.
 
     dtype: in which it is kept; the one of the kernel's output does where no row is in more than two blocks. part: there
-    are other keys, so that the logsumexp of a row that sees none of these is -inf; else it is 0, as kernels say.
-    Blocks come from the top rows down, of each row the one with a mask last; where they do not, all have the logsumexp
-    -inf for rows that see nothing.
+    are other keys, so that the logsumexp of a row that sees none of these is -inf; else it is 0, as kernels say, and
+    blocks come from the top rows down, of each row the one with a mask last.
     """
 
     def __init__(self, q: Tensor, v: Tensor, dtype: torch.dtype, part: bool = False) -> None:
@@ -34,6 +33,7 @@ class Attended:
         """Add what a kernel gives for a block."""
         bottom = self._bottom if block.sample == self._sample else 0
         is_new = block.rows.start >= bottom
+        assert is_new or self._part or block.rows.stop <= bottom
         if block.mask is not None and (self._part or not is_new):
             lse = lse.masked_fill(~block.mask.any(-1), -torch.inf)
         if self._out is None and block.sample is None and block.rows == slice(0, self._q.shape[2]):
@@ -48,15 +48,16 @@ class Attended:
         self._sample, self._bottom = block.sample, max(bottom, block.rows.stop)
 
     def result(self) -> Tensors:
-        """(out, logsumexp); zeros for a row that has seen no key."""
+        """(out, logsumexp); zeros for a row that has seen no key, or -inf of a part."""
         out, lse = self._so_far()
-        return out.to(self._q.dtype), lse if self._part else torch.where(lse == -torch.inf, 0, lse)
+        return out.to(self._q.dtype), lse
 
     def _so_far(self) -> tuple[Tensor, Tensor]:
         if self._out is None or self._lse is None:
             b, h, s, _ = self._q.shape
             self._out = self._q.new_zeros((b, s, h, self._v.shape[3]), dtype=self._dtype).transpose(1, 2)
-            self._lse = self._q.new_full((b, h, s), -torch.inf, dtype=wide(self._q))
+            unseen = -torch.inf if self._part else 0.0
+            self._lse = self._q.new_full((b, h, s), unseen, dtype=wide(self._q))
         return self._out, self._lse
 
 
@@ -84,20 +85,17 @@ def gradients(
     """The gradients of keys and values, block by block; those of the queries are added to `dq`. queries: (grad, q, out,
     lse)."""
     for block in blocks:
-        grad, q, out, lse = block.of_rows(*queries)
+        mine, grad, q, out, lse = block.of_rows(dq, *queries)
         of_q, of_k, of_v = kernel(block, grad, q, *block.of_keys(k, v), out, lse.contiguous())
-        (mine,) = block.of_rows(dq)
         mine += of_q
         yield block, of_k, of_v
 
 
-def add_to_keys(parts: KeyParts, *grads: Tensor) -> None:
+def add_to_keys(parts: KeyParts, dk: Tensor, dv: Tensor) -> None:
     """Add what blocks give for their keys and values to the gradients of all."""
-    for block, *found in parts:
-        for grad, part in zip(grads, found, strict=True):
-            pieces = part.split([one.stop - one.start for one in block.keys], 2) if len(block.keys) > 1 else (part,)
-            for keys, piece in zip(block.keys, pieces, strict=True):
-                block.of_sample(grad)[:, :, keys] += piece
+    for block, of_k, of_v in parts:
+        block.add_to_keys(dk, of_k)
+        block.add_to_keys(dv, of_v)
 
 
 def all_gradients(kernel: Attend, blocks: Iterable[Block], queries: Tensors, k: Tensor, v: Tensor) -> Tensors:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
+from autopar.ir.ops.ops import op
 from autopar.runtime.attention import attention_fused as fused
 from autopar.runtime.attention.attention_plain import plain, plain_backward
-from autopar.runtime.attention.blocks import AttentionCall, Tensor, Tensors
+from autopar.runtime.attention.blocks import AttentionCall, Mask, Tensor, Tensors
 from autopar.runtime.kernels import host
 
 _SHORT = (torch.bfloat16, torch.float16)
@@ -141,7 +142,26 @@ def _of_eight(widest: int) -> int:
     return widest + -widest % 8
 
 
+def _op(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensors:
+    found: Tensors = op("attention")(*_dense(q, k, v, call.mask), call.causal, call.scale)
+    return found
+
+
+def _op_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: AttentionCall
+) -> Tensors:
+    operands = _dense(grad, q, k, v, call.mask, out, lse)
+    found: Tensors = op("attention_backward")(*operands, call.causal, call.scale)
+    return found
+
+
+def _dense(*tensors: Mask) -> Iterator[Mask]:
+    return (x if x is None else x.contiguous() for x in tensors)
+
+
 PLAIN = AttentionKernel("plain", lambda call: True, plain, plain_backward)
+# Plain products are opaque to a compiler, which would make the scores of the whole.
+OPAQUE = AttentionKernel("op", lambda call: True, _op, _op_backward)
 TABLE = (
     AttentionKernel("flash (CPU)", _cpu_flash_takes, fused.cpu_flash, fused.cpu_flash_backward, lambda widest: widest),
     AttentionKernel("flash", _cuda_flash_takes, fused.cuda_flash, fused.cuda_flash_backward, _width_of_flash, 8),
@@ -150,18 +170,19 @@ TABLE = (
 )
 
 
-def kernel_for(call: AttentionShape) -> AttentionKernel:
+def chosen(shape: AttentionShape) -> AttentionKernel:
     """The first kernel of the table that takes a call; the last takes all."""
-    return next(kernel for kernel in TABLE if kernel.takes(call))
+    return next(kernel for kernel in TABLE if kernel.takes(shape))
 
 
-def shape_of(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> AttentionShape:
-    """What of a call decides."""
-    shape = None if call.mask is None else tuple(call.mask.shape)
-    b, h, s, d = q.shape
-    return AttentionShape(
-        _device(q.device), q.dtype, b, h, k.shape[1], s, k.shape[2], d, v.shape[3], call.causal, shape
-    )
+def kernel_for(
+    q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, products: AttentionKernel = PLAIN
+) -> AttentionKernel:
+    """The kernel of a call; products: that of one which no fused kernel takes."""
+    mask = None if call.mask is None else tuple(call.mask.shape)
+    (b, h, s, d), (_, hk, t, e) = q.shape, (*k.shape[:3], v.shape[3])
+    kernel = chosen(AttentionShape(_device(q.device), q.dtype, b, h, hk, s, t, d, e, call.causal, mask))
+    return products if kernel is PLAIN else kernel
 
 
 def _device(device: torch.device) -> KernelDevice:

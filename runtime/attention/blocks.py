@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -31,14 +32,27 @@ class Block:
 
     def of_rows(self, *tensors: Tensor) -> Tensors:
         """Views of the rows [b,h,s,..] of tensors."""
-        return tuple(x[:, :, self.rows] for x in map(self.of_sample, tensors))
+        rows = self.rows
+        return tuple([x[:, :, rows] for x in (tensors if self.sample is None else self._of_sample(tensors))])
 
     def of_keys(self, *tensors: Tensor) -> Tensors:
-        """The keys of tensors [b,h,t,..]."""
-        return tuple(take(x, self.keys, 2) for x in map(self.of_sample, tensors))
+        """The keys of tensors [b,h,t,..]; views if they lie side by side."""
+        tensors, keys = tensors if self.sample is None else self._of_sample(tensors), self.keys
+        if len(keys) == 1:
+            (one,) = keys
+            return tuple([x[:, :, one] for x in tensors])
+        return tuple([take(x, keys, 2) for x in tensors])
 
-    def of_sample(self, x: Tensor) -> Tensor:
-        return x if self.sample is None else x.narrow(0, self.sample, 1)
+    def add_to_keys(self, total: Tensor, part: Tensor) -> None:
+        """Add what is of these keys to what is of all."""
+        (total,) = (total,) if self.sample is None else self._of_sample((total,))
+        pieces = [part] if len(self.keys) == 1 else part.split([one.stop - one.start for one in self.keys], 2)
+        for one, piece in zip(self.keys, pieces, strict=True):
+            total[:, :, one] += piece
+
+    def _of_sample(self, tensors: Tensors) -> Tensors:
+        assert self.sample is not None
+        return tuple([x.narrow(0, self.sample, 1) for x in tensors])
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +69,6 @@ class AttentionCall:
     scale: float
     starts: Sequence[int] = ()
     factors: Factors | None = None
-
-    def of(self, block: Block) -> AttentionCall:
-        """The call of a block."""
-        return AttentionCall(block.mask, block.causal, self.scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,20 +102,23 @@ def runs_at(place: int, size: int, outer: int, count: int) -> RowRuns:
     return RowRuns(tuple((block * size + at) * width for block, at in enumerate(places)), width)
 
 
-def blocks_of(rows: RowRuns, keys: RowRuns, causal: bool) -> list[Block]:
+@lru_cache(maxsize=256)  # each step asks anew
+def blocks_of(rows: RowRuns, keys: RowRuns, causal: bool, pieces: int = 1) -> tuple[Block, ...]:
     """The blocks of some queries and keys. Causal: what no query may see is in none, and what lies side by side is in
-    one, so that pieces in the zigzag order are one call a step."""
+    one, so that pieces in the zigzag order are one call a step. pieces: of keys, if they are
+    more than rows."""
     if not rows.width or not keys.width:
-        return []
+        return ()
     if not causal or (rows == keys and list(rows.starts) == sorted(rows.starts)):
-        return [Block(rows.all, (keys.all,), causal)]
+        return (Block(rows.all, (keys.all,), causal),)
     parts = [
         part for here, row in rows.places() for there, key in keys.places() for part in _of_runs(row, here, key, there)
     ]
     squares = [part for part in parts if part.causal]
     pairs = _joined((part.rows, part.keys[0]) for part in parts if not part.causal)
     pairs = _joined((columns, row) for row, columns in pairs)
-    return sorted([*squares, *(Block(row, (columns,)) for columns, row in pairs)], key=_from_the_top)
+    found = sorted([*squares, *(Block(row, (columns,)) for columns, row in pairs)], key=_from_the_top)
+    return tuple(part for block in found for part in _cut(block, pieces))
 
 
 def run_blocks(q: Tensor, k: Tensor, call: AttentionCall, pieces: int = 1) -> Iterator[Block]:
@@ -113,8 +126,7 @@ def run_blocks(q: Tensor, k: Tensor, call: AttentionCall, pieces: int = 1) -> It
     are many. A mask may hide a row from the keys before its run: with one a run is one block under both masks."""
     rows, t = RowRuns.of(call.starts, q.shape[2]), k.shape[2]
     if call.mask is None:
-        for block in blocks_of(rows, RowRuns((0,), t), causal=True):
-            yield from _cut(block, pieces)
+        yield from blocks_of(rows, RowRuns((0,), t), True, pieces)
         return
     for here, start in rows.places():
         keys = slice(0, min(start + rows.width, t))

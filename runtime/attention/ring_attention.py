@@ -45,7 +45,7 @@ class RingCall:
         """The step after which keys go no farther."""
         return self.size - 1 if self.hops is None else self.hops
 
-    def blocks(self, at: int, q: Tensor, keys: Tensor) -> list[Block]:
+    def blocks(self, at: int, q: Tensor, keys: Tensor) -> tuple[Block, ...]:
         """A rank's queries with the keys of the rank at a place."""
         rows = RowRuns.of(self.starts, q.shape[2])
         return blocks_of(rows, runs_at(at, self.size, self.outer, keys.shape[2]), self.causal)
@@ -55,7 +55,7 @@ def forward(at_place: AttendAt, ask: Ask, ring: RingCall, q: Tensor, k: Tensor, 
     """(out, logsumexp), as attention to the keys of all ranks gives them, or of the `hops` before each. The kernel is
     given a rank's own block first."""
     place = (yield ask(COORD, ring.axis)).pop()
-    keys, values, message, attended = k, v, _packed(k, v), Attended(q, v, wide(q))
+    keys, values, message, attended = k, v, _packed(k, v), Attended(q, v, wide(q), part=True)
     for step in range(ring.last + 1):
         moving = (yield ask(SHIFT, message, ring.axis, 1)).pop() if step < ring.last else None
         at = (place - step) % ring.size
@@ -64,7 +64,8 @@ def forward(at_place: AttendAt, ask: Ask, ring: RingCall, q: Tensor, k: Tensor, 
             message = (yield ask(WAIT, moving)).pop()
             del moving  # it holds what was sent
             keys, values = _unpacked(message, k, v)
-    return attended.result()
+    out, lse = attended.result()
+    return out, torch.where(lse == -torch.inf, 0, lse)
 
 
 def backward(at_place: AttendAt, ask: Ask, ring: RingCall, queries: Tensors, k: Tensor, v: Tensor) -> Steps:
@@ -86,11 +87,11 @@ def backward(at_place: AttendAt, ask: Ask, ring: RingCall, queries: Tensors, k: 
         parts = list(gradients(partial(at_place, at), ring.blocks(at, q, keys), queries, keys, values, dq))
         del keys, values
         total = k.new_zeros(k.numel() + v.numel(), dtype=wide(k)) if sums is None else (yield ask(WAIT, sums)).pop()
-        add_to_keys(parts, *_unpacked(total, k, v))
+        dk, dv = _unpacked(total, k, v)
+        add_to_keys(parts, dk, dv)
         del parts
         hops = 1 if step < ring.last else ring.size - ring.last
         sums = (yield ask(SHIFT, total, ring.axis, hops)).pop() if step < ring.size else None
-    dk, dv = _unpacked(total, k, v)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 

@@ -22,8 +22,8 @@ from autopar.runtime.attention.attention_kernels import (
     AttentionKernel,
     AttentionShape,
     KernelDevice,
+    chosen,
     kernel_for,
-    shape_of,
 )
 from autopar.runtime.attention.attention_plain import plain, plain_backward
 from autopar.runtime.attention.attention_whole import KERNELS
@@ -58,7 +58,7 @@ def documented() -> list[tuple[AttentionShape, str]]:
 
 @pytest.mark.parametrize("call,name", documented())
 def test_the_docs_say_which_kernel(call: AttentionShape, name: str) -> None:
-    assert kernel_for(call).name == name
+    assert chosen(call).name == name
 
 
 def test_the_docs_name_all_kernels() -> None:
@@ -70,17 +70,17 @@ def test_the_docs_name_all_kernels() -> None:
 @pytest.mark.parametrize("change", [{"b": 0}, {"t": 0}, {"d": 0}, {"h": 1 << 16, "hk": 1 << 16}])
 def test_what_no_fused_kernel_takes(change: dict[str, int]) -> None:
     call = AttentionShape(H100, torch.bfloat16, 2, 4, 4, 8, 8, 16, 16)
-    assert kernel_for(call).name == "flash" and kernel_for(call._replace(**change)) is PLAIN
+    assert chosen(call).name == "flash" and chosen(call._replace(**change)) is PLAIN
 
 
 def test_a_user_switches_kernels_off(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.empty(2, 4, 8, 16, dtype=torch.bfloat16, device="meta")
-    call = functools.partial(shape_of, q, q, q, AttentionCall(None, True, 1.0))
-    assert kernel_for(call()).name == "flash"
+    call = functools.partial(kernel_for, q, q, q, AttentionCall(None, True, 1.0))
+    assert call().name == "flash"
     monkeypatch.setattr(torch.backends.cuda, "flash_sdp_enabled", lambda: False)
-    assert kernel_for(call()).name == "efficient"
+    assert call().name == "efficient"
     monkeypatch.setattr(torch.backends.cuda, "mem_efficient_sdp_enabled", lambda: False)
-    assert kernel_for(call()) is PLAIN
+    assert call() is PLAIN
 
 
 # -- the calls of CUDA's kernels
@@ -133,7 +133,7 @@ def _check(
 @pytest.mark.parametrize("causal,s,t", [(False, 5, 40), (True, 40, 40)])
 @pytest.mark.parametrize("d,e", [(8, 8), (12, 12), (24, 8), (5, 16), (200, 200)])
 def test_flash(dtype: torch.dtype, tolerance: float, hk: int, causal: bool, s: int, t: int, d: int, e: int) -> None:
-    assert kernel_for(AttentionShape(H100, torch.bfloat16, 2, 4, hk, s, t, d, e, causal)).name == "flash"
+    assert chosen(AttentionShape(H100, torch.bfloat16, 2, 4, hk, s, t, d, e, causal)).name == "flash"
     _check(NAMED["flash"], _operands(4, hk, s, t, d, e, dtype), None, causal, tolerance)
 
 
@@ -148,7 +148,7 @@ def test_efficient(
     mask = _mask(kind, s, t, dtype)
     shape = None if mask is None else tuple(mask.shape)
     if kind != "none" or (causal and s != t):
-        assert kernel_for(AttentionShape(H100, torch.float16, 2, 4, hk, s, t, d, e, causal, shape)).name == "efficient"
+        assert chosen(AttentionShape(H100, torch.float16, 2, 4, hk, s, t, d, e, causal, shape)).name == "efficient"
     _check(NAMED["efficient"], _operands(4, hk, s, t, d, e, dtype), mask, causal, tolerance)
 
 
