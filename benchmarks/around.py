@@ -30,7 +30,7 @@ CHECKS = {  # file and function: what a person calls it
     ("containers.py", "take_call_apart"): "batch taken apart",
     ("programs.py", "find"): "guards",
     ("digests.py", "vector"): "digest of the batch",
-    ("announce.py", "call"): "announcement, with its wait",
+    ("agreement.py", "call"): "announcement, with its wait",
 }
 
 

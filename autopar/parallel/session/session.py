@@ -23,8 +23,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.options import StepKeywords, StepOptions
 from autopar.ir.plan import DEVICES, Fixed
 from autopar.machines import named
-from autopar.parallel.agree.agreement import Agreement, Phase
-from autopar.parallel.agree.announce import Announcer
+from autopar.parallel.agree.agreement import Agreement, Announcer, Phase
 from autopar.parallel.batches.local_batch import BatchWorld
 from autopar.parallel.session.auto_options import AUTO, check_open, check_own, machine_for
 from autopar.parallel.session.compilers import check_compiler
