@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from autopar.capture.inputs.containers import Parts
 from autopar.ir.mesh import Mesh
-from autopar.passes.search.intents import INTENTS
+from autopar.parallel.batches.local_batch import data_part
 from autopar.runtime.kernels import host
 from autopar.torch_compat import FakeTensor
 
@@ -135,11 +135,6 @@ class _Digest:
         mixed += words
         mixed *= known[: len(words)]
         return mixed.sum()
-
-
-def data_part(coord: Mapping[str, int]) -> dict[str, int]:
-    """The coordinate on the axes that split the batch."""
-    return {axis: place for axis, place in coord.items() if axis in INTENTS and INTENTS[axis].batch_split}
 
 
 def _odd_numbers(count: int) -> Any:

@@ -21,7 +21,7 @@ from autopar.capture.inputs.containers import Parts
 from autopar.errors import BatchError, one_of
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
-from autopar.parallel.batches.digests import data_part
+from autopar.passes.search.intents import INTENTS
 from autopar.runtime.ranks.distributed import all_gather_flat
 
 Sizes = tuple[int, ...]  # of the leaves that have samples, in their order
@@ -199,3 +199,8 @@ def same_again(dims: Dims, parts: Parts) -> None:
             f'batch="local" took these dims for those that count samples, since they were alike in an earlier call; '
             f"now there are {shapes}. If that is meant, say so: {spelled(parts, dims)}."
         )
+
+
+def data_part(coord: Mapping[str, int]) -> dict[str, int]:
+    """The coordinate on the axes that split the batch."""
+    return {axis: place for axis, place in coord.items() if axis in INTENTS and INTENTS[axis].batch_split}

@@ -15,7 +15,7 @@ from autopar.capture.python.spots import Numbers
 from autopar.compiler.batch_rows import BatchRows, follow_rows
 from autopar.compiler.lowered import Lowered
 from autopar.errors import BatchError, CaptureError, RuleError
-from autopar.parallel.batches.batch_checks import ALL, with_numbers
+from autopar.parallel.batches.batch_checks import ALL
 from autopar.parallel.batches.local_batch import Portion, found_dims, same_again
 from autopar.parallel.session.session import Session
 from autopar.passes.rules import table_of
@@ -70,8 +70,10 @@ class Given:
 
     def arguments(self, numbers: Numbers) -> Any:
         """The positional and keyword arguments of the whole batch, with these numbers among them."""
-        whole = with_numbers(self.whole, numbers)
-        return put_together(whole.form, whole.leaves)
+        leaves = list(self.whole.leaves)
+        for (i, _), number in numbers.items():
+            leaves[i] = number
+        return put_together(self.parts.form, leaves)
 
 
 class Portions:
