@@ -87,7 +87,7 @@ def _lowered(captured: Captured, mesh: Mesh, options: StepOptions, fixed: Fixed)
 
 
 def _staged(compiled: Lowered) -> Lowered:
-    """The same, cut into stages, with the lengths of slices in the plan."""
+    """Cut compiled programs into stages, with the lengths of slices in the plan."""
     plan, history = compiled.plan, compiled.history
     pipeline = make_pipeline(compiled.program, plan, dict(history)["chunk_loss"])
     if pipeline.flow.lengths:

@@ -171,7 +171,7 @@ class Costs:
         return slice_us((known or 0.0) - growing, growing, before / total, length / total) * self.slices
 
     def with_lengths(self, lengths: tuple[int, ...]) -> Costs:
-        """The same, of as many slices of these lengths."""
+        """The costs of as many slices of these lengths."""
         return replace(self, lengths=lengths)
 
     def transfer_us(self, types: tuple[TensorType, ...]) -> float:

@@ -111,7 +111,7 @@ def make_pipeline(program: Program, plan: Plan, explicit: Program | None = None)
 
 
 def _rewritten(pipeline: Pipeline, plan: Plan) -> Pipeline:
-    """The same, with the graphs as the passes make them that come after the cut."""
+    """Rewrite the graphs of a pipeline by the passes that come after the cut."""
 
     def rewritten(graphs: Mapping[Key, Program]) -> dict[Key, Program]:
         found = dict(graphs)

@@ -85,7 +85,7 @@ def split_into_stages(program: Program, plan: Plan, places: Places) -> Pipeline:
 
 
 def graphs_of_stages(program: Program, plan: Plan, places: Places) -> dict[Key, Program]:
-    """As `split_into_stages`, the graphs alone."""
+    """Make the graphs of `split_into_stages` alone."""
     return _Partition(program, plan, places).graphs()
 
 

@@ -171,7 +171,7 @@ class ForwardLine:
         return held
 
     def _away(self) -> dict[int, np.ndarray]:
-        """Of each stage, the number of parameters up to a place that another stage keeps."""
+        """Count for each stage the parameters up to a place that another stage keeps."""
         owners = self.limits.owners
         if not owners:
             return {}

@@ -42,7 +42,7 @@ def gathered_late(program: Program, times: NodeTimes) -> Program:
 
 
 def _read_early(program: Program, times: NodeTimes) -> set[fx.Node]:
-    """Those of the late values that micro-batches read too, by themselves or by way of one another."""
+    """Find the late values that micro-batches read too, by themselves or by way of one another."""
     found: set[fx.Node] = set()
     for node in reversed(program.nodes):
         if node in times.late and any(_is_early(user, times, found) for user in node.users):

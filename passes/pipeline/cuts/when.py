@@ -127,7 +127,7 @@ def _only_late(nodes: set[fx.Node], of: dict[fx.Node, When]) -> bool:
 
 
 def made_among(operands: Iterable[fx.Node], among: AbstractSet[fx.Node]) -> set[fx.Node]:
-    """Those of a set that some nodes are, or are made of."""
+    """Find the members of a set that some nodes are, or are made of."""
     found: set[fx.Node] = set()
     pending = list(operands)
     while pending:
