@@ -91,15 +91,16 @@ class Mask:
         """The blocks, sample by sample where the samples differ: of queries those keys that all of them see, and then
         those that some do, with the mask of these."""
         size = _SIZE_CPU if host.on_host(like) else _SIZE
-        rows, width, keys = self._rows(size), self.runs.width, _pieces(0, self.t, size)
+        tall, wide = _step(self.runs.width, size), _step(self.t, size)
+        rows = [one for run, _ in self.runs.places() for one in _pieces(run, tall)]
+        keys = _pieces(slice(0, self.t), wide)
         count = max(vector.shape[0] for vector in self.vectors.values())
         if not (rows and keys):
             return
         if len(rows) * len(keys) == 1:
             codes = [[[PARTLY]]] * count
         else:
-            found = self._codes(width, -(-width // _count(width, size)), -(-self.t // len(keys)))
-            codes = decide(found.expand(count, len(rows), len(keys)))
+            codes = decide(self._codes(tall, wide).expand(count, len(rows), len(keys)))
         for at, of_rows in enumerate(codes):
             sample = at if count > 1 else None
             for here, its in zip(rows, of_rows, strict=True):
@@ -108,16 +109,13 @@ class Mask:
                 if partly := _merged(keys, its, PARTLY):
                     yield Block(here, partly, mask=self.part(sample, here, partly), sample=sample)
 
-    def _rows(self, size: int) -> list[slice]:
-        return [one for run, _ in self.runs.places() for one in _pieces(run.start, run.stop, size)]
-
-    def _codes(self, width: int, rows: int, columns: int) -> Tensor:
+    def _codes(self, rows: int, columns: int) -> Tensor:
         """Of each block of `rows` queries of a run, and `columns` keys, how many of its keys are seen."""
         low, high = {}, {}
         for name, vector in self.vectors.items():
             is_row = name.startswith("r")
             flat = vector.flatten(2).expand(-1, -1, self.s if is_row else self.t)
-            apart = _apart(flat, width if is_row else self.t, rows if is_row else columns)
+            apart = _apart(flat, self.runs.width if is_row else self.t, rows if is_row else columns)
             shape = (vector.shape[0], -1, 1) if is_row else (vector.shape[0], 1, -1)
             low[name], high[name] = apart.amin((1, -1)).reshape(shape), apart.amax((1, -1)).reshape(shape)
         surely, possibly = bounds(self.condition, low, high)
@@ -154,15 +152,13 @@ def _compared(column: tuple[Tensor, Tensor], sign: str, row: tuple[Tensor, Tenso
     return (surely, possibly) if sign == "==" else (~possibly, ~surely)
 
 
-def _count(length: int, size: int) -> int:
-    """Of so many pieces of at most `size` is a length made."""
-    return max(1, -(-length // size))
+def _step(length: int, size: int) -> int:
+    """The length of pieces of at most `size`, as equal as can be, but for the last."""
+    return max(1, -(-length // max(1, -(-length // size))))
 
 
-def _pieces(start: int, stop: int, size: int) -> list[slice]:
-    """Pieces of at most `size`, as equal as can be, but for the last."""
-    step = max(1, -(-(stop - start) // _count(stop - start, size)))
-    return [slice(first, min(first + step, stop)) for first in range(start, stop, step)]
+def _pieces(whole: slice, step: int) -> list[slice]:
+    return [slice(first, min(first + step, whole.stop)) for first in range(whole.start, whole.stop, step)]
 
 
 def _apart(x: Tensor, width: int, size: int) -> Tensor:

@@ -7,7 +7,7 @@ block takes the part that belongs to the keys which have come round. What of a b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -31,28 +31,18 @@ from autopar.runtime.kernels.run_chain import called_steps, in_turns, run_steps
 
 Kernels = Callable[..., Tensors]
 Vectors = Sequence[Tensor]
+Operands = Callable[[int, Block], Iterable[Any]]
 
 
 def _attention(kernel: Kernels, ask: Ask, q: Tensor, k: Tensor, v: Tensor, *call: Any, **more: Any) -> Steps:
     ring = RingCall(*call, **more)
-
-    def attend(at: int, block: Block, *taken: Tensor) -> Tensors:
-        return kernel(*taken, None, block.causal, ring.scale)
-
-    return forward(attend, ask, ring, q, k, v)
+    return forward(_attend(kernel, ring, _no_mask), ask, ring, q, k, v)
 
 
-def _attention_backward(
-    kernel: Kernels, ask: Ask, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *call: Any,
-    **more: Any,
-) -> Steps:  # fmt: skip
+def _attention_backward(kernel: Kernels, ask: Ask, *given: Any, **more: Any) -> Steps:
+    grad, q, k, v, out, lse, *call = given
     ring = RingCall(*call, **more)
-
-    def attend(at: int, block: Block, *taken: Tensor) -> Tensors:
-        *before, its_out, its_lse = taken
-        return kernel(*before, None, its_out, its_lse, block.causal, ring.scale)
-
-    return backward(attend, ask, ring, (grad, q, out, lse), k, v)
+    return backward(_attend(kernel, ring, _no_mask), ask, ring, (grad, q, out, lse), k, v)
 
 
 def compared_ring(
@@ -61,29 +51,37 @@ def compared_ring(
 ) -> Steps:  # fmt: skip
     """(out, logsumexp), as `compared_attention` gives them."""
     ring = RingCall(*call, **more)
-
-    def attend(at: int, block: Block, *taken: Tensor) -> Tensors:
-        vectors = _vectors(rows, columns, at, ring, k.shape[2], block)
-        return kernel(*taken, *vectors, compare, block.causal, ring.scale, part=True)
-
-    return forward(attend, ask, ring, q, k, v)
+    vectors = partial(_vectors, rows, columns, ring, k.shape[2])
+    return forward(_attend(kernel, ring, vectors, compare, part=True), ask, ring, q, k, v)
 
 
 def compared_ring_backward(ask: Ask, *given: Any, kernel: Kernels = compared_attention_backward, **more: Any) -> Steps:
     """(dq, dk, dv). given: the arguments of the op."""
     grad, q, k, v, rows, columns, out, lse, compare, *call = given
     ring = RingCall(*call, **more)
+    vectors = partial(_vectors, rows, columns, ring, k.shape[2])
+    return backward(_attend(kernel, ring, vectors, compare), ask, ring, (grad, q, out, lse), k, v)
+
+
+def _attend(
+    kernel: Kernels, ring: RingCall, mask: Callable[..., Iterable[Any]], *compare: str, **part: bool
+) -> Kernels:
+    """What computes a block with the keys of the rank `at`, whose operands are (q, k, v), or (grad, q, k, v, out, lse).
+    mask: the operands that say what is seen of it."""
 
     def attend(at: int, block: Block, *taken: Tensor) -> Tensors:
-        *before, its_out, its_lse = taken
-        vectors = _vectors(rows, columns, at, ring, k.shape[2], block)
-        return kernel(*before, *vectors, its_out, its_lse, compare, block.causal, ring.scale)
+        first = 3 if len(taken) == 3 else 4
+        return kernel(*taken[:first], *mask(at, block), *taken[first:], *compare, block.causal, ring.scale, **part)
 
-    return backward(attend, ask, ring, (grad, q, out, lse), k, v)
+    return attend
+
+
+def _no_mask(at: int, block: Block) -> tuple[None]:
+    return (None,)
 
 
 def _vectors(
-    rows: Vectors, columns: Vectors, at: int, ring: RingCall, count: int, block: Block
+    rows: Vectors, columns: Vectors, ring: RingCall, count: int, at: int, block: Block
 ) -> Iterator[list[Tensor]]:
     """The vectors of a block: of a rank's own queries, and of the `count` keys of the rank `at`."""
     keys = runs_at(at, ring.size, ring.outer, count)
