@@ -82,7 +82,7 @@ class AttentionKernel:
         return tuple(_narrow(each, x.shape[3]) for each, x in zip(grads, (q, k, v), strict=True))
 
     def _operands(self, *tensors: Tensor) -> Tensors:
-        """As the kernel reads them: a column of zeros in queries and keys changes no score."""
+        """Operands as the kernel reads them: a column of zeros in queries and keys changes no score."""
         if self.width is None:
             return tensors
         widths = [x.shape[3] for x in tensors]

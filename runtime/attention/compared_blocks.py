@@ -43,7 +43,7 @@ def decided(codes: Tensor) -> list[list[list[int]]]:
 
 
 def undecided(codes: Tensor) -> list[list[list[int]]]:
-    """Of no block anything is known: the mask of each is made."""
+    """Say of no block anything: the mask of each is made."""
     samples, rows, columns = codes.shape
     return [[[PARTLY] * columns] * rows] * samples
 
@@ -110,7 +110,7 @@ class Mask:
                     yield Block(here, partly, mask=self.part(sample, here, partly), sample=sample)
 
     def _codes(self, rows: int, columns: int) -> Tensor:
-        """Of each block of `rows` queries of a run, and `columns` keys, how many of its keys are seen."""
+        """How many keys are seen in each block of `rows` queries of a run and `columns` keys."""
         low, high = {}, {}
         for name, vector in self.vectors.items():
             is_row = name.startswith("r")

@@ -122,7 +122,7 @@ class Agreement:
         return is_same_data
 
     def check_within(self, what: str, part: Hashable, lines: Sequence[str]) -> None:
-        """As `check`, between ranks of the same `part` alone."""
+        """Compare like `check`, between ranks of the same `part` alone."""
         if self.size == 1:
             return
         parts: dict[Hashable, dict[int, list[str]]] = {}
@@ -342,7 +342,7 @@ class Announcer:
         return self._agreement.check(what, lines, data, fault)
 
     def operation(self, name: str) -> None:
-        """As `call`, for an operation on a parameter or gradient, which may stand in the middle of an update."""
+        """Announce an operation on a parameter or gradient, which may stand in the middle of an update."""
         with self._agreement.called(UserCall(name)):  # a step moves parameters, too
             self._agreement.check("arguments", ())
 

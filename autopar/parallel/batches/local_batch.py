@@ -70,13 +70,13 @@ class Portion:
 
     @staticmethod
     def of(parts: Parts, dims: Dims, world: BatchWorld, is_said: bool) -> Portion:
-        """As if all ranks had as many samples as this one."""
+        """Assume that all ranks have as many samples as this one."""
         own = tuple(parts.leaves[i].shape[dim] for i, dim in enumerate(dims) if dim is not None)
         return Portion(dims, (own,) * world.places, world.place, is_said)
 
     @staticmethod
     def own(parts: Parts, world: BatchWorld) -> Portion:
-        """Of a batch that is this rank's alone."""
+        """A batch that is this rank's alone."""
         sizes = tuple(size for _, leaf in parts.tensors() for size in leaf.shape)
         return Portion((None,) * len(parts.leaves), (sizes,) * world.places, world.place, True, is_own=True)
 
@@ -112,7 +112,7 @@ class Portion:
         return _SAMPLES + json.dumps(self.sizes if self.is_agreed else self.sizes[self.place])
 
     def settled(self, everyone: Sequence[Sequence[str]], mesh: Mesh) -> Portion | None:
-        """The same with the sizes that all ranks say; None if they differ in something else. everyone: the lines of
+        """The portion with the sizes that all ranks say; None if they differ in something else. everyone: the lines of
         each rank, of which one is this one's `line`."""
         if len({tuple(line for line in lines if not _is_samples(line)) for lines in everyone}) > 1:
             return None

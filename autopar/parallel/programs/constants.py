@@ -35,7 +35,7 @@ class Constants:
 
     @staticmethod
     def of(captured: Captured, guards: Guards, scalars: Scalars, device: torch.device) -> Constants:
-        """Those of a captured step."""
+        """Find the constants of a captured step."""
         found = {name: guards.spots_of(tensor) for name, tensor in captured.constants.items()}
         spots = {name: keys[0] for name, keys in found.items() if keys}
         made = Constants(captured.constants, device, guards, spots, scalars.numbers(captured.constants))

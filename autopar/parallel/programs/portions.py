@@ -35,7 +35,7 @@ class Given:
 
     @property
     def whole(self) -> Parts:
-        """The same for the whole batch, without data where ranks have parts: what a program is made for."""
+        """The arguments of the whole batch, without data where ranks have parts: what a program is made for."""
         return self.parts if self.portion is None else self.portion.whole(self.parts)
 
     @property
@@ -51,7 +51,7 @@ class Given:
         return frozenset() if self.portion is None else self.portion.shared(self.parts)
 
     def agreed(self, portion: Portion | None = None) -> Given:
-        """The same, with the sizes that all ranks agreed on."""
+        """Take the sizes that all ranks agreed on."""
         found = portion or self.portion
         return replace(self, portion=found and replace(found, is_agreed=True))
 
@@ -77,7 +77,7 @@ class Given:
 
 
 class Portions:
-    """Of the calls of one parallel module."""
+    """Finds the portions of the calls of one parallel module."""
 
     def __init__(self, session: Session) -> None:
         settings = session.settings

@@ -113,7 +113,7 @@ class Running:
             self._owners.set_buffer(name, outputs[at])
 
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """Of the model and its partners, by their names in the program."""
+        """Parameters of the model and its partners, by their names in the program."""
         return self._store.structure.parameters if len(self._owners.stores) == 1 else self._owners.parameters()
 
     def _read(self, slot: Slot) -> tuple[Callable[[Any], Any], Any]:

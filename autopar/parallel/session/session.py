@@ -116,7 +116,8 @@ class StepSettings:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """Of one parallel module, from `parallelize` on. scale: of the loss, under precision="fp16"."""
+    """What the parts of one parallel module share, from `parallelize` on. scale: of the loss, under
+    precision="fp16"."""
 
     settings: StepSettings
     store: ParameterStore

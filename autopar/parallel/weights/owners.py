@@ -80,7 +80,7 @@ class Owners:
 
     @staticmethod
     def of(store: ParameterStore, partners: tuple[Partner, ...]) -> Owners:
-        """Those of a captured step."""
+        """Find the owners of a captured step."""
         parallel = [partner for partner in partners if isinstance(partner.module, Inlined)]
         return Owners(
             {"": store, **{partner.name: _store_of(partner) for partner in partners}},
@@ -121,7 +121,7 @@ class Owners:
         }
 
     def bind(self, options: StepOptions, fixed: Fixed) -> tuple[StepOptions, Fixed]:
-        """The same with the layouts that are decided already: what lies somewhere stays there."""
+        """Add the layouts that are decided already: what lies somewhere stays there."""
         shard, stored = dict(options.shard or {}), {}
         for owner, store in self.stores.items():
             prefix = f"{owner}." if owner else ""
@@ -184,7 +184,7 @@ def flags_of(partners: tuple[Partner, ...]) -> tuple[tuple[bool, ...], ...]:
 
 
 def describe(partners: tuple[Partner, ...]) -> Lines:
-    """The same, as ranks compare it."""
+    """Modes of partners, as ranks compare them."""
     lines = []
     for partner in partners:
         evaluated = [name or "the root" for name, module in tables.named_modules(partner.traced) if not module.training]
