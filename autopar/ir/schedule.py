@@ -24,8 +24,10 @@ KINDS: Mapping[str, str] = {
     # of a rank, and not of a stage: once a step
     "C": "count",  # no action of its own: P begins with it, for all micro-batches side by side
     "P": "prologue",
+    "M": "middle",  # between the passes: of what all forwards add up to, for the backwards. On the last rank alone
     "E": "epilogue",
 }
+ONCE_KINDS = "PME"  # once a step
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -127,6 +129,12 @@ class Flow:
     def size(self) -> int:
         """The number of ranks."""
         return max(self.ranks) + 1
+
+    def waits_for_all(self) -> bool:
+        """True if what all forward actions add up to is read before the last backward action."""
+        sums = {name for (_, kind), work in self.works.items() if kind == "F" for name in work.sums}
+        reads = (name for (_, kind), work in self.works.items() if kind in "BIWM" for name in work.step_reads)
+        return not sums.isdisjoint(reads)
 
     def step_values(self) -> frozenset[str]:
         """The values of which there is one for all micro-batches."""

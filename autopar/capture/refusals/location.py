@@ -143,9 +143,9 @@ class Locator:
                 pending += [parent for parent, _ in grad_fn.next_functions if parent is not None]
 
     def enter_backward(self, place: Place) -> None:
-        """Charge what is made from now on to a line's backward."""
+        """Charge what is made from now on to a line's backward. What a loss needs of a gradient is forward."""
         self._backward = place
-        fx_traceback.set_stack_trace([_SEPARATOR.join(("backward", *place))])
+        fx_traceback.set_stack_trace([_SEPARATOR.join((self.phase, *place))])
 
 
 def _enter_backward(locator: weakref.ref[Locator], place: Place, _grads: Any) -> None:

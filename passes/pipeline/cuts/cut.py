@@ -40,7 +40,7 @@ class StageLimits:
 
 def forward_nodes(program: Program, times: NodeTimes) -> list[fx.Node]:
     """What stages are made of, in the order of the program."""
-    return [node for node in program.calls() if times.of[node] is When.BODY and record(node).phase == "forward"]
+    return [node for node in program.calls() if times.is_forward(node)]
 
 
 def cut(program: Program, times: NodeTimes, stages: int, limits: StageLimits) -> Stages:
