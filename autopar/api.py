@@ -21,7 +21,7 @@ from autopar.errors import MeshError
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import StepKeywords
 from autopar.parallel.module import ParallelModule
-from autopar.parallel.session.joining import Requested
+from autopar.parallel.session.session import Requested
 
 Factory = Callable[..., nn.Module]
 

@@ -30,9 +30,9 @@ from benchmarks.records import Figure, Records, record_option
 RANKS, STEPS, WARMUP = 2, 30, 3
 CHECKS = {  # file and function: what a person calls it
     ("containers.py", "take_call_apart"): "batch taken apart",
-    ("variants.py", "find"): "guards",
+    ("programs.py", "find"): "guards",
     ("digests.py", "vector"): "digest of the batch",
-    ("announce.py", "call"): "announcement, with its wait",
+    ("agreement.py", "call"): "announcement, with its wait",
 }
 
 

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar.parallel.programs.execution import Running
+from autopar.parallel.programs.running import Running
 from autopar.runtime.executor.inputs import StepInputs
 from benchmarks.records import Figure, Records, record_option
 from examples.gpt import GPT, GPTConfig

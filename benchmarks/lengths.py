@@ -57,7 +57,7 @@ def batch(length: int) -> Tensor:
 
 
 class Lengths:
-    """The programs of one call, size by size, as `parallel/programs/building.py` makes them."""
+    """The programs of one call, size by size, as `parallel/programs/maker.py` makes them."""
 
     def __init__(self, mesh: str, options: StepOptions) -> None:
         self.model, self.mesh, self.options = model(), parse_mesh(mesh), options

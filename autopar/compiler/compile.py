@@ -11,16 +11,26 @@ from torch import nn
 
 from autopar.capture import Captured, Earlier, LossFn, capture, dims_of_call
 from autopar.compiler.auto_slices import best_sliced
+from autopar.compiler.constraints import (
+    check_batch,
+    check_slices,
+    check_zero,
+    divides_batch,
+    microbatches_of,
+    parse_shard,
+    patterns_of,
+)
 from autopar.compiler.garbage import uncollected
 from autopar.compiler.lowered import Lowered
-from autopar.compiler.make_plan import make_plan
 from autopar.compiler.models import check_model
+from autopar.compiler.positions import with_positions
+from autopar.compiler.precision_check import check_parameters
 from autopar.compiler.sequence import through_passes
-from autopar.custom_ops.registry import check_calls
+from autopar.custom_ops.registry import CUSTOM_OPS, check_calls
 from autopar.errors import CoupledError
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import StepOptions
-from autopar.ir.plan import Fixed
+from autopar.ir.plan import Fixed, Plan
 from autopar.passes import make_pipeline
 from autopar.settings import Settings
 
@@ -112,3 +122,39 @@ def batch_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(batch, (tuple, list)):
         return tuple(batch), {}
     return (batch,), {}
+
+
+# -- the plan of a step -----------------------------------------------------------------------------------------------
+
+
+def make_plan(captured: Captured, mesh: Mesh, options: StepOptions, fixed: Fixed) -> Plan:
+    """The decisions of the user, checked against the model, its batch and the mesh."""
+    program = captured.program
+    check_parameters(program, options)
+    batch_replicated = fixed.is_own or (fixed.uneven and not divides_batch(program, mesh, captured.batch_dims))
+    if not batch_replicated:
+        check_batch(program, mesh, captured.batch_dims)
+    slices = Plan(mesh, options=options).slices
+    count = microbatches_of(
+        program,
+        mesh,
+        options.microbatches,
+        captured.batch_dims,
+        replicated=batch_replicated,
+        uneven=fixed.uneven,
+        slices=slices,
+    )
+    plan = Plan(
+        mesh,
+        parse_shard(options.shard, program, mesh),
+        options=replace(options, microbatches=count),
+        fixed=fixed,
+        batch_replicated=batch_replicated,
+        batch_dims=captured.batch_dims,
+        patterns=patterns_of(options.shard, program),
+        frozen=captured.frozen,
+        rules=CUSTOM_OPS.rows(),
+    )
+    check_zero(plan)
+    check_slices(plan)
+    return with_positions(plan, program)

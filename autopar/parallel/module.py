@@ -17,12 +17,11 @@ from autopar.compiled import Compiled
 from autopar.errors import AutoparError, CaptureError
 from autopar.parallel.auto import Auto
 from autopar.parallel.gathered import gathered
-from autopar.parallel.programs.execution import Running
 from autopar.parallel.programs.programs import Programs
-from autopar.parallel.session.joining import Requested
+from autopar.parallel.programs.running import Running
 from autopar.parallel.session.loss_scale import LossScale
 from autopar.parallel.session.random_state import RandomState
-from autopar.parallel.session.session import open_session
+from autopar.parallel.session.session import Requested, open_session
 from autopar.parallel.stepping import forward_step, train_step
 from autopar.parallel.tensors.likeness import Likeness
 from autopar.parallel.weights.optimizer_states import States
@@ -98,7 +97,7 @@ class ParallelModule(Likeness):
 
     def record(self, recorder: Recorder | None) -> None:
         """Let a recorder see what this rank does in the steps that are compiled by now; None ends it."""
-        for running in self._programs.running.values():
+        for running in self._programs.all:
             running.runner.record(recorder)
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
@@ -171,7 +170,7 @@ class ParallelModule(Likeness):
     @property
     def programs(self) -> tuple[Running, ...]:
         """What is compiled by now, the last used last."""
-        return tuple(self._programs.running.values())
+        return tuple(self._programs.all)
 
     @property
     def generated_code(self) -> str | None:

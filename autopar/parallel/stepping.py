@@ -14,9 +14,9 @@ from autopar.capture.raising import default_dtype
 from autopar.errors import BatchError
 from autopar.ir.layout import Layout, local_part
 from autopar.ir.program import Input, record
-from autopar.parallel.programs.execution import Running
 from autopar.parallel.programs.own_batch import means, seed_of
 from autopar.parallel.programs.portions import Given
+from autopar.parallel.programs.running import Running
 from autopar.parallel.session.session import Session
 from autopar.parallel.tensors.parameter import accumulate, drop_gradients
 from autopar.parallel.weights.gradients import finished, guarded
@@ -29,17 +29,16 @@ def train_step(
 ) -> tuple[torch.Tensor, tuple[Any, ...]]:
     """Run a training program: gradients are added to `.grad`, buffers are written. The loss, and all outputs; is_whole:
     those of all ranks, and not this rank's rows."""
-    bound = running.bound
     outputs = run_step(session, running, given, is_step=True)
     session.random.steps += 1
-    bound.write_buffers(outputs)
-    parameters, gradients = bound.gradients(outputs)
+    running.write_buffers(outputs)
+    parameters, gradients = running.gradients(outputs)
     if session.scale is None or session.scale.take(gradients, session.settings.device):
         accumulate(parameters, gradients)
     else:
-        drop_gradients(bound.parameters().values())
+        drop_gradients(running.parameters().values())
     session.announcer.stepped()
-    (loss,) = bound.losses
+    (loss,) = running.losses
     loss_of_step = finished(outputs[loss])
     return loss_of_step, outputs if is_whole else own_rows(outputs, running, given)
 
@@ -49,9 +48,9 @@ def forward_step(session: Session, is_whole: bool, running: Running, given: Give
     of `train_step`."""
     outputs = run_step(session, running, given, is_step=False)
     session.random.forwards += 1
-    running.bound.write_buffers(outputs)
+    running.write_buffers(outputs)
     outputs = outputs if is_whole else own_rows(outputs, running, given)
-    return running.captured.result(guarded(outputs, given.parts.leaves, running.bound.parameters().values()))
+    return running.captured.result(guarded(outputs, given.parts.leaves, running.parameters().values()))
 
 
 def own_rows(outputs: tuple[torch.Tensor, ...], running: Running, given: Given) -> tuple[torch.Tensor, ...]:
@@ -75,8 +74,8 @@ def run_step(session: Session, running: Running, given: Given, is_step: bool) ->
     lift = session.settings.lift
     with default_dtype(lift) if lift is not None else nullcontext():
         outputs = running.run(_inputs(session, running, given, is_step))
-    check_reads(running.captured.reads, [outputs[at] for at in running.bound.guards])
-    return means(outputs, running.bound.together, session.world) if session.settings.is_own else outputs
+    check_reads(running.captured.reads, [outputs[at] for at in running.reads])
+    return means(outputs, running.together, session.world) if session.settings.is_own else outputs
 
 
 def _inputs(session: Session, running: Running, given: Given, is_step: bool) -> StepInputs:
@@ -104,4 +103,4 @@ def _inputs(session: Session, running: Running, given: Given, is_step: bool) -> 
         # Of memory that can move, the copy is in the device's queue; of other the host waits for all before it there.
         return part.to(device, non_blocking=not host.on_host(device) and own.is_pinned())
 
-    return running.bound.inputs(value)
+    return running.inputs(value)

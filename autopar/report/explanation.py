@@ -12,15 +12,16 @@ from autopar.compiler.lowered import Collective, Lowered, collectives_of, moving
 from autopar.errors import ValueNameError
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import MICROBATCH, SLICE, axes_of_group, is_in_time
+from autopar.ir.ops.fused import Fused, fused_of
 from autopar.ir.ops.measure import human
 from autopar.ir.ops.ops import is_collective, op
 from autopar.ir.ops.ring_ops import Ring, is_attention
+from autopar.ir.pipeline import graph_name
 from autopar.ir.program import Input, Level, is_getitem, operand_nodes, record
 from autopar.ir.schedule import KINDS
-from autopar.ir.text.text import print_type, quote
+from autopar.ir.text.text import print_result, print_type, quote
 from autopar.passes.search.explain import CHOSEN, USER, Alternative, Decision, explain_briefly
 from autopar.passes.search.explain import explain as decisions_of
-from autopar.report.explain_groups import group_head, groups_with, groups_within
 
 ITSELF, OPERAND, SUM, GRADIENT = "moved itself", "its operand is moved", "a sum that it leaves", "its gradient"
 BESIDE = "between its pieces"
@@ -340,3 +341,55 @@ def _table(rows: list[tuple[str, ...]]) -> Iterator[str]:
 
 def _list(names: tuple[str, ...]) -> str:
     return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+
+
+# -- groups of parameters ---------------------------------------------------------------------------------------------
+
+
+def _groups(compiled: Lowered) -> Iterator[tuple[str, fx.Node, Fused]]:
+    """The groups of all graphs, each with the name of its graph ("" if there is one graph)."""
+    pipeline = compiled.pipeline
+    graphs = (
+        {"": compiled.program}
+        if pipeline is None
+        else {graph_name(*key): graph for key, graph in pipeline.graphs.items()}
+    )
+    for name, program in graphs.items():
+        for node in program.calls():
+            fused = fused_of(node)
+            if fused is not None:
+                yield name, node, fused
+
+
+def group_head(compiled: Lowered, name: str) -> tuple[str, tuple[str, ...]] | None:
+    """What a group of this name is, and what it saves; None if there is none."""
+    for graph, node, fused in _groups(compiled):
+        if node.name == name:
+            known = record(node)
+            result = print_result(known, compiled.program.level, fused.mesh)
+            calls = ", ".join(f"%{call.name}" for call in fused.calls)
+            head = f"group %{name}: one kernel of kind {fused.kind} for {calls}\n  {result}"
+            return head, (_said(graph, node),)
+    return None
+
+
+def groups_with(compiled: Lowered, value: str) -> tuple[str, ...]:
+    """The groups that compute a value: one, or several that compute it again."""
+    return tuple(
+        f"%{node.name}, {_said(graph, node)}"
+        for graph, node, fused in _groups(compiled)
+        if any(call.name == value for call in fused.calls)
+    )
+
+
+def groups_within(compiled: Lowered, path: str) -> tuple[str, ...]:
+    """The groups that begin in a module."""
+    return tuple(
+        f"%{node.name}, {_said(graph, node)}"
+        for graph, node, _ in _groups(compiled)
+        if record(node).module == path or record(node).module.startswith(f"{path}.")
+    )
+
+
+def _said(graph: str, node: fx.Node) -> str:
+    return f"in {graph}: {record(node).reason}" if graph else record(node).reason

@@ -16,7 +16,7 @@ from autopar.compiler.meshes import mesh_of
 from autopar.errors import first_sentence
 from autopar.job import Job
 from autopar.parallel.module import ParallelModule
-from autopar.parallel.session.joining import Requested
+from autopar.parallel.session.session import Requested
 from autopar.verification.copies import copied
 from autopar.verification.dtypes import cast, in_dtype, module_in
 from autopar.verification.judge.comparison import ComparedRow, Exact, Report, Values, of_both

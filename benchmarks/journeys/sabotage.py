@@ -17,8 +17,7 @@ from autopar.capture.inputs.containers import Leaf, _Walk
 from autopar.ir.layout import Layout
 from autopar.parallel.session.random_state import RandomState
 from autopar.parallel.tensors.place import Place
-from autopar.parallel.weights.store import ParameterStore
-from autopar.parallel.weights.structure import Structure
+from autopar.parallel.weights.store import ParameterStore, Structure
 from autopar.runtime.collectives.moves import Move
 from autopar.runtime.ranks.distributed import _PRIMITIVES
 from autopar.torch_compat import local_of
@@ -217,8 +216,8 @@ SABOTAGES: Mapping[str, Sabotage] = {
         8,
         "calls do not announce themselves",
         {
-            "autopar.parallel.agree.announce.Announcer.call": _true,
-            "autopar.parallel.agree.announce.Announcer.operation": _nothing,
+            "autopar.parallel.agree.agreement.Announcer.call": _true,
+            "autopar.parallel.agree.agreement.Announcer.operation": _nothing,
         },
     ),
 }

@@ -1,89 +1,48 @@
 """`autopar::compared_attention` and its backward: attention with a mask that is known by a condition.
 
 Blocks of queries meet the keys that they see: those that all of them see by a kernel without a mask, the others with
-the mask of the block, joined by their logsumexps (Dao et al. 2022, arXiv 2205.14135, section 3.1). What nobody of a
-block sees is not computed, and the mask of the whole never exists (the idea of FlexAttention, arXiv 2412.05496).
+the mask of the block. What nobody of a block sees is not computed, and the mask of the whole never exists (the idea of
+FlexAttention, arXiv 2412.05496).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from typing import Any
 
-import torch
-
-from autopar.runtime.attention.attention_runs import joined
+from autopar.runtime.attention.accumulate import Attended, all_gradients, attend
 from autopar.runtime.attention.attention_whole import attention, attention_backward
-from autopar.runtime.attention.compared_blocks import Decide, Mask, MaskBlock, decided, take
+from autopar.runtime.attention.blocks import Block, Tensor, Tensors
+from autopar.runtime.attention.compared_blocks import ComparedCall, Decide, Mask, decided
 from autopar.runtime.kernels.kernel import Kernel
-
-Tensor = torch.Tensor
-Tensors = tuple[Tensor, ...]
 
 
 def compared_attention(
-    q: Tensor, k: Tensor, v: Tensor, rows: Sequence[Tensor], columns: Sequence[Tensor], compare: str, causal: bool,
-    scale: float, decide: Decide = decided, *, starts: Sequence[int] = (), reach: int | None = None, part: bool = False,
-) -> Tensors:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, *call: Any, decide: Decide = decided, part: bool = False, **more: Any
+) -> Tensors:
     """(out [b,h,s,e], logsumexp [b,h,s]) as `attention` gives them; a query that sees no key has zeros, and of a part
-    of the keys the logsumexp -inf."""
-    mask = Mask.of(q, k, rows, columns, compare, causal, starts)
-    (b, h, s, _), e = q.shape, v.shape[3]
-    out = q.new_zeros((b, s, h, e)).transpose(1, 2)
-    unseen, dtype = -torch.inf if part else 0.0, torch.promote_types(q.dtype, torch.float32)
-    lse = torch.full((b, h, s), unseen, dtype=dtype, device=q.device)
-    for block in mask.blocks(q, decide):
-        here = block.samples, slice(None), block.rows
-        found: Tensors | None = None
-        for keys, seen in _calls(mask, block):
-            keys_, values = (take(x[block.samples], keys, 2) for x in (k, v))
-            one, its = attention(q[here], keys_, values, seen, False, scale)
-            its = _behind(its, seen) if part or found is not None else its
-            found = (one, its) if found is None else joined(found[0], found[1], one, its)
-        if found is not None:
-            out[here], lse[here] = found
-    return out, lse
+    of the keys the logsumexp -inf. call, more: see `ComparedCall`."""
+    told = ComparedCall(*call, **more)
+
+    def of_block(block: Block, *taken: Tensor) -> Tensors:
+        return attention(*taken, block.mask, False, told.scale)
+
+    attended = Attended(q, v, q.dtype, part)
+    attend(attended, of_block, Mask.of(q, k, told).blocks(q, decide), q, k, v)
+    return attended.result()
 
 
 def compared_attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Sequence[Tensor], columns: Sequence[Tensor], out: Tensor,
-    lse: Tensor, compare: str, causal: bool, scale: float, decide: Decide = decided, *, starts: Sequence[int] = (),
-    reach: int | None = None,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Any, columns: Any, out: Tensor, lse: Tensor, *call: Any,
+    decide: Decide = decided, **more: Any,
 ) -> Tensors:  # fmt: skip
-    """(dq, dk, dv) in the shapes of q, k, v, summed over the blocks in at least float32."""
-    mask = Mask.of(q, k, rows, columns, compare, causal, starts)
-    wide = torch.promote_types(q.dtype, torch.float32)
-    dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
-    for block in mask.blocks(q, decide):
-        here = block.samples, slice(None), block.rows
-        for keys, seen in _calls(mask, block):
-            keys_, values = (take(x[block.samples], keys, 2) for x in (k, v))
-            of_q, of_k, of_v = attention_backward(
-                grad[here], q[here], keys_, values, seen, out[here], lse[here].contiguous(), False, scale
-            )
-            dq[here] += of_q
-            _add(dk[block.samples], of_k, keys)
-            _add(dv[block.samples], of_v, keys)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    """(dq, dk, dv) in the shapes of q, k, v."""
+    told = ComparedCall(rows, columns, *call, **more)
 
+    def of_block(block: Block, *taken: Tensor) -> Tensors:
+        *operands, its_out, its_lse = taken
+        return attention_backward(*operands, block.mask, its_out, its_lse, False, told.scale)
 
-def _calls(mask: Mask, block: MaskBlock) -> Iterator[tuple[tuple[slice, ...], Tensor | None]]:
-    """The calls of a kernel for a block of queries: (keys, the mask of them)."""
-    if block.seen:
-        yield block.seen, None
-    if block.partly:
-        yield block.partly, mask.part(block.samples, block.rows, block.partly)
-
-
-def _behind(lse: Tensor, seen: Tensor | None) -> Tensor:
-    """As of a part beside another: -inf for a row that sees no key of it, of which a kernel says 0."""
-    return lse if seen is None else lse.masked_fill(~seen.any(-1), -torch.inf)
-
-
-def _add(to: Tensor, values: Tensor, keys: Sequence[slice]) -> None:
-    """Add gradients to the keys that they are of."""
-    pieces = values.split([one.stop - one.start for one in keys], 2)
-    for one, piece in zip(keys, pieces, strict=True):
-        to[:, :, one] += piece
+    return all_gradients(of_block, Mask.of(q, k, told).blocks(q, decide), (grad, q, out, lse), k, v)
 
 
 # Opaque to a compiler: which kernels are called hangs on the values of the vectors.

@@ -8,49 +8,60 @@ Nothing is stored for the backward but the output and the logsumexp.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from autopar.runtime.attention.attention_plain import Factors, Mask, plain, plain_backward
+from autopar.runtime.attention.attention_plain import plain, plain_backward
+from autopar.runtime.attention.blocks import AttentionCall, Mask, Tensor, Tensors
 from autopar.runtime.kernels.dropout import dropout_inplace
 from autopar.runtime.kernels.kernel import Kernel
 
-Draw = Callable[..., torch.Tensor]
+Draw = Callable[..., Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class DroppedCall:
+    """What such an attention is told beside its operands. The probabilities, read in dims of sizes `local`, are the
+    piece at `offsets` of dims `whole`; the last two dims are all queries and all keys, but for `starts`, as in
+    `attention`."""
+
+    mask: Mask
+    seed: Tensor
+    causal: bool
+    scale: float
+    key: int
+    p: float
+    whole: Sequence[int]
+    local: Sequence[int]
+    offsets: Sequence[int]
+    starts: Sequence[int] = ()
+
+    def drawn(self, draw: Draw) -> AttentionCall:
+        """The call, in which the probabilities of a block are multiplied by 0, or 1 / (1 - p)."""
+
+        def factors(weights: Tensor, first: int, keys: slice) -> Tensor:
+            sizes = [*self.local[:-2], weights.shape[-2], keys.stop]
+            places = [*self.offsets[:-2], first, 0]
+            return draw(torch.ones_like(weights), self.seed, self.key, self.p, self.whole, sizes, places)
+
+        return AttentionCall(self.mask, self.causal, self.scale, self.starts, factors)
 
 
 def dropped_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, seed: torch.Tensor, causal: bool, scale: float,
-    key: int, p: float, whole: Sequence[int], local: Sequence[int], offsets: Sequence[int],
-    draw: Draw = dropout_inplace, *, starts: Sequence[int] = (),
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(out, logsumexp). The probabilities, read in dims of sizes `local`, are the piece at `offsets` of dims `whole`;
-    the last two dims are all queries and all keys, but for `starts`, as in `attention`."""
-    factors = _factors(draw, seed, key, p, whole, local, offsets)
-    return plain(q, k, v, mask, causal, scale, factors=factors, starts=starts)
+    q: Tensor, k: Tensor, v: Tensor, *call: Any, draw: Draw = dropout_inplace, **starts: Any
+) -> Tensors:
+    """(out, logsumexp). call, starts: see `DroppedCall`."""
+    return plain(q, k, v, DroppedCall(*call, **starts).drawn(draw))
 
 
 def dropped_attention_backward(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, out: torch.Tensor,
-    lse: torch.Tensor, seed: torch.Tensor, causal: bool, scale: float, key: int, p: float, whole: Sequence[int],
-    local: Sequence[int], offsets: Sequence[int], draw: Draw = dropout_inplace, *, starts: Sequence[int] = (),
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask, out: Tensor, lse: Tensor, *call: Any,
+    draw: Draw = dropout_inplace, **starts: Any,
+) -> Tensors:  # fmt: skip
     """(dq, dk, dv) in the shapes of q, k, v."""
-    factors = _factors(draw, seed, key, p, whole, local, offsets)
-    return plain_backward(grad, q, k, v, mask, out, lse, causal, scale, factors=factors, starts=starts)
-
-
-def _factors(
-    draw: Draw, seed: torch.Tensor, key: int, p: float, whole: Sequence[int], local: Sequence[int],
-    offsets: Sequence[int],
-) -> Factors:  # fmt: skip
-    """What the probabilities of a block are multiplied by: 0, or 1 / (1 - p)."""
-
-    def factors(weights: torch.Tensor, first: int, keys: slice) -> torch.Tensor:
-        sizes = [*local[:-2], weights.shape[-2], keys.stop]
-        places = [*offsets[:-2], first, 0]
-        return draw(torch.ones_like(weights), seed, key, p, whole, sizes, places)
-
-    return factors
+    return plain_backward(grad, q, k, v, out, lse, DroppedCall(mask, *call, **starts).drawn(draw))
 
 
 # Opaque to a compiler, as dropout is, and as plain products are.

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import torch
 
-Mask = torch.Tensor | None
-Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+from autopar.runtime.attention.blocks import AttentionCall, Mask, Tensor
+
+Grads = tuple[Tensor, Tensor, Tensor]
 
 _aten = torch.ops.aten
 _LSE_ROWS, _BIAS_COLUMNS = 32, 16  # of the memory-efficient kernel: rows of a logsumexp, alignment of a bias
@@ -20,26 +21,23 @@ _LSE_ROWS, _BIAS_COLUMNS = 32, 16  # of the memory-efficient kernel: rows of a l
 # sums their gradients over the group (so on torch 2.11 to 2.13, and tested).
 
 
-def cpu_flash(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, causal: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def cpu_flash(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
     out, lse = _aten._scaled_dot_product_flash_attention_for_cpu.default(
-        q, k, v, 0.0, causal, attn_mask=_additive(mask, q), scale=scale
+        q, k, v, 0.0, call.causal, attn_mask=_additive(call.mask, q), scale=call.scale
     )
     return out, lse
 
 
 def cpu_flash_backward(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask,
-    out: torch.Tensor, lse: torch.Tensor, causal: bool, scale: float,
-) -> Grads:  # fmt: skip
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: AttentionCall
+) -> Grads:
     grads: Grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
-        grad, q, k, v, out, lse, 0.0, causal, attn_mask=_additive(mask, q), scale=scale
+        grad, q, k, v, out, lse, 0.0, call.causal, attn_mask=_additive(call.mask, q), scale=call.scale
     )
     return grads
 
 
-def _additive(mask: Mask, q: torch.Tensor) -> Mask:
+def _additive(mask: Mask, q: Tensor) -> Mask:
     """The mask as q's dtype, of 2 or 4 dims, at its own size (the kernel broadcasts)."""
     if mask is None:
         return None
@@ -54,21 +52,18 @@ def _additive(mask: Mask, q: torch.Tensor) -> Mask:
 # FlashAttention-2 on CUDA. It groups heads itself, forward and backward. No mask, and each row sees its first key.
 
 
-def cuda_flash(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, causal: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse, *_ = _aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, causal, False, scale=scale)
+def cuda_flash(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = _aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, call.causal, False, scale=call.scale)
     return out, lse
 
 
 def cuda_flash_backward(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask,
-    out: torch.Tensor, lse: torch.Tensor, causal: bool, scale: float,
-) -> Grads:  # fmt: skip
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: AttentionCall
+) -> Grads:
     seed = torch.empty((2,), dtype=torch.uint64, device=q.device)  # of a dropout that there is not
     offset = torch.empty((), dtype=torch.uint64, device=q.device)
     grads: Grads = _aten._scaled_dot_product_flash_attention_backward.default(
-        grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, seed, offset, scale=scale
+        grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, call.causal, seed, offset, scale=call.scale
     )
     return grads
 
@@ -78,43 +73,40 @@ def cuda_flash_backward(
 # here a hidden place is a large negative number, and such a row is known by its logsumexp.
 
 
-def efficient(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, causal: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def efficient(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
     k, v = _repeated(k, q), _repeated(v, q)
     out, lse, *_ = _aten._scaled_dot_product_efficient_attention.default(
-        q, k, v, _bias(mask, q, k), True, 0.0, causal, scale=scale
+        q, k, v, _bias(call.mask, q, k), True, 0.0, call.causal, scale=call.scale
     )
     lse = lse[:, :, : q.shape[2]]
-    if mask is None:
+    if call.mask is None:
         return out, lse
     unseeing = lse < _hidden(q.dtype) / 2
     return out.masked_fill_(unseeing.unsqueeze(-1), 0), lse.masked_fill(unseeing, 0)
 
 
 def efficient_backward(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask,
-    out: torch.Tensor, lse: torch.Tensor, causal: bool, scale: float,
-) -> Grads:  # fmt: skip
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: AttentionCall
+) -> Grads:
     every_k, every_v = _repeated(k, q), _repeated(v, q)
     # As the forward leaves the rows that are none: exp(scores - inf) is 0.
     lse = torch.constant_pad_nd(lse, [0, -lse.shape[2] % _LSE_ROWS], torch.inf).contiguous()
     out = out.transpose(1, 2).contiguous().transpose(1, 2)  # the kernel takes the rows of `out` to lie so
     unused = torch.empty((), dtype=torch.int64, device=q.device)  # the seed of a dropout that there is not
     dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward.default(
-        grad, q, every_k, every_v, _bias(mask, q, k), out, lse, unused, unused, 0.0, [True, True, True, False],
-        causal, scale=scale,
+        grad, q, every_k, every_v, _bias(call.mask, q, k), out, lse, unused, unused, 0.0, [True, True, True, False],
+        call.causal, scale=call.scale,
     )  # fmt: skip
     return dq, _summed(dk, k), _summed(dv, v)
 
 
-def _repeated(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+def _repeated(x: Tensor, q: Tensor) -> Tensor:
     """The key heads once for each query head."""
     group = q.shape[1] // x.shape[1]
     return x if group == 1 else x.repeat_interleave(group, 1)
 
 
-def _summed(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _summed(grad: Tensor, x: Tensor) -> Tensor:
     """The gradients of repeated heads, summed over the group."""
     heads = x.shape[1]
     return grad if grad.shape[1] == heads else grad.unflatten(1, (heads, -1)).sum(2)
@@ -125,7 +117,7 @@ def _hidden(dtype: torch.dtype) -> float:
     return float(torch.finfo(dtype).min) / 2
 
 
-def _bias(mask: Mask, q: torch.Tensor, k: torch.Tensor) -> Mask:
+def _bias(mask: Mask, q: Tensor, k: Tensor) -> Mask:
     """The mask as numbers of q's dtype that are expanded to [b,h,s,t], with aligned rows and without infinities."""
     if mask is None:
         return None
@@ -139,7 +131,7 @@ def _bias(mask: Mask, q: torch.Tensor, k: torch.Tensor) -> Mask:
     return bias.expand(*q.shape[:3], k.shape[2])
 
 
-def _unexpanded(mask: torch.Tensor) -> torch.Tensor:
+def _unexpanded(mask: Tensor) -> Tensor:
     """A mask of which rows, heads or samples are all the same memory, with one of them."""
     for dim in range(mask.ndim - 1):
         mask = mask.narrow(dim, 0, 1) if mask.stride(dim) == 0 else mask

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from autopar.ir.ops.ops import op
 from autopar.runtime.attention import attention_fused as fused
 from autopar.runtime.attention.attention_plain import plain, plain_backward
+from autopar.runtime.attention.blocks import AttentionCall, Mask, Tensor, Tensors
 from autopar.runtime.kernels import host
-
-Mask = torch.Tensor | None
-Tensors = tuple[torch.Tensor, ...]
 
 _SHORT = (torch.bfloat16, torch.float16)
 
@@ -33,7 +32,7 @@ class KernelDevice(NamedTuple):
     is_host: bool = False
 
 
-class AttentionCall(NamedTuple):
+class AttentionShape(NamedTuple):
     """What of a call decides. q [b,h,s,d], k [b,hk,t,d], v [b,hk,t,e]; mask: its shape."""
 
     device: KernelDevice
@@ -57,35 +56,33 @@ class AttentionCall(NamedTuple):
 class AttentionKernel:
     """A way to compute attention and its gradients.
 
-    takes: whether it can compute a call. forward, backward: as `attention` and `attention_backward`. width: how wide
+    takes: whether it can compute a call. forward, backward: given the operands, and the call. width: how wide
     heads are made for it, given the widest; None if it takes them as they are. grain: elements to whose multiples
     strides and the first element are aligned.
     """
 
     name: str
-    takes: Callable[[AttentionCall], bool]
-    forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    takes: Callable[[AttentionShape], bool]
+    forward: Callable[..., Tensors]
+    backward: Callable[..., Tensors]
     width: Callable[[int], int] | None = None
     grain: int = 1
 
-    def attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Tensors:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensors:
         """(out, logsumexp)"""
-        q_, k_, v_ = self._operands(q, k, v)
-        out, lse = self.forward(q_, k_, v_, *rest)
+        out, lse = self.forward(*self._operands(q, k, v), call)
         return _narrow(out, v.shape[3]), lse
 
     def attention_backward(
-        self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask,
-        out: torch.Tensor, lse: torch.Tensor, causal: bool, scale: float,
-    ) -> Tensors:  # fmt: skip
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: AttentionCall
+    ) -> Tensors:
         """(dq, dk, dv)"""
         grad, q_, k_, v_, out = self._operands(grad, q, k, v, out)
-        grads = self.backward(grad, q_, k_, v_, mask, out, lse, causal, scale)
+        grads = self.backward(grad, q_, k_, v_, out, lse, call)
         return tuple(_narrow(each, x.shape[3]) for each, x in zip(grads, (q, k, v), strict=True))
 
-    def _operands(self, *tensors: torch.Tensor) -> Tensors:
-        """As the kernel reads them: a column of zeros in queries and keys changes no score."""
+    def _operands(self, *tensors: Tensor) -> Tensors:
+        """Operands as the kernel reads them: a column of zeros in queries and keys changes no score."""
         if self.width is None:
             return tensors
         widths = [x.shape[3] for x in tensors]
@@ -98,12 +95,12 @@ class AttentionKernel:
         )  # fmt: skip
 
 
-def _narrow(x: torch.Tensor, width: int) -> torch.Tensor:
+def _narrow(x: Tensor, width: int) -> Tensor:
     """Without the columns that were added, and dense in (b, s, h, width) as the kernels leave theirs."""
     return x if x.shape[3] == width else x[..., :width].transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _is_aligned(x: torch.Tensor, grain: int) -> bool:
+def _is_aligned(x: Tensor, grain: int) -> bool:
     """Rows without gaps, at addresses that a vector load takes: a kernel reads anything else as if it were so."""
     if x.stride(-1) != 1 or grain == 1:
         return x.stride(-1) == 1
@@ -111,12 +108,12 @@ def _is_aligned(x: torch.Tensor, grain: int) -> bool:
     return x.storage_offset() % grain == 0 and all(stride % grain == 0 for stride in strides)
 
 
-def _cpu_flash_takes(call: AttentionCall) -> bool:
+def _cpu_flash_takes(call: AttentionShape) -> bool:
     # An empty dim is a division by zero (SIGFPE) in this kernel of torch 2.13.
     return call.device.is_host and call.dtype.is_floating_point and not call.empty
 
 
-def _cuda_flash_takes(call: AttentionCall) -> bool:
+def _cuda_flash_takes(call: AttentionShape) -> bool:
     # Its causal mask ends at the last key (bottom right), ours begins at the first: the same only for a square.
     return (
         call.device.type == "cuda" and call.device.capability >= (8, 0) and "flash" not in call.device.off
@@ -125,7 +122,7 @@ def _cuda_flash_takes(call: AttentionCall) -> bool:
     )  # fmt: skip
 
 
-def _efficient_takes(call: AttentionCall) -> bool:
+def _efficient_takes(call: AttentionShape) -> bool:
     # ROCm's kernel of this name has another logsumexp, and takes no mask that is causal as well.
     columns = call.mask[-1] if call.mask else call.t
     is_new = call.device.capability >= (8, 0) or call.dtype != torch.bfloat16
@@ -145,7 +142,26 @@ def _of_eight(widest: int) -> int:
     return widest + -widest % 8
 
 
+def _op(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensors:
+    found: Tensors = op("attention")(*_dense(q, k, v, call.mask), call.causal, call.scale)
+    return found
+
+
+def _op_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: AttentionCall
+) -> Tensors:
+    operands = _dense(grad, q, k, v, call.mask, out, lse)
+    found: Tensors = op("attention_backward")(*operands, call.causal, call.scale)
+    return found
+
+
+def _dense(*tensors: Mask) -> Iterator[Mask]:
+    return (x if x is None else x.contiguous() for x in tensors)
+
+
 PLAIN = AttentionKernel("plain", lambda call: True, plain, plain_backward)
+# Plain products are opaque to a compiler, which would make the scores of the whole.
+OPAQUE = AttentionKernel("op", lambda call: True, _op, _op_backward)
 TABLE = (
     AttentionKernel("flash (CPU)", _cpu_flash_takes, fused.cpu_flash, fused.cpu_flash_backward, lambda widest: widest),
     AttentionKernel("flash", _cuda_flash_takes, fused.cuda_flash, fused.cuda_flash_backward, _width_of_flash, 8),
@@ -154,16 +170,19 @@ TABLE = (
 )
 
 
-def kernel_for(call: AttentionCall) -> AttentionKernel:
+def chosen(shape: AttentionShape) -> AttentionKernel:
     """The first kernel of the table that takes a call; the last takes all."""
-    return next(kernel for kernel in TABLE if kernel.takes(call))
+    return next(kernel for kernel in TABLE if kernel.takes(shape))
 
 
-def call_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, causal: bool) -> AttentionCall:
-    """What of these operands decides."""
-    shape = None if mask is None else tuple(mask.shape)
-    b, h, s, d = q.shape
-    return AttentionCall(_device(q.device), q.dtype, b, h, k.shape[1], s, k.shape[2], d, v.shape[3], causal, shape)
+def kernel_for(
+    q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, products: AttentionKernel = PLAIN
+) -> AttentionKernel:
+    """The kernel of a call; products: that of one which no fused kernel takes."""
+    mask = None if call.mask is None else tuple(call.mask.shape)
+    (b, h, s, d), (_, hk, t, e) = q.shape, (*k.shape[:3], v.shape[3])
+    kernel = chosen(AttentionShape(_device(q.device), q.dtype, b, h, hk, s, t, d, e, call.causal, mask))
+    return products if kernel is PLAIN else kernel
 
 
 def _device(device: torch.device) -> KernelDevice:

@@ -2,76 +2,52 @@
 
 Shapes: q [b,h,s,d], k [b,hk,t,d], v [b,hk,t,e], h = g * hk; mask broadcasts to [b,h,s,t], True = may be seen, or
 is added; causal: query i sees keys 0..i. A row that sees no key has out = 0, lse = 0 and no gradient.
-`attention_kernels.py` says which kernel computes it.
+`attention_kernels.py` says which kernel computes it; causal pieces of the queries are blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-import torch
-
-from autopar.ir.ops.ops import op
-from autopar.runtime.attention.attention_kernels import PLAIN, call_of, kernel_for
-from autopar.runtime.attention.attention_runs import attention_of_runs, attention_of_runs_backward
+from autopar.runtime.attention.accumulate import Attended, all_gradients, attend
+from autopar.runtime.attention.attention_kernels import OPAQUE, PLAIN, AttentionKernel, kernel_for
+from autopar.runtime.attention.blocks import PIECES, AttentionCall, Block, Mask, Tensor, Tensors, run_blocks
 from autopar.runtime.kernels.kernel import Kernel
 
-Mask = torch.Tensor | None
-Tensors = tuple[torch.Tensor, ...]
 
+def attention(q: Tensor, k: Tensor, v: Tensor, *call: Any, products: AttentionKernel = PLAIN, **starts: Any) -> Tensors:
+    """(out [b,h,s,e], logsumexp [b,h,s] in at least float32). call, starts: see `AttentionCall`. products: the kernel
+    of what no fused one takes."""
+    told = AttentionCall(*call, **starts)
+    if not told.starts:
+        return kernel_for(q, k, v, told, products).attention(q, k, v, told)
 
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, causal: bool, scale: float, *,
-    starts: Sequence[int] = (),
-) -> Tensors:  # fmt: skip
-    """(out [b,h,s,e], logsumexp [b,h,s] in at least float32). starts: where the runs of queries begin in the whole."""
-    if starts:
-        return attention_of_runs(attention, q, k, v, mask, scale, starts)
-    return kernel_for(call_of(q, k, v, mask, causal)).attention(q, k, v, mask, causal, scale)
+    def of_block(block: Block, *taken: Tensor) -> Tensors:
+        return attention(*taken, block.mask, block.causal, told.scale, products=products)
+
+    attended = Attended(q, v, q.dtype)  # in which no row is in more than two blocks
+    attend(attended, of_block, run_blocks(q, k, told), q, k, v)
+    return attended.result()
 
 
 def attention_backward(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask,
-    out: torch.Tensor, lse: torch.Tensor, causal: bool, scale: float, *, starts: Sequence[int] = (),
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask, out: Tensor, lse: Tensor, *call: Any,
+    products: AttentionKernel = PLAIN, **starts: Any,
 ) -> Tensors:  # fmt: skip
     """(dq, dk, dv) in the shapes of q, k, v."""
-    if starts:
-        return attention_of_runs_backward(attention_backward, grad, q, k, v, mask, out, lse, scale, starts)
-    kernel = kernel_for(call_of(q, k, v, mask, causal))
-    return kernel.attention_backward(grad, q, k, v, mask, out, lse, causal, scale)
+    told = AttentionCall(mask, *call, **starts)
+    if not told.starts:
+        return kernel_for(q, k, v, told, products).attention_backward(grad, q, k, v, out, lse, told)
 
+    def of_block(block: Block, *taken: Tensor) -> Tensors:
+        *operands, its_out, its_lse = taken
+        return attention_backward(*operands, block.mask, its_out, its_lse, block.causal, told.scale, products=products)
 
-def _traced(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, causal: bool, scale: float, *,
-    starts: Sequence[int] = (),
-) -> Any:  # fmt: skip
-    """The op of the fused kernel. Plain products are opaque to a compiler, which would make the scores of the whole."""
-    if starts:
-        return attention_of_runs(_traced, q, k, v, mask, scale, starts)
-    kernel = kernel_for(call_of(q, k, v, mask, causal))
-    if kernel is PLAIN:
-        return op("attention")(*map(_contiguous, (q, k, v, mask)), causal, scale)
-    return kernel.attention(q, k, v, mask, causal, scale)
-
-
-def _traced_backward(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask,
-    out: torch.Tensor, lse: torch.Tensor, causal: bool, scale: float, *, starts: Sequence[int] = (),
-) -> Any:  # fmt: skip
-    if starts:
-        return attention_of_runs_backward(_traced_backward, grad, q, k, v, mask, out, lse, scale, starts)
-    kernel = kernel_for(call_of(q, k, v, mask, causal))
-    if kernel is PLAIN:
-        return op("attention_backward")(*map(_contiguous, (grad, q, k, v, mask, out, lse)), causal, scale)
-    return kernel.attention_backward(grad, q, k, v, mask, out, lse, causal, scale)
-
-
-def _contiguous(x: Mask) -> Mask:
-    return x if x is None else x.contiguous()
+    return all_gradients(of_block, run_blocks(q, k, told, PIECES), (grad, q, out, lse), k, v)
 
 
 KERNELS = {
-    "attention": Kernel(attention, traced=_traced),
-    "attention_backward": Kernel(attention_backward, traced=_traced_backward),
+    "attention": Kernel(attention, traced=partial(attention, products=OPAQUE)),
+    "attention_backward": Kernel(attention_backward, traced=partial(attention_backward, products=OPAQUE)),
 }

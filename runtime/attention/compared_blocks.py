@@ -12,24 +12,26 @@ from dataclasses import dataclass
 import torch
 
 from autopar.ir.comparisons import All, BoolVector, Comparison, Condition, every, holds, parse_condition
-from autopar.runtime.attention.attention_runs import runs_of
+from autopar.runtime.attention.blocks import Block, RowRuns, Tensor, take
 from autopar.runtime.kernels import host
 
-Tensor = torch.Tensor
-PARTLY, NONE, ALL = 0, 1, 2  # of the keys of a block are seen
+PARTLY, NONE, SEEN = 0, 1, 2  # of the keys of a block are seen
 # Rows and columns of a block. On a GPU a decision stops the queue, so that short sequences go without.
 _SIZE_CPU, _SIZE = 256, 1024
 Decide = Callable[[Tensor], list[list[list[int]]]]  # reads the codes [samples, blocks of queries, blocks of keys]
 
 
 @dataclass(frozen=True, slots=True)
-class MaskBlock:
-    """Some queries, and the keys that they see: all of `seen`, of `partly` those of a mask."""
+class ComparedCall:
+    """What an attention under a condition is told beside its operands: see `ir/ops/compared.py`."""
 
-    samples: slice
-    rows: slice
-    seen: tuple[slice, ...]
-    partly: tuple[slice, ...]
+    rows: Sequence[Tensor]
+    columns: Sequence[Tensor]
+    compare: str
+    causal: bool
+    scale: float
+    starts: Sequence[int] = ()
+    reach: int | None = None
 
 
 def decided(codes: Tensor) -> list[list[list[int]]]:
@@ -41,86 +43,83 @@ def decided(codes: Tensor) -> list[list[list[int]]]:
 
 
 def undecided(codes: Tensor) -> list[list[list[int]]]:
-    """Of no block anything is known: the mask of each is made."""
+    """Say of no block anything: the mask of each is made."""
     samples, rows, columns = codes.shape
     return [[[PARTLY] * columns] * rows] * samples
 
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """A condition with its vectors, rows as [b|1, h|1, s|1, 1] and columns as [b|1, h|1, 1, t|1].
-
-    starts: where the runs of the queries begin in the whole.
-    """
+    """A condition with its vectors, rows as [b|1, h|1, s|1, 1] and columns as [b|1, h|1, 1, t|1]; runs: of queries."""
 
     condition: Condition
     vectors: Mapping[str, Tensor]
     s: int
     t: int
-    starts: tuple[int, ...]
+    runs: RowRuns
 
     @staticmethod
-    def of(
-        q: Tensor, k: Tensor, rows: Sequence[Tensor], columns: Sequence[Tensor], compare: str, causal: bool,
-        starts: Sequence[int],
-    ) -> Mask:  # fmt: skip
+    def of(q: Tensor, k: Tensor, call: ComparedCall) -> Mask:
         """The mask of a call; what is causal in it is one more comparison."""
-        condition, s, t = parse_condition(compare), q.shape[2], k.shape[2]
-        vectors = {f"r{i}": row.unsqueeze(-1) for i, row in enumerate(rows)}
+        condition, s, t = parse_condition(call.compare), q.shape[2], k.shape[2]
+        vectors = {f"r{i}": row.unsqueeze(-1) for i, row in enumerate(call.rows)}
         # of a slice of a sequence the keys behind it are not there, and no query of it would see them
-        vectors |= {f"c{i}": column[..., : k.shape[2]].unsqueeze(-2) for i, column in enumerate(columns)}
-        runs = tuple(starts) or (0,)
-        if causal:
-            row, column = f"r{len(rows)}", f"c{len(columns)}"
+        vectors |= {f"c{i}": column[..., :t].unsqueeze(-2) for i, column in enumerate(call.columns)}
+        runs = RowRuns.of(call.starts, s)
+        if call.causal:
+            row, column = f"r{len(call.rows)}", f"c{len(call.columns)}"
             condition = every(condition, Comparison(column, "<=", row))
-            vectors[row] = _positions(runs, s, q.device).view(1, 1, s, 1)
+            places = [torch.arange(start, start + runs.width, device=q.device) for start in runs.starts]
+            vectors[row] = torch.cat(places).view(1, 1, s, 1)
             vectors[column] = torch.arange(t, device=q.device).view(1, 1, 1, t)
         return Mask(condition, vectors, s, t, runs)
 
-    def part(self, samples: slice, rows: slice, keys: Sequence[slice]) -> Tensor:
+    def part(self, sample: int | None, rows: slice, keys: Sequence[slice]) -> Tensor:
         """The mask of some queries and keys as a tensor: True where a key is seen."""
-        found = holds(self.condition, {name: self._taken(name, samples, rows, keys) for name in self.vectors})
+        found = holds(self.condition, {name: self._taken(name, sample, rows, keys) for name in self.vectors})
         assert found is not None
         return found.expand(*found.shape[:2], rows.stop - rows.start, sum(one.stop - one.start for one in keys))
 
-    def _taken(self, name: str, samples: slice, rows: slice, keys: Sequence[slice]) -> Tensor:
+    def _taken(self, name: str, sample: int | None, rows: slice, keys: Sequence[slice]) -> Tensor:
         vector = self.vectors[name]
-        vector = vector[samples] if vector.shape[0] > 1 else vector
+        vector = vector[sample : sample + 1] if sample is not None and vector.shape[0] > 1 else vector
         if name.startswith("r"):
             return vector[:, :, rows] if vector.shape[2] > 1 else vector
         return take(vector, keys, 3) if vector.shape[3] > 1 else vector
 
-    def blocks(self, like: Tensor, decide: Decide) -> Iterator[MaskBlock]:
-        """The blocks of queries, sample by sample where the samples differ."""
+    def blocks(self, like: Tensor, decide: Decide) -> Iterator[Block]:
+        """The blocks, sample by sample where the samples differ: of queries those keys that all of them see, and then
+        those that some do, with the mask of these."""
         size = _SIZE_CPU if host.on_host(like) else _SIZE
-        rows, width, keys = self._rows(size), self.s // len(self.starts), _pieces(0, self.t, size)
+        tall, wide = _step(self.runs.width, size), _step(self.t, size)
+        rows = [one for run, _ in self.runs.places() for one in _pieces(run, tall)]
+        keys = _pieces(slice(0, self.t), wide)
         count = max(vector.shape[0] for vector in self.vectors.values())
         if not (rows and keys):
             return
         if len(rows) * len(keys) == 1:
             codes = [[[PARTLY]]] * count
         else:
-            found = self._codes(width, -(-width // _count(width, size)), -(-self.t // len(keys)))
-            codes = decide(found.expand(count, len(rows), len(keys)))
-        for sample, of_rows in enumerate(codes):
-            samples = slice(sample, sample + 1) if count > 1 else slice(None)
+            codes = decide(self._codes(tall, wide).expand(count, len(rows), len(keys)))
+        for at, of_rows in enumerate(codes):
+            sample = at if count > 1 else None
             for here, its in zip(rows, of_rows, strict=True):
-                yield MaskBlock(samples, here, _merged(keys, its, ALL), _merged(keys, its, PARTLY))
+                if seen := _merged(keys, its, SEEN):
+                    yield Block(here, seen, sample=sample)
+                if partly := _merged(keys, its, PARTLY):
+                    yield Block(here, partly, mask=self.part(sample, here, partly), sample=sample)
 
-    def _rows(self, size: int) -> list[slice]:
-        return [one for run, _ in runs_of(self.starts, self.s) for one in _pieces(run.start, run.stop, size)]
-
-    def _codes(self, width: int, rows: int, columns: int) -> Tensor:
-        """Of each block of `rows` queries of a run, and `columns` keys, how many of its keys are seen."""
+    def _codes(self, rows: int, columns: int) -> Tensor:
+        """How many keys are seen in each block of `rows` queries of a run and `columns` keys."""
         low, high = {}, {}
         for name, vector in self.vectors.items():
             is_row = name.startswith("r")
             flat = vector.flatten(2).expand(-1, -1, self.s if is_row else self.t)
-            apart = _apart(flat, width if is_row else self.t, rows if is_row else columns)
+            apart = _apart(flat, self.runs.width if is_row else self.t, rows if is_row else columns)
             shape = (vector.shape[0], -1, 1) if is_row else (vector.shape[0], 1, -1)
             low[name], high[name] = apart.amin((1, -1)).reshape(shape), apart.amax((1, -1)).reshape(shape)
         surely, possibly = bounds(self.condition, low, high)
-        return surely * ALL + ~possibly * NONE
+        return surely * SEEN + ~possibly * NONE
 
 
 def bounds(condition: Condition, low: Mapping[str, Tensor], high: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -153,21 +152,13 @@ def _compared(column: tuple[Tensor, Tensor], sign: str, row: tuple[Tensor, Tenso
     return (surely, possibly) if sign == "==" else (~possibly, ~surely)
 
 
-def _positions(starts: Sequence[int], count: int, device: torch.device) -> Tensor:
-    """Of each query its position in the whole."""
-    found = [torch.arange(start, start + run.stop - run.start, device=device) for run, start in runs_of(starts, count)]
-    return torch.cat(found)
+def _step(length: int, size: int) -> int:
+    """The length of pieces of at most `size`, as equal as can be, but for the last."""
+    return max(1, -(-length // max(1, -(-length // size))))
 
 
-def _count(length: int, size: int) -> int:
-    """Of so many pieces of at most `size` is a length made."""
-    return max(1, -(-length // size))
-
-
-def _pieces(start: int, stop: int, size: int) -> list[slice]:
-    """Pieces of at most `size`, as equal as can be, but for the last."""
-    step = max(1, -(-(stop - start) // _count(stop - start, size)))
-    return [slice(first, min(first + step, stop)) for first in range(start, stop, step)]
+def _pieces(whole: slice, step: int) -> list[slice]:
+    return [slice(first, min(first + step, whole.stop)) for first in range(whole.start, whole.stop, step)]
 
 
 def _apart(x: Tensor, width: int, size: int) -> Tensor:
@@ -188,9 +179,3 @@ def _merged(keys: Sequence[slice], codes: Sequence[int], wanted: int) -> tuple[s
         elif code == wanted:
             found.append(one)
     return tuple(found)
-
-
-def take(x: Tensor, places: Sequence[slice], dim: int) -> Tensor:
-    """The elements of a dim at these places, one after the other."""
-    found = [x.narrow(dim, one.start, one.stop - one.start) for one in places]
-    return found[0] if len(found) == 1 else torch.cat(found, dim)

@@ -7,7 +7,7 @@ block takes the part that belongs to the keys which have come round. What of a b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -22,76 +22,72 @@ from autopar.ir.ops.ring_ops import (
     RING_COMPARED,
     RING_COMPARED_BACKWARD,
 )
-from autopar.runtime.attention.attention_compared import compared_attention, compared_attention_backward, take
+from autopar.runtime.attention.attention_compared import compared_attention, compared_attention_backward
 from autopar.runtime.attention.attention_whole import KERNELS as ATTENTION
-from autopar.runtime.attention.ring_attention import Ask, Steps, Tensors, backward, forward
-from autopar.runtime.attention.ring_blocks import RingBlock, runs_at
+from autopar.runtime.attention.blocks import Block, Tensor, Tensors, runs_at, take
+from autopar.runtime.attention.ring_attention import Ask, RingCall, Steps, backward, forward
 from autopar.runtime.kernels.kernel import Kernel
 from autopar.runtime.kernels.run_chain import called_steps, in_turns, run_steps
 
 Kernels = Callable[..., Tensors]
-Vectors = Sequence[torch.Tensor]
+Vectors = Sequence[Tensor]
+Operands = Callable[[int, Block], Iterable[Any]]
 
 
-def _attention(
-    kernel: Kernels, ask: Ask, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axis: str, size: int,
-    outer: int, causal: bool, scale: float, *, starts: Sequence[int] = (),
-) -> Steps:  # fmt: skip
-    def attend(at: int, block: RingBlock, *taken: torch.Tensor) -> Tensors:
-        return kernel(*taken, None, block.causal, scale)
-
-    return forward(attend, ask, q, k, v, axis, size, outer, causal, starts)
+def _attention(kernel: Kernels, ask: Ask, q: Tensor, k: Tensor, v: Tensor, *call: Any, **more: Any) -> Steps:
+    ring = RingCall(*call, **more)
+    return forward(_attend(kernel, ring, _no_mask), ask, ring, q, k, v)
 
 
-def _attention_backward(
-    kernel: Kernels, ask: Ask, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    out: torch.Tensor, lse: torch.Tensor, axis: str, size: int, outer: int, causal: bool, scale: float, *,
-    starts: Sequence[int] = (),
-) -> Steps:  # fmt: skip
-    def attend(at: int, block: RingBlock, *taken: torch.Tensor) -> Tensors:
-        *before, its_out, its_lse = taken
-        return kernel(*before, None, its_out, its_lse, block.causal, scale)
-
-    return backward(attend, ask, grad, q, k, v, out, lse, axis, size, outer, causal, starts)
+def _attention_backward(kernel: Kernels, ask: Ask, *given: Any, **more: Any) -> Steps:
+    grad, q, k, v, out, lse, *call = given
+    ring = RingCall(*call, **more)
+    return backward(_attend(kernel, ring, _no_mask), ask, ring, (grad, q, out, lse), k, v)
 
 
 def compared_ring(
-    ask: Ask, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Vectors, columns: Vectors, compare: str,
-    axis: str, size: int, outer: int, causal: bool, scale: float, kernel: Kernels = compared_attention, *,
-    starts: Sequence[int] = (), hops: int | None = None,
+    ask: Ask, q: Tensor, k: Tensor, v: Tensor, rows: Vectors, columns: Vectors, compare: str, *call: Any,
+    kernel: Kernels = compared_attention, **more: Any,
 ) -> Steps:  # fmt: skip
     """(out, logsumexp), as `compared_attention` gives them."""
-
-    def attend(at: int, block: RingBlock, *taken: torch.Tensor) -> Tensors:
-        vectors = _vectors(rows, columns, at, size, outer, k.shape[2], block)
-        return kernel(*taken, *vectors, compare, block.causal, scale, part=True)
-
-    return forward(attend, ask, q, k, v, axis, size, outer, causal, starts, hops)
+    ring = RingCall(*call, **more)
+    vectors = partial(_vectors, rows, columns, ring, k.shape[2])
+    return forward(_attend(kernel, ring, vectors, compare, part=True), ask, ring, q, k, v)
 
 
-def compared_ring_backward(
-    ask: Ask, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Vectors, columns: Vectors,
-    out: torch.Tensor, lse: torch.Tensor, compare: str, axis: str, size: int, outer: int, causal: bool, scale: float,
-    kernel: Kernels = compared_attention_backward, *, starts: Sequence[int] = (), hops: int | None = None,
-) -> Steps:  # fmt: skip
-    """(dq, dk, dv)."""
+def compared_ring_backward(ask: Ask, *given: Any, kernel: Kernels = compared_attention_backward, **more: Any) -> Steps:
+    """(dq, dk, dv). given: the arguments of the op."""
+    grad, q, k, v, rows, columns, out, lse, compare, *call = given
+    ring = RingCall(*call, **more)
+    vectors = partial(_vectors, rows, columns, ring, k.shape[2])
+    return backward(_attend(kernel, ring, vectors, compare), ask, ring, (grad, q, out, lse), k, v)
 
-    def attend(at: int, block: RingBlock, *taken: torch.Tensor) -> Tensors:
-        *before, its_out, its_lse = taken
-        vectors = _vectors(rows, columns, at, size, outer, k.shape[2], block)
-        return kernel(*before, *vectors, its_out, its_lse, compare, block.causal, scale)
 
-    return backward(attend, ask, grad, q, k, v, out, lse, axis, size, outer, causal, starts, hops)
+def _attend(
+    kernel: Kernels, ring: RingCall, mask: Callable[..., Iterable[Any]], *compare: str, **part: bool
+) -> Kernels:
+    """What computes a block with the keys of the rank `at`, whose operands are (q, k, v), or (grad, q, k, v, out, lse).
+    mask: the operands that say what is seen of it."""
+
+    def attend(at: int, block: Block, *taken: Tensor) -> Tensors:
+        first = 3 if len(taken) == 3 else 4
+        return kernel(*taken[:first], *mask(at, block), *taken[first:], *compare, block.causal, ring.scale, **part)
+
+    return attend
+
+
+def _no_mask(at: int, block: Block) -> tuple[None]:
+    return (None,)
 
 
 def _vectors(
-    rows: Vectors, columns: Vectors, at: int, size: int, outer: int, count: int, block: RingBlock
-) -> Iterator[list[torch.Tensor]]:
+    rows: Vectors, columns: Vectors, ring: RingCall, count: int, at: int, block: Block
+) -> Iterator[list[Tensor]]:
     """The vectors of a block: of a rank's own queries, and of the `count` keys of the rank `at`."""
-    keys = runs_at(at, size, outer, count)
+    keys = runs_at(at, ring.size, ring.outer, count)
     places = [slice(start, start + keys.width) for start in keys.starts]
     yield [row[..., block.rows] if row.shape[2] > 1 else row for row in rows]
-    yield [take(one, places, 2)[..., block.keys] if one.shape[2] > 1 else one for one in columns]
+    yield [take(take(one, places, 2), block.keys, 2) if one.shape[2] > 1 else one for one in columns]
 
 
 def _called(name: str) -> Kernels:

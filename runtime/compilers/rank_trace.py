@@ -13,13 +13,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.ops.ops import is_mesh_op, op
+from autopar.errors import BatchError
+from autopar.ir.ops.ops import NAMESPACE, is_mesh_op, op
 from autopar.ir.ops.ring_ops import is_ring
 from autopar.ir.program import Program
-from autopar.runtime.compilers.compiler_decompositions import decomposed
 from autopar.runtime.compilers.functional import FunctionalCollectives
+from autopar.runtime.executor.callables import function_of
 from autopar.runtime.executor.executor import describe_read, schema_arguments
+from autopar.runtime.executor.kernel_table import KERNELS
 from autopar.runtime.kernels.direct import creates
+from autopar.runtime.kernels.indices import checked_index
+from autopar.runtime.kernels.kernel import Function
 from autopar.runtime.pipeline.slices import apart, wide
 from autopar.torch_compat import OpOverload
 
@@ -80,3 +84,36 @@ class RankTrace(fx.Interpreter):
                 kwargs = {**kwargs, "device": self._device}
             return decomposed(n.target, describe_read(n))(*args, **kwargs)
         return super().run_node(n)
+
+
+# -- decompositions ---------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op(f"{NAMESPACE}::checked_copy", mutates_args=())
+def checked_copy(index: torch.Tensor, size: int, ignored: int | None, place: str) -> torch.Tensor:
+    """`checked_index`, in memory of its own: a compiler takes a result for that. `place` says where it stands."""
+    try:
+        return checked_index(index, size, ignored).clone(memory_format=torch.contiguous_format)
+    except BatchError as error:
+        raise BatchError(f"{error}\n  In {place}") from None
+
+
+@checked_copy.register_fake
+def _(index: torch.Tensor, size: int, ignored: int | None, place: str) -> torch.Tensor:
+    return torch.empty_like(index, memory_format=torch.contiguous_format)
+
+
+def decomposed(target: Any, place: str) -> Function:
+    """What to trace for a target that is no mesh op: a few semantic ops that fuse with their neighbours (products,
+    attention, the cross entropy, lookups); the others are opaque. `place` describes its node, for an error at run time.
+    """
+    if target == op("checked_index"):
+        return lambda index, size, ignored: checked_copy(index, size, ignored, place)
+    kernel = KERNELS.get(target)
+    if kernel is None:
+        return function_of(target)
+    return kernel.traced or (lambda *args, **kwargs: target(*map(_contiguous, args), **kwargs))
+
+
+def _contiguous(value: Any) -> Any:
+    return value.contiguous() if isinstance(value, torch.Tensor) else value

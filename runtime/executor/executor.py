@@ -22,16 +22,16 @@ from torch import fx
 
 from autopar.errors import AutoparError, BatchError
 from autopar.ir.ops.fused import Fused, fused_of
-from autopar.ir.ops.ops import is_mesh_op
+from autopar.ir.ops.ops import is_mesh_op, op
 from autopar.ir.ops.ring_ops import is_ring
 from autopar.ir.ops.unfused import in_place, unfused
 from autopar.ir.program import has_record, is_getitem, record
 from autopar.runtime.attention.ring_kernels import RINGS
 from autopar.runtime.executor.callables import adding_variant, function_of, inplace_variants
-from autopar.runtime.executor.launches import joined
 from autopar.runtime.executor.lifetime import Lifetimes, is_dense, lifetimes
 from autopar.runtime.kernels.direct import creates
 
+_GATHER = op("all_gather_start")
 Observe = Callable[[fx.Node, Any], None]
 Outputs = tuple[Any, ...]
 # Of a group, and for each of its results the operand over which it may be written (None for memory of its own), the
@@ -369,3 +369,33 @@ def _attribute(node: fx.Node) -> Any:
     for part in str(node.target).split("."):
         found = getattr(found, part)
     return found
+
+
+# -- gathers that start together --------------------------------------------------------------------------------------
+
+
+def joined(graph: fx.Graph) -> frozenset[fx.Node]:
+    """The starts of gathers that may wait for the next start, which is over the same axis: what stands between makes
+    only the operand of that one (a cast of a parameter). NCCL moves what is launched together side by side, without the
+    copies that a flat buffer takes: one launch for the parameters of a layer."""
+    found: set[fx.Node] = set()
+    last: fx.Node | None = None
+    between: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.target is _GATHER:
+            if last is not None and _axis(node) == _axis(last) and _feeds(between, node):
+                found.add(last)
+            last, between = node, set()
+        elif is_mesh_op(node.target) or is_ring(node.target):
+            last = None
+        elif node.op == "call_function":
+            between.add(node)
+    return frozenset(found)
+
+
+def _axis(node: fx.Node) -> object:
+    return node.args[1] if len(node.args) > 1 else node.kwargs["axis"]
+
+
+def _feeds(nodes: set[fx.Node], target: fx.Node) -> bool:
+    return all(user in nodes or user is target for node in nodes for user in node.users)

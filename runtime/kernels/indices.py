@@ -43,6 +43,6 @@ def _inside(index: torch.Tensor, size: int, ignored: int | None) -> torch.Tensor
     return inside if ignored is None else inside | (index == ignored)
 
 
-# Opaque to a compiler: it is an error and no value. `runtime/compilers/compiler_decompositions.py` says where it
+# Opaque to a compiler: it is an error and no value. `runtime/compilers/rank_trace.py` says where it
 # stands.
 KERNELS = {"checked_index": Kernel(checked_index)}

@@ -6,7 +6,9 @@ not ask for the same thing, the error says who waits at which node: what a real 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,13 +16,13 @@ from torch import fx
 
 from autopar.errors import RankError
 from autopar.ir.mesh import PIPELINE, Mesh
+from autopar.ir.program import TensorType
 from autopar.ir.schedule import Instruction
 from autopar.runtime.collectives.collectives import together
 from autopar.runtime.collectives.mesh_ops import WAIT, axis_group, is_local, local_answer
 from autopar.runtime.executor.executor import Executable, Outputs, Request, describe, run
 from autopar.runtime.executor.inputs import StepInputs
 from autopar.runtime.pipeline.run_pipeline import Await, Finals, RankCode, Receive, Send, steps_of
-from autopar.runtime.ranks.local_p2p import Messages
 from autopar.runtime.ranks.recorder import Recorder
 
 RankObserve = Callable[[int, fx.Node, Any], None]
@@ -207,3 +209,59 @@ def _show(arg: Any) -> str:
     if isinstance(arg, torch.Tensor):
         return f"{str(arg.dtype).removeprefix('torch.')}{list(arg.shape)}".replace(" ", "")
     return repr(arg)
+
+
+# -- messages: the k-th receive of a pair of ranks takes the k-th send ------------------------------------------------
+
+
+@dataclass(slots=True)
+class LocalReceive:
+    """A receive that is posted; `tensors` once they are there."""
+
+    source: int
+    target: int
+    instruction: Instruction
+    tensors: tuple[torch.Tensor, ...] | None = None
+
+
+@dataclass(slots=True)
+class Messages:
+    """What is on its way between ranks, by (source, target)."""
+
+    sent: dict[tuple[int, int], deque[Send]] = field(default_factory=dict)
+    expected: dict[tuple[int, int], deque[LocalReceive]] = field(default_factory=dict)
+
+    def send(self, source: int, target: int, message: Send) -> None:
+        self.sent.setdefault((source, target), deque()).append(message)
+        self._deliver((source, target))
+
+    def expect(self, source: int, target: int, instruction: Instruction) -> LocalReceive:
+        receive = LocalReceive(source, target, instruction)
+        self.expected.setdefault((source, target), deque()).append(receive)
+        self._deliver((source, target))
+        return receive
+
+    def left(self) -> list[str]:
+        """What nobody has taken, or what never came."""
+        found = [f"rank {a} sent '{message.instruction}', which rank {b} does not receive"
+                 for (a, b), messages in self.sent.items() for message in messages]  # fmt: skip
+        return found + [f"rank {b} waits for '{receive.instruction}', which rank {a} does not send"
+                        for (a, b), tickets in self.expected.items() for receive in tickets]  # fmt: skip
+
+    def _deliver(self, pair: tuple[int, int]) -> None:
+        sent, expected = self.sent.get(pair), self.expected.get(pair)
+        while sent and expected:
+            message, receive = sent.popleft(), expected.popleft()
+            given, wanted = message.instruction, receive.instruction
+            types = tuple(TensorType(tuple(tensor.shape), tensor.dtype) for tensor in message.tensors)
+            if (given.action, given.values) != (wanted.action, wanted.values) or types != wanted.types:
+                raise RankError(
+                    f"rank {pair[0]} sends '{given}' ({_shown(types)}) where rank {pair[1]} is at '{wanted}' "
+                    f"({_shown(wanted.types)})."
+                )
+            # a copy, dense: what a real transfer gives
+            receive.tensors = tuple(tensor.clone(memory_format=torch.contiguous_format) for tensor in message.tensors)
+
+
+def _shown(types: tuple[TensorType, ...]) -> str:
+    return ", ".join(f"{str(type_.dtype).removeprefix('torch.')}{list(type_.shape)}" for type_ in types)

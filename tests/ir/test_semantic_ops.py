@@ -17,7 +17,7 @@ from autopar.ir.ops.ops import SEMANTIC, SemanticOp, op
 from autopar.passes.precision.kinds import STATISTICS, Kind, kind_of
 from autopar.passes.rules import TABLE
 from autopar.report.memory.meta_kernels import ON_CPU
-from autopar.runtime.compilers.compiler_decompositions import decomposed
+from autopar.runtime.compilers.rank_trace import decomposed
 from autopar.runtime.executor.kernel_table import KERNELS
 
 each = pytest.mark.parametrize("one", SEMANTIC, ids=lambda one: one.name)

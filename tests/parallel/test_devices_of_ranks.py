@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.errors import AutoparError
-from autopar.parallel.session import joining
+from autopar.parallel.session import session
 from autopar.parallel.session.devices import device_of_rank
-from autopar.parallel.session.joining import Requested, join
+from autopar.parallel.session.session import Requested, join
 from autopar.settings import Settings
 
 
@@ -45,7 +45,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpus]:
         made.calls.append(f"agree on {place}")
         raise StopIteration
 
-    monkeypatch.setattr(joining, "Agreement", agreement)
+    monkeypatch.setattr(session, "Agreement", agreement)
     yield made
 
 

@@ -19,7 +19,7 @@ from autopar.machines import Machine
 from autopar.machines.model import TILE
 from autopar.passes.costs.causal import causal_pairs
 from autopar.passes.costs.node_costs import node_times
-from autopar.runtime.attention.ring_blocks import blocks_of, runs_at
+from autopar.runtime.attention.blocks import blocks_of, runs_at
 
 B, H, S, D = 2, 4, 1024, 32
 FLAT = Machine.flat(1e3, 1e15, 1e15, 0.0, 0.0)  # nothing costs but products
@@ -123,5 +123,5 @@ def test_a_ring_computes_as_much(size: int, outer: int) -> None:
 
 
 def _pairs(block: Any) -> float:
-    rows, keys = (one.stop - one.start for one in (block.rows, block.keys))
+    rows, keys = (one.stop - one.start for one in (block.rows, *block.keys))
     return rows * keys / (2 if block.causal else 1)

@@ -17,7 +17,10 @@ import autopar
 from autopar.compiled import Compiled
 from autopar.errors import LayoutError, MeshError
 from autopar.ir.program import record
-from autopar.runtime.attention import attention_runs, attention_whole
+from autopar.runtime.attention import attention_whole
+from autopar.runtime.attention.attention_kernels import AttentionKernel
+from autopar.runtime.attention.attention_plain import plain
+from autopar.runtime.attention.blocks import AttentionCall
 from autopar.runtime.collectives import mesh_ops
 
 ROWS, TIME, WIDTH, VOCABULARY = 4, 24, 32, 40
@@ -142,13 +145,15 @@ def test_causal_pieces_are_mirrored_and_balanced(monkeypatch: pytest.MonkeyPatch
             starts = (rank * w, (2 * n - 1 - rank) * w)
             pairs[rank] = []
 
-            def count(q: Tensor, k: Tensor, v: Tensor, mask: Any, causal: bool, scale: float, rank: int = rank) -> Any:
+            def count(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, rank: int = rank) -> Any:
                 s, t = q.shape[2], k.shape[2]
-                pairs[rank].append(s * (s + 1) // 2 if causal else s * t)
-                return attention_whole.attention(q, k, v, mask, causal, scale)
+                pairs[rank].append(s * (s + 1) // 2 if call.causal else s * t)
+                return plain(q, k, v, call)
 
             q, k = torch.randn(1, 1, 2 * w, 4), torch.randn(1, 1, TIME, 4)
-            attention_runs.attention_of_runs(count, q, k, k, None, 1.0, starts)
+            kernel = AttentionKernel("counts", lambda _: True, count, count)
+            monkeypatch.setattr(attention_whole, "kernel_for", lambda *_, kernel=kernel: kernel)
+            attention_whole.attention(q, k, k, None, True, 1.0, starts=starts)
             assert sum(pairs[rank]) == (2 * n - 1) * w**2 + w * (w + 1)
         assert sum(map(sum, pairs.values())) == TIME * (TIME + 1) // 2
 

@@ -222,7 +222,7 @@ def test_vectors_of_another_piece_are_found_at_the_node(monkeypatch: pytest.Monk
     monkeypatch.setattr(
         ring_kernels,
         "_vectors",
-        lambda rows, columns, at, size, *rest: vectors(rows, columns, (at - 1) % size, size, *rest),
+        lambda rows, columns, ring, count, at, block: vectors(rows, columns, ring, count, (at - 1) % ring.size, block),
     )
     with pytest.raises(AssertionError, match="ring_compared_attention"):
         verified(made("mistral", sliding_window=5), ["cp=2"], loss, (tokens(), seen()), attention="ring")

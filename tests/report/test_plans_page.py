@@ -16,8 +16,7 @@ import autopar
 from autopar.planning.others import frontier, reasons
 from autopar.planning.planner import Planned, planned
 from autopar.planning.price.predict import Prediction
-from autopar.report.page.pareto import Scale
-from autopar.report.page.plans_page import plans_page
+from autopar.report.page.plans_page import Scale, plans_page
 from autopar.report.timeline.planned import planned_picture
 
 NASTY = "</style><script>alert(1)</script>{PARETO}"

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.runtime.attention.attention_kernels import call_of, kernel_for
+from autopar.runtime.attention.attention_kernels import kernel_for
 from autopar.runtime.attention.attention_plain import plain, plain_backward
 from autopar.runtime.attention.attention_whole import attention, attention_backward
+from autopar.runtime.attention.blocks import AttentionCall
 
 D, BF16, F16, F32 = torch.float64, torch.bfloat16, torch.float16, torch.float32
 TOLERANCE = {F32: 1e-4, F16: 1e-2, BF16: 6e-2}
@@ -48,11 +49,11 @@ def test_a_device_computes_attention(
     mask, scale = mask_of(kind, s, t, device, dtype), d**-0.5
     wide = [x.to(D) for x in (grad, q, k, v)]
     wide_mask = mask.to(D) if mask is not None and mask.is_floating_point() else mask
-    want = plain(*wide[1:], wide_mask, causal, scale)
-    want_grads = plain_backward(*wide, wide_mask, *want, causal, scale)
+    want = plain(*wide[1:], AttentionCall(wide_mask, causal, scale))
+    want_grads = plain_backward(*wide, *want, AttentionCall(wide_mask, causal, scale))
     out, lse = attention(q, k, v, mask, causal, scale)
     grads = attention_backward(grad, q, k, v, mask, out, lse, causal, scale)
-    assert kernel_for(call_of(q, k, v, mask, causal)).name != "plain"
+    assert kernel_for(q, k, v, AttentionCall(mask, causal, scale)).name != "plain"
     for got, expected in zip((out, lse, *grads), (*want, *want_grads), strict=True):
         torch.testing.assert_close(got.to(D), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     if kind in ("bool", "additive"):
@@ -63,9 +64,9 @@ def test_a_device_computes_attention(
 def test_a_device_computes_what_no_fused_kernel_takes(device: str) -> None:
     grad, q, k, v = operands(device, D, 4, 2, 37, 70, 20, 12)
     out, lse = attention(q, k, v, None, True, 0.4)
-    want = plain(q, k, v, None, True, 0.4)
+    want = plain(q, k, v, AttentionCall(None, True, 0.4))
     torch.testing.assert_close((out, lse), want)
     torch.testing.assert_close(
         attention_backward(grad, q, k, v, None, out, lse, True, 0.4),
-        plain_backward(grad, q, k, v, None, *want, True, 0.4),
+        plain_backward(grad, q, k, v, *want, AttentionCall(None, True, 0.4)),
     )

@@ -19,14 +19,15 @@ from autopar.ir.ops.ops import attention as meta_attention
 from autopar.runtime.attention.attention_kernels import (
     PLAIN,
     TABLE,
-    AttentionCall,
     AttentionKernel,
+    AttentionShape,
     KernelDevice,
-    call_of,
+    chosen,
     kernel_for,
 )
 from autopar.runtime.attention.attention_plain import plain, plain_backward
 from autopar.runtime.attention.attention_whole import KERNELS
+from autopar.runtime.attention.blocks import AttentionCall
 
 D = torch.float64
 DOCS = (Path(__file__).parents[2] / "docs/attention.md").read_text()
@@ -41,7 +42,7 @@ H100 = DEVICES["H100"]
 NAMED = {kernel.name: kernel for kernel in TABLE}
 
 
-def documented() -> list[tuple[AttentionCall, str]]:
+def documented() -> list[tuple[AttentionShape, str]]:
     """The examples of the docs: a call, and the kernel that they say."""
     found = []
     for line in DOCS.splitlines():
@@ -51,13 +52,13 @@ def documented() -> list[tuple[AttentionCall, str]]:
             sizes = {"s": s, "t": t}
             mask = tuple(sizes.get(size) or int(size) for size in cells[6].split(" x ")) if cells[6] else None
             rest = 8, h, hk, s, t, d, e, cells[5] == "yes", mask
-            found.append((AttentionCall(DEVICES[cells[0]], DTYPES[cells[1]], *rest), cells[7].strip("`")))
+            found.append((AttentionShape(DEVICES[cells[0]], DTYPES[cells[1]], *rest), cells[7].strip("`")))
     return found
 
 
 @pytest.mark.parametrize("call,name", documented())
-def test_the_docs_say_which_kernel(call: AttentionCall, name: str) -> None:
-    assert kernel_for(call).name == name
+def test_the_docs_say_which_kernel(call: AttentionShape, name: str) -> None:
+    assert chosen(call).name == name
 
 
 def test_the_docs_name_all_kernels() -> None:
@@ -68,18 +69,18 @@ def test_the_docs_name_all_kernels() -> None:
 
 @pytest.mark.parametrize("change", [{"b": 0}, {"t": 0}, {"d": 0}, {"h": 1 << 16, "hk": 1 << 16}])
 def test_what_no_fused_kernel_takes(change: dict[str, int]) -> None:
-    call = AttentionCall(H100, torch.bfloat16, 2, 4, 4, 8, 8, 16, 16)
-    assert kernel_for(call).name == "flash" and kernel_for(call._replace(**change)) is PLAIN
+    call = AttentionShape(H100, torch.bfloat16, 2, 4, 4, 8, 8, 16, 16)
+    assert chosen(call).name == "flash" and chosen(call._replace(**change)) is PLAIN
 
 
 def test_a_user_switches_kernels_off(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.empty(2, 4, 8, 16, dtype=torch.bfloat16, device="meta")
-    call = functools.partial(call_of, q, q, q, None, True)
-    assert kernel_for(call()).name == "flash"
+    call = functools.partial(kernel_for, q, q, q, AttentionCall(None, True, 1.0))
+    assert call().name == "flash"
     monkeypatch.setattr(torch.backends.cuda, "flash_sdp_enabled", lambda: False)
-    assert kernel_for(call()).name == "efficient"
+    assert call().name == "efficient"
     monkeypatch.setattr(torch.backends.cuda, "mem_efficient_sdp_enabled", lambda: False)
-    assert kernel_for(call()) is PLAIN
+    assert call() is PLAIN
 
 
 # -- the calls of CUDA's kernels
@@ -113,12 +114,12 @@ def _check(
 ) -> None:
     grad, q, k, v = operands
     scale = q.shape[3] ** -0.5
-    want, want_lse = plain(q, k, v, mask, causal, scale)
-    want_grads = plain_backward(grad, q, k, v, mask, want, want_lse, causal, scale)
+    want, want_lse = plain(q, k, v, AttentionCall(mask, causal, scale))
+    want_grads = plain_backward(grad, q, k, v, want, want_lse, AttentionCall(mask, causal, scale))
     with stubbed() as called:
-        out, lse = kernel.attention(q, k, v, mask, causal, scale)
-        grads = kernel.attention_backward(grad, q, k, v, mask, out, lse, causal, scale)
-        elsewhere = kernel.attention_backward(grad, q, k, v, mask, out.contiguous(), lse, causal, scale)
+        out, lse = kernel.attention(q, k, v, AttentionCall(mask, causal, scale))
+        grads = kernel.attention_backward(grad, q, k, v, out, lse, AttentionCall(mask, causal, scale))
+        elsewhere = kernel.attention_backward(grad, q, k, v, out.contiguous(), lse, AttentionCall(mask, causal, scale))
     assert called == [kernel.name, *[f"{kernel.name}_backward"] * 2]
     assert out.transpose(1, 2).is_contiguous(), "the view that follows would be a copy"
     for got, expected in zip((out, lse, *grads), (want, want_lse, *want_grads), strict=True):
@@ -132,7 +133,7 @@ def _check(
 @pytest.mark.parametrize("causal,s,t", [(False, 5, 40), (True, 40, 40)])
 @pytest.mark.parametrize("d,e", [(8, 8), (12, 12), (24, 8), (5, 16), (200, 200)])
 def test_flash(dtype: torch.dtype, tolerance: float, hk: int, causal: bool, s: int, t: int, d: int, e: int) -> None:
-    assert kernel_for(AttentionCall(H100, torch.bfloat16, 2, 4, hk, s, t, d, e, causal)).name == "flash"
+    assert chosen(AttentionShape(H100, torch.bfloat16, 2, 4, hk, s, t, d, e, causal)).name == "flash"
     _check(NAMED["flash"], _operands(4, hk, s, t, d, e, dtype), None, causal, tolerance)
 
 
@@ -147,7 +148,7 @@ def test_efficient(
     mask = _mask(kind, s, t, dtype)
     shape = None if mask is None else tuple(mask.shape)
     if kind != "none" or (causal and s != t):
-        assert kernel_for(AttentionCall(H100, torch.float16, 2, 4, hk, s, t, d, e, causal, shape)).name == "efficient"
+        assert chosen(AttentionShape(H100, torch.float16, 2, 4, hk, s, t, d, e, causal, shape)).name == "efficient"
     _check(NAMED["efficient"], _operands(4, hk, s, t, d, e, dtype), mask, causal, tolerance)
 
 
@@ -170,11 +171,11 @@ def test_rows_at_odd_addresses_are_copied(name: str) -> None:
 def test_blocks_of_queries_are_the_whole(kind: str, hk: int, causal: bool) -> None:
     grad, q, k, v = _operands(4, hk, 21, 16, 8, 12, D)
     mask = _mask(kind, 21, 16, D)
-    want = plain(q, k, v, mask, causal, 0.4)
+    want = plain(q, k, v, AttentionCall(mask, causal, 0.4))
     block = 5 * 2 * 4 * 16 * 8  # five rows, and one at the end
-    got = plain(q, k, v, mask, causal, 0.4, block)
+    got = plain(q, k, v, AttentionCall(mask, causal, 0.4), block)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-13)
-    rest = mask, *want, causal, 0.4
+    rest = *want, AttentionCall(mask, causal, 0.4)
     torch.testing.assert_close(
         plain_backward(grad, q, k, v, *rest, block), plain_backward(grad, q, k, v, *rest), rtol=0, atol=1e-13
     )
@@ -191,15 +192,15 @@ def test_a_row_that_finite_numbers_hide_sees_all_alike(dtype: torch.dtype) -> No
     want = torch.softmax(operands[0] @ operands[1].mT * 0.3 + mask, -1) @ operands[2]
     wanted = [want.detach(), *torch.autograd.grad(want, operands, grad)]
     block = 2 * 4 * 3 * 5 * 8
-    out, lse = plain(q, k, v, mask, False, 0.3, block)
-    got = [out, *plain_backward(grad, q, k, v, mask, out, lse, False, 0.3, block)]
+    out, lse = plain(q, k, v, AttentionCall(mask, False, 0.3), block)
+    got = [out, *plain_backward(grad, q, k, v, out, lse, AttentionCall(mask, False, 0.3), block)]
     tolerance = {"rtol": 1e-12, "atol": 1e-12} if dtype == D else {"rtol": 1e-5, "atol": 1e-5}
     torch.testing.assert_close(got, wanted, **tolerance)
     alone = torch.zeros_like(grad)
     alone[:, :, 1] = grad[:, :, 1]
     results = KERNELS["attention"].run(q, k, v, mask, False, 0.3)
     of_table = KERNELS["attention_backward"].run(alone, q, k, v, mask, *results, False, 0.3)
-    of_formula = plain_backward(alone, q, k, v, mask, out, lse, False, 0.3)
+    of_formula = plain_backward(alone, q, k, v, out, lse, AttentionCall(mask, False, 0.3))
     torch.testing.assert_close(results[0], out, **tolerance)
     torch.testing.assert_close(of_table[2], 5 * of_formula[2], **tolerance)
 
@@ -207,9 +208,9 @@ def test_a_row_that_finite_numbers_hide_sees_all_alike(dtype: torch.dtype) -> No
 def test_plain_results_lie_as_the_op_says() -> None:
     """A compiler is told of the op, and reads the results by these strides."""
     grad, q, k, v = (x.contiguous() for x in _operands(4, 2, 21, 16, 8, 12, D))
-    found, said = plain(q, k, v, None, True, 0.4), meta_attention.meta(q, k, v, None, True, 0.4)
+    found, said = plain(q, k, v, AttentionCall(None, True, 0.4)), meta_attention.meta(q, k, v, None, True, 0.4)
     assert [x.stride() for x in found] == [x.stride() for x in said]
-    grads = plain_backward(grad, q, k, v, None, *found, True, 0.4)
+    grads = plain_backward(grad, q, k, v, *found, AttentionCall(None, True, 0.4))
     assert [x.stride() for x in grads] == [x.stride() for x in (q, k, v)]
 
 

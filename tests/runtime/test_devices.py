@@ -20,7 +20,7 @@ from autopar.ir.layout import local_shape
 from autopar.ir.ops.ops import op
 from autopar.ir.program import record
 from autopar.passes.rules.creation import ROWS
-from autopar.report.memory.fake_group import fake_groups
+from autopar.report.memory.simulate_rank import fake_groups
 from autopar.runtime.compilers.functional import FunctionalCollectives
 from autopar.runtime.compilers.rank_trace import RankTrace
 from autopar.runtime.executor.executor import Executable

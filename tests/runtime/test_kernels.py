@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from autopar.ir.ops.ops import equation_shape, op
 from autopar.runtime.attention.attention_plain import plain, plain_backward
 from autopar.runtime.attention.attention_whole import attention, attention_backward
+from autopar.runtime.attention.blocks import AttentionCall
 from autopar.runtime.executor import callables
 from autopar.runtime.executor.kernel_table import KERNELS
 from autopar.runtime.kernels import direct
@@ -128,8 +129,8 @@ def _check_attention(
     q = torch.randn(2, s, 4, 8, dtype=dtype).transpose(1, 2)  # the strides that a model has
     k, v = (torch.randn(2, t, heads, d, dtype=dtype).transpose(1, 2) for d in (8, e))
     mask = _mask(mask_kind, s, t, dtype)
-    forward, backward = (plain, plain_backward) if is_plain else (attention, attention_backward)
-    out, lse = forward(q, k, v, mask, causal, 0.4)
+    call = AttentionCall(mask, causal, 0.4)
+    out, lse = plain(q, k, v, call) if is_plain else attention(q, k, v, mask, causal, 0.4)
     wide = [x.clone().to(D).requires_grad_() for x in (q, k, v)]
     both = mask if mask is None or mask.dtype == torch.bool else mask.to(D)
     if causal and mask is not None:  # eager refuses both at once
@@ -138,7 +139,11 @@ def _check_attention(
     want = _eager(*wide, attn_mask=both, is_causal=causal and mask is None, scale=0.4)
     grad = torch.randn(2, s, 4, e, dtype=dtype).transpose(1, 2)
     want_grads = torch.autograd.grad(want, wide, grad.to(D))
-    grads = backward(grad, q, k, v, mask, out, lse, causal, 0.4)
+    grads = (
+        plain_backward(grad, q, k, v, out, lse, call)
+        if is_plain
+        else attention_backward(grad, q, k, v, mask, out, lse, causal, 0.4)
+    )
     assert lse.dtype == (D if dtype == D else torch.float32)
     torch.testing.assert_close(out.to(D), want.detach(), rtol=tolerance, atol=tolerance)
     for got, expected, x in zip(grads, want_grads, (q, k, v), strict=True):
@@ -170,13 +175,13 @@ def test_attention_strides_the_flash_kernel_misreads() -> None:
     """A last dim that is not contiguous gives garbage in the ATen kernel; ours copies it first."""
     q, k, v, grad = (torch.randn(2, 4, 8, n, dtype=D).mT for n in (5, 7, 7, 5))
     out, lse = attention(q, k, v, None, False, 0.4)
-    want, want_lse = plain(q, k, v, None, False, 0.4)
+    want, want_lse = plain(q, k, v, AttentionCall(None, False, 0.4))
     torch.testing.assert_close(out, want)
     torch.testing.assert_close(lse, want_lse)
     expanded = torch.ones((), dtype=D).expand(out.shape)
     for g in (grad, expanded):
         got = attention_backward(g, q, k, v, None, out, lse, False, 0.4)
-        torch.testing.assert_close(got, plain_backward(g, q, k, v, None, out, lse, False, 0.4))
+        torch.testing.assert_close(got, plain_backward(g, q, k, v, out, lse, AttentionCall(None, False, 0.4)))
 
 
 @pytest.mark.parametrize("shape", [(0, 4, 5, 8), (2, 4, 0, 8), (2, 0, 5, 8)])
@@ -191,8 +196,7 @@ def test_attention_row_that_sees_nothing() -> None:
     q, k, v = (torch.randn(1, 1, 4, 8, dtype=D) for _ in range(3))
     mask = torch.ones(4, 4, dtype=torch.bool)
     mask[2] = False
-    for forward in (attention, plain):
-        out, lse = forward(q, k, v, mask, False, 0.4)
+    for out, lse in (attention(q, k, v, mask, False, 0.4), plain(q, k, v, AttentionCall(mask, False, 0.4))):
         assert out[0, 0, 2].abs().max() == 0 and lse[0, 0, 2] == 0
 
 

@@ -14,8 +14,8 @@ from test_gloo_driver import TIMEOUT, _join, _spawn
 from autopar.ir.mesh import parse_mesh
 from autopar.ir.program import TensorType
 from autopar.ir.schedule import Action, Instruction
-from autopar.parallel.programs import making
-from autopar.report.memory.fake_group import FakeGroup
+from autopar.parallel.programs import maker as making
+from autopar.report.memory.simulate_rank import FakeGroup
 from autopar.runtime.pipeline.run_pipeline import Send
 from autopar.runtime.ranks.p2p import Peers
 from autopar.runtime.ranks.process_groups import Group, connect, make_groups

@@ -130,8 +130,7 @@ KINDS: dict[str, str] = {
     "autopar/parallel/weights/materialize.py": "whose generator is kept",
     "autopar/parallel/tensors/draws.py": "whose generator draws",
     "autopar/parallel/session/devices.py": "which GPU is a rank's",
-    "autopar/parallel/session/joining.py": "which back end connects the ranks",
-    "autopar/parallel/session/session.py": "which machine the search weighs by",
+    "autopar/parallel/session/session.py": "which back end connects the ranks, which machine the search weighs by",
     "autopar/parallel/tensors/place.py": "a mesh says the kind alone, without an index",
 }
 _ASKS = re.compile(r'(==|!=) "(cpu|cuda)"|\bis_cuda\b|\bis_cpu\b')

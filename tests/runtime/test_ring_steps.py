@@ -16,7 +16,7 @@ from autopar.ir.ops.ring_ops import RING_ATTENTION, RING_ATTENTION_BACKWARD, RIN
 from autopar.runtime.attention import ring_attention, ring_kernels
 from autopar.runtime.attention.attention_compared import compared_attention, compared_attention_backward
 from autopar.runtime.attention.attention_whole import attention, attention_backward
-from autopar.runtime.attention.ring_blocks import RowRuns, blocks_of, runs_at
+from autopar.runtime.attention.blocks import RowRuns, blocks_of, runs_at
 from autopar.runtime.attention.ring_kernels import RINGS
 from autopar.runtime.collectives.collectives import together
 from autopar.runtime.collectives.mesh_ops import COORD, WAIT, pieces
@@ -43,7 +43,7 @@ def test_each_pair_is_in_one_block(causal: bool) -> None:
         query, key = torch.tensor(positions(rows)), torch.tensor(positions(keys))
         seen = torch.zeros(len(query), len(key), dtype=torch.int)
         for block in blocks_of(rows, keys, causal):
-            part = seen[block.rows, block.keys]
+            part = seen[block.rows, block.keys[0]]
             part += torch.ones_like(part).tril() if block.causal else 1
             assert not block.causal or part.shape[0] == part.shape[1]
         wanted = query[:, None] >= key if causal else torch.ones_like(seen, dtype=torch.bool)
@@ -71,7 +71,7 @@ def test_mirrored_pieces_are_one_call_a_step_and_alike(n: int) -> None:
 
 
 def _pairs(block: Any) -> int:
-    rows, keys = (part.stop - part.start for part in (block.rows, block.keys))
+    rows, keys = (part.stop - part.start for part in (block.rows, *block.keys))
     return rows * (rows + 1) // 2 if block.causal else rows * keys
 
 
@@ -268,7 +268,7 @@ def _no_rescale(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """What goes round beside keys and values stays zero."""
-    monkeypatch.setattr(ring_attention, "_add", lambda grads, parts: None)
+    monkeypatch.setattr(ring_attention, "add_to_keys", lambda parts, *grads: None)
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,8 @@ from torch import fx
 from autopar.api import compile
 from autopar.ir.mesh import parse_mesh
 from autopar.ir.ops.ops import op
-from autopar.report.memory.fake_group import FakeGroup
-from autopar.runtime.executor.executor import Executable
-from autopar.runtime.executor.launches import joined
+from autopar.report.memory.simulate_rank import FakeGroup
+from autopar.runtime.executor.executor import Executable, joined
 from autopar.runtime.ranks import distributed
 from autopar.runtime.ranks.distributed import DistributedDriver
 from autopar.runtime.ranks.process_groups import Group

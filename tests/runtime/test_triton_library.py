@@ -21,7 +21,8 @@ from torch import Tensor
 from autopar.errors import CompileError
 from autopar.ir.ops.fused import Fused
 from autopar.runtime.executor.run_fused import kernels_for, plain
-from autopar.runtime.triton import source, toolchain
+from autopar.runtime.triton import library as source
+from autopar.runtime.triton import toolchain
 from autopar.runtime.triton.emit import KernelText, emit
 from autopar.runtime.triton.launch_kernel import FusedKernel
 from autopar.runtime.triton.lowering.lower import lower
@@ -110,7 +111,7 @@ def test_the_temporary_directory_goes_with_its_process(tmp_path: Path) -> None:
     script = """if True:
         import sys
         from pathlib import Path
-        from autopar.runtime.triton import source
+        from autopar.runtime.triton import library as source
         from test_triton_library import gated, kernel_of
         print(source.load([kernel_of(gated())], Path(sys.argv[1])).__file__)"""
     done = subprocess.run(

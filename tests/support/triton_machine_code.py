@@ -18,8 +18,8 @@ from triton.compiler import ASTSource
 from triton_groups import CASES, Case
 
 from autopar.runtime.triton.emit import KernelText, emit
+from autopar.runtime.triton.library import load, name_of
 from autopar.runtime.triton.lowering.lower import LoweredGroup, lower
-from autopar.runtime.triton.source import load, name_of
 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TYPES = {

@@ -6,7 +6,6 @@ import hashlib
 import inspect
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -46,14 +45,6 @@ def numbers_of(parts: Parts) -> Numbers:
     Python, and so become inputs of its program where they change from call to call."""
     leaves = enumerate(zip(parts.paths, parts.leaves, strict=True))
     return {(i, path): leaf for i, (path, leaf) in leaves if is_number(leaf)}
-
-
-def with_numbers(parts: Parts, numbers: Mapping[tuple[int, str], Any]) -> Parts:
-    """The same arguments with these values, or stand-ins, for their numbers."""
-    leaves = list(parts.leaves)
-    for (i, _), number in numbers.items():
-        leaves[i] = number
-    return replace(parts, leaves=tuple(leaves))
 
 
 def signature_of(parts: Parts) -> Hashable:

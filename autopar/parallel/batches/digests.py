@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from autopar.capture.inputs.containers import Parts
 from autopar.ir.mesh import Mesh
-from autopar.passes.search.intents import INTENTS
+from autopar.parallel.batches.local_batch import data_part
 from autopar.runtime.kernels import host
 from autopar.torch_compat import FakeTensor
 
@@ -56,12 +56,12 @@ class Digests:
 
     @property
     def late(self) -> dict[str, int]:
-        """Those of the call before which this one compared, by the path of the tensor."""
+        """Digests of the call before that this one compared, by the path of the tensor."""
         return self._own.late
 
     @property
     def late_shared(self) -> dict[str, int]:
-        """The same of what all ranks share of local batches."""
+        """Late digests of what all ranks share of local batches."""
         return self._shared.late
 
     def vector(self, parts: Parts | None, at_once: bool, shared: Container[int] = ()) -> list[int] | None:
@@ -91,7 +91,7 @@ class Digests:
 
 
 class _Digest:
-    """Of tensors that are compared together, from call to call."""
+    """Digests of tensors that are compared together, from call to call."""
 
     def __init__(self) -> None:
         self._factors: dict[torch.device, Any] = {}
@@ -99,7 +99,7 @@ class _Digest:
         self.late: dict[str, int] = {}
 
     def of(self, tensors: Sequence[tuple[int, str, torch.Tensor]], call: int | None, at_once: bool) -> int:
-        """Of these data and of those of the call before that were on their way. tensors: leaf, path and tensor. call:
+        """Digest these data and those of the call before that were on their way. tensors: leaf, path and tensor. call:
         of the sample that is read; None reads all."""
         total, self.sent, before = 0, [], self.sent
         on_device: dict[torch.device, dict[str, torch.Tensor]] = {}
@@ -123,7 +123,7 @@ class _Digest:
         return (total + sum(self.late.values())) % _MODULUS
 
     def _sum(self, words: Any) -> Any:
-        """Of a numpy array or of a tensor: numpy calls cost a third, and GPUs have torch."""
+        """Sum a numpy array or a tensor: numpy calls cost a third, and GPUs have torch."""
         device = words.device if isinstance(words, torch.Tensor) else torch.device("cpu")
         known = self._factors.get(device)
         if known is None or len(known) < len(words):
@@ -135,11 +135,6 @@ class _Digest:
         mixed += words
         mixed *= known[: len(words)]
         return mixed.sum()
-
-
-def data_part(coord: Mapping[str, int]) -> dict[str, int]:
-    """The coordinate on the axes that split the batch."""
-    return {axis: place for axis, place in coord.items() if axis in INTENTS and INTENTS[axis].batch_split}
 
 
 def _odd_numbers(count: int) -> Any:

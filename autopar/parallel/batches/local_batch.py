@@ -21,7 +21,7 @@ from autopar.capture.inputs.containers import Parts
 from autopar.errors import BatchError, one_of
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
-from autopar.parallel.batches.digests import data_part
+from autopar.passes.search.intents import INTENTS
 from autopar.runtime.ranks.distributed import all_gather_flat
 
 Sizes = tuple[int, ...]  # of the leaves that have samples, in their order
@@ -70,13 +70,13 @@ class Portion:
 
     @staticmethod
     def of(parts: Parts, dims: Dims, world: BatchWorld, is_said: bool) -> Portion:
-        """As if all ranks had as many samples as this one."""
+        """Assume that all ranks have as many samples as this one."""
         own = tuple(parts.leaves[i].shape[dim] for i, dim in enumerate(dims) if dim is not None)
         return Portion(dims, (own,) * world.places, world.place, is_said)
 
     @staticmethod
     def own(parts: Parts, world: BatchWorld) -> Portion:
-        """Of a batch that is this rank's alone."""
+        """A batch that is this rank's alone."""
         sizes = tuple(size for _, leaf in parts.tensors() for size in leaf.shape)
         return Portion((None,) * len(parts.leaves), (sizes,) * world.places, world.place, True, is_own=True)
 
@@ -112,7 +112,7 @@ class Portion:
         return _SAMPLES + json.dumps(self.sizes if self.is_agreed else self.sizes[self.place])
 
     def settled(self, everyone: Sequence[Sequence[str]], mesh: Mesh) -> Portion | None:
-        """The same with the sizes that all ranks say; None if they differ in something else. everyone: the lines of
+        """The portion with the sizes that all ranks say; None if they differ in something else. everyone: the lines of
         each rank, of which one is this one's `line`."""
         if len({tuple(line for line in lines if not _is_samples(line)) for lines in everyone}) > 1:
             return None
@@ -169,7 +169,7 @@ def place_of(mesh: Mesh, coord: Mapping[str, int]) -> int:
 
 
 def found_dims(parts: Parts) -> Dims:
-    """By leaf the dim that counts samples, as shapes look: whether it is so the program says (`meetings.py`).
+    """By leaf the dim that counts samples, as shapes look: whether it is so the program says (`portions.py`).
 
     It has the size that most tensors have in front, and of two such the one that more tensors have at all. What has no
     dim of that size is shared. Raises BatchError where two sizes are as good.
@@ -199,3 +199,8 @@ def same_again(dims: Dims, parts: Parts) -> None:
             f'batch="local" took these dims for those that count samples, since they were alike in an earlier call; '
             f"now there are {shapes}. If that is meant, say so: {spelled(parts, dims)}."
         )
+
+
+def data_part(coord: Mapping[str, int]) -> dict[str, int]:
+    """The coordinate on the axes that split the batch."""
+    return {axis: place for axis, place in coord.items() if axis in INTENTS and INTENTS[axis].batch_split}

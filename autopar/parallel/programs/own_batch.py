@@ -23,8 +23,8 @@ _APART = 1 << 32  # between the seeds of ranks that draw numbers of their own
 
 @dataclass(frozen=True, slots=True)
 class AveragedOutputs:
-    """Of the outputs of a program, by their places among them: those that are means over all ranks, the loss and
-    gradients, and new buffers."""
+    """Which outputs of a program, by their places, are means over all ranks (the loss and gradients), and which are new
+    buffers."""
 
     averaged: tuple[int, ...]
     buffers: tuple[int, ...]

@@ -1,105 +1,281 @@
-"""The programs of a parallel module: found or compiled for each call, kept, and forgotten."""
+"""The programs of a parallel module: each call's is found by what decides it, agreed on by all ranks, or made."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from autopar.capture.data.reads import OtherValues
-from autopar.parallel.batches.batch_checks import describe
-from autopar.parallel.programs.execution import Running
-from autopar.parallel.programs.making import Maker
-from autopar.parallel.programs.portions import Given
-from autopar.parallel.programs.signatures import Signatures
+from autopar.capture.inputs.batch_dims import Dims
+from autopar.capture.inputs.containers import check_detached, take_call_apart
+from autopar.capture.inputs.leaves import text_of
+from autopar.capture.inputs.partners import Partner
+from autopar.capture.python.spots import Numbers
+from autopar.errors import AutoparError, BatchError, RankError
+from autopar.parallel.agree.agreement import difference
+from autopar.parallel.batches import batch_checks as batches
+from autopar.parallel.batches.digests import Digests
+from autopar.parallel.programs.maker import Maker
+from autopar.parallel.programs.portions import Given, Portion, Portions
+from autopar.parallel.programs.running import Running
 from autopar.parallel.session.session import Session
 from autopar.parallel.weights.gradients import check_enabled
+from autopar.parallel.weights.owners import describe, flags_of
+from autopar.torch_compat import no_torch_function
 
 _log = logging.getLogger("autopar")
 VALUES = 8  # of one signature, for other values that the model reads from its tensors (specialize=True)
+PROGRAMS = 32  # compiled at a time; the one unused longest goes first
+_NAMED = 3  # changes that a note names
+_FIRST = "Python values as at first"
+_COMPARED, _REFUSED = "batch and modes", "arguments refused: "
+_training, _requires_grad = attrgetter("training"), attrgetter("requires_grad")
+Key = tuple[Any, ...]  # whether a step trains, arguments, modes; the last of it is the partners'
 T = TypeVar("T")
-PROGRAMS = 32  # compiled for as many signatures at a time; the one unused longest goes first
+
+
+@dataclass(slots=True)
+class CallSignature:
+    """The programs of a key, the last used first, which differ in what was read in Python. lines: what ranks compare of
+    it, by the dims of samples."""
+
+    key: Key
+    programs: list[Running] = field(default_factory=list)
+    lines: dict[Dims | None, list[str]] = field(default_factory=dict)
+
+    def line(self) -> str:
+        """How what stands in Python now differs from what the first program read."""
+        if not self.programs:
+            return _FIRST
+        first = min(self.programs, key=attrgetter("number"))
+        return "; ".join(change.line for change in first.guards.changes()) or first.line
+
+    def find(self, fits: Callable[[Running], bool]) -> tuple[Running | None, list[str]]:
+        """The program to run, None where none fits; and what ranks must agree on.
+
+        Changes nothing: the ranks may not agree, and what programs are made of must stay the same on all of them.
+        """
+        for running in self.programs:
+            if fits(running) and running.guards.holds() and running.constants.fit():
+                alike = sum(other.line == running.line for other in self.programs)  # they differ in values of tensors
+                which = [f"program {running.number}"] * (alike > 1)
+                return running, [running.line, *which, *running.constants.lines()]
+        return None, [self.line()]
+
+
+class _Uneven(Exception):
+    """Ranks have unlike numbers of samples."""
+
+    def __init__(self, portion: Portion) -> None:
+        super().__init__()
+        self.portion = portion
 
 
 class Programs:
-    """Finds or compiles the program of a call. Every rank must make the same calls."""
+    """Finds or makes the program of a call. Every rank must make the same calls."""
 
     def __init__(self, session: Session) -> None:
-        self.settings, self.store = session.settings, session.store
-        self._replicas, self._random = session.replicas, session.random
-        self.running: dict[Any, Running] = {}  # by signature, the last used last
-        self.signatures = Signatures(session)
-        self._maker = Maker(session, self.signatures.variants.numbers)
+        where = session.store.distributor
+        self._session = session
+        self._digests = Digests(where.mesh, where.coord, session.settings.is_local)
+        self._portions, self._maker = Portions(session), Maker(session)
+        self.signatures: dict[Key, CallSignature] = {}
+        self._partners: dict[Key, tuple[Partner, ...]] = {}  # by the model's own part of a key
+        self._numbers: Numbers = {}  # among the arguments of the call at hand
+        self._uses = self._made = 0
+
+    # -- what a call asks for -----------------------------------------------------------------------------------
+
+    @property
+    def all(self) -> list[Running]:
+        """The programs that there are, the last used last."""
+        found = [running for signature in self.signatures.values() for running in signature.programs]
+        return sorted(found, key=attrgetter("used"))
 
     @property
     def last_trained(self) -> Running | None:
         """The training program used last."""
-        steps = [running for (train, *_), running in self.running.items() if train]
-        return steps[-1] if steps else None
+        return next((running for running in reversed(self.all) if running.trains), None)
 
     def prepare(self, call: str, args: Any, kwargs: Any, train: bool) -> tuple[Running, Given]:
         """The program for a call of that name, compiled if there is none yet, and its arguments, taken apart."""
-        given = self.signatures.take(call, args, kwargs, train)
-        given, key, number = self.signatures.settle(call, given, self.running, train)
+        session, given = self._session, self._take(call, args, kwargs, train)
+        try:
+            signature, running = self._agree(call, given, train)
+            given = given.agreed()
+        except _Uneven as found:
+            given = given.agreed(found.portion)
+            signature, running = self._agree(call, given, train)
         if train:
             check_enabled(call)
-            if self._replicas.is_due(self._random.steps):
-                self._replicas.check(self._random.steps)
-        if (*key, number) in self.running:
-            self.running[*key, number] = self.running.pop((*key, number))  # the last used stands last
-            return self.running[*key, number], given
-        return self._make(key, number, given, train), given
+            if session.replicas.is_due(session.random.steps):
+                session.replicas.check(session.random.steps)
+        return self._use(signature, running) if running else self._make(signature, given, train), given
 
     def run(
         self, call: str, args: Any, kwargs: Any, train: bool, step: Callable[[Running, Given], T]
     ) -> tuple[Running, T]:
         """What a step gives with the program of a call. If it was specialised to other values than those of the batch
         (OtherValues), another one of this signature is taken, or compiled."""
-        known = {id(running) for running in self.running.values()}
+        made = self._made
         running, given = self.prepare(call, args, kwargs, train)
         while True:
             try:
                 return running, step(running, given)
             except OtherValues as found:
                 other = found
-            if id(running) not in known:
+            if running.number > made:
                 why = " It was compiled for this very batch: a number that is summed in another order is another one."
                 raise other.read.refused(other.values[-1], why)
             running = self._for_values(call, given, train, other)
 
     def _for_values(self, call: str, given: Given, train: bool, other: OtherValues) -> Running:
         """The program for a batch with these values among its reads, which every rank has found."""
-        key = self.signatures.key(given, train)
 
-        def fits(number: int) -> bool:
-            reads = self.running[*key, number].captured.reads
-            return all(read.is_(value) for read, value in zip(reads, other.values, strict=False))
+        def fits(running: Running) -> bool:
+            return all(read.is_(value) for read, value in zip(running.captured.reads, other.values, strict=False))
 
-        number = self.signatures.agree(call, key, given, self.running, fits)
-        if (*key, number) in self.running:
-            self.running[*key, number] = self.running.pop((*key, number))
-            return self.running[*key, number]
-        count = sum(bool(each.captured.reads) and at[:-1] == key for at, each in self.running.items())
+        signature, running = self._agree(call, given, train, fits)
+        if running:
+            return self._use(signature, running)
+        count = sum(bool(each.captured.reads) for each in signature.programs)
         if count >= VALUES:
             raise other.read.refused(other.values[-1], f" {count} programs were compiled for other values already.")
         if dist.get_rank() == 0:
             _log.warning("%s is %s for this batch and was another value: compiling again", other.read, other.values[-1])
-        return self._make(key, number, given, train)
+        return self._make(signature, given, train)
 
-    def _make(self, key: tuple[Any, ...], number: int, given: Given, train: bool) -> Running:
-        """Compile a program and keep it; forget the one unused longest."""
-        is_new = not self.signatures.variants.knows(key) and any(train == known[0] for known in self.running)
-        if is_new and dist.get_rank() == 0:
-            _log.warning("new input signature (%s): compiling again", ", ".join(describe(given.whole)))
-        with torch.inference_mode(False):  # what is made here is trained later
-            running, guards = self._maker.make(given, self.signatures.numbers, train, is_first=not self.running)
-        self.signatures.portions.learn(given, train)
-        self.running[*self.signatures.add(key, number, running, guards), number] = running
-        if len(self.running) > PROGRAMS:
-            *oldest, last = next(iter(self.running))
-            del self.running[*oldest, last]
-            self.signatures.forget(tuple(oldest), last)
+    # -- which program it is ------------------------------------------------------------------------------------
+
+    def _take(self, call: str, args: Any, kwargs: Any, train: bool) -> Given:
+        """The arguments of a call. What one rank refuses is an error on all of them."""
+        loss_fn = self._session.settings.loss_fn
+        called = loss_fn if train and loss_fn is not None else self._session.store.model.forward
+        try:
+            parts = take_call_apart(args, batches.in_order(kwargs, called))
+            if train:
+                check_detached(parts)
+            return self._portions.of(parts, train)
+        except BatchError as error:
+            nothing = self._digests.vector(None, at_once=False)
+            fault = partial(_refused_fault, error)
+            self._session.announcer.call(call, [f"{_REFUSED}{error}"], what=_COMPARED, data=nothing, fault=fault)
+            raise
+
+    def _key(self, given: Given, train: bool) -> Key:
+        """What the call, the model and its partners decide."""
+        structure = self._session.store.structure
+        flags = tuple(map(_training, structure.modules))
+        with no_torch_function():  # or torch looks, at each, for a function of ours that it would ask
+            wanted = tuple(map(_requires_grad, structure.parameters.values()))
+        others = given.portion.sizes if given.portion is not None and given.is_unlike else ()
+        own = train, batches.signature_of(given.whole), flags, wanted, others
+        return (*own, flags_of(self._partners.get(own, ())))
+
+    def _agree(
+        self, call: str, given: Given, train: bool, fits: Callable[[Running], bool] = lambda _: True
+    ) -> tuple[CallSignature, Running | None]:
+        """The program to run, if there is one: all ranks make this call, with the same batch, modes and values. fits:
+        whether a program will do."""
+        self._numbers.clear()
+        self._numbers.update(batches.numbers_of(given.parts))
+        key = self._key(given, train)
+        signature = self.signatures.get(key) or CallSignature(key)
+        fault = self._session.store.structure.fault()
+        running, values = (None, [fault]) if fault else signature.find(fits)
+        if self._session.agreement.size > 1:
+            self._compare(call, signature, given, values, is_new=running is None)
+        if fault:
+            raise AutoparError(fault)
+        return signature, running
+
+    def _compare(self, call: str, signature: CallSignature, given: Given, values: list[str], is_new: bool) -> None:
+        """Raise RankError on every rank if ranks differ; _Uneven if in how many samples they have alone. values: what
+        `CallSignature.find` says. is_new: a program is made."""
+        session, parts, portion, key = self._session, given.parts, given.portion, signature.key
+        if given.unlike not in signature.lines:
+            partners = describe(self._partners.get(key[:-1], ()))
+            lines = batches.signature_lines(session.store.model, parts, given.unlike)
+            signature.lines[given.unlike] = lines + partners
+        states = [f"{path} {text_of(number)}" for (_, path), number in self._numbers.items()]
+        states += [f"random_state {session.random.state_dict()}"] + [str(session.scale)] * (session.scale is not None)
+        states += ["gradients off"] * (key[0] and not torch.is_grad_enabled()) + values
+        states += [f"{path} on a device" for path in batches.off_host(parts)]
+        states += [portion.line()] if portion is not None else []
+        at_once = is_new or (portion is not None and portion.is_agreed)  # a second comparison leaves nothing on its way
+        digest = self._digests.vector(parts, at_once, given.shared)
+        try:
+            text = [*signature.lines[given.unlike], *states]
+            fault = None if portion is None else partial(self._fault, portion)
+            if not session.announcer.call(call, text, what=_COMPARED, data=digest, fault=fault):
+                batches.tell_apart(session.agreement, parts, self._digests, portion, session.random.steps)
+        except (RankError, _Uneven):
+            self._digests.forget()
+            raise
+
+    def _fault(self, portion: Portion, what: str, everyone: list[list[str]]) -> Exception:
+        """What ranks with parts of their own differ in."""
+        settled = portion.settled(everyone, self._session.store.distributor.mesh)
+        return difference(what, everyone, batches.PADDED) if settled is None else _Uneven(settled)
+
+    # -- keep and forget ----------------------------------------------------------------------------------------
+
+    def _use(self, signature: CallSignature, running: Running) -> Running:
+        """A program, as the one used last."""
+        self._uses += 1
+        running.used = self._uses
+        if signature.programs[0] is not running:
+            signature.programs.sort(key=lambda each: each is not running)
         return running
+
+    def _make(self, signature: CallSignature, given: Given, train: bool) -> Running:
+        """Compile a program and keep it; forget the one unused longest."""
+        self._tell(signature, given, train)
+        self._made += 1  # also of one that fails: on all ranks
+        with torch.inference_mode(False):  # what is made here is trained later
+            running = self._maker.make(given, self._numbers, train, is_first=not self.signatures)
+        self._portions.learn(given, train)
+        running.number = self._made
+        # Only now are its partners known, whose modes are in its key.
+        own, partners = signature.key[:-1], running.captured.partners
+        self._partners[own] = partners
+        key = (*own, flags_of(partners))
+        signature = signature if key == signature.key else self.signatures.get(key) or CallSignature(key)
+        running.line = signature.line()
+        signature.programs.insert(0, running)
+        self.signatures[key] = signature
+        self._use(signature, running)
+        if len(self.all) > PROGRAMS:
+            self._forget(self.all[0])
+        return running
+
+    def _tell(self, signature: CallSignature, given: Given, train: bool) -> None:
+        """Log on rank 0 why there is another program; count changes of Python numbers."""
+        if signature.programs:
+            changes = signature.programs[0].guards.changes()
+            why = "; ".join(map(str, changes[:_NAMED]))
+            self._maker.numbers.saw(changes)
+        else:
+            is_other = any(train == running.trains for running in self.all)
+            why = f"new input signature ({', '.join(batches.describe(given.whole))})" if is_other else ""
+        if why and dist.get_rank() == 0:
+            _log.warning("%s: compiling again", why)
+
+    def _forget(self, running: Running) -> None:
+        signature = next(each for each in self.signatures.values() if running in each.programs)
+        signature.programs.remove(running)
+        if not signature.programs:
+            del self.signatures[signature.key]
+
+
+def _refused_fault(error: BatchError, what: str, everyone: list[list[str]]) -> Exception:
+    """What a rank that refused its arguments raises: its own error, if all refused theirs."""
+    are_all = all(lines[0].startswith(_REFUSED) for lines in everyone)
+    return error if are_all else difference(what, everyone)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
+
 import torch
 import torch.distributed as dist
 
 from autopar.errors import AutoparError
-from autopar.parallel.session.pages import keep_pages
+from autopar.machines.model import FRESH
 from autopar.settings import Settings
+
+# Of malloc.h. Saying the one ends that glibc finds the other by itself, which would have become FRESH at most.
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
+NEVER = -1
 
 
 def device_of_rank(asked: str | torch.device | None, settings: Settings) -> torch.device:
@@ -58,3 +65,19 @@ def _check(device: torch.device, settings: Settings) -> None:
             f'device="{device}"{source}, but this process sees {count} GPUs, 0 to {count - 1}. Start at most {count} '
             f"processes a machine, or show each its own by CUDA_VISIBLE_DEVICES."
         )
+
+
+def keep_pages() -> None:
+    """Have this process keep the memory that it frees. Does nothing where the C library is not glibc, or has been
+    replaced (jemalloc, tcmalloc).
+
+    glibc gives the free end of its heap back to the system (mallopt(3), M_TRIM_THRESHOLD), and the next calls ask for
+    the same pages again: up to 16 % of a step (benchmarks/RESULTS.md). A step needs as much as the one before it, so
+    what is free stays with the process. Results of 32 MiB or more are mapped anew each time, as before.
+    """
+    if sys.platform != "linux":
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(TRIM_THRESHOLD, NEVER)
+        mallopt(MMAP_THRESHOLD, FRESH)

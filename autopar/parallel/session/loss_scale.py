@@ -20,7 +20,7 @@ LEAST = 2.0**-14  # where gradients overflow below this scale, the loss itself i
 
 @dataclass(slots=True)
 class LossScale:
-    """As `torch.amp.GradScaler`, with its numbers (arXiv 1710.03740, section 3.2): the scale doubles after `interval`
+    """Scales like `torch.amp.GradScaler`, with its numbers (arXiv 1710.03740, 3.2): the scale doubles after `interval`
     good steps and halves at an overflow.
 
     scale: of the next step. good: steps since the scale changed. skipped: steps that overflowed so far. A `Stateful` of

@@ -1,26 +1,94 @@
-"""What the parts of a parallel module share: its settings, its tensors, and the ways in which ranks talk."""
+"""Join the ranks of a mesh, and what the parts of a parallel module then share: settings, tensors, ways to talk.
+
+Each rank checks what it was given, all agree on it once, and then there are groups.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.capture.capture import LossFn
 from autopar.capture.inputs import tables
-from autopar.compiler.check_options import Graphs
-from autopar.ir.options import StepOptions
+from autopar.compiler.check_options import CHECK_EVERY, Graphs, check_graphs, options_of
+from autopar.compiler.meshes import MeshLike, mesh_of
+from autopar.compiler.models import check_model
+from autopar.compiler.precision_check import check_device
+from autopar.ir.mesh import Mesh
+from autopar.ir.options import StepKeywords, StepOptions
 from autopar.ir.plan import DEVICES, Fixed
 from autopar.machines import named
-from autopar.parallel.agree.agreement import Agreement
-from autopar.parallel.agree.announce import Announcer
+from autopar.parallel.agree.agreement import Agreement, Announcer, Phase
 from autopar.parallel.batches.local_batch import BatchWorld
-from autopar.parallel.session.joining import Requested, join
+from autopar.parallel.session.auto_options import AUTO, check_open, check_own, machine_for
+from autopar.parallel.session.compilers import check_compiler
+from autopar.parallel.session.devices import compute_on, device_of_rank
 from autopar.parallel.session.loss_scale import LossScale
 from autopar.parallel.session.random_state import RandomState
 from autopar.parallel.weights.distribute import Distributor
+from autopar.parallel.weights.identity import check_identity
 from autopar.parallel.weights.replicas import Replicas, every_of
-from autopar.parallel.weights.store import ParameterStore
+from autopar.parallel.weights.store import ParameterStore, describe_state
+from autopar.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Requested:
+    """What `parallelize` was asked for on this rank; see there. step: the options of a step, not checked yet. lift: as
+    of `capture`."""
+
+    model: nn.Module
+    mesh: MeshLike
+    step: StepKeywords
+    _: KW_ONLY
+    loss_fn: LossFn | None = None
+    batch: str = "global"
+    seed: int = 0
+    device: str | torch.device | None = None
+    cuda_graphs: Graphs = False
+    check_replicas: int | None = CHECK_EVERY
+    lift: torch.dtype | None = None
+    weights: str | Path | None = None
+    machine: str | None = None
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the mesh is planned once there is a batch."""
+        return isinstance(self.mesh, str) and self.mesh == AUTO
+
+    def mesh_on(self, world: int) -> Mesh:
+        """The mesh, until a plan says another one: all ranks split the batch."""
+        return Mesh((("dp", world),)) if self.is_auto else mesh_of(self.mesh, world)
+
+    def check(self, phase: Phase, world: int, device: torch.device) -> tuple[Mesh, StepOptions]:
+        """Check all of it as far as this rank can; the phase gets what must be alike on all ranks."""
+        phase.now = "mesh"
+        mesh = self.mesh_on(world)
+        phase.texts["mesh"] = [AUTO if self.is_auto else str(mesh)]
+        phase.now = "options"
+        options = options_of(**self.step)
+        check_open(self.is_auto, self.step, self.batch, self.machine)
+        check_own(self.batch, mesh, options)
+        if self.is_auto:
+            phase.texts["machine"] = [str(machine_for(self.machine, device))]
+        every_of(self.check_replicas)
+        others = {name: getattr(self, name) for name in ("seed", "batch", "cuda_graphs", "check_replicas")}
+        phase.texts["options"] = [*(f"{name}={value}" for name, value in others.items()), *options.lines]
+        phase.now = "model"
+        check_model(self.model, runs_hooks=True)
+        phase.texts["gradients"] = check_identity(self.model)
+        phase.texts["model"] = describe_state(self.model)
+        phase.now = "compiler"
+        check_compiler(options.compile, device)
+        check_graphs(self.cuda_graphs, device)
+        phase.now = "precision"
+        check_device(options, device)
+        return mesh, options
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +116,8 @@ class StepSettings:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """Of one parallel module, from `parallelize` on. scale: of the loss, under precision="fp16"."""
+    """What the parts of one parallel module share, from `parallelize` on. scale: of the loss, under
+    precision="fp16"."""
 
     settings: StepSettings
     store: ParameterStore
@@ -68,14 +137,40 @@ class Session:
 def open_session(asked: Requested) -> Session:
     """Join the ranks, agree with them, and make the parameters DTensors with rank 0's values. Every rank must call
     this."""
-    agreed = join(asked)
-    agreement, options, place = agreed.agreement, agreed.options, agreed.agreement.device
+    agreement, mesh, device_mesh, options = join(asked)
+    place = agreement.device
     fixed = Fixed(machine=named("cpu" if place.type == "cpu" else DEVICES))
     settings = StepSettings(asked.loss_fn, options, fixed, asked.batch, place, asked.cuda_graphs, asked.lift)
     announcer = Announcer(agreement)
-    store = ParameterStore(asked.model, Distributor(agreed.mesh, agreed.device_mesh, announcer.operation), place)
+    store = ParameterStore(asked.model, Distributor(mesh, device_mesh, announcer.operation), place)
     replicas = Replicas(store, agreement, every_of(asked.check_replicas))
     scale = LossScale() if options.precision == "fp16" else None
     store.distribute(agreement, asked.seed, asked.weights)
     announcer.watch(tables.parameters(asked.model))
     return Session(settings, store, agreement, announcer, replicas, RandomState(asked.seed), scale)
+
+
+def join(asked: Requested) -> tuple[Agreement, Mesh, DeviceMesh, StepOptions]:
+    """Join the process group that the launcher prepared, if none is there, and agree on what ranks were asked for.
+
+    A mesh of size 1 needs no launcher: it gets a group of its own. Raises what `Requested.check` does, on every rank.
+    """
+    settings = Settings.read()
+    world = dist.get_world_size() if dist.is_initialized() else settings.world_size or 1
+    place = device_of_rank(asked.device, settings)
+    if world == 1:  # before a group is made for it
+        asked.mesh_on(world)
+        options_of(**asked.step)
+        check_open(asked.is_auto, asked.step, asked.batch, asked.machine)
+    compute_on(place, settings)
+    if not dist.is_initialized():
+        backend = "nccl" if place.type == "cuda" else "gloo"
+        if settings.world_size is None:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        else:
+            dist.init_process_group(backend)
+    agreement = Agreement(place)
+    mesh, options = agreement.together("arguments", lambda phase: asked.check(phase, world, place))
+    if isinstance(asked.mesh, DeviceMesh):
+        return agreement, mesh, asked.mesh, options
+    return agreement, mesh, init_device_mesh(place.type, mesh.shape, mesh_dim_names=mesh.names), options

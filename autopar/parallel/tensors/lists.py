@@ -74,7 +74,8 @@ def _are_alike(out: Any, parts: list[Any]) -> bool:
 
 
 def on_parts(call: SplitCall) -> Any:
-    """The same for items that lie anyhow: each goes with the item of the list which is written, or of the first."""
+    """Run an op on lists whose items lie anyhow: each goes with its item of the list that is
+    written, or of the first."""
     if not call.op.is_pointwise_list:
         return NotImplemented
     lead = _lead(call)

@@ -47,7 +47,7 @@ class World:
         return World(mesh, device_mesh, stages, coord, announce)
 
     def alike(self) -> World:
-        """The same while all ranks run one initialisation from one seed: what is plain or drawn is taken as equal."""
+        """This world while all ranks run one initialisation from one seed: what is plain or drawn is taken as equal."""
         return replace(self, seeded=True, _places={})
 
     @property
@@ -154,7 +154,7 @@ class Place:
 
     @cached_property
     def shown(self) -> tuple[Placement, ...]:
-        """As `placements`, for users: of a part that is no block of the whole, torch's own functions are told so."""
+        """Placements for users: of a part that is no block of the whole, torch's own functions are told so."""
         return tuple(map(self._shown, self.placements))
 
     def _shown(self, placed: Placement) -> Placement:
@@ -169,7 +169,7 @@ class Place:
 
     @cached_property
     def placements(self) -> tuple[Placement, ...]:
-        """The same for torch, one for each axis of the device mesh."""
+        """Placements for torch, one for each axis of the device mesh."""
         return tuple(placements(self.layout, self.mesh)) or (Replicate(),)
 
     def spec(self, part: torch.Tensor, shape: Sequence[int], stride: Sequence[int] | None = None) -> Any:

@@ -59,8 +59,8 @@ class Distributor:
         return found
 
     def made_alike(self, part: torch.Tensor, layout: Layout, shape: torch.Size) -> ParameterTensor:
-        """As `split`, of a part that every rank made itself from one seed. Ranks that hold the same part take it from
-        one of them: machines may differ in the last digit. Every rank must call this."""
+        """Make a parameter of a part that every rank made itself from one seed. Ranks that hold the same part take
+        it from one of them: machines may differ in the last digit. Every rank must call this."""
         for axis, size in self.mesh.axes:
             if size > 1 and axis not in layout.axes:
                 source = self.mesh.rank({**self.coord, axis: 0})
@@ -68,7 +68,7 @@ class Distributor:
         return parameter_tensor(part, self.world.place(layout), shape)
 
     def parameter(self, tensor: torch.Tensor, layout: Layout, owner: int | None = None) -> nn.Parameter:
-        """As `split`, as a parameter that requires a gradient if `tensor` does."""
+        """Split a tensor into a parameter that requires a gradient if `tensor` does."""
         return nn.Parameter(self.split(tensor, layout, owner), requires_grad=tensor.requires_grad)
 
     def given(self, parameter: DTensor, layout: Layout) -> torch.Tensor:

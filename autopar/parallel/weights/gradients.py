@@ -13,35 +13,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from autopar.capture.inputs import tables
-from autopar.capture.inputs.partners import Inlined
 from autopar.errors import AutoparError
-
-
-def check_plain(model: nn.Module) -> None:
-    """Raise AutoparError for a module that is distributed already."""
-    if torch.is_inference_mode_enabled():
-        raise AutoparError("parallelize makes parameters to train: call it outside of torch.inference_mode().")
-    if isinstance(model, Inlined):
-        raise AutoparError(
-            "this is a parallel model already: autopar.parallelize was called on what it returned. Leave out one of "
-            "the two calls."
-        )
-    for path, module in tables.named_modules(model):
-        if isinstance(module, Inlined):
-            raise AutoparError(
-                f"'{path}' is a parallel model already, and the module around it cannot be one as well. Put the plain "
-                f"module there, and parallelize the whole."
-            )
-    for name, tensor in (*tables.named_parameters(model), *tables.named_buffers(model)):
-        if isinstance(tensor, DTensor):
-            raise AutoparError(
-                f"'{name}' is a DTensor already: this module, or one that shares it, was given to autopar.parallelize "
-                f"before, or to another library that distributes it (parallelize_module). A module is made parallel "
-                f"once: build it anew for another mesh or other options."
-            )
 
 
 def check_enabled(call: str) -> None:

@@ -13,14 +13,15 @@ from itertools import combinations
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from autopar.capture.capture import state_of
 from autopar.capture.inputs import tables
+from autopar.capture.inputs.partners import Inlined
 from autopar.errors import AutoparError
 from autopar.ir.program import Input
 from autopar.parallel.tensors.parameter import ParameterTensor
 from autopar.parallel.tensors.place import digest
-from autopar.parallel.weights.gradients import check_plain
 from autopar.torch_compat import local_of, storage_of
 from autopar.torch_identity import become, fixed_by, hooked_together, tensors_in_memory_of
 
@@ -37,7 +38,7 @@ def check_identity(model: nn.Module) -> list[str]:
     Raises AutoparError for a parameter that is parallel already, that cannot become another object, or that another one
     shares memory with.
     """
-    check_plain(model)
+    _check_plain(model)
     entries = state_of(model).entries
     parameters = [(entry, tensor) for entry, tensor in entries if entry.kind == "parameter"]
     for entry, tensor in parameters:
@@ -54,6 +55,30 @@ def check_identity(model: nn.Module) -> list[str]:
         for entry, tensor in parameters
         if tensor.grad is not None and tensor.grad.device.type != "meta"
     ]
+
+
+def _check_plain(model: nn.Module) -> None:
+    """Raise AutoparError for a module that is distributed already."""
+    if torch.is_inference_mode_enabled():
+        raise AutoparError("parallelize makes parameters to train: call it outside of torch.inference_mode().")
+    if isinstance(model, Inlined):
+        raise AutoparError(
+            "this is a parallel model already: autopar.parallelize was called on what it returned. Leave out one of "
+            "the two calls."
+        )
+    for path, module in tables.named_modules(model):
+        if isinstance(module, Inlined):
+            raise AutoparError(
+                f"'{path}' is a parallel model already, and the module around it cannot be one as well. Put the plain "
+                f"module there, and parallelize the whole."
+            )
+    for name, tensor in (*tables.named_parameters(model), *tables.named_buffers(model)):
+        if isinstance(tensor, DTensor):
+            raise AutoparError(
+                f"'{name}' is a DTensor already: this module, or one that shares it, was given to autopar.parallelize "
+                f"before, or to another library that distributes it (parallelize_module). A module is made parallel "
+                f"once: build it anew for another mesh or other options."
+            )
 
 
 def _check_one(name: str, parameter: torch.Tensor) -> None:

@@ -35,11 +35,11 @@ class _Settings(Protocol):
     def options(self) -> StepOptions: ...
 
 
-class _Programs(Protocol):
-    """What is asked of a parallel partner's programs."""
+class _Session(Protocol):
+    """What is asked of a parallel partner's session."""
 
-    store: ParameterStore
-
+    @property
+    def store(self) -> ParameterStore: ...
     @property
     def settings(self) -> _Settings: ...
 
@@ -80,11 +80,11 @@ class Owners:
 
     @staticmethod
     def of(store: ParameterStore, partners: tuple[Partner, ...]) -> Owners:
-        """Those of a captured step."""
+        """Find the owners of a captured step."""
         parallel = [partner for partner in partners if isinstance(partner.module, Inlined)]
         return Owners(
             {"": store, **{partner.name: _store_of(partner) for partner in partners}},
-            {partner.name: _programs_of(partner).settings.options.shard or {} for partner in parallel},
+            {partner.name: _session_of(partner).settings.options.shard or {} for partner in parallel},
         )
 
     def find(self, name: str) -> tuple[Store, str]:
@@ -121,7 +121,7 @@ class Owners:
         }
 
     def bind(self, options: StepOptions, fixed: Fixed) -> tuple[StepOptions, Fixed]:
-        """The same with the layouts that are decided already: what lies somewhere stays there."""
+        """Add the layouts that are decided already: what lies somewhere stays there."""
         shard, stored = dict(options.shard or {}), {}
         for owner, store in self.stores.items():
             prefix = f"{owner}." if owner else ""
@@ -151,12 +151,12 @@ def check_partners(captured: Captured, model: nn.Module, mesh: Mesh, options: St
     for partner in captured.partners:
         if not isinstance(partner.module, Inlined):
             continue
-        programs = _programs_of(partner)
+        other = _session_of(partner)
         who = f"the loss of {type(model).__name__} calls the parallel model '{partner.name.removeprefix(PARTNER)}'"
-        other = programs.store.distributor.mesh
-        if other != mesh:
-            raise MeshError(f"{who} on mesh '{other}', but it is on '{mesh}' itself. Give both the same mesh.")
-        zeros = [Plan(mesh, options=each).zero for each in (programs.settings.options, options)]
+        if other.store.distributor.mesh != mesh:
+            where = other.store.distributor.mesh
+            raise MeshError(f"{who} on mesh '{where}', but it is on '{mesh}' itself. Give both the same mesh.")
+        zeros = [Plan(mesh, options=each).zero for each in (other.settings.options, options)]
         if zeros[0] != zeros[1]:
             raise PlanError(f"{who} with zero={zeros[0]}, but has zero={zeros[1]} itself. Give both the same zero.")
 
@@ -184,7 +184,7 @@ def flags_of(partners: tuple[Partner, ...]) -> tuple[tuple[bool, ...], ...]:
 
 
 def describe(partners: tuple[Partner, ...]) -> Lines:
-    """The same, as ranks compare it."""
+    """Modes of partners, as ranks compare them."""
     lines = []
     for partner in partners:
         evaluated = [name or "the root" for name, module in tables.named_modules(partner.traced) if not module.training]
@@ -237,8 +237,8 @@ class Joined:
 
 
 def _store_of(partner: Partner) -> Store:
-    return _programs_of(partner).store if isinstance(partner.module, Inlined) else PlainStore(partner.module)
+    return _session_of(partner).store if isinstance(partner.module, Inlined) else PlainStore(partner.module)
 
 
-def _programs_of(partner: Partner) -> _Programs:
-    return cast(_Programs, partner.module._programs)
+def _session_of(partner: Partner) -> _Session:
+    return cast(_Session, partner.module._session)

@@ -7,9 +7,9 @@ from dataclasses import replace
 from fractions import Fraction
 from functools import cached_property
 
+from autopar.compiler.compile import make_plan
 from autopar.compiler.garbage import uncollected
 from autopar.compiler.lowered import Lowered
-from autopar.compiler.make_plan import make_plan
 from autopar.compiler.sequence import through_passes
 from autopar.custom_ops.registry import check_calls
 from autopar.errors import AutoparError, CoupledError

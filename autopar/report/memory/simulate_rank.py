@@ -7,29 +7,34 @@ GPU. Collectives and messages move nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import autopar.runtime.executor.kernel_table  # noqa: F401  registers the kernels of our ops
 from autopar.compiler.lowered import Lowered
-from autopar.report.memory.before_step import StateBefore
-from autopar.report.memory.fake_group import fake_groups
+from autopar.ir.layout import Layout, local_part, local_shape
+from autopar.ir.mesh import PIPELINE, Mesh
+from autopar.ir.program import Input, record
 from autopar.report.memory.meta_kernels import ON_CPU, ON_GPU, unlaunched, value_read
 from autopar.report.memory.position import BETWEEN, OPTIMIZER, Position, RankPosition
-from autopar.report.memory.report import STATES
+from autopar.report.memory.report import INPUTS, PARAMETERS, STATES
 from autopar.report.memory.track import StorageBlock, Tracker
+from autopar.runtime.collectives.mesh_ops import axis_group
 from autopar.runtime.executor.executor import Outputs, Study
-from autopar.runtime.executor.inputs import StepInputs
+from autopar.runtime.executor.inputs import StepInputs, inputs_of, slots_of
 from autopar.runtime.executor.outputs import own_memory, shared_outputs
 from autopar.runtime.ranks.distributed import DistributedDriver
+from autopar.runtime.ranks.process_groups import Group
 from autopar.runtime.ranks.runner import executor_runner
 from autopar.torch_compat import FakeTensor, FakeTensorMode
 
+_KINDS = {"parameter": PARAMETERS}
 _aten = torch.ops.aten
 OptimizerMaker = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 CPU_DEVICE, GPU_DEVICE = "cpu", "cuda"
@@ -168,3 +173,101 @@ class _Rank:
             for label, value in state.items():
                 self.tracker.tell([value], STATES, f"{label} of {names.get(parameter, '?')}")
         return optimizer
+
+
+# -- what a rank holds before a step ----------------------------------------------------------------------------------
+
+
+class StateBefore:
+    """Tensors of the right sizes, made and named for a tracker that watches. Of a parameter of other stages there is
+    nothing."""
+
+    def __init__(self, compiled: Lowered, coord: Mapping[str, int], device: torch.device, tracker: Tracker) -> None:
+        self.program, self.device = compiled.program, device
+        self.slots = slots_of(compiled.program, compiled.pipeline, coord)
+        self.parameters: dict[str, torch.Tensor] = {}
+        self.held: dict[str, torch.Tensor] = {}
+        owners, here = compiled.owners, (None, coord.get(PIPELINE, 0))
+        for node, entry in self.program.entries:
+            known = record(node)
+            shape, dtype = known.type.shape, known.type.dtype
+            if entry.kind == "parameter":
+                is_here = owners[entry.name] in here
+                shape = local_shape(shape, known.layout, self.program.mesh) if is_here else (0,) * len(shape)
+                part = torch.empty(shape, dtype=dtype, device=device)
+                made: torch.Tensor = nn.Parameter(part, requires_grad=dtype.is_floating_point)
+                self.parameters[entry.name] = made
+            elif entry.kind == "seed":
+                continue  # made anew for each step
+            else:
+                made = self.held[_key(entry)] = torch.empty(shape, dtype=dtype, device=device)
+            name = entry.name if entry.kind != "batch" else f"argument {entry.name}"
+            tracker.tell([made], _KINDS.get(entry.kind, INPUTS), name)
+
+    def inputs(self) -> StepInputs:
+        """What a step begins with, as of a parallel module (`parallel/stepping.py`)."""
+
+        def value_of(entry: Input, layout: Layout, coord: Mapping[str, int]) -> torch.Tensor:
+            if entry.kind == "parameter":
+                return self.parameters[entry.name].detach()
+            if entry.kind == "seed":
+                return torch.zeros(2, dtype=torch.int64, device=self.device)
+            value = self.held[_key(entry)]
+            return local_part(value, layout, self.program.mesh, coord) if entry.kind == "batch" else value
+
+        return inputs_of(self.slots, value_of)
+
+
+def _key(entry: Input) -> str:
+    return f"{entry.kind} {entry.name}"
+
+
+# -- a group that moves nothing ---------------------------------------------------------------------------------------
+
+
+class _Done(dist.Work):
+    """scratch: what the backend holds for as long as this lives. is_known: whether it says that it is done before
+    somebody waits. Gloo does not, and so what a send reads is kept for longest."""
+
+    def __init__(self, scratch: torch.Tensor | None = None, is_known: bool = False) -> None:
+        super().__init__()
+        self.scratch, self.is_known = scratch, is_known
+
+    def wait(self, *_: Any) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return self.is_known
+
+
+class FakeGroup(dist.ProcessGroup):
+    """Says yes to everything. Its methods are those that the functions of `torch.distributed` call, in 2.11 to 2.13.
+
+    copies: whether it is as Gloo, which reduces in a copy before it scatters (of its collectives, that one alone).
+    """
+
+    def __init__(self, rank: int, size: int, copies: bool) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self.copies = copies
+
+    def _scatter(self, _: Any, x: torch.Tensor, *__: Any, **___: Any) -> dist.Work:
+        return _Done(x.clone() if self.copies else None, not self.copies)
+
+    def _done(self, *_: Any, **__: Any) -> dist.Work:
+        return _Done(is_known=not self.copies)
+
+    allreduce = broadcast = allgather = reduce_scatter = alltoall = send = recv = _done
+    _allgather_base = alltoall_base = all_gather_single = all_to_all_single = _done
+    all_gather_single_coalesced = allgather_into_tensor_coalesced = _done
+    _reduce_scatter_base = reduce_scatter_single = _scatter  # type: ignore[assignment]
+
+
+def fake_groups(mesh: Mesh, rank: int, axes: Iterable[str], copies: bool) -> dict[str, Group]:
+    """The groups of a rank, as `make_groups` makes them where there are processes."""
+    found = {}
+    for axis in axes:
+        members = axis_group(mesh, rank, axis)
+        order = tuple(sorted(members).index(member) for member in members)
+        handle = FakeGroup(members.index(rank), len(members), copies)
+        found[axis] = Group(handle, len(members), None if order == tuple(range(len(members))) else order)
+    return found

@@ -8,40 +8,68 @@ a parameter need not, and is read at each step. What partners hold may be exchan
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from autopar.capture import Captured
+from autopar.capture.python.guards import Guards
+from autopar.compiler.batch_rows import BatchRows
 from autopar.compiler.lowered import Lowered
 from autopar.ir.layout import padded_shape
 from autopar.ir.program import PARTNER
+from autopar.parallel.programs.constants import Constants
 from autopar.parallel.programs.own_batch import AveragedOutputs
 from autopar.parallel.weights.owners import Owners
 from autopar.parallel.weights.store import ParameterStore
 from autopar.runtime.executor.executor import Outputs
 from autopar.runtime.executor.inputs import Slot, Source, StepInputs
+from autopar.runtime.executor.outputs import own_memory, shared_outputs
+from autopar.runtime.ranks.runner import Runner
 from autopar.torch_compat import local_of
 
 Tensor = torch.Tensor
 _GIVEN = {"batch", "scale", "seed"}  # inputs that each step has anew
 
 
-class Bindings:
-    """Where a program's inputs are read on this rank, and where its outputs go. constants: by name."""
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A program with what it was captured from, and what that read in Python. trains: whether it is a training step.
+    rows: of a batch of which ranks have parts."""
+
+    captured: Captured
+    compiled: Lowered
+    guards: Guards
+    constants: Constants
+    rows: BatchRows | None
+    trains: bool
+
+
+class Running:
+    """A program that is ready to run: where its inputs are read on this rank, and where its outputs go.
+
+    `number`, `line`, `used`: what `Programs` knows it by: a count, what it read in Python beside the first of its
+    signature, and when it ran last.
+    """
+
+    number, line, used = 0, "", 0
 
     def __init__(
-        self, compiled: Lowered, slots: tuple[Slot, ...], store: ParameterStore, owners: Owners, constants: Any
+        self, built: Built, runner: Runner, slots: tuple[Slot, ...], store: ParameterStore, owners: Owners
     ) -> None:
-        self._store, self._owners, self._constants = store, owners, constants
+        self.captured, self.compiled, self.rows, self.trains = built.captured, built.compiled, built.rows, built.trains
+        self.guards, self.constants, self.runner = built.guards, built.constants, runner
+        self._store, self._owners = store, owners
         self._keys = [slot.key for slot in slots]
         self._given = [(at, slot) for at, slot in enumerate(slots) if slot.entry.kind in _GIVEN]
         self._reads = [self._read(slot) for slot in slots]
-        outputs = list(enumerate(compiled.program.outputs))
-        self.together = AveragedOutputs.of(compiled.program.outputs)
+        outputs = list(enumerate(built.compiled.program.outputs))
+        self.together = AveragedOutputs.of(built.compiled.program.outputs)
         self.losses = [at for at, out in outputs if out.kind == "loss"]
-        self.guards = [at for at, out in outputs if out.kind == "guard"]
+        self.reads = [at for at, out in outputs if out.kind == "guard"]
         self._buffers = [(at, out.name) for at, out in outputs if out.kind == "buffer"]
         trained = [(at, out.name) for at, out in outputs if out.kind == "gradient"]
         self._gradients = [at for at, _ in trained]
@@ -50,6 +78,14 @@ class Bindings:
         names = [name for _, name in trained]
         self._foreign = [(at, name) for at, name in enumerate(names) if name.startswith(PARTNER)]
         self._padded = [(at, name) for at, name in enumerate(names) if self._is_padded(name)]
+        self._shared: frozenset[int] | None = None  # outputs that are not memory of their own, once known
+
+    def run(self, inputs: StepInputs) -> Outputs:
+        """The outputs, each in memory of its own; None for those that other stages have."""
+        outputs = self.runner.run(inputs)
+        if self._shared is None:
+            self._shared = shared_outputs(outputs, inputs.values())
+        return own_memory(outputs, self._shared)
 
     def inputs(self, given: Source) -> StepInputs:
         """What a step begins with. given: the batch, the seed and the scale."""
@@ -77,7 +113,7 @@ class Bindings:
             self._owners.set_buffer(name, outputs[at])
 
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """Of the model and its partners, by their names in the program."""
+        """Parameters of the model and its partners, by their names in the program."""
         return self._store.structure.parameters if len(self._owners.stores) == 1 else self._owners.parameters()
 
     def _read(self, slot: Slot) -> tuple[Callable[[Any], Any], Any]:
@@ -92,7 +128,7 @@ class Bindings:
             return partial(self._store.distributor.given, layout=slot.layout), parameter
         if kind == "buffer":
             return self._owners.buffer, name
-        return (self._constants.__getitem__, name) if kind == "constant" else (_nothing, None)
+        return (self.constants.__getitem__, name) if kind == "constant" else (_nothing, None)
 
     def _is_padded(self, name: str) -> bool:
         """Whether an own parameter's part in the program is longer than its part on some rank."""

@@ -1,28 +1,20 @@
-"""Keep the programs of one signature by what each step read in Python, and find the one that fits now."""
+"""Read the tensors beside parameters, buffers and batch that a program takes, each step from where users keep them."""
 
 from __future__ import annotations
 
 import hashlib
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from autopar.capture import Captured
 from autopar.capture.inputs.leaves import text_of
 from autopar.capture.python.arithmetic import Number
-from autopar.capture.python.guards import Change, Guards, form
+from autopar.capture.python.guards import Guards, form
 from autopar.capture.python.scalars import NumberPlace, Scalars
 from autopar.capture.python.spots import Spot, SpotKey
-from autopar.parallel.programs.numbers import ChangingNumbers
-
-_log = logging.getLogger("autopar")
-_FIRST = "Python values as at first"
-_NAMED = 3  # changes that a note names
-Key = tuple[Any, ...]
 
 
 @dataclass(slots=True)
@@ -43,7 +35,7 @@ class Constants:
 
     @staticmethod
     def of(captured: Captured, guards: Guards, scalars: Scalars, device: torch.device) -> Constants:
-        """Those of a captured step."""
+        """Find the constants of a captured step."""
         found = {name: guards.spots_of(tensor) for name, tensor in captured.constants.items()}
         spots = {name: keys[0] for name, keys in found.items() if keys}
         made = Constants(captured.constants, device, guards, spots, scalars.numbers(captured.constants))
@@ -115,74 +107,3 @@ def _is_same(now: Mapping[str, _State], seen: Mapping[str, _State]) -> bool:
     return now.keys() == seen.keys() and all(
         state[0] is seen[name][0] and state[1:] == seen[name][1:] for name, state in now.items()
     )
-
-
-@dataclass(slots=True)
-class Variant:
-    """One program of a signature. `line`: how what was read differs from the signature's first program."""
-
-    number: int
-    guards: Guards
-    constants: Constants
-    line: str
-
-
-class Variants:
-    """Which program of a signature fits what stands in Python now."""
-
-    def __init__(self) -> None:
-        self._known: dict[Key, list[Variant]] = {}  # the last used first
-        self._next = 0
-        self.numbers = ChangingNumbers()
-
-    def knows(self, key: Key) -> bool:
-        """True if there are programs of a signature."""
-        return key in self._known
-
-    def find(self, key: Key, fits: Callable[[int], bool]) -> tuple[int, list[str]]:
-        """The number of the program to run, a new one where none fits; and what ranks must agree on. fits: whether one
-        will do, by its number.
-
-        Changes nothing: the ranks may not agree, and what programs are made of must stay the same on all of them.
-        """
-        known = self._known.get(key, [])
-        for variant in known:
-            if fits(variant.number) and variant.guards.holds() and variant.constants.fit():
-                alike = sum(other.line == variant.line for other in known)  # they differ in the values of tensors
-                which = [f"program {variant.number}"] * (alike > 1)
-                return variant.number, [variant.line, *which, *variant.constants.lines()]
-        if not known:
-            return self._next + 1, [_FIRST]
-        first = min(known, key=lambda variant: variant.number)
-        return self._next + 1, [_line(first, first.guards.changes())]
-
-    def use(self, key: Key, number: int) -> None:
-        """Note that all ranks run the program that `find` gave."""
-        known = self._known.get(key, [])
-        if number <= self._next:
-            known.sort(key=lambda variant: variant.number != number)
-            return
-        self._next = number
-        if known:
-            changes = known[0].guards.changes()
-            if changes and dist.get_rank() == 0:
-                _log.warning("%s: compiling again", "; ".join(map(str, changes[:_NAMED])))
-            self.numbers.saw(changes)
-
-    def add(self, key: Key, number: int, guards: Guards, constants: Constants) -> None:
-        """Remember a program that was compiled."""
-        known = self._known.setdefault(key, [])
-        first = min(known, key=lambda variant: variant.number, default=None)
-        line = _line(first, first.guards.changes()) if first else _FIRST
-        known.insert(0, Variant(number, guards, constants, line))
-
-    def forget(self, key: Key, number: int) -> bool:
-        """Drop a program; True if it was its signature's last."""
-        self._known[key] = [variant for variant in self._known[key] if variant.number != number]
-        if not self._known[key]:
-            del self._known[key]
-        return key not in self._known
-
-
-def _line(first: Variant, changes: Sequence[Change]) -> str:
-    return "; ".join(change.line for change in changes) or first.line

@@ -1,0 +1,202 @@
+"""Make the program of a call on every rank: captured, bound to what is decided, compiled, agreed on, ready to run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from autopar.capture import Earlier
+from autopar.capture.python.guards import Change, Guards
+from autopar.capture.python.scalars import NumberPlace, Scalars, places_of
+from autopar.capture.python.spots import Numbers, Spot
+from autopar.compiler.compile import capture_step, lower
+from autopar.compiler.lowered import Lowered
+from autopar.errors import AutoparError
+from autopar.ir.mesh import PIPELINE, group_name
+from autopar.ir.options import SequenceParallel, StepOptions
+from autopar.ir.plan import Decided, Fixed
+from autopar.parallel.agree.agreement import Phase, lost_peers
+from autopar.parallel.programs.constants import Constants
+from autopar.parallel.programs.make_runner import make_runner, recorded, recordings
+from autopar.parallel.programs.portions import FollowedSamples, Given, naming_parts
+from autopar.parallel.programs.running import Built, Running
+from autopar.parallel.session.session import Session
+from autopar.parallel.weights.owners import Joined, Owners, as_trained, check_partners
+from autopar.runtime.executor.inputs import slots_of
+from autopar.runtime.ranks.process_groups import Group, connect, has_queues, make_groups
+
+_log = logging.getLogger("autopar")
+_CHANGES = 2  # of a number, after which it is expected to change again
+T = TypeVar("T")
+
+
+class Maker:
+    """Makes the programs of one parallel module. What one rank cannot make is an error on all of them."""
+
+    def __init__(self, session: Session) -> None:
+        self._settings, self._store, self._agreement = session.settings, session.store, session.agreement
+        self.numbers = ChangingNumbers()
+        self._followed = FollowedSamples(session.store.model)
+        self._decided: dict[Hashable, Decided] = {}  # layouts of the first program of each structure
+        self._earlier = {True: Earlier(), False: Earlier()}  # captures of training steps, and of others
+        self._sequence: dict[bool, bool] = {}  # of training steps, and of others: what "auto" was decided to mean
+        self._joined = Joined(session.settings.device)
+        self._groups: dict[str, Group] = {}
+        self._recordings = recordings(session.settings.graphs, session.settings.device)
+        self._said: set[str] = set()
+
+    def make(self, given: Given, numbers: Numbers, train: bool, is_first: bool) -> Running:
+        """The program for a call with these arguments. Every rank must call this.
+
+        numbers: those among the arguments. is_first: of the model's programs, so that it decides the layouts.
+        """
+        if is_first:
+            given.check_first()
+        is_able = not self._settings.options.specialize
+
+        def build(phase: Phase) -> Built:
+            built = self.numbers.build(lambda scalars: self._built(given, numbers, train, is_first, scalars), is_able)
+            if not given.is_unlike:
+                phase.texts["program"] = built.compiled.lines()
+            self._joined.check(built.captured.partners, phase)
+            phase.texts["tensors that the model keeps or the loss reads"] = [built.constants.digest()]
+            return built
+
+        built = self._agreement.together("program", build)
+        self._say([*built.compiled.notes, *built.guards.notes])
+        self._joined.add(built.captured.partners)
+        return self._ready(built)
+
+    def _built(self, given: Given, numbers: Numbers, train: bool, is_first: bool, scalars: Scalars) -> Built:
+        """The program, built by this rank alone: no data moves between ranks. scalars: numbers that are inputs."""
+        settings, model, mesh = self._settings, self._store.model, self._store.distributor.mesh
+        with scalars, naming_parts(given):
+            args, kwargs = given.arguments(numbers)
+            captured = capture_step(
+                model, settings.loss_fn, args, kwargs, replace(settings.options, batch_dims=None),
+                train=train, lift=settings.lift, earlier=self._earlier[train],
+            )  # fmt: skip
+        captured = captured.with_dims(given.dims)
+        guards = Guards(model, settings.loss_fn if train else None, captured.ran, scalars, numbers)
+        scalars.check(captured.constants, guards.places, captured.result_leaves)
+        check_partners(captured, model, mesh, settings.options)
+        owners = Owners.of(self._store, captured.partners)
+        options, fixed = self._bound(is_first, train)
+        if given.portion is not None and not given.portion.is_even:
+            fixed = replace(fixed, uneven=True)
+        fixed = replace(fixed, is_own=given.portion is not None and given.portion.is_own)
+        with naming_parts(given):
+            compiled = lower(as_trained(captured), mesh, *owners.bind(options, fixed))
+        rows = self._followed.rows(compiled, given, train)
+        structure, decided = compiled.decided
+        self._decided.setdefault(structure, decided)
+        if compiled.sequence is not None:
+            self._sequence.setdefault(train, compiled.sequence)
+        constants = Constants.of(captured, guards, scalars, settings.device)
+        return Built(captured, compiled, guards, constants, rows, train)
+
+    def _bound(self, is_first: bool, train: bool) -> tuple[StepOptions, Fixed]:
+        """The options of a program, and what is decided: the layouts and stages of the first one bind the others."""
+        options, fixed = self._settings.options, self._settings.fixed
+        if is_first:
+            return options, fixed
+        sequence: SequenceParallel = "auto" if options.sequence_parallel else False
+        # What divided the first batch need not divide the last of an epoch, nor every sequence.
+        bound = replace(options, shard=None, sequence_parallel=sequence)
+        wanted = True if options.sequence_parallel is True else self._sequence.get(train)
+        return bound, replace(
+            fixed, owners=self._store.stages, uneven=True, decided=dict(self._decided), sequence=wanted
+        )
+
+    def _ready(self, built: Built) -> Running:
+        """A program that all ranks agreed on, with its tensors where it wants them."""
+        compiled, settings, where = built.compiled, self._settings, self._store.distributor
+        owners = Owners.of(self._store, built.captured.partners)
+        owners.place(compiled)
+        missing = [axis for axis in compiled.axes if axis not in self._groups]
+        self._connect(missing, compiled)
+        slots = slots_of(compiled.program, compiled.pipeline, where.coord)
+        runner = make_runner(compiled, self._groups, self._agreement, settings.device)
+        if self._recordings is not None:
+            runner = recorded(runner, compiled, slots, owners.parameters(), self._recordings)
+        return Running(built, runner, slots, self._store, owners)
+
+    def _connect(self, axes: list[str], compiled: Lowered) -> None:
+        """Make the groups that are not there yet. Only NCCL has queues, and connects late."""
+        where, device = self._store.distributor, self._settings.device
+        twice = (group_name(compiled.plan.zero_axes), PIPELINE) if has_queues(device) else ()
+        made = make_groups(where.mesh, axes, where.device_mesh, twice=twice)
+        self._groups.update(made)
+        if has_queues(device):
+            with lost_peers("connecting"):
+                connect(made, compiled.pipeline, where.coord.get(PIPELINE, 0), device)
+
+    def _say(self, notes: Sequence[str]) -> None:
+        """Log a program's notes on rank 0, each once: another batch's program mostly has the same."""
+        if dist.get_rank() == 0:
+            for note in notes:
+                if note not in self._said:
+                    _log.warning("%s", note)
+            self._said.update(notes)
+
+
+@dataclass(slots=True)
+class ChangingNumbers:
+    """Counts how often a number changed. Which of them are inputs, and why others cannot be."""
+
+    inputs: dict[NumberPlace, Spot] = field(default_factory=dict)
+    refused: dict[NumberPlace, str] = field(default_factory=dict)
+    _changed: dict[NumberPlace, int] = field(default_factory=dict)
+    _new: list[NumberPlace] = field(default_factory=list)
+
+    def saw(self, changes: Sequence[Change]) -> None:
+        """Count the changes for which no program is known."""
+        for change in changes:
+            for place in places_of(change.key, change.old, change.new):
+                self._changed[place] = self._changed.get(place, 0) + 1
+                if self._changed[place] >= _CHANGES and place not in self.refused and change.new is not None:
+                    if place not in self.inputs:
+                        self._new.append(place)
+                    self.inputs[place] = change.new
+
+    def build(self, make: Callable[[Scalars], T], is_able: bool) -> T:
+        """What `make` gives with these inputs, or without those for which it fails. is_able: values of tensors are not
+        read, which may be computed of such numbers."""
+        if not is_able:
+            for place in list(self.inputs):
+                self._refuse(place, "may be part of what specialize=True reads")
+        while True:
+            scalars = Scalars(self.inputs)
+            try:
+                made = make(scalars)
+            except AutoparError as error:
+                if not scalars.put:
+                    raise
+                blamed = [place for place in scalars.misuse.reasons if place in self.inputs] or self._new or self.inputs
+                for place in list(blamed):
+                    self._refuse(place, scalars.misuse.reasons.get(place) or str(error).split("\n")[0])
+            else:
+                for place in self._new:
+                    _note(f"{self.inputs[place]} changed twice: it is an input of the program from now on")
+                self._new.clear()
+                return made
+
+    def _refuse(self, place: NumberPlace, why: str) -> None:
+        spot = self.inputs.pop(place)
+        self.refused[place] = why
+        if place in self._new:
+            self._new.remove(place)
+        _note(
+            f"{spot} changed twice, but cannot be an input of the program: the number {why}. So it is compiled again "
+            f"for each value. A tensor there (torch.tensor(...), filled or replaced by others) is read anew at each "
+            f"step by one program: make '{spot.name}' one, or pass it with the batch"
+        )
+
+
+def _note(text: str) -> None:
+    if dist.get_rank() == 0:
+        _log.warning("%s", text)
