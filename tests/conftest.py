@@ -49,7 +49,10 @@ def each_side(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_group_is_left() -> Iterator[None]:
-    """What a module trained in this process itself is no concern of the next one."""
+    """What a module trained in this process itself is no concern of the next one, nor is what it left in memory: the
+    looks for circles and for living tensors, ours and autopar's own, are at what the module itself made."""
+    gc.collect()
+    gc.freeze()
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
