@@ -12,6 +12,9 @@ JOBS   ?= 3  # test processes: some of them wait for ranks that they started
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
+# What Python and pytest made of the sources is kept for the next process, and for the next run.
+test test-all: export PYTHONDONTWRITEBYTECODE =
+
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
+
+gc.disable()  # until all is imported and collected: what is made by then stays
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start: threads that wait, spin
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 for folder in (
@@ -23,8 +29,11 @@ for folder in (
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
-from off_host import off_host  # noqa: E402  # these lie in one of the folders
+from cpu_time import cpu_seconds  # noqa: E402  # these lie in one of the folders
+from off_host import off_host  # noqa: E402
 from processes import Ranks, collect_rarely, ranks_of  # noqa: E402
+
+from benchmarks.yardstick import told, yardstick  # noqa: E402
 
 # pytest listens to every logger that does not propagate; of this one torch takes a listener as the wish for a trace of
 # all tensors that a capture meets, each with its stack.
@@ -49,7 +58,10 @@ def each_side(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_group_is_left() -> Iterator[None]:
-    """What a module trained in this process itself is no concern of the next one."""
+    """What a module trained in this process itself is no concern of the next one, nor is what it left in memory: the
+    looks for circles and for living tensors, ours and autopar's own, are at what the module itself made."""
+    gc.collect()
+    gc.freeze()
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -79,6 +91,27 @@ def six() -> Iterator[Ranks]:
 def pytest_collection_finish() -> None:
     gc.collect()
     collect_rarely()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker tells the process that started it, which does not see the ranks."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["cpu"] = cpu_seconds()
+
+
+CPU = pytest.StashKey[float]()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    node.config.stash[CPU] = node.config.stash.get(CPU, 0.0) + getattr(node, "workeroutput", {}).get("cpu", 0.0)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """What the whole suite cost, where several processes ran it."""
+    if CPU in config.stash:
+        mine = sum(os.times()[:2])  # without the workers, which have told theirs
+        terminalreporter.write_line(f"all processes: {told(config.stash[CPU] + mine, yardstick())}")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -54,20 +54,22 @@ class Ranks:
             self._processes.append(process)
 
     def attempt(self, work: Callable[..., Any], *args: Any, timeout: float = 60, fatal: bool = False) -> list[Outcome]:
-        """The outcome of every rank. One that is not done in `timeout` seconds is a hang: an AssertionError.
+        """The outcome of every rank. One that is not done in `timeout` seconds is a hang: an AssertionError. They are
+        seconds of a machine that does nothing else.
 
         `fatal`: an error ends its process, as one that nobody catches does.
         """
         for pipe in self._pipes:
             pipe.send_bytes(pickle.dumps((work, args, fatal)))
         found: dict[int, Outcome] = {}
+        timeout *= crowding()
         end = time.monotonic() + timeout
         while len(found) < self.size:
             waiting = [rank for rank in range(self.size) if rank not in found]
             ready = wait([self._pipes[rank] for rank in waiting], max(0.0, end - time.monotonic()))
             if not ready:
                 self.close()
-                raise AssertionError(f"ranks {waiting} hang after {timeout} s; the others: {found}")
+                raise AssertionError(f"ranks {waiting} hang after {timeout:.0f} s; the others: {found}")
             for rank in waiting:
                 if self._pipes[rank] in ready:
                     found[rank] = self._receive(rank)
@@ -115,11 +117,17 @@ def ranks_of(size: int) -> Iterator[Ranks]:
         ranks.close()
 
 
+def crowding() -> float:
+    """How many times longer than alone what runs here may take: the processes that want a core, for each core."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
 def collect_rarely() -> None:
     """What torch and pytest made at their imports stays, and graphs are looked through for circles less often: with the
     usual 700 objects a seventh of the tests' time is spent on it."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
+    gc.enable()
 
 
 def _serve(rank: int, size: int, directory: str, pipe: Connection) -> None:
