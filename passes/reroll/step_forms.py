@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.ops.ops import op, semantic_of
+from autopar.ir.ops.op_facts import facts_of
+from autopar.ir.ops.ops import op
 from autopar.ir.program import is_getitem, record
 from autopar.passes.rules.rule import Table
 
@@ -55,11 +56,11 @@ def form_of(node: fx.Node, stacked: Sequence[bool], length: int, table: Table) -
 
 
 def _form(node: fx.Node, stacked: Sequence[bool], length: int, table: Table) -> StepForm | None:
-    row, semantic = table.get(str(node.target)), semantic_of(node.target)
-    if semantic is not None and semantic.random:
+    facts = facts_of(node.target)
+    if facts.random:
         return None
     operands = slots_of(node)
-    if row is not None and row.pointwise:
+    if facts.pointwise:
         return _pointwise(node, operands, stacked, length)
     equation = equation_of(node)
     if equation is not None:

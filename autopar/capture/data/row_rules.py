@@ -17,7 +17,7 @@ from torch import fx
 from autopar.capture.ops.canonical import filled
 from autopar.capture.ops.functions import ExpertMM
 from autopar.capture.refusals.location import Line
-from autopar.ir.ops.aliasing import is_view
+from autopar.ir.ops.op_facts import is_view
 from autopar.ir.program import TensorType, is_getitem
 from autopar.passes.rules import TABLE
 from autopar.passes.rules.rule import Call

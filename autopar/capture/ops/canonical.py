@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.ops.aliasing import is_view
+from autopar.ir.ops.op_facts import is_view
 
 aten = torch.ops.aten
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from autopar.ir.ops.aliasing import is_view
+from autopar.ir.ops.op_facts import is_view
 
 # Element by element, though torch does not tag them so.
 _ALSO_POINTWISE = frozenset(
