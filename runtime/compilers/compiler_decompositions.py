@@ -12,8 +12,7 @@ import torch
 
 from autopar.errors import BatchError
 from autopar.ir.ops.ops import NAMESPACE, op
-from autopar.runtime.executor.callables import function_of
-from autopar.runtime.executor.kernel_table import KERNELS
+from autopar.runtime.executor.kernel_table import KERNELS, function_of
 from autopar.runtime.kernels.indices import checked_index
 from autopar.runtime.kernels.kernel import Function
 

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.ir.ops.op_facts import creates
 from autopar.ir.ops.ops import is_mesh_op, op
 from autopar.ir.ops.ring_ops import is_ring
 from autopar.ir.program import Program
 from autopar.runtime.compilers.compiler_decompositions import decomposed
 from autopar.runtime.compilers.functional import FunctionalCollectives
 from autopar.runtime.executor.executor import describe_read, schema_arguments
-from autopar.runtime.kernels.direct import creates
 from autopar.runtime.pipeline.slices import apart, wide
 from autopar.torch_compat import OpOverload
 

@@ -16,7 +16,7 @@ from autopar.ir.ops import op_facts
 from autopar.ir.ops.op_facts import facts_of, is_fresh, is_view, is_whole_view, may_return_operand
 from autopar.ir.ops.ops import op
 from autopar.passes.rules import TABLE
-from autopar.runtime.executor.callables import function_of
+from autopar.runtime.executor.kernel_table import function_of
 from autopar.runtime.executor.lifetime import lifetimes
 from autopar.torch_compat import is_composite, schema_of
 

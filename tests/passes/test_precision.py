@@ -28,7 +28,7 @@ from autopar.ir.options import StepOptions
 from autopar.ir.program import is_getitem, record
 from autopar.ir.text.text import parse_program, print_program
 from autopar.passes.rules import TABLE
-from autopar.runtime.executor.callables import function_of
+from autopar.runtime.executor.kernel_table import function_of
 from autopar.verification.verify import Report
 from autopar.verification.virtual_side import Virtual
 

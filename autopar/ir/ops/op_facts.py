@@ -67,11 +67,12 @@ _ROWS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"precision": "promoting"}, "add sub rsub mul div where maximum minimum eq ne lt le gt ge"),
     # Element by element, though no tag of torch's says so.
     ({"pointwise": True}, """
-        floor_divide hardswish polar complex isin:Tensor_Scalar log_sigmoid_forward _prelu_kernel _prelu_kernel_backward
-        softplus_backward elu_backward hardtanh_backward hardsigmoid_backward hardswish_backward leaky_relu_backward
-        log_sigmoid_backward mish_backward hardshrink_backward softshrink_backward rrelu_with_noise_backward rsub
-        where:Scalar where:ScalarOther where:ScalarSelf where:self masked_fill lerp fill copy zero zeros_like ones_like
-        full_like empty_like _conj resolve_conj resolve_neg _neg_view real imag
+        eq ne lt le gt ge multiply divide true_divide subtract floor_divide hardswish polar complex isin:Tensor_Scalar
+        log_sigmoid_forward _prelu_kernel _prelu_kernel_backward softplus_backward elu_backward hardtanh_backward
+        hardsigmoid_backward hardswish_backward leaky_relu_backward log_sigmoid_backward mish_backward
+        hardshrink_backward softshrink_backward rrelu_with_noise_backward rsub where:Scalar where:ScalarOther
+        where:ScalarSelf where:self masked_fill fill copy zero zeros_like ones_like full_like empty_like _conj
+        resolve_conj resolve_neg _neg_view real imag
     """),
     ({"pointwise": False}, "bucketize equal searchsorted"),  # tagged, though they read more than the element
     # Where the elements of an operand are in a result.
@@ -81,7 +82,7 @@ _ROWS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"moves": "repeated"}, "expand"),
     ({"moves": "joined"}, "cat stack"),
     ({"moves": "taken"}, "index index_select gather"),
-    ({"moves": "put"}, "index_put index_copy scatter"),
+    ({"moves": "put"}, "index_put index_copy scatter:src scatter:value"),
     ({"moves": "added"}, "index_add scatter_add"),
     ({"moves": "sorted"}, "sort argsort topk"),
 )  # fmt: skip
@@ -122,6 +123,14 @@ def made_of(target: Any) -> str:
     return {"scalar_tensor": "full"}.get(name, name if name in ("zeros", "ones", "full", "empty") else "")
 
 
+@cache
+def creates(target: Any) -> bool:
+    """True for an op of torch that makes a tensor of numbers alone: programs name no device, so it has to be told."""
+    arguments = schema_of(target).arguments if _is_of_torch(target) else []
+    takes_device = any(argument.name == "device" for argument in arguments)
+    return takes_device and not any(isinstance(argument.type, torch.TensorType) for argument in arguments)
+
+
 def fill_of(node: fx.Node) -> Any:
     """The number, or the node, that is everywhere in the tensor that a call makes; None for another call."""
     match made_of(node.target):
@@ -152,6 +161,39 @@ def argument_place(target: Any, *names: str) -> tuple[int, Any] | None:
     arguments = schema_of(target).arguments if isinstance(target, OpOverload) else []
     found = ((at, argument.default_value) for at, argument in enumerate(arguments) if argument.name in names)
     return next(found, None)
+
+
+# -- functions of torch, by the names that a model calls them by ----------------------------------------------------
+
+
+@cache
+def overloads_of(name: str) -> tuple[OpOverload, ...]:
+    """The ops that a function or method of torch calls by its name; `__radd__` those of `add`."""
+    inner = _PYTHON.get(name.strip("_"), name.strip("_"))
+    for one in (name, inner, inner[1:] if inner[:1] in ("i", "r") else ""):
+        packet = getattr(torch.ops.aten, _PYTHON.get(one, one), None) if one else None
+        if packet is not None and hasattr(packet, "overloads"):
+            return tuple(getattr(packet, overload) for overload in packet.overloads())
+    return ()
+
+
+# What Python calls otherwise.
+_PYTHON = {"truediv": "div", "idiv": "div", "floordiv": "floor_divide", "mod": "remainder"}
+
+
+@cache
+def numbers_of(name: str) -> int:
+    """How many of the first arguments of a function that works element by element may be numbers in place of tensors,
+    or tensors; 0 where none may be a number."""
+    kinds: list[set[str]] = []
+    for one in overloads_of(name):
+        given = [str(argument.type) for argument in schema_of(one).arguments if not argument.kwarg_only]
+        if facts_of(one).pointwise and "Tensor" in " ".join(given):
+            kinds += [set() for _ in given[len(kinds) :]]
+            for place, kind in enumerate(given):
+                kinds[place].add("Tensor" if "Tensor" in kind else kind)
+    count = next((i for i, one in enumerate(kinds) if "Tensor" not in one), len(kinds))
+    return count if any(kind.startswith(("number", "Optional[number")) for one in kinds[:count] for kind in one) else 0
 
 
 # -- whose memory results lie in ------------------------------------------------------------------------------------
