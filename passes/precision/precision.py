@@ -138,7 +138,7 @@ class _Precision:
             return {old: record(old).type.dtype for old in operands}
         if kind == "low" and node in self.weighted:
             semantic = semantic_of(node.target)
-            statistic = semantic and semantic.statistic
+            statistic = semantic.statistic if semantic else None
             return {old: low for old in operands if statistic is None or old is not node.args[statistic]}
         if kind == "high" or node in self.terms or _exceeds(node, low):
             return dict.fromkeys(operands, WIDE)

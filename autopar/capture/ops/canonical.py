@@ -95,10 +95,10 @@ def table_gradient(node: fx.Node) -> tuple[fx.Node, fx.Node, int] | None:
         table, _, index, values = node.args
     else:
         return None
-    if not all(isinstance(one, fx.Node) for one in (table, index, values)) or not is_zeros(table):
+    if not (isinstance(table, fx.Node) and isinstance(index, fx.Node) and isinstance(values, fx.Node)):
         return None
     shape, places, given = _value(table).shape, _value(index), _value(values)
-    if not shape or places.dtype not in _INDEX_DTYPES or given.dtype != _value(node).dtype:
+    if not shape or not is_zeros(table) or places.dtype not in _INDEX_DTYPES or given.dtype != _value(node).dtype:
         return None
     rows, *rest = shape
     return (values, index, rows) if rows and tuple(given.shape) == (*places.shape, *rest) else None
