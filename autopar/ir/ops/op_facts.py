@@ -163,6 +163,14 @@ def argument_place(target: Any, *names: str) -> tuple[int, Any] | None:
     return next(found, None)
 
 
+@cache
+def is_fill(target: Any) -> bool:
+    """True for an op in place that writes its first operand without reading it: with what it is given, or draws."""
+    name, takes = op_name(target), {argument.name for argument in schema_of(target).arguments}
+    draws = name.endswith("_") and "generator" in takes and "training" not in takes  # rrelu_ has that, and reads
+    return draws or name in ("copy_", "fill_", "zero_")
+
+
 # -- functions of torch, by the names that a model calls them by ----------------------------------------------------
 
 
