@@ -77,7 +77,7 @@ def capture(
         try:
             return made.run()
         finally:
-            left.dismiss([calls.origins for calls in made.runs], made.graphs)
+            left.dismiss([calls.values for calls in made.runs], made.graphs)
 
     return settled(partial(captured, run, specialize), left, lift)
 
@@ -300,7 +300,7 @@ class _Capture:
             bit = behind_of(position, entry, tensor)
             behind.append(bit)
             if not calls.keep(bit, value, tensor, position):
-                calls.origins.given(value, entry.kind, tensor)
+                calls.values.given(value, entry.kind, tensor)
             for name in entry.names:
                 path = name if name.startswith(PARTNER) else f"model.{name}"
                 (constants if entry.kind == "constant" else swapped)[path] = value
@@ -312,10 +312,10 @@ class _Capture:
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
                 leaves[i] = inputs[position]
-                calls.origins.given(inputs[position], "batch", leaf)
+                calls.values.given(inputs[position], "batch", leaf)
                 position += 1
         for extra in inputs[position:]:
-            calls.origins.given(extra, "seed")
+            calls.values.given(extra, "seed")
         self.scale = inputs[position] if self.is_scaled else None
         calls.given(values, [*behind, *[CHANGING] * (len(values) - len(behind))])
         self.given = [(value, value._version) for value in values]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from autopar.capture.captured import Captured
-from autopar.capture.data.origins import Origins, leaves, mapped
+from autopar.capture.data.values import Values, leaves, mapped
 from autopar.capture.python.left_behind import LeftBehind
 from autopar.errors import CaptureError
 from autopar.torch_compat import FakeTensor, fill_in, on_data
@@ -94,13 +94,13 @@ class Leftovers:
     free: set[int] = field(default_factory=set)  # those that hang on no input
     _numbers: dict[int, int] = field(default_factory=dict)  # by id
 
-    def dismiss(self, origins: Sequence[Origins], graphs: Iterable[torch.fx.Graph]) -> None:
+    def dismiss(self, values: Sequence[Values], graphs: Iterable[torch.fx.Graph]) -> None:
         """Take over what is known of the tensors of some runs, in their order, which then know nothing any more.
         graphs: of their ops, whose nodes have the tensors that they made."""
         for graph in graphs:
             for node in graph.nodes:
                 self._note(node.meta.pop("val", None))
-        found = [origin.dismiss() for origin in origins]
+        found = [each.dismiss() for each in values]
         for each in (each for known, _ in found for each in known):
             self._note(each.tensor)
             data = each.value if each.value is not None else each.original

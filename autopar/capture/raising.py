@@ -8,22 +8,24 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from autopar.capture.data.casts import TO_WIDE, lifted, of_dtype, traced
-from autopar.capture.data.coins import COMPARISONS, Coins
+from autopar.capture.data.coins import COMPARISONS, DrawnNumber, decided
 from autopar.capture.data.folding import FOLDED, folded
 from autopar.capture.data.item_values import Items
-from autopar.capture.data.origins import QUERIES, STEADY, Operands
 from autopar.capture.data.reads import READERS, Reads
 from autopar.capture.data.recorded_calls import RecordedCalls
 from autopar.capture.data.same import compared, is_idle
 from autopar.capture.data.selected import Selected
 from autopar.capture.data.specialised import specialised
+from autopar.capture.data.values import QUERIES, STEADY, Operands
 from autopar.capture.forks import Forks
 from autopar.capture.inputs.arrays import FROM_ARRAY, BatchArray
 from autopar.capture.inputs.outside import Outside, with_inputs
@@ -36,12 +38,30 @@ from autopar.capture.python.ran import Ran
 from autopar.capture.python.stand_in import with_tensors
 from autopar.capture.refusals.constructs import NOTED, READS, REFUSED, SEEDED
 from autopar.capture.refusals.explain_failure import SIZE, refusal, wants_data
-from autopar.capture.refusals.location import Locator, is_user_code, user_frame
+from autopar.capture.refusals.location import Line, Locator, Place, is_user_code, user_frame
 from autopar.errors import CaptureError
 from autopar.ir.ops.ops import op
 from autopar.torch_compat import in_transform
 
 Tensor = torch.Tensor
+
+
+@dataclass(slots=True)
+class _Call:
+    """One call of a torch function, as each interceptor leaves it to the next one."""
+
+    function: Any
+    args: Any
+    kwargs: Any
+    frame: FrameType  # that calls it
+    place: Place = ("", "", "")  # that its nodes are charged to
+    before: Operands = field(default_factory=Operands)
+    asked: tuple[Any, Any, Any] | None = None  # the user's own call, where another is made in its place
+
+    @property
+    def line(self) -> Line | None:
+        """The user's line that it stands on."""
+        return user_frame(self.frame)
 
 
 class Raise(TorchFunctionMode):
@@ -87,9 +107,10 @@ class Raise(TorchFunctionMode):
         self.ran = Ran()
         self.inputs: dict[int, Tensor] = {}  # by the id of the parameter that each stands for
         self.outside: dict[int, Outside] = {}  # tensors of the user's that no input stands for
-        self.origins, self.coins = self.calls.origins, Coins()
+        self.known, self._drew = self.calls.values, list[Tensor]()  # uniform draws of the call that runs
         self.values: list[Tensor] = []  # those whose values were read
         self._fork = torch.random.fork_rng(devices=[])
+        self._interceptors = tuple(self._in_order())
 
     def __enter__(self) -> Raise:
         self._fork.__enter__()
@@ -103,177 +124,255 @@ class Raise(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with self.ran.unwatched(func, types, args, kwargs):
-            args, kwargs = with_tensors(func, *with_inputs((args, kwargs or {}), self.inputs))
-            if func is inlined:
-                return self.partners.met(args[0]) if self.partners is not None else check_plain(args[0])
-            if func in FROM_ARRAY and args and isinstance(args[0], BatchArray):
-                func, args, kwargs = FROM_ARRAY[func](*args, **kwargs)
-            if self.keeps_casts and func in TO_WIDE:
-                func, args, kwargs = traced(func, args, kwargs)
-            asked = None
-            if self.lift is not None:
-                asked = func, args, kwargs
-                func, args, kwargs = lifted(func, args, kwargs, self.lift)
-                args, kwargs = of_dtype(func, args, kwargs, self.lift, partial(self.__torch_function__, Tensor.to, ()))
-            if self.locator and self.keeps_casts:
-                self.locator.exact = not torch.is_autocast_enabled(self.device_type)
-            place = self.locator.mark() if self.locator else None
-            self.calling = func
-            if self.locator and func in COMPARISONS:
-                func, args, kwargs = self._decided(func, args, kwargs)
-            is_query = func in QUERIES or not self.locator
-            before = Operands() if is_query else self.origins.operands(args, kwargs)
-            if self.locator and func in FOLDED:
-                value = self.origins.answer(func, args, kwargs, before)
-                if value is not NotImplemented:
-                    return self._took(func, args, kwargs, value)
-                is_equal = compared(func, args)
-                if is_equal is not None:
-                    return is_equal
-                number = self.coins.number(func, args)
-                if number is not None:
-                    return number
-                if self.coins.is_float(func, args):
-                    return self.calls.draw(user_frame(sys._getframe(1)))
-                if is_validation(func, sys._getframe(1)):
-                    self.validated[place[1] if place else ""] = None
-                    return True
-            if func in READERS and self.locator and self.locator.phase == "forward":
-                may_specialize, line = not before.kinds & ~STEADY, user_frame(sys._getframe(1))
-                is_item = func is Tensor.item and is_user_code(sys._getframe(1))  # .tolist() calls it too
-                number = self.items.number(args[0], line, may_specialize) if is_item else NotImplemented
-                if number is not NotImplemented and (self.reads is None or not may_specialize):
-                    return number
-                is_known = self.reads is not None and may_specialize
-                side = self.forks.take(line) if func is Tensor.__bool__ and not is_known else None
-                if side is not None:
-                    return side
-                if self.reads is not None:
-                    return self.reads.take(func, args[0], line)
-            if self.locator:
-                self._see_outside(func, args)
-            if self.locator and func in REFUSED and self.locator.phase == "forward":
-                if is_idle(func, args):
-                    return None
-                raise refusal(REFUSED[func], user_frame(sys._getframe(1)))
-            if func in NOTED and place and place[1]:
-                self.notes[NOTED[func].format(place[1])] = None
-            if self.captures and self._selects(func, args, kwargs) and not self._is_sized(before):
-                result = folded(self.origins, func, args, kwargs, before)
-                if result is NotImplemented:
-                    result = self.selected.select(
-                        func, args[0], user_frame(sys._getframe(1)), not before.kinds & ~STEADY
-                    )
-                else:
-                    result = self._took(func, args, kwargs, result)
-            elif self.selected.concerns(args, kwargs) and self._computes():
-                result = self.selected.call(partial(self._run, before), func, args, kwargs)
-            else:
-                result = self._run(before, func, *args, **kwargs)
-            if self.locator and place:
-                written = [] if is_query else self.origins.saw(func, args, kwargs, before, result, asked)
-                self.coins.saw(func, args, result, written)
-                self.locator.adopt(result, place)
-                if self.locator.phase == "forward":
-                    self.calls.saw(func, args, kwargs, result, self.locator.line(place[1]), written)
-            self.calling = None
-            return result
+            call = _Call(func, args, kwargs or {}, sys._getframe(1))
+            for intercept in self._interceptors:
+                result = intercept(self, call)
+                if result is not NotImplemented:
+                    return result
+            raise AssertionError("the last interceptor runs the call")
 
-    def _run(self, before: Operands, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """A call, raised if that is known of it."""
+    def _in_order(self) -> Iterator[_Interceptor]:
+        """What is done about each call, in this order, until one gives a result. They are functions, not methods of
+        this object, which must not hold itself: the tensors of a trace go with it.
+        """
+        yield Raise._put_inputs  # first, for a parameter of the user's or a number that stands for a tensor is no value
+        yield Raise._run_partner  # before anything takes the model that is called for an argument
+        yield Raise._take_array  # it becomes a cast, which the next ones look at
+        if self.keeps_casts:
+            yield Raise._show_cast  # before `lift`, which would make of it a cast to another dtype
+        if self.lift is not None:
+            yield Raise._lift  # before anything is noted of the call: what is known is known of the lifted tensors
+        if not self.captures:
+            yield Raise._run_plain  # the plain module that is compared: nothing is noted, all has data
+            return
+        yield Raise._mark_place  # before all that can fail, or makes nodes
+        yield Raise._decide_comparison  # it makes a constant of the call, which those after it see
+        yield Raise._note_operands  # as they are before the call, in the form that runs
+        yield Raise._give_value  # before the refusals: the same functions are refused where nothing gives their value
+        yield Raise._see_outside  # after the values, for one that is read of a constant is compared as such
+        yield Raise._refuse  # before the call changes anything
+        yield Raise._note_print
+        yield Raise._compute
+
+    # -- the call as another one --------------------------------------------------------------------------------
+
+    def _put_inputs(self, call: _Call) -> Any:
+        call.args, call.kwargs = with_tensors(call.function, *with_inputs((call.args, call.kwargs), self.inputs))
+        return NotImplemented
+
+    def _run_partner(self, call: _Call) -> Any:
+        if call.function is not inlined:
+            return NotImplemented
+        return self.partners.met(call.args[0]) if self.partners is not None else check_plain(call.args[0])
+
+    def _take_array(self, call: _Call) -> Any:
+        if call.function in FROM_ARRAY and call.args and isinstance(call.args[0], BatchArray):
+            call.function, call.args, call.kwargs = FROM_ARRAY[call.function](*call.args, **call.kwargs)
+        return NotImplemented
+
+    def _show_cast(self, call: _Call) -> Any:
+        if call.function in TO_WIDE:
+            call.function, call.args, call.kwargs = traced(call.function, call.args, call.kwargs)
+        return NotImplemented
+
+    def _lift(self, call: _Call) -> Any:
+        assert self.lift is not None
+        call.asked = call.function, call.args, call.kwargs
+        call.function, args, kwargs = lifted(*call.asked, self.lift)
+        convert = partial(self.__torch_function__, Tensor.to, ())
+        call.args, call.kwargs = of_dtype(call.function, args, kwargs, self.lift, convert)
+        return NotImplemented
+
+    def _decide_comparison(self, call: _Call) -> Any:
+        """Make of a comparison with a draw that comes out one way whatever is drawn a call that makes its result."""
+        if call.function in COMPARISONS:
+            found = decided(self.known, call.function, call.args, partial(self._number_of, call))
+            if found is not None:
+                device = next(each.device for each in call.args if isinstance(each, Tensor))
+                call.function, call.args, call.kwargs = torch.full, found, {"dtype": torch.bool, "device": device}
+        return NotImplemented
+
+    # -- what is known before it --------------------------------------------------------------------------------
+
+    def _mark_place(self, call: _Call) -> Any:
+        assert self.locator is not None
+        if self.keeps_casts:
+            self.locator.exact = not torch.is_autocast_enabled(self.device_type)
+        call.place = self.locator.mark()
+        self.calling = call.function
+        return NotImplemented
+
+    def _note_operands(self, call: _Call) -> Any:
+        if call.function not in QUERIES:
+            call.before = self.known.operands(call.args, call.kwargs)
+        return NotImplemented
+
+    def _see_outside(self, call: _Call) -> Any:
+        """Note tensors of the user's that a gradient would go to, and those whose values are read."""
+        for arg in call.args:
+            if type(arg) not in _REAL:
+                continue
+            if call.function in _TO_NUMPY:  # torch would give the memory of a stand-in, whatever is there
+                raise refusal(READS[call.function], call.line)
+            if call.function in _TO_VALUES:
+                self.values.append(arg)
+            if arg.requires_grad and arg.is_leaf and id(arg) not in self.outside:
+                self.outside[id(arg)] = Outside.of(arg, call.frame)
+        return NotImplemented
+
+    def _refuse(self, call: _Call) -> Any:
+        if call.function not in REFUSED or not self._is_forward():
+            return NotImplemented
+        if is_idle(call.function, call.args):
+            return None
+        raise refusal(REFUSED[call.function], call.line)
+
+    def _note_print(self, call: _Call) -> Any:
+        if call.function in NOTED and call.place[1]:
+            self.notes[NOTED[call.function].format(call.place[1])] = None
+        return NotImplemented
+
+    # -- a value that Python asks for ---------------------------------------------------------------------------
+
+    def _give_value(self, call: _Call) -> Any:
+        if call.function not in FOLDED:
+            return NotImplemented
+        for give in _VALUES:
+            value = give(self, call)
+            if value is not NotImplemented:
+                return value
+        return NotImplemented
+
+    def _constant(self, call: _Call) -> Any:
+        value = self.known.answer(call.function, call.args, call.kwargs, call.before)
+        return value if value is NotImplemented else self._took(call, value)
+
+    def _same(self, call: _Call) -> Any:
+        is_equal = compared(call.function, call.args)
+        return NotImplemented if is_equal is None else is_equal
+
+    def _drawn(self, call: _Call) -> Any:
+        if call.function not in _OF_DRAWS or not self.known.is_draw(call.args[0]) or call.args[0].numel() != 1:
+            return NotImplemented
+        return DrawnNumber() if call.function is Tensor.item else self.calls.draw(call.line)
+
+    def _checked(self, call: _Call) -> Any:
+        """True for what torch.distributions asks of its arguments, with a note."""
+        if not is_validation(call.function, call.frame):
+            return NotImplemented
+        self.validated[call.place[1]] = None
+        return True
+
+    def _read(self, call: _Call) -> Any:
+        """A value of the data: an item that may stay a tensor, the side of a branch, or that of the example batch."""
+        if call.function not in READERS or not self._is_forward():
+            return NotImplemented
+        may_specialize, line = not call.before.kinds & ~STEADY, call.line
+        is_item = call.function is Tensor.item and is_user_code(call.frame)  # .tolist() calls it too
+        number = self.items.number(call.args[0], line, may_specialize) if is_item else NotImplemented
+        if number is not NotImplemented and (self.reads is None or not may_specialize):
+            return number
+        is_known = self.reads is not None and may_specialize
+        side = self.forks.take(line) if call.function is Tensor.__bool__ and not is_known else None
+        if side is not None:
+            return side
+        return NotImplemented if self.reads is None else self.reads.take(call.function, call.args[0], line)
+
+    def _number_of(self, call: _Call, tensor: Tensor) -> Any:
+        """The value of a tensor that hangs on no input; NotImplemented of another one."""
+        before = self.known.operands(tensor, None)
+        return self._constant(_Call(Tensor.item, (tensor,), {}, call.frame, before=before))
+
+    def _took(self, call: _Call, value: Any) -> Any:
+        """A value that hangs on no input: the next run must have the same, and the user's tensors behind it as well."""
+        self.values[:] = {id(t): t for t in (*self.values, *self.known.was_read.values())}.values()
+        if self._is_forward():
+            self.calls.read(call.function, call.args, call.kwargs, call.line)
+        self.calling = None
+        return value
+
+    # -- the call itself ----------------------------------------------------------------------------------------
+
+    def _compute(self, call: _Call) -> Any:
+        """The result of a call, of which all is noted that others ask for."""
+        assert self.locator is not None
+        func, args, kwargs, before = call.function, call.args, call.kwargs, call.before
+        if _selects(func, args, kwargs) and not self._is_sized(call):
+            result = folded(self.known, func, args, kwargs, before)
+            if result is NotImplemented:
+                result = self.selected.select(func, args[0], call.line, not before.kinds & ~STEADY)
+            else:
+                result = self._took(call, result)
+        elif self.selected.concerns(args, kwargs) and self._computes():
+            result = self.selected.call(partial(self._run, call), func, args, kwargs)
+        else:
+            result = self._run(call, func, *args, **kwargs)
+        written = [] if func in QUERIES else self.known.saw(func, args, kwargs, before, result, call.asked)
+        self.known.saw_draws(func, args, result, self._drew)
+        self._drew.clear()
+        self.locator.adopt(result, call.place)
+        if self._is_forward():
+            self.calls.saw(func, args, kwargs, result, self.locator.line(call.place[1]), written)
+        self.calling = None
+        return result
+
+    def _run_plain(self, call: _Call) -> Any:
+        return self._run(call, call.function, *call.args, **call.kwargs)
+
+    def _run(self, call: _Call, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """What a function gives, raised if that is known of it."""
         result: Any = NotImplemented
         if func in ALWAYS:
             result = ALWAYS[func](self, *args, **kwargs)
         elif func in RAISED and self.captures and not in_transform():
             result = RAISED[func](*args, **kwargs)
-        return self._called(func, args, kwargs, before) if result is NotImplemented else result
+        return self._called(call, func, args, kwargs) if result is NotImplemented else result
 
-    @staticmethod
-    def _selects(func: Any, args: Any, kwargs: Any) -> bool:
-        """True where the places of a mask are asked for: a tensor a dim."""
-        if (
-            not args
-            or len(args) > 1
-            or not isinstance(args[0], Tensor)
-            or args[0].ndim not in (1, 2)
-            or args[0].numel() < 2
-        ):
-            return False
-        return (func is torch.where and not kwargs) or (func in _NONZERO and kwargs == {"as_tuple": True})
-
-    def _computes(self) -> bool:
-        """True where the model runs: in the forward pass, or once more, as a checkpoint does in the backward pass."""
-        return self.locator is not None and (self.locator.phase == "forward" or torch.is_grad_enabled())
-
-    def _is_sized(self, before: Operands) -> bool:
-        """True where the number of rows is taken from the example batch."""
-        if self.reads is None or before.kinds & ~STEADY:
-            return False
-        line = user_frame(sys._getframe(2))
-        self.reads.selected.add(line)
-        return line in self.reads.sized
-
-    def _decided(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-        """A comparison with a draw that comes out one way whatever is drawn, as a call that makes its result."""
-        found = self.coins.decided(func, args, self.number_of)
-        if found is None:
-            return func, args, kwargs
-        return torch.full, found, {"dtype": torch.bool, "device": next(t.device for t in args if isinstance(t, Tensor))}
-
-    def number_of(self, tensor: Tensor) -> Any:
-        """The value of a tensor that hangs on no input; NotImplemented of another one."""
-        value = self.origins.answer(Tensor.item, (tensor,), {}, self.origins.operands(tensor, None))
-        return value if value is NotImplemented else self._took(Tensor.item, (tensor,), {}, value)
-
-    def _called(self, func: Any, args: Any, kwargs: Any, before: Operands) -> Any:
+    def _called(self, call: _Call, func: Any, args: Any, kwargs: Any) -> Any:
         """What torch gives, or where it wants data what is known of that without the data of an input."""
         try:
             if self.captures and counts_rows(func, args):
                 raise RuntimeError(SIZE)
             return func(*args, **kwargs)
         except Exception as error:
-            if not (self.locator and wants_data(error)):
+            if not (self.captures and wants_data(error)):
                 raise
-            result = folded(self.origins, func, args, kwargs, before)
+            result = folded(self.known, func, args, kwargs, call.before)
             if result is not NotImplemented:
-                return self._took(func, args, kwargs, result)
+                return self._took(_Call(func, args, kwargs, call.frame), result)
             result = looked_up(func, args)
             if result is not NotImplemented:
                 return result
-            call = self._specialized(func, args, kwargs, before)
-            if call is None:
+            specialized = self._specialized(call, func, args, kwargs)
+            if specialized is None:
                 raise
-        return call()
+        return specialized()
 
-    def _specialized(self, func: Any, args: Any, kwargs: Any, before: Operands) -> Callable[[], Any] | None:
+    def _specialized(self, call: _Call, func: Any, args: Any, kwargs: Any) -> Callable[[], Any] | None:
         """The call with the numbers of the example batch; without the permission just whether it would do."""
-        if not self.locator or self.locator.phase != "forward":
+        if not self._is_forward():
             return None
         if func in READERS:
-            self.may_specialize = not before.kinds & ~STEADY
+            self.may_specialize = not call.before.kinds & ~STEADY
             return None
-        line = user_frame(sys._getframe(1))
-        call, self.may_specialize = specialised(func, args, kwargs, self.reads, self.origins, line)
-        return call
+        found, self.may_specialize = specialised(func, args, kwargs, self.reads, self.known, call.line)
+        return found
 
-    def _took(self, func: Any, args: Any, kwargs: Any, value: Any) -> Any:
-        """A value that hangs on no input: the next run must have the same, and the user's tensors behind it as well."""
-        self.values[:] = {id(t): t for t in (*self.values, *self.origins.was_read.values())}.values()
-        if self.locator and self.locator.phase == "forward":
-            self.calls.read(func, args, kwargs, user_frame(sys._getframe(2)))
-        self.calling = None
-        return value
+    def _is_sized(self, call: _Call) -> bool:
+        """True where the number of rows is taken from the example batch."""
+        if self.reads is None or call.before.kinds & ~STEADY:
+            return False
+        self.reads.selected.add(call.line)
+        return call.line in self.reads.sized
 
-    def _see_outside(self, func: Any, args: Any) -> None:
-        for arg in args:
-            if type(arg) not in _REAL:
-                continue
-            if func in _TO_NUMPY:  # torch would give the memory of a stand-in, whatever is there
-                raise refusal(READS[func], user_frame(sys._getframe(2)))
-            if func in _TO_VALUES:
-                self.values.append(arg)
-            if arg.requires_grad and arg.is_leaf and id(arg) not in self.outside:
-                self.outside[id(arg)] = Outside.of(arg, sys._getframe(2))
+    def _is_forward(self) -> bool:
+        return self.locator is not None and self.locator.phase == "forward"
+
+    def _computes(self) -> bool:
+        """True where the model runs: in the forward pass, or once more, as a checkpoint does in the backward pass."""
+        return self._is_forward() or torch.is_grad_enabled()
+
+    # -- what it is asked for -----------------------------------------------------------------------------------
 
     def told(self) -> list[str]:
         """The notes of this run."""
@@ -298,7 +397,7 @@ class Raise(TorchFunctionMode):
 
     def drew(self, tensor: Tensor) -> None:
         """A tensor of uniform draws."""
-        self.coins.add(tensor)
+        self._drew += [tensor] * self.captures
 
     def draw(self, kind: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Numbers of the counter-based generator: uniform in [0, 1), standard normal, or exponential of rate 1."""
@@ -356,3 +455,23 @@ _TO_VALUES: frozenset[Any] = frozenset(
 )
 
 _NONZERO = (torch.nonzero, Tensor.nonzero)
+_OF_DRAWS: frozenset[Any] = frozenset((Tensor.item, Tensor.__float__))
+
+_Interceptor = Callable[[Raise, _Call], Any]
+# Who gives a value that Python asks for, the surest first.
+_VALUES: tuple[_Interceptor, ...] = (
+    Raise._constant,  # what hangs on no input is the same in each step
+    Raise._same,  # so is the comparison of a tensor with itself
+    Raise._drawn,  # before `_read`: a draw is no data of the batch
+    Raise._checked,  # before `_read`, which would take a check for a branch of the model
+    Raise._read,
+)
+
+
+def _selects(func: Any, args: Any, kwargs: Any) -> bool:
+    """True where the places of a mask are asked for: a tensor a dim."""
+    if func is not torch.where and func not in _NONZERO:
+        return False
+    if len(args) != 1 or not isinstance(args[0], Tensor) or args[0].ndim not in (1, 2) or args[0].numel() < 2:
+        return False
+    return not kwargs if func is torch.where else kwargs == {"as_tuple": True}

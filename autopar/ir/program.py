@@ -283,9 +283,29 @@ class Builder:
         set_record(made, like.with_(made_by=self.made_by))
         return made
 
+    def infer(self, target: Callable[..., Any], *args: Any, like: Record, name: str = "", **kwargs: Any) -> fx.Node:
+        """Add a call to a CAPTURED program, whose types torch infers. `like`: the record of what it is made for."""
+        given = fx.node.map_arg((args, kwargs), _on_meta)
+        is_factory = not any(isinstance(arg, fx.Node) for listed in args for arg in _listed(listed))
+        made = target(*given[0], **given[1], **({"device": "meta"} if is_factory else {}))
+        several = isinstance(made, (tuple, list))
+        types = tuple(TensorType(tuple(one.shape), one.dtype) for one in (made if several else [made]))
+        like = like.with_(types=types, several=several, origin="", flops=0)
+        return self.call(target, *args, like=like, name=name, **kwargs)
+
     def new(self, arg: Any) -> Any:
         """An argument with its old nodes replaced by the new ones."""
         return fx.node.map_arg(arg, lambda old: self.value[old])
+
+
+def _on_meta(node: fx.Node) -> Any:
+    """What torch is given for a node where it infers types."""
+    found = [type_ and torch.empty(type_.shape, dtype=type_.dtype, device="meta") for type_ in record(node).types]
+    return found if record(node).several else found[0]
+
+
+def _listed(arg: Any) -> Any:
+    return arg if isinstance(arg, (tuple, list)) else (arg,)
 
 
 def erase_unused(graph: fx.Graph) -> None:

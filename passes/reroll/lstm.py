@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.ops.ops import contraction_flops, equation_shape, op
-from autopar.ir.program import Builder, Program, Record, TensorType, erase_unused, is_getitem, record
+from autopar.ir.ops.ops import contraction_flops, op
+from autopar.ir.program import Builder, Program, Record, TensorType, erase_unused, is_getitem, record, set_record
 from autopar.passes.reroll.calls import CallAdder
 
 aten = torch.ops.aten
@@ -88,7 +88,7 @@ class _Layers:
         length = _shape(x)[0]
         gates = self._einsum(x, w, "tbi,gi->tbg", like)
         for bias in (b, c) if has_biases else ():
-            gates = self.calls.call(aten.add.Tensor, gates, bias, like=like, shape=_shape(gates), name="add")
+            gates = self.build.infer(aten.add.Tensor, gates, bias, like=like, name="add")
         types = [TensorType((length, *_shape(h0)), record(h0).type.dtype)] * 7
         found = self._chain([h0, c0], [gates], u, STEP.format(width=width), reverse, types, like)
         self.forwards[node] = found
@@ -112,7 +112,7 @@ class _Layers:
         types = [TensorType((*shape[:2], width), type_.dtype) for width in (4 * shape[2], shape[2], shape[2])]
         of_gates, of_h, of_c = self._chain(start, [grad, before[1], *gates], u, STEP_BACKWARD, not reverse, types, like)
         first = length - 1 if reverse else 0
-        bias = self.calls.call(aten.sum.dim_IntList, of_gates, [0, 1], like=like, shape=(4 * shape[2],), name="sum")
+        bias = self.build.infer(aten.sum.dim_IntList, of_gates, [0, 1], like=like, name="sum")
         results = [
             self._einsum(of_gates, w, "tbg,gi->tbi", like), self._einsum(of_gates, x, "tbg,tbi->gi", like),
             self._einsum(of_gates, before[0], "tbg,tbh->gh", like), bias, bias,
@@ -128,10 +128,7 @@ class _Layers:
     def _cast(self, value: fx.Node, dtype: torch.dtype, like: Record) -> fx.Node:
         if record(value).type.dtype == dtype:
             return value
-        known = like.with_(types=(TensorType(_shape(value), dtype),), several=False, origin="", flops=0)
-        made = self.build.call(aten._to_copy.default, value, like=known, name="cast")
-        made.kwargs = {"dtype": dtype}
-        return made
+        return self.build.infer(aten._to_copy.default, value, dtype=dtype, like=like, name="cast")
 
     def _chain(
         self, start: Any, rows: Any, weight: fx.Node, step: str, reverse: bool, types: list[TensorType], like: Record
@@ -139,26 +136,22 @@ class _Layers:
         length, products = _shape(rows[0])[0], contraction_flops("bh,gh->bg", _shape(start[0]), _shape(weight))
         known = like.with_(types=tuple(types), several=True, origin="", flops=length * products)
         made = self.build.call(op("chain"), start, rows, [weight], step, reverse, like=known, name="chain")
-        return [
-            self.build.call(operator.getitem, made, i, like=_of(like, type_.shape), name="state")
-            for i, type_ in enumerate(types)
-        ]
+        return [self.build.infer(operator.getitem, made, i, like=like, name="state") for i in range(len(types))]
 
     def _einsum(self, a: fx.Node, b: fx.Node, equation: str, like: Record) -> fx.Node:
-        flops = contraction_flops(equation, _shape(a), _shape(b))
-        known = _of(like, equation_shape(equation, _shape(a), _shape(b))).with_(flops=flops)
-        return self.build.call(op("einsum"), a, b, equation, like=known, name="einsum")
+        made = self.build.infer(op("einsum"), a, b, equation, like=like, name="einsum")
+        set_record(made, record(made).with_(flops=contraction_flops(equation, _shape(a), _shape(b))))
+        return made
 
     def _before(self, x: fx.Node, start: fx.Node, reverse: bool, like: Record) -> fx.Node:
         """What each step reads of the one before it."""
         moved = self.calls.moved(x, 1 if reverse else -1, like)
-        return self.calls.chosen(_shape(x)[0], _shape(x)[0] - 1 if reverse else 0, start, moved, _of(like, _shape(x)))
+        return self.calls.chosen(_shape(x)[0], _shape(x)[0] - 1 if reverse else 0, start, moved, like)
 
     def _row(self, x: fx.Node, t: int, like: Record) -> fx.Node:
         """One step's, summed out of zeros: no rank has to have the others."""
-        known = _of(like, _shape(x))
-        alone = self.calls.chosen(_shape(x)[0], t, x, self.calls.number(0, like), known)
-        return self.calls.call(aten.sum.dim_IntList, alone, [0], like=known, shape=_shape(x)[1:], name="row")
+        alone = self.calls.chosen(_shape(x)[0], t, x, self.calls.number(0, like), like)
+        return self.build.infer(aten.sum.dim_IntList, alone, [0], like=like, name="row")
 
 
 def _dtype(like: Record) -> torch.dtype:
@@ -177,10 +170,3 @@ def _computed(like: Record) -> Record:
 
 def _shape(node: fx.Node) -> tuple[int, ...]:
     return record(node).type.shape
-
-
-def _of(like: Record, shape: tuple[int, ...]) -> Record:
-    """A record of one result of a shape, in the dtype of the first of another one."""
-    (first, *_) = like.types
-    assert first is not None
-    return like.with_(types=(TensorType(shape, first.dtype),), several=False, origin="", flops=0)

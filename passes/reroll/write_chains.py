@@ -44,11 +44,8 @@ class ChainWriter:
         like = known.with_(types=types, several=True, origin="", flops=flops)
         given = [list(step.operands[kind].values()) for kind in (STATES, ROWS, FIXED)]
         made = self.calls.build.call(op("chain"), *given, text, chain.by > 0, like=like, name="chain")
-        return {one: self._item(made, i, types[i], known) for i, one in enumerate(outputs)}
-
-    def _item(self, made: fx.Node, i: int, type_: TensorType, known: Record) -> fx.Node:
-        like = known.with_(types=(type_,), several=False, origin="", flops=0)
-        return self.calls.build.call(operator.getitem, made, i, like=like, name="state")
+        infer = self.calls.build.infer
+        return {one: infer(operator.getitem, made, i, like=known, name="state") for i, one in enumerate(outputs)}
 
 
 class _Step:

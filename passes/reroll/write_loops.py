@@ -153,22 +153,18 @@ class FamilyWriter:
                 found = self._piece(family, t, known)
             elif known.type.dtype.is_floating_point and len(rows) <= ROWS:
                 alone = self.calls.chosen(family.length, t, self.all[family], self.calls.number(0, known), known)
-                found = self.calls.call(
-                    aten.sum.dim_IntList, alone, [0], like=known, shape=known.type.shape, name="row"
-                )
+                found = self.build.infer(aten.sum.dim_IntList, alone, [0], like=known, name="row")
             else:
-                found = self.calls.call(
-                    aten.select.int, self.all[family], 0, t, like=known, shape=known.type.shape, name="row"
-                )
+                found = self.build.infer(aten.select.int, self.all[family], 0, t, like=known, name="row")
             self.rows[family, t] = found
         return self.rows[family, t]
 
     def _piece(self, family: Family, t: int, known: Record) -> fx.Node:
         assert family.piece is not None
-        source, dim, shape = self._value(family.piece.source), family.piece.dim, known.type.shape
+        source, dim = self._value(family.piece.source), family.piece.dim
         if family.piece.keep:
-            return self.calls.call(aten.slice.Tensor, source, dim, t, t + 1, like=known, shape=shape, name="row")
-        return self.calls.call(aten.select.int, source, dim, t, like=known, shape=shape, name="row")
+            return self.build.infer(aten.slice.Tensor, source, dim, t, t + 1, like=known, name="row")
+        return self.build.infer(aten.select.int, source, dim, t, like=known, name="row")
 
     def _family(self, family: Family) -> fx.Node:
         known = self._known(family)
@@ -183,9 +179,7 @@ class FamilyWriter:
             value = self._operand(slot, known)
             if i in form.repeated:
                 shape = (family.length, *record(operand).type.shape)
-                value = self.calls.call(
-                    aten.expand.default, value, list(shape), like=known, shape=shape, name="repeated"
-                )
+                value = self.build.infer(aten.expand.default, value, list(shape), like=known, name="repeated")
             if i in form.shapes:
                 value = self.calls.reshaped(value, form.shapes[i], known)
             values.append(value)
@@ -206,13 +200,8 @@ class FamilyWriter:
         """A value with the dim of the steps in front."""
         assert family.piece is not None
         source, dim = self._value(family.piece.source), family.piece.dim
-        shape = record(source).type.shape
-        order = [dim, *(i for i in range(len(shape)) if i != dim)]
-        found = source
-        if dim:
-            found = self.calls.call(
-                aten.permute.default, source, order, like=known, shape=tuple(shape[i] for i in order), name="steps"
-            )
+        order = [dim, *(i for i in range(len(record(source).type.shape)) if i != dim)]
+        found = self.build.infer(aten.permute.default, source, order, like=known, name="steps") if dim else source
         return self.calls.reshaped(found, known.type.shape, known) if family.piece.keep else found
 
     def _operand(self, slot: FamilySlot, like: Record) -> fx.Node:
@@ -222,15 +211,11 @@ class FamilyWriter:
         if slot.family is None:
             first = next(iter(slot.values.values()))
             rows = [self._value(slot.values.get(t, first)) for t in range(slot.length)]
-            shape = (slot.length, *record(first).type.shape)
-            return self.calls.call(
-                aten.stack.default, rows, 0, like=typed(like, record(first)), shape=shape, name="steps"
-            )
+            return self.build.infer(aten.stack.default, rows, 0, like=like, name="steps")
         found = self.calls.moved(self.all[slot.family], slot.by, like)
-        known = record(slot.family.sample)
         for t, node in slot.others.items():
             if not (is_zero(node) and not 0 <= t + slot.by < slot.length):
-                found = self.calls.chosen(slot.length, t, self._value(node), found, typed(like, known))
+                found = self.calls.chosen(slot.length, t, self._value(node), found, like)
         return found
 
     # --- what collects
@@ -276,7 +261,7 @@ class FamilyWriter:
         if family not in self.all:
             self._ensure(family)
         value = self._members(self.all[family], family, like)
-        return self.calls.call(aten.sum.dim_IntList, value, [0], like=like, shape=known.type.shape, name="sum")
+        return self.build.infer(aten.sum.dim_IntList, value, [0], like=like, name="sum")
 
     def _placed(self, family: Family, like: Record) -> fx.Node:
         """Rows that each stand at a place of their own among zeros."""

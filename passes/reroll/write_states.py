@@ -35,7 +35,7 @@ class StateWriter:
         shape, reverse = known.type.shape, state.by > 0
         b = self._whole(state.b, shape, known)
         if state.a is ONE and state.start is None:
-            return self.calls.call(op("running_sum"), b, 0, reverse, like=known, shape=shape, name="state")
+            return self.calls.build.infer(op("running_sum"), b, 0, reverse, like=known, name="state")
         a = self._whole(state.a, shape, known)
         if state.start is not None and not is_zero(state.start[1]):
             b = self._started(state, a, b, known)
@@ -43,14 +43,14 @@ class StateWriter:
             a = self.calls.chosen(state.state.length, t, self.calls.number(0, known), a, known)
             if state.start is not None:
                 b = self.calls.chosen(state.state.length, t, self.calls.number(0, known), b, known)
-        return self.calls.call(op("linear_scan"), a, b, None, 0, reverse, like=known, shape=shape, name="state")
+        return self.calls.build.infer(op("linear_scan"), a, b, None, 0, reverse, like=known, name="state")
 
     def _started(self, state: Recurrence, a: fx.Node, b: fx.Node, known: Record) -> fx.Node:
         """The terms of a recurrence from zeros that goes on from a state."""
         assert state.start is not None
-        (t, node), shape = state.start, known.type.shape
-        first = self.calls.call(aten.mul.Tensor, a, self.value(node), like=known, shape=shape, name="start")
-        first = self.calls.call(aten.add.Tensor, first, b, like=known, shape=shape, name="start")
+        t, node = state.start
+        first = self.calls.build.infer(aten.mul.Tensor, a, self.value(node), like=known, name="start")
+        first = self.calls.build.infer(aten.add.Tensor, first, b, like=known, name="start")
         return self.calls.chosen(state.state.length, t, first, b, known)
 
     def _whole(self, term: Term | None, shape: tuple[int, ...], like: Record) -> fx.Node:
@@ -72,10 +72,8 @@ class StateWriter:
         first, *rest = (self._term(one, like) for one in term.args)
         if term.target is aten.where.self:
             rest = [self._tensor(one, like) for one in rest]
-        args = [self._tensor(first, like), *rest]
-        shapes = [record(one).type.shape for one in args if isinstance(one, fx.Node)]
-        shape = tuple(torch.broadcast_shapes(*shapes))
-        return self.calls.call(term.target, *args, like=like, shape=shape, name=op_name(term.target))
+        args = self._tensor(first, like), *rest
+        return self.calls.build.infer(term.target, *args, like=like, name=op_name(term.target))
 
     def _in_steps(self, term: Term, like: Record) -> fx.Node:
         """A term with a row for each step, if it is the same in all."""

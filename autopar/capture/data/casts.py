@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from autopar.capture.data.folding import FOLDED
-from autopar.capture.data.origins import QUERIES, writes_first
+from autopar.capture.data.values import QUERIES, writes_first
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _COMPLEX = (torch.complex32, torch.complex64, torch.complex128)

@@ -13,16 +13,15 @@ import itertools
 import operator
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
 
-from autopar.capture.data.origins import version_of
+from autopar.capture.data.values import Values
 from autopar.capture.refusals.constructs import DRAWN_NUMBER
 from autopar.capture.refusals.explain_failure import refusal
 from autopar.capture.refusals.location import user_frame
-from autopar.torch_compat import storage_of
 
 Tensor = torch.Tensor
 Compare = Callable[[Any, Any], Any]
@@ -38,12 +37,6 @@ COMPARISONS: dict[Any, Compare] = {
     for owner, form in ((torch, name), (Tensor, name), (Tensor, f"__{name}__"))
     if hasattr(owner, form)
 }
-# Functions of one tensor whose result holds the same elements.
-_PASSING = frozenset(
-    (Tensor.__getitem__, Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.float, Tensor.double, Tensor.type_as,
-     Tensor.squeeze, Tensor.unsqueeze, Tensor.view, Tensor.reshape, Tensor.flatten, Tensor.detach, Tensor.clone,
-     Tensor.contiguous, torch.squeeze, torch.unsqueeze, torch.reshape, torch.flatten)
-)  # fmt: skip
 
 MIDDLE = 0.5  # what `float(draw)` gives in the first run
 _LEAST, _MOST = 2.0**-24, 1 - 2.0**-24
@@ -59,62 +52,27 @@ def numbers_drawn() -> Iterator[Callable[[], float]]:
         yield random.Random(seed).random
 
 
-class Coins:
-    """The uniform draws of a run that are as they were drawn."""
+def decided(values: Values, function: Any, args: Any, number_of: Callable[[Tensor], Any]) -> tuple[Any, bool] | None:
+    """The shape of the result of a comparison, and what each of its elements is; None where a draw decides.
 
-    def __init__(self) -> None:
-        self._drawn: dict[int, tuple[Tensor, int]] = {}  # held with its version, so that its id stays its own
+    `number_of` gives the value of a tensor that hangs on no input, or NotImplemented.
+    """
+    if len(args) != 2:
+        return None
+    compare, (draw, p) = COMPARISONS[function], args
+    if not _is_draw(values, draw):
+        compare, draw, p = _MIRROR[compare], p, draw
+    if not _is_draw(values, draw):
+        return None
+    shape = draw.shape
+    if isinstance(p, Tensor):
+        shape, p = torch.broadcast_shapes(shape, p.shape), number_of(p) if p.numel() == 1 else None
+    value = _of_every_draw(compare, p, draw.numel()) if type(p) in (int, float) else None
+    return None if value is None else (shape, value)
 
-    def add(self, tensor: Tensor) -> None:
-        """A tensor that was just drawn."""
-        self._drawn[id(tensor)] = tensor, version_of(tensor)
 
-    def _forget(self, tensor: Tensor) -> None:
-        """What shares memory with a tensor is a draw no more."""
-        storage = storage_of(tensor)
-        for key in [key for key, (drawn, _) in self._drawn.items() if storage_of(drawn) == storage]:
-            del self._drawn[key]
-
-    def has(self, value: Any) -> bool:
-        """True for a draw that nothing was written into since."""
-        return id(value) in self._drawn and self._drawn[id(value)][1] == version_of(value)
-
-    def saw(self, function: Any, args: Any, result: Any, written: Sequence[Tensor]) -> None:
-        """A call with what it returned, and what it wrote into. A part of a draw is a draw, unless it is rounded."""
-        for tensor in written:
-            if function is not Tensor.uniform_:  # which has just drawn it
-                self._forget(tensor)
-        if function in _PASSING and self.has(args[0]) and isinstance(result, Tensor) and result.dtype == args[0].dtype:
-            self.add(result)
-
-    def number(self, function: Any, args: Any) -> DrawnNumber | None:
-        """What `.item()` gives of a draw; None for another call."""
-        return DrawnNumber() if function is Tensor.item and self._is_number(args[0]) else None
-
-    def is_float(self, function: Any, args: Any) -> bool:
-        """True for `float(draw)`."""
-        return function is Tensor.__float__ and self._is_number(args[0])
-
-    def _is_number(self, value: Any) -> bool:
-        return self.has(value) and value.numel() == 1
-
-    def decided(self, function: Any, args: Any, number_of: Callable[[Tensor], Any]) -> tuple[Any, bool] | None:
-        """The shape of the result of a comparison, and what each of its elements is; None where the draw decides.
-
-        `number_of` gives the value of a tensor that hangs on no input, or NotImplemented.
-        """
-        if function not in COMPARISONS or len(args) != 2:
-            return None
-        compare, (draw, p) = COMPARISONS[function], args
-        if not self.has(draw):
-            compare, draw, p = _MIRROR[compare], p, draw
-        if not self.has(draw):
-            return None
-        shape = draw.shape
-        if isinstance(p, Tensor):
-            shape, p = torch.broadcast_shapes(shape, p.shape), number_of(p) if p.numel() == 1 else None
-        value = _of_every_draw(compare, p, draw.numel()) if type(p) in (int, float) else None
-        return None if value is None else (shape, value)
+def _is_draw(values: Values, operand: Any) -> bool:
+    return isinstance(operand, Tensor) and values.is_draw(operand)
 
 
 def _of_every_draw(compare: Compare, p: float, count: int) -> bool | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from autopar.capture.data.origins import Operands, Origins
+from autopar.capture.data.values import Operands, Values
 
 Tensor = torch.Tensor
 _INDEXING = (Tensor.__getitem__, Tensor.__setitem__)
@@ -19,19 +19,19 @@ FOLDED: frozenset[Any] = frozenset(
 )  # fmt: skip
 
 
-def folded(origins: Origins, function: Any, args: Any, kwargs: Any, before: Operands) -> Any:
+def folded(values: Values, function: Any, args: Any, kwargs: Any, before: Operands) -> Any:
     """The result of a call that failed for want of data; NotImplemented where data of an input would be needed."""
-    result = origins.answer(function, args, kwargs, before)
+    result = values.answer(function, args, kwargs, before)
     if result is not NotImplemented:
         return result
-    number_of = lambda tensor: origins.answer(Tensor.__int__, (tensor,), {}, origins.operands(tensor, None))  # noqa: E731
+    number_of = lambda tensor: values.answer(Tensor.__int__, (tensor,), {}, values.operands(tensor, None))  # noqa: E731
 
     def places_of(mask: Tensor) -> Any:
         """The places of a mask. Those behind each other are counted: of a constant no pass knows what it holds."""
-        ends = origins.answer(_ends, (mask,), {}, origins.operands(mask, None))
+        ends = values.answer(_ends, (mask,), {}, values.operands(mask, None))
         if isinstance(ends, tuple):
             return [torch.arange(*ends, device=mask.device)]
-        return origins.answer(_places, (mask,), {}, origins.operands(mask, None))
+        return values.answer(_places, (mask,), {}, values.operands(mask, None))
 
     changed = with_numbers(function, args, kwargs, number_of, places_of)
     return NotImplemented if changed is None else function(*changed[0], **changed[1])

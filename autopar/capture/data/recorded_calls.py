@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from autopar.capture.data.coins import MIDDLE
-from autopar.capture.data.origins import Origins
+from autopar.capture.data.values import Values
 from autopar.capture.refusals.location import Line
 from autopar.ir.program import PARTNER, Input
 from autopar.torch_compat import OpOverload, storage_of
@@ -53,7 +53,7 @@ class RecordedCalls:
 
     def __init__(self, earlier: RecordedCalls | None = None, by_value: bool = False) -> None:
         self.by_value = by_value
-        self.origins: Origins = Origins(earlier.origins if earlier else None)
+        self.values: Values = Values(earlier.values if earlier else None)
         self.made: list[RecordedCall] = []
         self.changing: int = earlier.changing if earlier else CHANGING  # the bits of what steps change
         self.rebound = 0  # the bits of the buffers that are other tensors after a run
@@ -77,12 +77,12 @@ class RecordedCalls:
         if not self.by_value or bit & self.changing:
             return False
         self._kept += [tensor] * (bit > 0)
-        self.origins.kept(tensor, original, position)
+        self.values.kept(tensor, original, position)
         return True
 
     def held(self) -> list[Any]:
         """What the buffers hold after a run; None for one that the batch or a weight was written into."""
-        return [self.origins.content(tensor) for tensor in self._kept]
+        return [self.values.content(tensor) for tensor in self._kept]
 
     def wrote(self, bit: int, is_replaced: bool) -> None:
         """The step writes into a buffer, or binds it to another tensor, which no later run is given."""
@@ -153,7 +153,7 @@ class RecordedCalls:
 
     def _key(self, value: Any, numbers: list[Any]) -> tuple[int, int]:
         if isinstance(value, torch.Tensor):
-            held = self.origins.content(value) if self.by_value and id(value) not in self._inputs else None
+            held = self.values.content(value) if self.by_value and id(value) not in self._inputs else None
             if held is not None:
                 return hash(held), _NOTHING
             known = self._known.get(id(value)) or self._lying.get(_memory_of(value))

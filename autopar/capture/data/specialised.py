@@ -11,8 +11,8 @@ import torch
 
 from autopar.capture.data.data_sizes import SIZED, places
 from autopar.capture.data.folding import with_numbers
-from autopar.capture.data.origins import STEADY, Origins
 from autopar.capture.data.reads import COUNT, Reads
+from autopar.capture.data.values import STEADY, Values
 from autopar.capture.refusals.location import Line
 
 Tensor = torch.Tensor
@@ -50,7 +50,7 @@ class _Numbers:
 
 
 def specialised(
-    function: Any, args: Any, kwargs: Any, reads: Reads | None, origins: Origins, line: Line | None
+    function: Any, args: Any, kwargs: Any, reads: Reads | None, values: Values, line: Line | None
 ) -> tuple[Callable[[], Any] | None, bool]:
     """The call with numbers of the example batch, and whether a permission to take them would do."""
     numbers = _Numbers(reads, line)
@@ -58,7 +58,7 @@ def specialised(
         call = _of_fixed_size(function, args, kwargs, numbers)
     except _NotAllowed:
         call = None
-    return call, bool(numbers.sources) and not origins.operands(numbers.sources, None).kinds & ~STEADY
+    return call, bool(numbers.sources) and not values.operands(numbers.sources, None).kinds & ~STEADY
 
 
 def _of_fixed_size(function: Any, args: Any, kwargs: Any, numbers: _Numbers) -> Callable[[], Any] | None:

@@ -7,14 +7,13 @@ same sums and products. torch remembers too, but comes to its memory by way of s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from types import EllipsisType, NoneType
 from typing import Any
 
 import torch
 
-from autopar.capture.trace.forms import Elementwise, TensorForm, elementwise_key, infer
 from autopar.torch_compat import (
     FakeTensor,
     FakeTensorMode,
@@ -39,21 +38,28 @@ _MOST = 1 << 16  # calls that are remembered
 
 
 @dataclass(frozen=True, slots=True)
+class _Form:
+    """The form of a tensor that an op made. view_of: the place among the operands of the one whose memory it shows;
+    None for memory of its own."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    view_of: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class _Results:
-    made: tuple[TensorForm | None, ...]
+    made: tuple[_Form | None, ...]
     kind: type | None  # of the list of several results
 
 
-@dataclass(slots=True)
-class _Memory:
-    calls: dict[tuple[Any, ...], _Results] = field(default_factory=dict)
-    elementwise: Elementwise = field(default_factory=Elementwise)
-
-
 @cache
-def _memory() -> _Memory:
+def _memory() -> dict[tuple[Any, ...], _Results]:
     """The results of every call so far: what follows from the form of its operands is the same in any capture."""
-    return _Memory()
+    return {}
 
 
 class _Unknown(Exception):
@@ -83,25 +89,15 @@ class Results:
             except _Unknown:
                 operands = []
             if operands:
-                known = self._memory.calls.get(tuple(key)) or self._told(func, args, kwargs, operands, tuple(key))
+                known = self._memory.get(tuple(key))
                 if known is not None:
                     made = [None if each is None else self._tensor(each, operands) for each in known.made]
                     return made[0] if known.kind is None else known.kind(made)
-            return self._asked(call, func, args, kwargs, operands, tuple(key)) if operands else call(*args, **kwargs)
-
-    def _told(
-        self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], operands: list[FakeTensor],
-        key: tuple[Any, ...],
-    ) -> _Results | None:  # fmt: skip
-        """The results of a call that is new, if a rule has them."""
-        made = infer(func, args, kwargs)
-        if made is None:
-            made = self._memory.elementwise.infer(elementwise_key(func, args, kwargs, operands), operands)
-        return self._keep(key, _Results(made, None if len(made) == 1 else tuple)) if made is not None else None
+            return self._asked(call, args, kwargs, operands, tuple(key)) if operands else call(*args, **kwargs)
 
     def _asked(
-        self, call: Callable[..., Any], func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
-        operands: list[FakeTensor], key: tuple[Any, ...],
+        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], operands: list[FakeTensor],
+        key: tuple[Any, ...],
     ) -> Any:  # fmt: skip
         """What torch infers, without a look into its own memory."""
         before, self._fake.cache_enabled = self._fake.cache_enabled, False
@@ -111,15 +107,10 @@ class Results:
             self._fake.cache_enabled = before
         found = self._results(result, operands)
         if found is not None:
-            self._memory.elementwise.learn(elementwise_key(func, args, kwargs, operands), operands, found.made)
-            self._keep(key, found)
+            if len(self._memory) > _MOST:
+                self._memory.clear()
+            self._memory[key] = found
         return result
-
-    def _keep(self, key: tuple[Any, ...], found: _Results) -> _Results:
-        if len(self._memory.calls) > _MOST:
-            self._memory.calls.clear()
-        self._memory.calls[key] = found
-        return found
 
     def _add_forms(self, values: Any, key: list[Any], operands: list[FakeTensor]) -> None:
         for value in values:
@@ -149,7 +140,7 @@ class Results:
             return None
         return _Results(made, type(result) if is_several else None)
 
-    def _form(self, tensor: Any, operands: list[FakeTensor]) -> TensorForm | None:
+    def _form(self, tensor: Any, operands: list[FakeTensor]) -> _Form | None:
         if type(tensor) is not FakeTensor or tensor.fake_mode is not self._fake or tensor.constant is not None:
             return None
         if tensor.requires_grad or not _is_plain(tensor) or any(tensor is operand for operand in operands):
@@ -158,12 +149,12 @@ class Results:
         shown = [at for at, operand in enumerate(operands) if storage_of(operand) == memory]
         if len(shown) > 1 or (not shown and tensor.storage_offset() != 0):
             return None  # which of them it shows is not known
-        return TensorForm(
+        return _Form(
             tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype, tensor.fake_device,
             shown[0] if shown else None,
         )  # fmt: skip
 
-    def _tensor(self, form: TensorForm, operands: list[FakeTensor]) -> FakeTensor:
+    def _tensor(self, form: _Form, operands: list[FakeTensor]) -> FakeTensor:
         shown = None if form.view_of is None else operands[form.view_of]
         return self._make(form.shape, form.stride, form.offset, form.dtype, form.device, shown)
 

@@ -1,4 +1,4 @@
-"""Know which tensors of a capture hang on no input of the step, and what they hold.
+"""Know the tensors of a run: the inputs behind each, whether it was drawn, and what it holds if no input is behind it.
 
 Each tensor has the kinds of input behind it, as bits. The calls behind those without any are kept; the first read of
 such a tensor runs them on data, in their order, so that writes in place and views do as they do in the plain model.
@@ -7,7 +7,7 @@ such a tensor runs them on data, in their order, so that writes in place and vie
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -52,6 +52,12 @@ _UNDECIDED = frozenset(
      "new_empty_strided", "resize_", "resize_as_", "set_", "scaled_dot_product_attention",
      "multi_head_attention_forward", "fractional_max_pool2d", "fractional_max_pool3d")
 )  # fmt: skip
+# Functions of one tensor whose result holds the same elements.
+_PASSING = frozenset(
+    (Tensor.__getitem__, Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.float, Tensor.double, Tensor.type_as,
+     Tensor.squeeze, Tensor.unsqueeze, Tensor.view, Tensor.reshape, Tensor.flatten, Tensor.detach, Tensor.clone,
+     Tensor.contiguous, torch.squeeze, torch.unsqueeze, torch.reshape, torch.flatten)
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -65,6 +71,7 @@ class _Known:
     original: Tensor | None = None  # of the user's, whose copy the value will be
     seed: int | None = None  # of numbers that do for a value
     outside: frozenset[int] = frozenset()  # ids of the user's tensors that its value was computed from
+    drawn: int | None = None  # of uniform draws, and its version when they were drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +94,10 @@ class Operands:
     outside: frozenset[int] = frozenset()
 
 
-class Origins:
+class Values:
     """The tensors of one run; `earlier` is the run before it, whose tensors may turn up again."""
 
-    def __init__(self, earlier: Origins | None = None) -> None:
+    def __init__(self, earlier: Values | None = None) -> None:
         self._known: dict[int, _Known] = dict(earlier._known) if earlier else {}
         self._stored: dict[int, list[_Known]] = {k: list(v) for k, v in earlier._stored.items()} if earlier else {}
         self._calls: list[_Call] = []  # those that were not run on data yet
@@ -152,6 +159,17 @@ class Origins:
         for tensor in written:
             self._wrote(tensor, kinds, before.outside)
         return written
+
+    def saw_draws(self, function: Any, args: Any, result: Any, drawn: Iterable[Tensor]) -> None:
+        """A call that drew some tensors. A part of a draw is a draw, unless it is rounded."""
+        is_part = function in _PASSING and args and self.is_draw(args[0]) and isinstance(result, Tensor)
+        for tensor in (*drawn, *((result,) if is_part and result.dtype == args[0].dtype else ())):
+            self._entered(tensor).drawn = version_of(tensor)
+
+    def is_draw(self, tensor: Tensor) -> bool:
+        """True for uniform draws that nothing was written into since."""
+        known = self._known.get(id(tensor))
+        return known is not None and known.drawn == version_of(tensor)
 
     def is_known(self, before: Operands) -> bool:
         """True for a call whose arguments all hang on no input."""
@@ -232,7 +250,7 @@ class Origins:
         for known in [*self._stored.get(storage, ()), *((own,) if own else ())] if storage is not None else ():
             known.kinds |= kinds | (OTHER if known.kinds & BUFFER else 0)  # the next step's is another one
             known.outside |= outside
-            known.version = version_of(known.tensor)
+            known.version, known.drawn = version_of(known.tensor), None
 
     # -- what they hold -----------------------------------------------------------------------------------------
 
