@@ -25,7 +25,7 @@ from autopar.capture.data.recorded_calls import RecordedCalls
 from autopar.capture.data.same import compared, is_idle
 from autopar.capture.data.selected import Selected
 from autopar.capture.data.specialised import specialised
-from autopar.capture.data.values import QUERIES, STEADY, Operands
+from autopar.capture.data.values import STEADY, Operands
 from autopar.capture.forks import Forks
 from autopar.capture.inputs.arrays import FROM_ARRAY, BatchArray
 from autopar.capture.inputs.outside import Outside, with_inputs
@@ -40,6 +40,7 @@ from autopar.capture.refusals.constructs import NOTED, READS, REFUSED, SEEDED
 from autopar.capture.refusals.explain_failure import SIZE, refusal, wants_data
 from autopar.capture.refusals.location import Line, Locator, Place, is_user_code, user_frame
 from autopar.errors import CaptureError
+from autopar.ir.ops.op_facts import QUERIES
 from autopar.ir.ops.ops import op
 from autopar.torch_compat import in_transform
 

@@ -242,7 +242,4 @@ def only_valid(rows: Tensor, valid: Tensor, dim: int, number: int = 0) -> Tensor
     return torch.where(valid.reshape(-1, *(1 for _ in rows.shape[dim + 1 :])), rows, number)
 
 
-# What asks for a property, and computes nothing.
-KEPT = frozenset(("size", "dim", "numel", "__len__", "is_floating_point", "is_complex", "element_size", "stride",
-                  "is_contiguous"))  # fmt: skip
 ADDED = frozenset(("index_add_", "index_add", "__setitem__"))

@@ -233,7 +233,7 @@ def _same_value(node: fx.Node) -> fx.Node | None:
         return held[0]
     if node.target is aten.copy.default:
         source = node.args[1]
-    elif facts_of(node.target).moves != "same" and node.target is not aten.to.dtype:
+    elif facts_of(node.target).moves != "same":
         return None
     value, result = source.meta["val"], node.meta["val"]
     return source if value.dtype == result.dtype and value.shape == result.shape else None

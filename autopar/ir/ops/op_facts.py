@@ -67,17 +67,17 @@ _ROWS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"precision": "promoting"}, "add sub rsub mul div where maximum minimum eq ne lt le gt ge"),
     # Element by element, though no tag of torch's says so.
     ({"pointwise": True}, """
-        eq ne lt le gt ge multiply divide true_divide subtract floor_divide hardswish polar complex isin:Tensor_Scalar
-        log_sigmoid_forward _prelu_kernel _prelu_kernel_backward softplus_backward elu_backward hardtanh_backward
-        hardsigmoid_backward hardswish_backward leaky_relu_backward log_sigmoid_backward mish_backward
-        hardshrink_backward softshrink_backward rrelu_with_noise_backward rsub where:Scalar where:ScalarOther
-        where:ScalarSelf where:self masked_fill fill copy zero zeros_like ones_like full_like empty_like _conj
-        resolve_conj resolve_neg _neg_view real imag
+        eq ne lt le gt ge floor_divide hardswish polar complex isin:Tensor_Scalar log_sigmoid_forward _prelu_kernel
+        _prelu_kernel_backward softplus_backward elu_backward hardtanh_backward hardsigmoid_backward hardswish_backward
+        leaky_relu_backward log_sigmoid_backward mish_backward hardshrink_backward softshrink_backward
+        rrelu_with_noise_backward rsub where:Scalar where:ScalarOther where:ScalarSelf where:self masked_fill fill copy
+        zero zeros_like ones_like full_like empty_like _conj resolve_conj resolve_neg _neg_view real imag
     """),
     ({"pointwise": False}, "bucketize equal searchsorted"),  # tagged, though they read more than the element
     # Where the elements of an operand are in a result.
-    ({"moves": "same", "pointwise": True}, "alias clone contiguous detach lift lift_fresh lift_fresh_copy _to_copy"),
-    ({"moves": "flat"}, "view _unsafe_view reshape view_copy unsqueeze squeeze"),
+    ({"moves": "same", "pointwise": True},
+     "alias clone contiguous detach lift lift_fresh lift_fresh_copy _to_copy to type_as"),
+    ({"moves": "flat"}, "view:default view_copy:default _unsafe_view reshape flatten unsqueeze squeeze"),
     ({"moves": "turned"}, "permute transpose t"),
     ({"moves": "repeated"}, "expand"),
     ({"moves": "joined"}, "cat stack"),
@@ -174,19 +174,75 @@ def is_fill(target: Any) -> bool:
 # -- functions of torch, by the names that a model calls them by ----------------------------------------------------
 
 
+# Other names of a function: torch's own, and those of Python's operators.
+_SPELLINGS: Mapping[str, str] = {
+    "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge", "multiply": "mul", "subtract": "sub",
+    "divide": "div", "true_divide": "div", "truediv": "div", "idiv": "div", "floordiv": "floor_divide",
+    "mod": "remainder",
+}  # fmt: skip
+# What says what a tensor is, not what it holds.
+QUERIES: frozenset[Any] = frozenset(
+    [getattr(torch.Tensor, name).__get__ for name in (
+        "shape", "dtype", "device", "layout", "requires_grad", "ndim", "is_leaf", "grad_fn", "is_cuda", "is_cpu",
+        "is_meta", "is_sparse", "is_quantized", "is_nested")]
+    + [getattr(torch.Tensor, name) for name in (
+        "size", "dim", "stride", "numel", "storage_offset", "is_contiguous", "is_floating_point", "is_complex",
+        "untyped_storage", "is_conj", "is_neg", "is_inference", "element_size", "__len__")]
+)  # fmt: skip
+# What draws in steps of its own, or where it is told to, and what gives memory as it was found.
+_UNDECIDED = frozenset(
+    ("gumbel_softmax", "dropout1d", "dropout2d", "dropout3d", "fractional_max_pool2d", "fractional_max_pool3d",
+     "multi_head_attention_forward", "new", "resize_", "resize_as_", "set_")
+)  # fmt: skip
+_RECURRENT = frozenset(("lstm", "gru", "rnn_tanh", "rnn_relu"))  # tagged as random, for their dropout
+
+
+@cache
+def spellings_of(name: str) -> tuple[str, ...]:
+    """The names of a function."""
+    return (name, *(other for other, one in _SPELLINGS.items() if one == name))
+
+
 @cache
 def overloads_of(name: str) -> tuple[OpOverload, ...]:
     """The ops that a function or method of torch calls by its name; `__radd__` those of `add`."""
-    inner = _PYTHON.get(name.strip("_"), name.strip("_"))
-    for one in (name, inner, inner[1:] if inner[:1] in ("i", "r") else ""):
-        packet = getattr(torch.ops.aten, _PYTHON.get(one, one), None) if one else None
-        if packet is not None and hasattr(packet, "overloads"):
-            return tuple(getattr(packet, overload) for overload in packet.overloads())
+    if name.endswith("__"):
+        inner = name[2:-2]
+        is_of_two = inner[:1] in ("i", "r") and hasattr(torch.Tensor, f"__{inner[1:]}__")
+        name = inner[1:] if is_of_two else inner
+    for one in (_SPELLINGS.get(name.removesuffix("_"), name), f"__{name}__"):
+        packet = getattr(torch.ops.aten, one, None)
+        if hasattr(packet, "overloads"):
+            return tuple(getattr(packet, overload) for overload in packet.overloads())  # type: ignore[union-attr]
     return ()
 
 
-# What Python calls otherwise.
-_PYTHON = {"truediv": "div", "idiv": "div", "floordiv": "floor_divide", "mod": "remainder"}
+@cache
+def moves_of(name: str) -> Moves:
+    """Where a function of torch moves elements."""
+    return next((moves for one in overloads_of(name) if (moves := facts_of(one).moves)), "")
+
+
+@cache
+def is_undecided(name: str) -> bool:
+    """True for a function whose result its arguments do not decide: it draws, or gives memory as it was found."""
+    draws = any(facts_of(one).random for one in overloads_of(name)) and name not in _RECURRENT
+    return draws or name in _UNDECIDED or name.removeprefix("new_").startswith("empty")
+
+
+@cache
+def asks_for_form(name: str) -> bool:
+    """True for a function that looks at the shape and the dtype of its first argument, and at nothing that it holds."""
+    return (name.startswith("new_") or name.endswith("_like")) and not is_undecided(name)
+
+
+@cache
+def writes_first(name: str) -> bool:
+    """True for a function that by its name writes into its first argument."""
+    if name.endswith("__"):
+        is_operator = name.startswith("__i") and hasattr(torch.Tensor, f"__{name[3:]}")
+        return is_operator or name in ("__setitem__", "__set__")
+    return name.endswith("_")
 
 
 @cache
