@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from autopar.capture.captured import Captured
-from autopar.capture.data.values import Values, leaves, mapped
+from autopar.capture.data.known_values import Values, leaves, mapped
 from autopar.capture.python.left_behind import LeftBehind
 from autopar.errors import CaptureError
 from autopar.torch_compat import FakeTensor, fill_in, on_data

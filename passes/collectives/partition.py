@@ -17,7 +17,6 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Builder, Level, Program, Record, is_getitem, operand_nodes, record, set_record
 from autopar.passes.collectives.halos import Edges, halos_of, runs_of
 from autopar.passes.collectives.running_states import with_states_before
-from autopar.passes.collectives.running_sums import with_sums_before
 from autopar.passes.collectives.sized import Cut, Sized, sized_program
 from autopar.passes.rules import Rules, call_of, table_of
 from autopar.passes.rules.local import local_call
@@ -127,8 +126,7 @@ class _Partition:
         if rule.scan and rule.scan[0] in cuts:
             name, reverse = rule.scan
             runs = runs_of(rule.results[0].index((name,)), cuts[name], self.mesh)
-            join = with_sums_before if rule.factor is None else with_states_before
-            return join(self.build, made, runs, reverse, self.mesh)
+            return with_states_before(self.build, made, runs, reverse, self.mesh, rule.factor is not None)
         if rule.turns in cuts:
             runs = runs_of(0, cuts[rule.turns], self.mesh)
             made.target, made.args = CHAIN_IN_TURNS, (*made.args, runs.axis, self.mesh[runs.axis], runs.outer)

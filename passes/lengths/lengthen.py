@@ -207,8 +207,8 @@ class _Lengthen:
             return value
         key = node, self.rows[node].dim, _phase(node, user)
         if key not in self.made:
-            like = record(node).with_(origin="", phase=key[2])
-            self.made[key] = self.build.call(aten.slice.Tensor, value, key[1], 0, self.short, like=like, name="cut")
+            like = record(node).with_(phase=key[2])
+            self.made[key] = self.build.infer(aten.slice.Tensor, value, key[1], 0, self.short, like=like, name="cut")
         return self.made[key]
 
     def _given(self, node: fx.Node, dim: int | None, user: Record) -> fx.Node:
@@ -217,36 +217,27 @@ class _Lengthen:
             return self.build.value[node]
         key = node, dim, _phase(node, user)
         if key not in self.made:
-            like, value = record(node).with_(origin="", phase=key[2]), self.build.value[node]
+            like, value = record(node).with_(phase=key[2]), self.build.value[node]
             self.made[key] = self._zeros(value, dim, like) if self._is_zero(node) else self._again(value, dim, like)
         return self.made[key]
 
     def _again(self, value: fx.Node, dim: int, like: Record) -> fx.Node:
         """A value, and its last rows again."""
-        first, type_ = 2 * self.short - self.longer, like.type
-        shape = (*type_.shape[:dim], self.longer - self.short, *type_.shape[dim + 1 :])
-        row = self.build.call(
-            aten.slice.Tensor, value, dim, first, self.short, name="row",
-            like=like.with_(types=(TensorType(shape, type_.dtype),), origin=""),
-        )  # fmt: skip
-        like = like.with_(types=(self._type(type_, LongerRows(dim, False)),), origin="")
-        return self.build.call(aten.cat.default, [value, row], dim, like=like, name="longer")
+        first = 2 * self.short - self.longer
+        row = self.build.infer(aten.slice.Tensor, value, dim, first, self.short, like=like, name="row")
+        return self.build.infer(aten.cat.default, [value, row], dim, like=like, name="longer")
 
     def _zeros(self, value: fx.Node, dim: int, like: Record) -> fx.Node:
         """A value, and rows of zeros."""
         pads = [*[0] * 2 * (len(like.type.shape) - 1 - dim), 0, self.longer - self.short]
-        like = like.with_(types=(self._type(like.type, LongerRows(dim, True)),))
-        return self.build.call(aten.constant_pad_nd.default, value, pads, 0.0, like=like, name="longer")
+        return self.build.infer(aten.constant_pad_nd.default, value, pads, 0.0, like=like, name="longer")
 
     def _column(self, user: Record) -> fx.Node:
         """True for the keys that were there."""
         if self.column is None:
-            like = user.with_(types=(TensorType((self.longer,), torch.int64),), several=False, origin="")
-            place = self.build.call(aten.arange.default, self.longer, like=like, name="place")
-            like = like.with_(types=(TensorType((self.longer,), torch.bool),))
-            kept = self.build.call(aten.lt.Scalar, place, self.short, like=like, name="kept")
-            like = like.with_(types=(TensorType((1, 1, self.longer), torch.bool),))
-            self.column = self.build.call(aten.reshape.default, kept, [1, 1, self.longer], like=like, name="columns")
+            place = self.build.infer(aten.arange.default, self.longer, like=user, name="place")
+            kept = self.build.infer(aten.lt.Scalar, place, self.short, like=user, name="kept")
+            self.column = self.build.infer(aten.reshape.default, kept, [1, 1, self.longer], like=user, name="columns")
         return self.column
 
 

@@ -13,7 +13,6 @@ from autopar.ir.program import (
     Builder,
     Program,
     Record,
-    TensorType,
     erase_unused,
     is_getitem,
     operand_nodes,
@@ -202,15 +201,12 @@ class _Unslice:
         dim, (before, after) = at[0], (window.start, window.long - window.short - window.start)
         value, shape = self.build.value[node], record(node).type.shape
         apart, long = _apart(shape, at, window.short), self.rows.type_of(node).shape
-        like = record(node).with_(origin="", phase=user.phase)
+        like = record(node).with_(phase=user.phase)
         value = self._reshaped(value, apart, like)
         behind = len(apart) - 2 - dim if apart != shape else len(shape) - 1 - dim
         pads = [*[0] * 2 * behind, before, after]
         fill = self.rows.rest[source_of(node)]
-        type_ = TensorType(_apart(long, at, window.long) if apart != shape else long, record(node).type.dtype)
-        made = self.build.call(
-            aten.constant_pad_nd.default, value, pads, fill, like=like.with_(types=(type_,)), name="padded"
-        )
+        made = self.build.infer(aten.constant_pad_nd.default, value, pads, fill, like=like, name="padded")
         return self._reshaped(made, long, like)
 
     def _cut(self, node: fx.Node, long: fx.Node) -> fx.Node:
@@ -219,14 +215,10 @@ class _Unslice:
         assert at is not None
         shape, dim = self.rows.type_of(node).shape, at[0]
         apart = _apart(shape, at, window.long)
-        value = self._reshaped(long, apart, known.with_(origin=""))
-        place = dim + (apart != shape)
-        type_ = TensorType((*apart[:place], window.short, *apart[place + 1 :]), known.type.dtype)
-        ends = window.start, window.start + window.short
-        made = self.build.call(
-            aten.slice.Tensor, value, place, *ends, like=known.with_(types=(type_,), origin=""), name="cut"
-        )
-        return self._reshaped(made, known.type.shape, known.with_(origin=""))
+        value = self._reshaped(long, apart, known)
+        place, ends = dim + (apart != shape), (window.start, window.start + window.short)
+        made = self.build.infer(aten.slice.Tensor, value, place, *ends, like=known, name="cut")
+        return self._reshaped(made, known.type.shape, known)
 
     def _zeroed(self, node: fx.Node, user: Record) -> fx.Node:
         """A long value with zeros in the dropped rows."""
@@ -241,11 +233,9 @@ class _Unslice:
             return long
         type_, at = self.rows.type_of(node), self.rows.at(node)
         assert at is not None
-        like = user.with_(types=(type_,), several=False, origin="")
-        mask = self._mask(type_.shape, at, like)
-        scalar = like.with_(types=(TensorType((), type_.dtype),))
-        number = self.build.call(aten.full.default, [], fill, dtype=type_.dtype, like=scalar, name="zero")
-        return self.build.call(aten.where.self, mask, long, number, like=like, name=name)
+        mask = self._mask(type_.shape, at, user)
+        number = self.build.infer(aten.full.default, [], fill, dtype=type_.dtype, like=user, name="zero")
+        return self.build.infer(aten.where.self, mask, long, number, like=user, name=name)
 
     def _mask(self, shape: tuple[int, ...], at: Split, like: Record) -> fx.Node:
         """True where a long value of this shape has rows of the slice, to be broadcast to it."""
@@ -255,39 +245,30 @@ class _Unslice:
         key = (*wanted, outer), like.phase
         if key in self.masks:
             return self.masks[key]
-        like = like.with_(types=(TensorType((window.long,), torch.bool),))
         mask = self._rows(like)
         if shape[dim] != window.long:
             mask = self._reshaped(mask, (1, window.long, 1), like)
-            apart = (outer, window.long, inner)
-            mask = self.build.call(
-                aten.expand.default, mask, list(apart), like=like.with_(types=(TensorType(apart, torch.bool),)),
-                name="rows",
-            )  # fmt: skip
+            mask = self.build.infer(aten.expand.default, mask, [outer, window.long, inner], like=like, name="rows")
         self.masks[key] = self._reshaped(mask, wanted, like)
         return self.masks[key]
 
     def _rows(self, like: Record) -> fx.Node:
         """True for each row of the slice."""
         window = self.window
-        numbers = like.with_(types=(TensorType((window.long,), torch.int64),))
-        row = self.build.call(aten.arange.default, window.long, like=numbers, name="row")
+        row = self.build.infer(aten.arange.default, window.long, like=like, name="row")
         end = window.start + window.short
         found = []
         if window.start:
-            found.append(self.build.call(aten.ge.Scalar, row, window.start, like=like, name="kept"))
+            found.append(self.build.infer(aten.ge.Scalar, row, window.start, like=like, name="kept"))
         if end < window.long:
-            found.append(self.build.call(aten.lt.Scalar, row, end, like=like, name="kept"))
-        return (
-            found[0] if len(found) == 1 else self.build.call(aten.logical_and.default, *found, like=like, name="kept")
-        )
+            found.append(self.build.infer(aten.lt.Scalar, row, end, like=like, name="kept"))
+        both = aten.logical_and.default
+        return found[0] if len(found) == 1 else self.build.infer(both, *found, like=like, name="kept")
 
     def _reshaped(self, value: fx.Node, shape: tuple[int, ...], like: Record) -> fx.Node:
-        type_ = record(value).type
-        if type_.shape == shape:
+        if record(value).type.shape == shape:
             return value
-        like = like.with_(types=(TensorType(shape, type_.dtype),))
-        return self.build.call(aten.reshape.default, value, list(shape), like=like, name="rows")
+        return self.build.infer(aten.reshape.default, value, list(shape), like=like, name="rows")
 
 
 def _apart(shape: tuple[int, ...], at: Split, rows: int) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from autopar.ir.program import Builder, Record, TensorType, record
+from autopar.ir.program import Builder, Record, record
 from autopar.passes.masks.mask_values import Vector
 from autopar.passes.masks.mask_views import in_order
 
@@ -44,13 +44,11 @@ class MaskVectors:
         known = record(node)
         if known.type.shape == shape:
             return node
-        like = known.with_(types=(TensorType(shape, known.type.dtype),), origin="")
-        return self.build.call(aten.reshape.default, node, list(shape), like=like, name=name)
+        return self.build.infer(aten.reshape.default, node, list(shape), like=known, name=name)
 
     def _positions(self, vector: Vector, size: int, user: Record) -> fx.Node:
-        type_ = TensorType((size,), torch.int64)
-        like = user.with_(types=(type_,), several=False, origin="", phase="forward")
-        made = self.build.call(aten.arange.start, vector.shift, vector.shift + size, like=like, name="positions")
+        like = user.with_(phase="forward")
+        made = self.build.infer(aten.arange.start, vector.shift, vector.shift + size, like=like, name="positions")
         return self._reshaped(made, (1, 1, size), "positions")
 
     def _moved(self, vector: Vector, sizes: Mapping[str, int]) -> fx.Node:
@@ -62,15 +60,11 @@ class MaskVectors:
         told = "".join(letters[i] for i in order)
         name = "rows" if "s" in told else "columns"
         if order != sorted(order):
-            made = self._permuted(made, [*(i for i in range(len(shape)) if i not in order), *order], name)
+            whole = [*(i for i in range(len(shape)) if i not in order), *order]
+            made = self.build.infer(aten.permute.default, made, whole, like=record(made), name=name)
         last = told[-1:] if told[-1:] in ("s", "t") else ""
         wanted = tuple(sizes[letter] if letter and letter in told else 1 for letter in ("b", "h", last))
         made = self._reshaped(made, wanted, name)
         if not vector.shift:
             return made
-        return self.build.call(aten.add.Scalar, made, vector.shift, like=record(made).with_(origin=""), name=name)
-
-    def _permuted(self, node: fx.Node, order: list[int], name: str) -> fx.Node:
-        type_ = record(node).type
-        like = record(node).with_(types=(TensorType(tuple(type_.shape[i] for i in order), type_.dtype),), origin="")
-        return self.build.call(aten.permute.default, node, order, like=like, name=name)
+        return self.build.infer(aten.add.Scalar, made, vector.shift, like=record(made), name=name)

@@ -15,7 +15,7 @@ from torch import fx
 
 from autopar.ir.ops.op_facts import facts_of, is_zeros, made_of
 from autopar.ir.ops.ops import op_name
-from autopar.ir.program import Builder, Record, TensorType, is_getitem, operand_nodes, record
+from autopar.ir.program import Builder, is_getitem, operand_nodes, record
 from autopar.passes.rules import call_of
 from autopar.passes.rules.rule import Table
 from autopar.passes.rules.through import through
@@ -269,13 +269,11 @@ def _repeated(x: fx.Node, count: int) -> Make:
     """Each row `count` times, one after the other."""
 
     def make(build: Builder, node: fx.Node) -> fx.Node:
-        like = record(node).with_(origin="")
+        like = record(node)
         n, *rest = record(x).type.shape
-        apart = build.call(aten.unsqueeze.default, build.value[x], 1, like=_shaped(like, n, 1, *rest), name="unsqueeze")
-        wide = build.call(
-            aten.expand.default, apart, [n, count, *rest], like=_shaped(like, n, count, *rest), name="expand"
-        )
-        return build.call(aten.reshape.default, wide, [n * count, *rest], like=like, name="reshape")
+        apart = build.infer(aten.unsqueeze.default, build.value[x], 1, like=like, name="unsqueeze")
+        wide = build.infer(aten.expand.default, apart, [n, count, *rest], like=like, name="expand")
+        return build.infer(aten.reshape.default, wide, [n * count, *rest], like=like, name="reshape")
 
     return make
 
@@ -286,16 +284,10 @@ def _summed(grad: fx.Node, count: int) -> Make:
     def make(build: Builder, node: fx.Node) -> fx.Node:
         like = record(node)
         n, *rest = like.type.shape
-        shape = (n, count, *rest)
-        apart = _shaped(like.with_(origin=""), *shape)
-        rows = build.call(aten.reshape.default, build.value[grad], list(shape), like=apart, name="reshape")
+        rows = build.infer(aten.reshape.default, build.value[grad], [n, count, *rest], like=like, name="reshape")
         return build.call(aten.sum.dim_IntList, rows, [1], like=like, name="sum")
 
     return make
-
-
-def _shaped(like: Record, *shape: int) -> Record:
-    return like.with_(types=(TensorType(tuple(shape), like.type.dtype),))
 
 
 Looked = tuple[fx.Node, fx.Node | None]

@@ -164,8 +164,8 @@ def along_a_dim(m: Any, x: Tensor) -> Tensor:
     for t in range(x.shape[1]):
         y = m.gate(x[:, t])
         scale = 1 + torch.linalg.vector_norm(y, 3, -1, keepdim=True) + torch.linalg.vector_norm(y, 1, 1, keepdim=True)
-        h = h / 2 + y.sort(1).values / scale + y.max(1, keepdim=True).values + y.std(1, keepdim=True)
-        found.append(h + y.cumprod(-1) + y.topk(WIDTH, 1).values)
+        h = h / 2 + y / scale
+        found.append(h + y.sort(1).values + y.max(1, keepdim=True).values + y.std(1, keepdim=True) + y.cumprod(-1))
     return torch.stack(found, 1)
 
 

@@ -198,7 +198,7 @@ def test_what_moves_between_the_pieces_of_a_value():
         (caused,) = compiled.explain(value).collectives
         assert (caused.row.op, caused.link) == (op, BESIDE)
     (caused,) = [one for one in compiled.explain("%running_sum").collectives if one.link == BESIDE]
-    assert caused.row.op == "all_gather" and "sums of the pieces before it" in caused.row.reason
+    assert caused.row.op == "all_gather" and "the pieces before it end with" in caused.row.reason
 
 
 def test_a_pipeline_says_where_a_value_lies():

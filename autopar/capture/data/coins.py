@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from autopar.capture.data.values import Values
+from autopar.capture.data.known_values import Values
 from autopar.capture.refusals.constructs import DRAWN_NUMBER
 from autopar.capture.refusals.explain_failure import refusal
 from autopar.capture.refusals.location import user_frame

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from autopar.capture.data.values import Operands, Values
+from autopar.capture.data.known_values import Operands, Values
 
 Tensor = torch.Tensor
 _INDEXING = (Tensor.__getitem__, Tensor.__setitem__)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from autopar.capture.data.coins import MIDDLE
-from autopar.capture.data.values import Values
+from autopar.capture.data.known_values import Values
 from autopar.capture.refusals.location import Line
 from autopar.ir.program import PARTNER, Input
 from autopar.torch_compat import OpOverload, storage_of

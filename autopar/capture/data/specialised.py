@@ -11,8 +11,8 @@ import torch
 
 from autopar.capture.data.data_sizes import SIZED, places
 from autopar.capture.data.folding import with_numbers
+from autopar.capture.data.known_values import STEADY, Values
 from autopar.capture.data.reads import COUNT, Reads
-from autopar.capture.data.values import STEADY, Values
 from autopar.capture.refusals.location import Line
 
 Tensor = torch.Tensor
