@@ -25,7 +25,13 @@ class LayoutError(AutoparError):
 
 
 class CoupledError(LayoutError):
-    """Rows of a batch, or positions, that a model takes together, where some are to be computed before the others."""
+    """Rows of a batch, or positions, that a model takes together, where some are to be computed before the others.
+
+    whole: names of values which would have to be the whole batch's for micro-batches to be possible."""
+
+    def __init__(self, text: str, whole: frozenset[str] = frozenset()) -> None:
+        super().__init__(text)
+        self.whole = whole
 
 
 class CaptureError(AutoparError):

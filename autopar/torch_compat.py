@@ -174,7 +174,7 @@ def with_spec(kind: type[Any], local: torch.Tensor, spec: Any, requires_grad: bo
 
 
 def maker_of(kind: type[Any]) -> Callable[[torch.Tensor, Any], Any]:
-    """As `with_spec`, for one class and many tensors that require no gradient."""
+    """Make what `with_spec` makes, for one class and many tensors that require no gradient."""
     return partial(kind.__new__, kind, requires_grad=False)
 
 
@@ -198,12 +198,12 @@ def mesh_elsewhere(device_type: str, ranks: torch.Tensor, names: tuple[str, ...]
 
 
 def gradients(loss: torch.Tensor, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
-    """As `torch.autograd.grad(loss, tensors, allow_unused=True)`, under the torch function modes that are on."""
+    """Call `torch.autograd.grad(loss, tensors, allow_unused=True)` under the torch function modes that are on."""
     return _run_backward(loss, tuple(tensors)) if tensors else ()
 
 
 def backward(loss: torch.Tensor) -> None:
-    """As `loss.backward()`, under the torch function modes that are on."""
+    """Call `loss.backward()` under the torch function modes that are on."""
     _run_backward(loss, None)
 
 

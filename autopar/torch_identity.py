@@ -93,7 +93,7 @@ class GuardedSpec(DTensorSpec):
         return cast(Self, made)
 
     def plain(self) -> DTensorSpec:
-        """The same for a DTensor of torch's."""
+        """Make the spec of a DTensor of torch's."""
         made: Any = copy.copy(self)
         made.__class__ = DTensorSpec
         return cast(DTensorSpec, made)

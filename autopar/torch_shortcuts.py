@@ -26,7 +26,7 @@ add_to_versions: Callable[[Sequence[torch.Tensor]], None] = torch._C._increment_
 
 
 def copy_node(graph: fx.Graph, node: fx.Node, operand: Callable[[fx.Node], Any]) -> fx.Node:
-    """As `graph.node_copy(node, operand)`, of a graph without a module."""
+    """Copy a node as `graph.node_copy(node, operand)` does, of a graph without a module."""
     names, name = graph._graph_namespace, node.name
     if name in names._used_names or graph.owning_module is not None:
         return graph.node_copy(node, operand)

@@ -9,6 +9,7 @@ came last. The profiler makes Python calls slower, so that the figures are upper
 
 from __future__ import annotations
 
+import argparse
 import cProfile
 import pickle
 import platform
@@ -24,6 +25,7 @@ import torch.multiprocessing as mp
 
 from autopar.parallel.weights.replicas import Replicas
 from benchmarks.compare.models import batch_of, loss_fn, model_of, optimizer_of
+from benchmarks.records import Figure, Records, record_option
 
 RANKS, STEPS, WARMUP = 2, 30, 3
 CHECKS = {  # file and function: what a person calls it
@@ -74,6 +76,9 @@ def replicas_s(model: object, times: int = 5) -> float:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    record_option(parser)
+    records = Records("around", parser.parse_args().record)
     print(f"{date.today()}  torch {torch.__version__}, {platform.machine()}, {RANKS} Gloo ranks, {STEPS} steps")
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(worker, (folder,), nprocs=RANKS)
@@ -83,6 +88,7 @@ def main() -> None:
     for text in sides[0][1]:
         least = min(found[text] for _, found in sides)  # of the rank that did not wait
         print(f"| {text} | {least * 1e3:.3f} | {least / step:.2%} |")
+        records.add(Figure(text, "of a step", "%", 100 * least / step))
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from autopar.ir.schedule import KINDS, Action, Costs, Flow, Instruction, Span, T
 from autopar.passes.schedules import simulate
 from autopar.runtime.ranks.recorder import RUN, Event, Recorder
 from benchmarks.compare.models import MICROBATCHES, SIZES, batch_of, loss_fn, model_of
+from benchmarks.records import Figure, Records, record_option
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--microbatches", type=int, default=MICROBATCHES)
     parser.add_argument("--slices", type=read_slices, default=1, help="a number, or the positions of each: 512,256,256")
-    options = Options(**vars(parser.parse_args()))
+    record_option(parser)
+    args = vars(parser.parse_args())
+    records = Records("bubble", args.pop("record"))
+    options = Options(**args)
     mesh = parse_mesh(options.mesh)
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(worker, args=(options, mesh.size, folder), nprocs=mesh.size, start_method="spawn")
@@ -127,6 +131,9 @@ def main() -> None:
     print(f"step: measured {measured.span_us / 1e3:.1f} ms (the median), simulated {simulated.span_us / 1e3:.1f} ms")
     for rank in range(len(lists)):
         print(f"bubble of rank {rank}: measured {measured.bubble(rank):.3f}, simulated {simulated.bubble(rank):.3f}")
+        case = f"{options.model} {options.mesh} {options.schedule}, {options.microbatches} micro-batches, rank {rank}"
+        bubbles = measured.bubble(rank), simulated.bubble(rank)
+        records.add(Figure(case, "bubble beside the simulated", "of a step", *bubbles, goal=""))
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from autopar.verification.verify import verify
 from benchmarks import recurrences
 from benchmarks.coverage import architectures, plain
 from benchmarks.coverage.measure import model_of
+from benchmarks.records import Figure, Records, record_option
 
 LIMIT_S = 180
 MESHES = ("dp=2", "dp=3", "tp=2", "fsdp=2", "dp=2,tp=2", "dp=3,tp=2", "dp=2,fsdp=2", "fsdp=2,tp=2", "tp=3",
@@ -175,7 +176,9 @@ def main() -> None:
     parser.add_argument("--recurrent", action="store_true", help="every model is a recurrence")
     parser.add_argument("--float64", action="store_true", help="every model is in float64")
     parser.add_argument("--count", type=int, help="the number of rows to draw")
+    record_option(parser)
     options = parser.parse_args()
+    records = Records("combinations", options.record)
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
@@ -193,6 +196,8 @@ def main() -> None:
     print(
         ", ".join(f"{count} {verdict}" for verdict, count in found.most_common()), f"(seed {options.seed}, {peak} MiB)"
     )
+    case_ = f"seed {options.seed}, {found.total()} rows"
+    records.add(*(Figure(case_, verdict, "rows", count, goal="") for verdict, count in found.most_common()))
 
 
 if __name__ == "__main__":

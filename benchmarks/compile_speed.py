@@ -47,6 +47,7 @@ from autopar.ir.plan import Plan  # noqa: E402
 from autopar.ir.program import Level  # noqa: E402
 from autopar.passes import PASSES, bucket, make_pipeline  # noqa: E402
 from autopar.passes.collectives.check_rules import check_rules  # noqa: E402
+from benchmarks.records import Figure, Records, record_option  # noqa: E402
 from benchmarks.yardstick import told, yardstick  # noqa: E402
 
 WIDTH, HEADS, KV_HEADS, HIDDEN, VOCABULARY, CONTEXT = 8192, 64, 8, 28672, 128256, 4096
@@ -92,7 +93,10 @@ class Stages:
 
 
 @uncollected()
-def run(model_name: str, layers: int, batch: int, mesh_text: str, microbatches: int, schedule: str) -> None:
+def run(
+    model_name: str, layers: int, batch: int, mesh_text: str, microbatches: int, schedule: str
+) -> tuple[float, int]:
+    """CPU seconds of a program that is compiled, imports included, and the most bytes that this process had."""
     stages = Stages()
     stages.done("import")
     model, loss_fn, args = case(model_name, layers, batch)
@@ -125,14 +129,12 @@ def run(model_name: str, layers: int, batch: int, mesh_text: str, microbatches: 
         print(f"  {len(compiled.ranks)} ranks with {len(shared)} sets of programs")
         stages.done("ranks")
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    print(f"{'compiled':<16}{usage.ru_utime + usage.ru_stime:7.2f} s CPU since the start of Python")
+    made = usage.ru_utime + usage.ru_stime
     with tempfile.TemporaryDirectory() as folder:  # a pipeline is not saved yet
         if pipeline is None:
             compiled.save(folder)
             stages.done("save")
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    spent = usage.ru_utime + usage.ru_stime
-    print(f"{'total':<16}{told(spent, yardstick())}, peak RSS {usage.ru_maxrss / 2**20:.2f} GiB")
+    return made, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def main() -> None:
@@ -144,10 +146,18 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=1)
     parser.add_argument("--schedule", default="1f1b")
     parser.add_argument("--profile", help="write a cProfile here")
+    record_option(parser)
     args = parser.parse_args()
+    records = Records("compile_speed", args.record)
     profile = cProfile.Profile() if args.profile else None
     with profile or nullcontext():
-        run(args.model, args.layers, args.batch, args.mesh, args.microbatches, args.schedule)
+        spent, peak = run(args.model, args.layers, args.batch, args.mesh, args.microbatches, args.schedule)
+    stick = yardstick()
+    print(f"{'compiled':<16}{told(spent, stick)}, peak RSS {peak / 2**30:.2f} GiB")
+    case = f"{args.model}, {args.layers} layers, {args.mesh}" if args.model in MODELS else f"{args.model}, {args.mesh}"
+    goal = "<=8" if case == "llama, 80 layers, dp=16,tp=8" else "<="
+    records.add(Figure(case, "compiled", "s CPU", spent, goal=goal, yardstick=stick))
+    records.add(Figure(case, "peak memory of the process", "GiB", peak / 2**30))
     if profile:
         profile.dump_stats(args.profile)
 

@@ -10,6 +10,7 @@ between two clocks, so that what counts is the longer of computing and launching
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
 from typing import Any
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch.utils.benchmark import Timer
 
 from autopar.runtime.kernels.dropout import dropout
+from benchmarks.records import Figure, Records, record_option
 
 SHAPES = {
     "cpu": ((64, 64), (64, 1024), (8, 512, 768), (4096, 4096)),
@@ -63,13 +65,17 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=4.0, help="spent on each shape")
     parser.add_argument("--device", choices=sorted(SHAPES), default="cpu")
     parser.add_argument("--shapes", type=int, help="how many of the shapes, the smallest first; without it all")
+    record_option(parser)
     options = parser.parse_args()
+    records = Records("dropout", options.record)
     torch.set_num_threads(1)
     print(f"p={options.p}, ms of forward and backward on {options.device}, median")
     for dtype in (torch.float32, torch.bfloat16):
         for shape in SHAPES[options.device][: options.shapes]:
             ours, theirs = _compare(shape, dtype, options)
             print(f"{shape!s:16} {dtype!s:15} ours {ours:8.3f}  F.dropout {theirs:8.3f}  ratio {ours / theirs:.2f}")
+            case = f"{math.prod(shape):,} elements, {str(dtype).removeprefix('torch.')}, {options.device}"
+            records.add(Figure(case, "forward and backward beside F.dropout", "ms", ours, theirs))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from torch.autograd.graph import increment_version
 
 from autopar.torch_compat import no_torch_function
 from benchmarks.launch import Pair, medians
+from benchmarks.records import Figure, Records, record_option
 
 WAYS = (("for each tensor", {"foreach": False}), ("foreach", {"foreach": True}), ("fused", {"fused": True}))
 
@@ -114,7 +115,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=60)
+    record_option(parser)
     args = parser.parse_args(argv)
+    records = Records("floor", args.record)
     torch.set_num_threads(1)
     pair = Pair.of(args.layers)
     pair.step()
@@ -128,6 +131,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, options in WAYS:
         taken = medians(args.rounds, *(torch.optim.AdamW(group, **options).step for group in rivals.values()))
         print(f"{name:18}", *(f"{us:6.0f} us {us / taken[0]:4.2f}x" for us in taken))
+        for rival, us in zip(list(rivals)[1:], taken[1:], strict=True):
+            records.add(Figure(f"AdamW, {name}, {rival}", "CPU time beside plain tensors", "us", us, taken[0]))
 
 
 if __name__ == "__main__":

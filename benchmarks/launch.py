@@ -24,6 +24,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.parallel.programs.execution import Running
 from autopar.runtime.executor.inputs import StepInputs
+from benchmarks.records import Figure, Records, record_option
 from examples.gpt import GPT, GPTConfig
 
 WIDTH, TOKENS, WARM = 16, 8, 5
@@ -45,6 +46,9 @@ class Row:
     def __str__(self) -> str:
         ratio = self.ours / self.plain
         return f"{self.name:24} {self.ours:9.0f} us {self.plain:9.0f} us {ratio:6.2f}x  goal {self.goal:.1f}x"
+
+    def figure(self) -> Figure:
+        return Figure(self.name, "CPU time", "us", self.ours, self.plain, f"<={self.goal}")
 
 
 def medians(rounds: int, *functions: Callable[[], object], between: Callable[[], object] = lambda: None) -> list[float]:
@@ -146,7 +150,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--inductor", action="store_true")
     parser.add_argument("--profile", metavar="FILE", help="profile our steps instead, for pstats")
+    record_option(parser)
     args = parser.parse_args(argv)
+    records = Records("launch", args.record)
     torch.set_num_threads(1)
     pair = Pair.of(args.layers)
     if args.profile:
@@ -162,9 +168,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(
         f"{'':24} {'ours':>12} {'plain':>12}\n{row}\n{'outside of the program':24} {fixed:9.2f} us a parameter, goal 4"
     )
-    print(*optimizers(pair, args.rounds), sep="\n")
+    rows = [row, *optimizers(pair, args.rounds)]
+    print(*rows[1:], sep="\n")
     if args.inductor:
-        print(compiled(args.layers, args.rounds))
+        rows.append(compiled(args.layers, args.rounds))
+        print(rows[-1])
+    records.add(*(row.figure() for row in rows))
+    records.add(Figure("outside of the program", "CPU time a parameter", "us", fixed, goal="<=4"))
 
 
 if __name__ == "__main__":

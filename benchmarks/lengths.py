@@ -31,6 +31,7 @@ from autopar.ir.mesh import parse_mesh
 from autopar.ir.options import StepOptions
 from autopar.ir.plan import Decided, Fixed
 from autopar.runtime.executor.executor import Executable
+from benchmarks.records import Figure, Records, record_option
 
 ROWS, WORDS = 8, 1000
 LENGTHS = range(16, 56, 2)
@@ -93,7 +94,9 @@ def main() -> None:
     parser.add_argument("--mesh", default="dp=2,tp=2")
     parser.add_argument("--sequence-parallel", choices=("auto",), default=False)
     parser.add_argument("--profile", action="store_true", help="print a profile of the further lengths")
+    record_option(parser)
     arguments = parser.parse_args()
+    records = Records("lengths", arguments.record)
     torch.set_num_threads(1)
     lengths = Lengths(arguments.mesh, StepOptions(sequence_parallel=arguments.sequence_parallel))
     print(f"the first: {sum(lengths.seconds(LENGTHS[0]).values()):.3f} s")
@@ -112,6 +115,9 @@ def main() -> None:
     print(
         f"a further one: {statistics.median(totals):.3f} s (median of {len(totals)}), "
         f"{min(totals):.3f} to {max(totals):.3f} s"
+    )
+    records.add(
+        Figure("a further length of BERT, two layers", "compiled", "s CPU", statistics.median(totals), goal="<=0.2")
     )
     if arguments.profile:
         pstats.Stats(profile).sort_stats("tottime").print_stats(60)

@@ -16,6 +16,8 @@ import time
 
 import torch
 
+from benchmarks.records import Figure, Records, record_option
+
 WAYS = ("whole", "chunked")
 WIDTH, LAYERS = 256, 2
 
@@ -53,7 +55,9 @@ def main() -> int:
     parser.add_argument("--words", type=int, default=32000)
     parser.add_argument("--rows", type=int, default=4096)
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
+    record_option(parser)
     args = parser.parse_args()
+    records = Records("logits", args.record)
     if args.way:
         print(*step(args.words, args.rows, args.way))
         return 0
@@ -62,6 +66,8 @@ def main() -> int:
         command = [sys.executable, "-m", "benchmarks.logits", *sizes, "--way", way]
         grown, spent = map(float, subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.split())
         print(f"{way:<8} peak +{grown:,.0f} MiB, step {spent:.2f} s")
+        case = f"{args.words:,} words, {args.rows:,} rows, {way}"
+        records.add(Figure(case, "growth of memory", "MiB", grown), Figure(case, "step", "s", spent))
     return 0
 
 

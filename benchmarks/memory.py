@@ -26,6 +26,7 @@ from autopar.compiler.meshes import mesh_of
 from autopar.ir.ops.measure import human
 from autopar.ir.text.text_tables import table_text
 from benchmarks.measured import measure
+from benchmarks.records import Figure, Records, record_option
 
 ROOT = Path(__file__).resolve().parent.parent
 MEAN_LIMIT, MAX_LIMIT = 0.01, 0.03
@@ -194,7 +195,10 @@ def rows_of(cases: list[Combination]) -> dict[Combination, list[Row | str]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="combinations whose text has this in it")
-    chosen = [case for case in combinations() if parser.parse_args().only in str(case)]
+    record_option(parser)
+    args = parser.parse_args()
+    records = Records("memory", args.record and not args.only)
+    chosen = [case for case in combinations() if args.only in str(case)]
     started, lines, errors, failed = time.monotonic(), [], [], []
     for size in sorted({case.ranks for case in chosen}):
         for case, rows in rows_of([case for case in chosen if case.ranks == size]).items():
@@ -217,6 +221,9 @@ def main() -> int:
         f"{len(errors)} combinations in {time.monotonic() - started:.0f} s: mean error {mean:.3%} "
         f"(at most {MEAN_LIMIT:.0%}), largest {largest:.3%} (at most {MAX_LIMIT:.0%})"
     )
+    case = f"{len(errors)} combinations, estimated beside measured peak"
+    for metric, value, limit in (("mean error", mean, MEAN_LIMIT), ("largest error", largest, MAX_LIMIT)):
+        records.add(Figure(case, metric, "%", 100 * value, goal=f"<={100 * limit:g}"))
     return int(bool(failed) or not errors or mean > MEAN_LIMIT or largest > MAX_LIMIT)
 
 

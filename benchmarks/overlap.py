@@ -8,6 +8,7 @@ two halves.
 
 from __future__ import annotations
 
+import argparse
 import pickle
 import platform
 import statistics
@@ -23,6 +24,7 @@ import torch.multiprocessing as mp
 
 from autopar.runtime.ranks.recorder import Event, Recorder
 from benchmarks.compare.models import batch_of, loss_fn, model_of, optimizer_of
+from benchmarks.records import Figure, Records, record_option
 
 RANKS, STEPS, WARMUP = 2, 8, 2
 Row = tuple[float, float, float]  # milliseconds of a step: all of it, in flight, exposed
@@ -75,6 +77,9 @@ def union(spans: list[tuple[float, float]]) -> Iterator[tuple[float, float]]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    record_option(parser)
+    records = Records("overlap", parser.parse_args().record)
     print(f"{date.today()}  torch {torch.__version__}, {platform.machine()}, {RANKS} Gloo ranks")
     print(f"python -m benchmarks.overlap {' '.join(sys.argv[1:])}".strip())
     print("| zero | step ms | in flight ms | exposed ms | hidden |\n| --- | --- | --- | --- | --- |")
@@ -84,6 +89,8 @@ def main() -> None:
             rows: list[Row] = pickle.loads(Path(folder, "0.pickle").read_bytes())
         step, flight, exposed = (statistics.median(row[i] for row in rows) for i in range(3))
         print(f"| {zero} | {step:.0f} | {flight:.0f} | {exposed:.0f} | {1 - exposed / flight:.0%} |", flush=True)
+        case = f"GPT on {RANKS} Gloo ranks, zero={zero}"
+        records.add(Figure(case, "hidden of what is in flight", "%", 100 * (1 - exposed / flight), goal=">="))
 
 
 if __name__ == "__main__":

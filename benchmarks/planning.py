@@ -13,6 +13,7 @@ import time
 
 START = time.process_time()  # before the imports: they are part of what a user waits for
 
+import argparse  # noqa: E402
 import resource  # noqa: E402
 import subprocess  # noqa: E402
 import sys  # noqa: E402
@@ -29,6 +30,7 @@ from autopar.job import Job  # noqa: E402
 from autopar.machines import named  # noqa: E402
 from autopar.planning.planner import Asked, plan  # noqa: E402
 from autopar.report.plans import planned_text  # noqa: E402
+from benchmarks.records import Figure, Records, record_option  # noqa: E402
 from benchmarks.yardstick import told, yardstick  # noqa: E402
 
 LENGTH, WORDS = 8192, 128256
@@ -60,18 +62,31 @@ SIZES = {
 }
 
 
-def measure(name: str) -> None:
+def measure(name: str, is_recorded: bool) -> None:
     """Plan one size, and say what it took."""
+    records = Records("planning", is_recorded)
     size = SIZES[name]
     found = plan(size.job(), Asked(size.gpus, size.batch, named("h100-80g"), top=3))
     spent, rss = time.process_time() - START, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(f"Llama-3 {name} on {size.gpus:,}: {told(spent, yardstick())}, goal {size.goal}; {rss / 1e6:.2f} GB")
+    stick = yardstick()
+    print(f"Llama-3 {name} on {size.gpus:,}: {told(spent, stick)}, goal {size.goal}; {rss / 1e6:.2f} GB")
     print(planned_text(found), flush=True)
+    case = f"Llama-3 {name} on {size.gpus:,} devices"
+    records.add(Figure(case, "planned", "s CPU", spent, goal=f"<={size.goal}", yardstick=stick))
+    records.add(Figure(case, "peak memory of the process", "GB", rss / 1e6))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("size", nargs="?", choices=SIZES, help="one size; else all, each in a process of its own")
+    record_option(parser)
+    args = parser.parse_args()
+    if args.size:
+        measure(args.size, args.record)
+    else:
+        for name in SIZES:
+            subprocess.run([sys.executable, __file__, name, *["--record"] * args.record], check=True)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2:
-        measure(sys.argv[1])
-    else:
-        for name in SIZES:
-            subprocess.run([sys.executable, __file__, name], check=True)
+    main()

@@ -40,8 +40,8 @@ PASSES: tuple[tuple[Pass, Level], ...] = (
     (unsort, Level.CAPTURED),  # rows sorted by expert stay in their own order
     (rowwise, Level.CAPTURED),  # what a row looks up in itself is split with it
     (windows, Level.CAPTURED),  # convolutions along a sequence take in the pads and slices beside them
-    (shifts, Level.CAPTURED),  # so is a sequence that is moved by some rows
-    (scans, Level.CAPTURED),  # and a running sum, with its gradient
+    (shifts, Level.CAPTURED),  # a sequence that is moved by some rows is one op
+    (scans, Level.CAPTURED),  # a running sum is one op, and so is its gradient
     (reroll, Level.CAPTURED),  # a loop over positions, of which the trace has every step, is one op for each line
     (reslice, Level.CAPTURED),  # rows of a sequence are taken by slices, however the model spells it
     (unslice, Level.CAPTURED),  # a slice of a sequence that cp splits is the whole with rows that weigh nothing

@@ -49,7 +49,7 @@ def launch(arguments: Sequence[str], mesh: Mesh) -> str | None:
 
 
 def _launch(arguments: Sequence[str], mesh: Mesh, folder: Path) -> str | None:
-    """As `launch`; `folder` takes what the ranks say of their errors."""
+    """Launch as `launch` does; `folder` takes what the ranks say of their errors."""
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

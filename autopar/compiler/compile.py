@@ -17,11 +17,14 @@ from autopar.compiler.make_plan import make_plan
 from autopar.compiler.models import check_model
 from autopar.compiler.sequence import through_passes
 from autopar.custom_ops.registry import check_calls
+from autopar.errors import CoupledError
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import StepOptions
 from autopar.ir.plan import Fixed
 from autopar.passes import make_pipeline
 from autopar.settings import Settings
+
+WHOLE_TRIES = 8  # searches of a program in which some values turn out to be needed of the whole batch
 
 
 def compile_step(
@@ -72,19 +75,34 @@ def lower(
 
 
 def _lowered(captured: Captured, mesh: Mesh, options: StepOptions, fixed: Fixed) -> Lowered:
-    compiled = through_passes(check_calls(captured.program), make_plan(captured, mesh, options, fixed))
-    return _staged(compiled) if compiled.plan.is_staged else compiled
+    program, plan = check_calls(captured.program), make_plan(captured, mesh, options, fixed)
+    first: CoupledError | None = None
+    for _ in range(WHOLE_TRIES):
+        try:
+            compiled = through_passes(program, plan)
+            return _staged(compiled) if plan.is_staged else compiled
+        except CoupledError as error:
+            first = first or error
+            if error.whole <= plan.whole:
+                break
+            # what couples micro-batches twice is computed of the whole batch, once all have come forward
+            plan = replace(plan, whole=plan.whole | error.whole)
+    assert first is not None
+    raise first
 
 
 def _staged(compiled: Lowered) -> Lowered:
-    """The same, cut into stages, with the lengths of slices in the plan."""
+    """Cut compiled programs into stages, with the lengths of slices in the plan."""
     plan, history = compiled.plan, compiled.history
     pipeline = make_pipeline(compiled.program, plan, dict(history)["chunk_loss"])
     if pipeline.flow.lengths:
         plan = replace(plan, slice_lengths=pipeline.flow.lengths)
         *before, (name, last) = history
         history = (*before, (name, last.with_(mesh=plan.layout_mesh)))
-    return replace(compiled, plan=plan, history=history, pipeline=pipeline)
+    compiled = replace(compiled, plan=plan, history=history, pipeline=pipeline)
+    for note in pipeline.notes:
+        compiled = compiled.with_note(note)
+    return compiled
 
 
 def batch_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

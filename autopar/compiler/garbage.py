@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """As long as the context lasts, Python looks for no cycles of objects that nothing else holds. Nor do the user's
-    callbacks of its collector (`gc.callbacks`) run in the middle of a trace."""
+    """Keep Python from looking for cycles of objects that nothing else holds, while the context lasts. The
+    user's callbacks of its collector (`gc.callbacks`) do not run in the middle of a trace then."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -177,7 +177,7 @@ class Lowered:
         return self.program.notes
 
     def with_note(self, note: str) -> Lowered:
-        """The same, with one more note."""
+        """Add a note to the programs."""
         *before, (name, last) = self.history
         return replace(self, history=(*before, (name, last.with_(notes=(*last.notes, note)))))
 

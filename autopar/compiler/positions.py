@@ -69,7 +69,7 @@ def _with_lengths(plan: Plan, found: Sequence[Positions]) -> Plan:
 
 
 def _unsliced(plan: Plan) -> Plan:
-    """The same without slices, which are a matter of time alone."""
+    """Take slices, which are a matter of time alone, out of a plan."""
     return replace(plan, options=replace(plan.options, slices=1), slice_lengths=())
 
 

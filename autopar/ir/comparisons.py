@@ -27,7 +27,7 @@ _TOKEN = re.compile(r"\s*(true|[rc]\d+|<=|>=|==|!=|[<>&|~()])")
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Of an element of a column vector with one of a row vector."""
+    """A comparison of an element of a column vector with one of a row vector."""
 
     column: str
     sign: str

@@ -212,7 +212,7 @@ def combine(parts: list[torch.Tensor], layout: Layout, mesh: Mesh) -> torch.Tens
 
 
 def combine_grid(parts: torch.Tensor, layout: Layout, mesh: Mesh) -> torch.Tensor:
-    """As `combine`, of the parts in one tensor, a rank a row."""
+    """Put the parts together that stand in one tensor, a rank a row (see `combine`)."""
     local = parts.shape[1:]
     grid = parts.reshape((*mesh.shape, *local))
     names = list(mesh.names)

@@ -291,7 +291,7 @@ class StepOptions:
 
     @property
     def lines(self) -> list[str]:
-        """The same as text, a line an option. A function is told by its name: its address is another on each rank."""
+        """The options as text, a line each. A function is told by its name: its address is another on each rank."""
         named = {name: _name_of(value) if callable(value) else value for name, value in self.step.items()}
         return [f"{name}={value}" for name, value in named.items()]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from autopar.ir.mesh import Mesh, axes_of_group, time_mesh
 from autopar.ir.program import Program
-from autopar.ir.schedule import KINDS, Action, Costs, Flow, Instruction
+from autopar.ir.schedule import KINDS, ONCE_KINDS, Action, Costs, Flow, Instruction
 
 
 def graph_name(place: int, kind: str, length: int = 0) -> str:
@@ -67,6 +67,7 @@ class Pipeline:
     first name.
     lists: of each rank of the pipeline, empty before `schedule`. sized: where slices differ in length, the graphs of
     each length but that of the first slice, whose graphs are among the others; what runs once a step has no others.
+    notes: what a user may want to know of the order.
     """
 
     mesh: Mesh
@@ -78,6 +79,7 @@ class Pipeline:
     schedule: str = ""
     lists: tuple[tuple[Instruction, ...], ...] = ()
     sized: Mapping[int, Mapping[tuple[int, str], Program]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @property
     def microbatches(self) -> int:
@@ -117,7 +119,7 @@ class Pipeline:
 
     def times_of(self, key: tuple[int, str], length: int = 0) -> int:
         """How often a graph runs in a step. length: of the slices that it is for; 0 for those of the first one."""
-        if key[1] in "PE":
+        if key[1] in ONCE_KINDS:
             return 1
         lengths = self.flow.lengths or (0,)
         return self.microbatches // len(lengths) * lengths.count(length or lengths[0])

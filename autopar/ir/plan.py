@@ -57,6 +57,7 @@ class Plan:
     batch_dims: the dim that counts the samples, by batch tensor (None: it has none); None as a whole where nothing was
     said.
     context_replicated: every rank of cp computes all positions, as it cannot divide them.
+    whole: values that are not split over micro-batches, by name: all micro-batches have come forward before them.
     slice_lengths: the positions of each slice, where they differ. frozen: parameters that are not trained, by first
     name. rules: the rows of the user's custom ops, by op, beside
     those of `passes/rules`.
@@ -70,6 +71,7 @@ class Plan:
     batch_replicated: bool = False
     batch_dims: Mapping[str, int | None] | None = None
     context_replicated: bool = False
+    whole: frozenset[str] = frozenset()
     slice_lengths: tuple[int, ...] = ()
     patterns: Mapping[str, str] = field(default_factory=dict)
     frozen: frozenset[str] = frozenset()

@@ -24,8 +24,10 @@ KINDS: Mapping[str, str] = {
     # of a rank, and not of a stage: once a step
     "C": "count",  # no action of its own: P begins with it, for all micro-batches side by side
     "P": "prologue",
+    "M": "middle",  # between the passes: of what all forwards add up to, for the backwards. On the last rank alone
     "E": "epilogue",
 }
+ONCE_KINDS = "PME"  # once a step
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -128,6 +130,12 @@ class Flow:
         """The number of ranks."""
         return max(self.ranks) + 1
 
+    def waits_for_all(self) -> bool:
+        """True if what all forward actions add up to is read before the last backward action."""
+        sums = {name for (_, kind), work in self.works.items() if kind == "F" for name in work.sums}
+        reads = (name for (_, kind), work in self.works.items() if kind in "BIWM" for name in work.step_reads)
+        return not sums.isdisjoint(reads)
+
     def step_values(self) -> frozenset[str]:
         """The values of which there is one for all micro-batches."""
         works = self.works.values()
@@ -171,7 +179,7 @@ class Costs:
         return slice_us((known or 0.0) - growing, growing, before / total, length / total) * self.slices
 
     def with_lengths(self, lengths: tuple[int, ...]) -> Costs:
-        """The same, of as many slices of these lengths."""
+        """The costs of as many slices of these lengths."""
         return replace(self, lengths=lengths)
 
     def transfer_us(self, types: tuple[TensorType, ...]) -> float:

@@ -94,7 +94,7 @@ def measure(
 
 
 def _counts(item: Item, times: Sequence[float]) -> float:
-    """Of the means of batches."""
+    """The time that counts: the mean of transfers without bursts, the median of calls."""
     median = statistics.median_low(times)
     return (
         statistics.fmean(us for us in times if us <= BURST * median) if isinstance(item, MeasuredTransfer) else median

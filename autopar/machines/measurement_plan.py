@@ -82,7 +82,7 @@ def _mixed(items: Sequence[Item]) -> list[Item]:
 
 
 def _dtypes(device: torch.device) -> tuple[str, ...]:
-    """Those whose products the device has."""
+    """The dtypes whose products the device has."""
     if device.type == "cpu":
         return tuple(dtype for dtype in PRODUCTS if dtype != "tfloat32")
     new = torch.cuda.get_device_capability(device) >= (8, 0)

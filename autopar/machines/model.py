@@ -248,5 +248,5 @@ class Machine:
 
     @property
     def latency_us(self) -> float:
-        """Of a collective or a message within a node: what starting one more costs."""
+        """What one more collective or message within a node costs to start."""
         return self.inside.start_us

@@ -63,7 +63,7 @@ class _Check:
         return sorted(made, key=lambda each: each.total)
 
     def _order(self) -> Iterator[Prediction]:
-        """Those of the search, and behind them the others that fit by what was predicted."""
+        """The plans of the search, and behind them the others that fit by what was predicted."""
         found, limit = self.planned.found, self.planned.asked.limit
         yield from found.best
         seen = {each.candidate for each in found.best}

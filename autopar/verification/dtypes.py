@@ -43,7 +43,7 @@ def dtype_of(model: nn.Module) -> torch.dtype:
 
 @contextmanager
 def in_dtype(model: nn.Module, loss_fn: Callable[..., Any] | None, dtype: torch.dtype) -> Iterator[None]:
-    """As long as the context lasts, the modules that a loss function knows beside the model are in a dtype."""
+    """Hold the modules that a loss function knows beside the model in a dtype while the context lasts."""
     own = {id(tensor) for _, tensor in state_of(model).entries}
     known = {id(value): value for _, value in variables(loss_fn) if isinstance(value, nn.Module)}
     saved = []

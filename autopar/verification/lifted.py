@@ -83,7 +83,7 @@ class Single:
     def trained(
         self, model: nn.Module, batches: Batches, seeds: Sequence[torch.Tensor], steps: Sequence[Values]
     ) -> Trained:
-        """As of `Reference`."""
+        """Train as `Reference.trained` does."""
 
         def again(change: Callable[[nn.Module], None], _: bool) -> list[Values]:
             changed = copied(model)
@@ -105,7 +105,7 @@ def _pipeline(pipeline: Pipeline) -> Pipeline:
 
 
 def _lifted(program: Program) -> Program:
-    """The same with float64 for every float, in groups of calls as well: these run one by one."""
+    """Lift a program to float64 for every float, in groups of calls as well: these run one by one."""
     graph, became = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in unfused(program.graph).graph.nodes:
         made = became[node] = graph.node_copy(node, became.__getitem__)

@@ -131,7 +131,7 @@ def shapes_of(batch: Arguments) -> tuple[torch.Size, ...]:
 
 
 def on_meta(batch: Arguments) -> Arguments:
-    """The same without data."""
+    """Put a batch on the meta device: shapes without data."""
     parts = take_call_apart(*batch)
     leaves = [torch.empty_like(x, device="meta") if isinstance(x, torch.Tensor) else x for x in parts.leaves]
     return put_together(parts.form, leaves)

@@ -98,7 +98,7 @@ def verify_compiled(
     optimizer: OptimizerFactory | None = None,
     seed: int = 0,
 ) -> Report:
-    """As `verify`, for a program that is compiled already; `model` and `batch` have the dtype to compare in, or under a
+    """Verify a program that is compiled already; `model` and `batch` have the dtype to compare in, or under a
     precision their own."""
     trial = Trial(model, captured, compiled, loss_fn, whole_batch(batch), steps, optimizer or descent, seed)
     return trial.report().settled()

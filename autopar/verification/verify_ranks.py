@@ -30,7 +30,7 @@ from autopar.verification.reference import Reference, short_of
 def verify_on_ranks(
     job: Job, mesh: str, steps: int, seed: int, dtype: torch.dtype = torch.float64, ddp: bool = False
 ) -> Report | None:
-    """As `autopar.verify`, on this process's rank; call it on all of them. The report is rank 0's, None elsewhere.
+    """Verify on this process's rank; call it on all of them. The report is rank 0's, None elsewhere.
 
     In a shorter float the same job runs in float64 as well: what is wrong by less than its resolution shows there.
     """
@@ -72,7 +72,7 @@ def _report(
     is_away: bool = False,
     is_exact: bool = False,
 ) -> Report | None:
-    """As `verify_on_ranks`, in one dtype. is_away: the plain module may refuse it. is_exact: float64 is right."""
+    """Verify in one dtype. is_away: the plain module may refuse it. is_exact: float64 is right."""
     batch, model, options = job.batch, job.model, options_of(**job.step)
     parsed = mesh_of(mesh, dist.get_world_size() if dist.is_initialized() else None)
     is_whole = short_of(options) is None

@@ -14,6 +14,7 @@ import torch
 
 import benchmarks.compare
 from benchmarks.compare.measure import Case, measure
+from benchmarks.records import Records, record_option
 
 CPU_CASES = (
     Case("gpt", "dp=2", 2, ("DDP",)),
@@ -63,7 +64,9 @@ def main() -> None:
         "--seconds", type=float, default=25, help="of each case: on a busy machine there are fewer steps"
     )
     parser.add_argument("--only", default="", help="part of `MODEL MESH OPTIONS PEERS`, e.g. 'gpt dp=2', 'inductor'")
+    record_option(parser)
     args = parser.parse_args()
+    records = Records("compare", args.record)
     cases = [
         case
         for case in (GPU_CASES if torch.cuda.is_available() else CPU_CASES)
@@ -75,8 +78,9 @@ def main() -> None:
     started = time.perf_counter()
     print(line(HEAD) + "\n" + line(["---"] * len(HEAD)), flush=True)
     for case in cases:
-        for row in measure(case, args.steps, args.seconds):
+        for row, figures in measure(case, args.steps, args.seconds):
             print(line(row), flush=True)
+            records.add(*figures)
     print(f"{time.perf_counter() - started:.0f} s")
 
 

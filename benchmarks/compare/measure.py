@@ -18,6 +18,7 @@ import torch.multiprocessing as mp
 
 from benchmarks.compare.models import MICROBATCHES, Step, batch_of, loss_fn, model_of
 from benchmarks.compare.peers import PEERS, ours
+from benchmarks.records import Figure
 
 WARMUP, LEAST_STEPS = 2, 4
 LOSS_TOLERANCE = 1e-4
@@ -168,8 +169,8 @@ def milliseconds(seconds: list[float]) -> str:
     return f"{statistics.median(seconds) * 1e3:.0f}"
 
 
-def measure(case: Case, steps: int, seconds: float) -> Iterator[tuple[str, ...]]:
-    """One row for each peer."""
+def measure(case: Case, steps: int, seconds: float) -> Iterator[tuple[tuple[str, ...], tuple[Figure, ...]]]:
+    """One row for each peer, and its figures as they are recorded."""
     ranks = launch(case, None, steps, seconds)
     # A step takes as long as its slowest rank; the CPU works for all.
     wall = {side: [max(step) for step in zip(*(rank[side].wall for rank in ranks), strict=True)] for side in case.sides}
@@ -178,8 +179,18 @@ def measure(case: Case, steps: int, seconds: float) -> Iterator[tuple[str, ...]]
     peak = {side: max(launch(case, side)) for side in case.sides}
     size = {side: f"{whole:.0f} (+{above:.0f})" for side, (whole, above) in peak.items()}
     for peer in case.peers:
-        yield (
+        name = f"{' '.join(filter(None, (case.model, case.mesh, case.options)))} beside {peer}"
+        figures = tuple(
+            Figure(name, metric, unit, of["ours"], of[peer], "<=1.0")
+            for metric, unit, of in (
+                ("time", "ms", {side: statistics.median(times) * 1e3 for side, times in wall.items()}),
+                ("CPU time", "ms", {side: statistics.median(times) * 1e3 for side, times in cpu.items()}),
+                ("memory", "MiB", {side: whole for side, (whole, _) in peak.items()}),
+            )
+        )
+        row = (
             case.model, case.mesh, case.options, peer, milliseconds(wall["ours"]), milliseconds(wall[peer]),
             ratio(wall["ours"], wall[peer]), ratio(cpu["ours"], cpu[peer]), size["ours"], size[peer],
             f"{peak['ours'][0] / peak[peer][0]:.3f}", loss["ours"], loss[peer], str(len(wall[peer])),
         )  # fmt: skip
+        yield row, figures

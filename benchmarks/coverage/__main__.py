@@ -20,6 +20,7 @@ from pathlib import Path
 
 from benchmarks.coverage import architectures, plain
 from benchmarks.coverage.measure import MESHES, Row, measure
+from benchmarks.records import Figure, Records, record_option
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SECONDS = 300
@@ -31,7 +32,9 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--row", action="store_true", help="measure one model here and print its row as JSON")
+    record_option(parser)
     options = parser.parse_args()
+    records = Records("coverage", options.record and not options.names)
     if options.row:
         print(json.dumps(asdict(measure(options.names[0]))))
         return
@@ -51,6 +54,7 @@ def main() -> None:
             print(lines[-1], flush=True)
     lines.append(f"\n{good} of {len(wanted)} are covered.")
     print(lines[-1])
+    records.add(Figure(f"{len(wanted)} models", "covered", "models", good, goal=">="))
     if options.out:
         options.out.write_text("\n".join(lines) + "\n")
 

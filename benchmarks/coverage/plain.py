@@ -313,10 +313,59 @@ def autocast() -> Case:
     return Autocast(), squares, (torch.randn(BATCH, 16), torch.randn(BATCH, 16))
 
 
+class Towers(nn.Module):
+    """Two encoders whose outputs are compared, all with all (Radford et al. 2021)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image = nn.Sequential(nn.Linear(16, WIDTH), nn.GELU(), nn.Linear(WIDTH, 8))
+        self.text = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, 8))
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: Tensor, words: Tensor) -> Tensor:
+        p, q = F.normalize(self.image(x), dim=-1), F.normalize(self.text(words).mean(1), dim=-1)
+        return p @ q.T * self.scale.exp()
+
+
+def contrastive() -> Case:
+    def loss(model: nn.Module, x: Tensor, words: Tensor) -> Tensor:
+        scores, own = model(x, words), torch.arange(len(x))
+        return (F.cross_entropy(scores, own) + F.cross_entropy(scores.T, own)) / 2
+
+    return Towers(), loss, (torch.randn(BATCH, 16), ids())
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Softplus(), nn.Linear(WIDTH, 4))
+
+
+def balanced() -> Case:
+    """With the balance of a mixture's router: the share of rows that each expert has, times its mean probability."""
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        scores = model(x)
+        p = scores.softmax(-1)
+        share = F.one_hot(p.argmax(-1), 4).to(p.dtype).mean(0)
+        return scores.square().mean() + 0.4 * (share * p.mean(0)).sum()
+
+    return perceptron(), loss, (torch.randn(BATCH, 16),)
+
+
+def gradient_penalty() -> Case:
+    """As a critic's of WGAN-GP (Gulrajani et al. 2017)."""
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        z = x.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(model(z).sum(), z, create_graph=True)
+        return (grad.norm(dim=1) - 1).square().mean() + model(x).mean()
+
+    return perceptron(), loss, (torch.randn(BATCH, 16),)
+
+
 MODELS: dict[str, Callable[[], Case]] = {
     make.__name__: make
     for make in (
         unet, dlrm, lstm, gru, multihead_attention, transformer, autoencoder, graph, fft, two_losses, lora, buffers,
-        custom_function, checkpointed, autocast,
+        custom_function, checkpointed, autocast, contrastive, balanced, gradient_penalty,
     )
 }  # fmt: skip

@@ -22,6 +22,7 @@ from pathlib import Path
 from benchmarks.journeys.machine import FAILED, Row, replay, run_row
 from benchmarks.journeys.pools import Pools
 from benchmarks.journeys.sabotage import FAULTS, SABOTAGES
+from benchmarks.records import Figure, Records, record_option
 
 ROWS = 400
 sys.path += [str(Path(__file__).resolve().parents[2] / "examples")]
@@ -66,7 +67,9 @@ def main() -> None:
         "--sabotage", choices=[*SABOTAGES, *FAULTS], help="a fix that is taken out; ends at the first failure"
     )
     parser.add_argument("--replay", type=Path, help="a file with a printed journey")
+    record_option(parser)
     options = parser.parse_args()
+    records = Records("journeys", options.record and not options.sabotage)
     pools, found, refused = Pools(options.sabotage), Counter[str](), Counter[str]()
     try:
         if options.replay is not None:
@@ -90,6 +93,8 @@ def main() -> None:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
     counts = ", ".join(f"{count} {verdict}" for verdict, count in found.most_common())
     print(f"{counts} (seed {options.seed}, {peak} MiB)")
+    case = f"seed {options.seed}, {found.total()} rows"
+    records.add(*(Figure(case, verdict, "rows", count, goal="") for verdict, count in found.most_common()))
     sys.exit(any(found[verdict] for verdict in FAILED))
 
 

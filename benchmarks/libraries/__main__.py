@@ -22,6 +22,7 @@ from pathlib import Path
 
 from benchmarks.libraries.measure import BROKEN, FURTHER, MESHES, VERIFIED, Row, measure
 from benchmarks.libraries.models import TABLE
+from benchmarks.records import Figure, Records, record_option
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SECONDS = 400
@@ -33,7 +34,9 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--row", action="store_true", help="measure one model here and print its row as JSON")
+    record_option(parser)
     options = parser.parse_args()
+    records = Records("libraries", options.record and not options.names)
     if options.row:
         print(json.dumps(asdict(measure(*options.names))))
         return
@@ -50,6 +53,8 @@ def main() -> None:
             print(lines[-1], flush=True)
     lines += summary(rows)
     print("\n".join(summary(rows)))
+    verified = sum(row.first == VERIFIED for row in rows)
+    records.add(Figure(f"{len(rows)} models", "verified on two meshes", "models", verified, goal=">="))
     if options.out:
         options.out.write_text("\n".join(lines) + "\n")
 

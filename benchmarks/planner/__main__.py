@@ -21,6 +21,7 @@ from autopar.machines import Machine, read_machine
 from autopar.planning.price.step_report import time_text
 from benchmarks.planner.configurations import RANKS, configurations
 from benchmarks.planner.measure import Row, rows_of
+from benchmarks.records import Figure, Records, record_option
 
 MEASURING_S = 60
 WIDTH = 62
@@ -36,7 +37,9 @@ def main() -> int:
         "--machine", type=Path, help="a file that `autopar machine measure --ranks 2` wrote; else it is measured"
     )
     parser.add_argument("--parts", action="store_true", help="also what each predicted step is made of")
+    record_option(parser)
     args = parser.parse_args()
+    records = Records("planner", args.record)
     begun = time.perf_counter()
     where = f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
     print(f"{date.today()}  torch {torch.__version__}, {where}")
@@ -52,6 +55,7 @@ def main() -> int:
         print("\n".join(line for row in found for line in lines(row, args.parts)), flush=True)
         rows += found
     print("\n".join(summary(rows)))
+    records.add(*figures(rows))
     print(f"{time.perf_counter() - begun:.0f} s")
     return 0
 
@@ -78,6 +82,25 @@ def lines(row: Row, parts: bool) -> Iterator[str]:
         yield f"      measured: optimizer {time_text(row.optimizer * 1e6)}"
 
 
+def figures(rows: Sequence[Row]) -> Iterator[Figure]:
+    """What `summary` says, as it is recorded."""
+    ran = [row for row in rows if not row.refused]
+    if not ran:
+        return
+    case, errors = f"{len(ran)} ways on two Gloo ranks", [abs(row.error) for row in ran]
+    yield Figure(case, "step time, mean error", "%", 100 * sum(errors) / len(errors), goal="<=10")
+    yield Figure(case, "step time, largest error", "%", 100 * max(errors), goal="<=25")
+    yield Figure(case, "memory, largest error", "%", 100 * max(abs(row.memory_error) for row in ran), goal="<=1")
+    for model in dict.fromkeys(row.model for row in ran):
+        yield Figure(f"{model}: the way that is chosen", "regret", "%", 100 * regret(ran, model), goal="<=3")
+
+
+def regret(ran: Sequence[Row], model: str) -> float:
+    """How much longer the way takes that is predicted fastest than the fastest measured one, as a part of that."""
+    own = [row for row in ran if row.model == model]
+    return min(own, key=lambda row: row.predicted).measured / min(row.measured for row in own) - 1
+
+
 def summary(rows: Sequence[Row]) -> Iterator[str]:
     """Errors of all ways together, and the regret of the choice for each model."""
     ran = [row for row in rows if not row.refused]
@@ -93,7 +116,7 @@ def summary(rows: Sequence[Row]) -> Iterator[str]:
         own = [row for row in ran if row.model == model]
         choice, best = min(own, key=lambda row: row.predicted), min(own, key=lambda row: row.measured)
         yield (f"{model}: the choice is '{choice.name}', the fastest '{best.name}': "
-               f"regret {choice.measured / best.measured - 1:.1%}")  # fmt: skip
+               f"regret {regret(ran, model):.1%}")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ from benchmarks.published.kernels import register
 from benchmarks.published.own import Own, Planner
 from benchmarks.published.predict import Predicted, predict
 from benchmarks.published.rows import cases
-from benchmarks.published.summary import summary
+from benchmarks.published.summary import figures, summary
+from benchmarks.records import Records, record_option
 
 HERE = Path(__file__).resolve().parent
 FILES = (*sorted((HERE.parents[2] / "shared" / "published").glob("*.csv")), *sorted(HERE.glob("*.csv")))
@@ -79,7 +80,9 @@ def main() -> int:
     parser.add_argument("--parts", action="store_true", help="also what each step is made of")
     parser.add_argument("--plan", action="store_true", help="also the planner's own best for each row, in 80 GB")
     parser.add_argument("--compile", choices=["triton"], help="with pointwise calls fused")
+    record_option(parser)
     args = parser.parse_args()
+    records = Records("published", args.record and not args.only)
     missing = [str(path) for path in args.files if not path.is_file()]
     if missing:
         parser.error(f"no such file: {', '.join(missing)}. The given ones: {', '.join(map(str, FILES))}")
@@ -92,6 +95,7 @@ def main() -> int:
             parser.error(str(error))
         if found:
             print("\n".join(f"  {line}" for line in summary(found)))
+            records.add(*figures(path.stem, found))
         if args.plan:
             own_plans([row for row in found if row.step is not None])
     return 0

@@ -9,6 +9,7 @@ from scipy.stats import spearmanr
 
 from benchmarks.published.case import STEP
 from benchmarks.published.predict import Predicted
+from benchmarks.records import Figure
 
 
 def summary(found: Sequence[Predicted]) -> Iterator[str]:
@@ -23,6 +24,14 @@ def summary(found: Sequence[Predicted]) -> Iterator[str]:
     if regrets:
         mean, worst = sum(regrets.values()) / len(regrets), max(regrets, key=lambda group: regrets[group])
         yield f"regret of choosing in {len(regrets)} groups: mean {mean:.1%}, worst {regrets[worst]:.1%} ({worst})"
+
+
+def figures(name: str, found: Sequence[Predicted]) -> Iterator[Figure]:
+    """Errors of a file as they are recorded."""
+    for what in found[0].case.measured:
+        errors = [100 * abs(row.error(what)) for row in found]
+        yield Figure(f"{name}, {what}", f"mean error of {len(errors)} rows", "%", sum(errors) / len(errors))
+        yield Figure(f"{name}, {what}", f"largest error of {len(errors)} rows", "%", max(errors))
 
 
 def _errors(found: Sequence[Predicted], what: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-OUTSIDE = ("ARCHITECTURE.md", "LICENSE", "benchmarks/*.md", "examples/*.py")
+OUTSIDE = ("ARCHITECTURE.md", "LICENSE", "benchmarks/*.md", "benchmarks/*.py", "examples/*.py")
 LINK = re.compile(r"(\]\()([^)#\s]+)")
 
 

@@ -36,7 +36,7 @@ class Taken:
     results: tuple[State, ...]
 
     def arguments(self, count: int) -> Arguments:
-        """Of one of `count` chunks."""
+        """The arguments of one of `count` chunks."""
         if self.rule is None or self.row is None or self.choice is None:
             return self.call.args, dict(self.call.kwargs)
         sizes = {**self.rule.sizes, self.choice[0]: self.rule.sizes[self.choice[0]] // count}

@@ -32,7 +32,7 @@ class Pairs:
 
 
 def causal_pairs(node: fx.Node, mesh: Mesh) -> Pairs | None:
-    """Those of an attention that is causal and has no other mask; None of any other call.
+    """The pairs of an attention that is causal and has no other mask; None of any other call.
 
     A rank's queries are runs of consecutive ones (`runtime/attention/attention_runs.py`, `ring_blocks.py`). Ranks with
     pieces in order wait for the last one, which has (1 + (1 - 1/n)) / 2n of the pairs; mirrored pieces have 1 / 2n

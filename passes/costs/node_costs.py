@@ -93,7 +93,7 @@ def loads_of(program: Program, adds: bool = False) -> dict[fx.Node, Load | None]
 
 
 class LazyTimes(dict[fx.Node, float]):
-    """As of `node_times`, each worked out when it is asked for."""
+    """The times of `node_times`, each worked out when it is asked for."""
 
     def __init__(self, program: Program, machine: Machine) -> None:
         super().__init__()

@@ -63,7 +63,7 @@ def launches_of(program: Program) -> list[StreamCall | None]:
 
 
 def run_launches(launches: Iterable[StreamCall | None], times: Iterable[float], machine: Machine) -> StreamTimes:
-    """As `run`, of calls whose times are known; None in place of those that are left out."""
+    """Simulate calls whose times are known, as `run` does; None in place of those that are left out."""
     streams = Streams(machine)
     for place, (launch, time) in enumerate(zip(launches, times, strict=True)):
         if launch is not None:

@@ -186,7 +186,7 @@ def name_of(fit: KernelFit) -> str:
 
 
 def kind_of(fit: KernelFit) -> str:
-    """Of the three kinds of `Fused` the one that a group is."""
+    """Which of the three kinds of `Fused` a group is."""
     if fit.columns:
         return COLUMNS
     return ROWS if fit.has_rows else POINTS

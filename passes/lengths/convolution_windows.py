@@ -76,7 +76,7 @@ class _Place:
 
     @property
     def after(self) -> Ints:
-        """As many rows as the last place reads."""
+        """The rows behind the input that the last place reads."""
         return tuple(
             (places - 1) * self.stride[i] + self.wide(i) - self.rows[i] - self.before[i]
             for i, places in enumerate(self.places)

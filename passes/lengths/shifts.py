@@ -118,7 +118,7 @@ def _of_slice(node: fx.Node) -> Shift | None:
 
 
 def _crop_of(node: fx.Node) -> tuple[int, Window] | None:
-    """As `window_of`, of a pad by fewer rows than none."""
+    """The window of a pad by fewer rows than none (see `window_of`)."""
     if node.target is not aten.constant_pad_nd.default:
         return None
     pads: Any = node.args[1]

@@ -217,7 +217,7 @@ class SlicedRows:
         return self._longer(record(node).type, self.at(node))
 
     def types(self, node: fx.Node) -> tuple[TensorType | None, ...]:
-        """Those of a call's results."""
+        """The types of a call's results."""
         found = iter(range(len(record(node).types)))
         return tuple(
             None if type_ is None else self._longer(type_, self.places.get((node, next(found))))
@@ -228,7 +228,7 @@ class SlicedRows:
         return resized(type_, at, self.window.short, self.window.long)
 
     def arguments(self, node: fx.Node) -> Arguments:
-        """Those of a call at the whole length."""
+        """The arguments of a call at the whole length."""
         return resize(self.calls[node], self.window.short, self.window.long).arguments
 
 

@@ -26,7 +26,7 @@ def reach_of(
 
 
 def _span(one: Comparison, vectors: Mapping[str, Vector], length: int, known: Known) -> Span:
-    """Of columns that do not fall, a comparison with a row holds from one on, up to one, or between two."""
+    """Find the columns of which a comparison holds: where they do not fall, from one on, up to one, or between two."""
     columns, rows = (_elements(vectors[name], length, known) for name in (one.column, one.row))
     if columns is None or rows is None or not length or bool((columns.diff() < 0).any()):
         return None, None
@@ -40,7 +40,7 @@ def _span(one: Comparison, vectors: Mapping[str, Vector], length: int, known: Kn
 
 
 def _elements(vector: Vector, length: int, known: Known) -> torch.Tensor | None:
-    """Those of a vector of integers that hangs on no input and is the same for all samples and heads."""
+    """Compute a vector of integers that hangs on no input and is the same for all samples and heads."""
     if vector.node is None:
         return torch.arange(length) + vector.shift
     found = known.value(vector.node)

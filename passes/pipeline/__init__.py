@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from autopar.errors import ScheduleError
+from autopar.errors import CoupledError, ScheduleError
 from autopar.ir.check.check_levels import verify_pipeline
+from autopar.ir.ops.measure import human
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.plan import Plan
-from autopar.ir.program import Program
+from autopar.ir.program import Program, record
 from autopar.passes.fuse import fuse
 from autopar.passes.overlap.bucket import bucket
 from autopar.passes.overlap.decompose import decompose
 from autopar.passes.overlap.overlap import overlap
 from autopar.passes.overlap.prefetch import prefetch
 from autopar.passes.pipeline.cuts.action_graphs import Key, Places
+from autopar.passes.pipeline.cuts.assign import times_in
+from autopar.passes.pipeline.cuts.coupling import Coupling
 from autopar.passes.pipeline.stages import split_into_stages
 from autopar.passes.pipeline.with_lengths import slice_lengths, with_lengths
 from autopar.passes.schedules import Schedule, check_schedule, forward_only, in_flight, parse_schedule, with_transfers
@@ -88,11 +91,21 @@ def make_pipeline(program: Program, plan: Plan, explicit: Program | None = None)
         )
     places = Places(schedule.ranks, bool(schedule.kinds & {"I", "W"}), _held(schedule))
     pipeline = split_into_stages(program, plan, places)
+    coupling = times_in(program, plan).coupling if pipeline.flow.waits_for_all() else None
+    if coupling is not None:
+        _check_middle(pipeline, coupling)
+    if coupling is not None and not _all_forward_first(schedule):
+        if wanted != "1f1b":
+            raise ScheduleError(
+                f"schedule '{schedule.name}' lets micro-batches go back before all have come forward, but "
+                f"{coupling.cause}. Use schedule 'gpipe', which lets all come forward first, or microbatches=1."
+            )
+        return make_pipeline(program, replace(plan, options=replace(plan.options, schedule="gpipe")), explicit)
 
     def lists_of(pipeline: Pipeline) -> Lists:
         # once more, now that the times are known
         orders = parse_schedule(wanted, ranks, plan.parts, stages, pipeline.costs, plan.slices).orders
-        orders = orders if trains else forward_only(orders)
+        orders = orders if trains or coupling else forward_only(orders)
         # posted early, a receive goes on beside the graph before it; Gloo moves nothing that nobody has asked for
         return with_transfers(orders, pipeline.flow, pipeline.costs, prefetch=True)
 
@@ -107,11 +120,12 @@ def make_pipeline(program: Program, plan: Plan, explicit: Program | None = None)
         verify_pipeline(pipeline.with_(graphs=graphs), program)
     lists = lists_of(pipeline)
     check_schedule(lists, pipeline.flow)
-    return pipeline.with_(lists=lists, schedule=schedule.name)
+    notes = (_held_note(pipeline, coupling),) if coupling else ()
+    return pipeline.with_(lists=lists, schedule=schedule.name, notes=notes)
 
 
 def _rewritten(pipeline: Pipeline, plan: Plan) -> Pipeline:
-    """The same, with the graphs as the passes make them that come after the cut."""
+    """Rewrite the graphs of a pipeline by the passes that come after the cut."""
 
     def rewritten(graphs: Mapping[Key, Program]) -> dict[Key, Program]:
         found = dict(graphs)
@@ -121,6 +135,38 @@ def _rewritten(pipeline: Pipeline, plan: Plan) -> Pipeline:
 
     sized = {length: rewritten(graphs) for length, graphs in pipeline.sized.items()}
     return pipeline.with_(graphs=rewritten(pipeline.graphs), sized=sized)
+
+
+def _check_middle(pipeline: Pipeline, coupling: Coupling) -> None:
+    """Raise CoupledError if layers of the model would be computed of the whole batch, between the passes."""
+    middle = pipeline.graphs.get((pipeline.flow.ranks[-1], "M"))
+    if middle is None:
+        return
+    weights = {node for node, entry in middle.entries if entry.kind == "parameter"}
+    for node in middle.calls():
+        if node.all_input_nodes and weights.issuperset(node.all_input_nodes):
+            weights.add(node)
+        elif record(node).flops and not weights.isdisjoint(node.all_input_nodes):
+            raise CoupledError(coupling.refusal)
+
+
+def _all_forward_first(schedule: Schedule) -> bool:
+    """True if each rank lets all micro-batches come forward before the first goes back."""
+    orders = ("".join("F" if action.kind == "F" else "B" for action in order) for order in schedule.orders)
+    return all("BF" not in order for order in orders)
+
+
+def _held_note(pipeline: Pipeline, coupling: Coupling) -> str:
+    """What it costs that all micro-batches come forward before the first goes back."""
+    flow = pipeline.flow
+    kept = [0] * flow.size
+    for (stage, kind), work in flow.works.items():
+        if kind == "F":
+            kept[flow.ranks[stage]] += flow.microbatches * sum(flow.types[name].bytes_ for name in work.writes)
+    return (
+        f"all {flow.microbatches} micro-batches come forward before the first goes back (schedule gpipe), for "
+        f"{coupling.cause}. Until then a rank keeps up to {human(max(kept))} of them; with recompute= it keeps less"
+    )
 
 
 def _stages(plan: Plan) -> int | None:

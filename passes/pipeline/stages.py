@@ -85,7 +85,7 @@ def split_into_stages(program: Program, plan: Plan, places: Places) -> Pipeline:
 
 
 def graphs_of_stages(program: Program, plan: Plan, places: Places) -> dict[Key, Program]:
-    """As `split_into_stages`, the graphs alone."""
+    """Make the graphs of `split_into_stages` alone."""
     return _Partition(program, plan, places).graphs()
 
 
@@ -107,6 +107,7 @@ class _Partition:
     def graphs(self) -> dict[Key, Program]:
         self.owners = self._owners()
         trains = any(out.kind == "gradient" for out in self.program.outputs)
+        self.middle = self.ranks[-1], "M"  # of all ranks: what is computed there flows back with the gradients
         for stage in range(self.count):
             for kind in self._kinds() if trains else ("F",):
                 self._piece((stage, kind))
@@ -120,6 +121,7 @@ class _Partition:
             self._take_in(stage)
         for rank in range(max(self.ranks) + 1):
             self._epilogue(rank)
+        self._middle()
         for rank in range(max(self.ranks) + 1):
             self._prologue(rank)
         return {key: build(self.program, piece, self.outside[key]) for key, piece in sorted(self.pieces.items())}
@@ -202,6 +204,9 @@ class _Partition:
         if when is When.INVARIANT:
             self._from_prologue(outside, node, self.ranks[stage])
             return False
+        if when in (When.MIDDLE, When.AFTER):
+            self._from_all(outside, node)
+            return False
         if made.setdefault(node, kind) == kind:
             return True
         name = f"{node.name}_s{stage}"
@@ -214,13 +219,32 @@ class _Partition:
         outside[node] = FromOutside("step", name, record(node))
         self._piece((rank, "P")).leave("step", name, node)
 
+    def _from_all(self, outside: dict[fx.Node, FromOutside], node: fx.Node) -> None:
+        """Let in what all micro-batches add up to, or what the graph between the passes makes of that."""
+        if node in self.times.reductions:
+            outside[node] = FromOutside("step", node.name, record(node))
+        else:
+            name = f"{node.name}_m"
+            outside[node] = FromOutside("step", name, record(node))
+            self._piece(self.middle).leave("step", name, node)
+
+    def _middle(self) -> None:
+        """What is made once, of what all forward passes add up to, and read by backward passes."""
+        if self.middle in self.pieces:
+            self._once(self.middle)
+
     def _epilogue(self, rank: int) -> None:
         """Gradients of this rank's parameters, the loss, buffers and values."""
-        piece, outside = self._piece((rank, "E")), self.outside[rank, "E"]
+        piece = self._piece((rank, "E"))
         for node, out in self.program.leaving:
             assert node is not None
             if out.kind != "gradient" or self.ranks[self.owners[out.name]] == rank:
                 piece.leave(out.kind, out.name, node)
+        self._once((rank, "E"))
+
+    def _once(self, key: Key) -> None:
+        """Let into a piece that runs once a step what it needs: of all micro-batches, and of none."""
+        (rank, kind), piece, outside = key, self.pieces[key], self.outside[key]
         known: set[fx.Node] = set()
         pending = [node for _, node in piece.leaving]
         while pending:
@@ -228,8 +252,11 @@ class _Partition:
             if node in known or node.op == "placeholder":
                 continue
             known.add(node)
-            if node in self.times.reductions and self.times.of[node] is When.AFTER:
-                outside[node] = FromOutside("step", node.name, record(node))
+            is_middle = (
+                kind == "E" and self.times.of[node] is When.MIDDLE and not (is_copied(node) or record(node).several)
+            )
+            if is_middle or (node in self.times.reductions and self.times.of[node] is When.AFTER):
+                self._from_all(outside, node)
                 continue
             if is_before(self.times, node) and not is_copied(node) and not record(node).several:
                 needed = self._ranks_needed(node)

@@ -12,6 +12,7 @@ from autopar.ir.ops.ops import op
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.plan import Plan
 from autopar.ir.program import Level, Program, TensorType, operand_nodes, record
+from autopar.ir.schedule import ONCE_KINDS
 from autopar.passes.collectives.partition import partition
 from autopar.passes.collectives.sized import sized_program, unit_of
 from autopar.passes.pipeline.cuts.action_graphs import Key
@@ -40,7 +41,7 @@ def with_lengths(pipeline: Pipeline, plan: Plan, explicit: Program) -> Pipeline:
         )
     graphs = {length: _graphs(pipeline, plan, explicit, length) for length in dict.fromkeys(lengths)}
     types = {length: _types(of_length) for length, of_length in graphs.items()}
-    once = {key: graph.with_(mesh=plan.layout_mesh) for key, graph in pipeline.graphs.items() if key[1] in "PE"}
+    once = {key: graph.with_(mesh=plan.layout_mesh) for key, graph in pipeline.graphs.items() if key[1] in ONCE_KINDS}
     first = graphs.pop(lengths[0])
     return pipeline.with_(
         graphs=dict(sorted({**once, **first}.items())),

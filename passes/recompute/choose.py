@@ -9,7 +9,7 @@ from torch import fx
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, record
 from autopar.passes.costs.node_costs import local_bytes, node_times
-from autopar.passes.pipeline.cuts.when import When, times_of
+from autopar.passes.pipeline.cuts.when import times_of
 from autopar.passes.recompute.budget import Layer, within
 from autopar.passes.recompute.core import attention_core
 from autopar.passes.recompute.graph import Forward, ForwardCall, forward_of, is_costly
@@ -51,11 +51,11 @@ class _Choice:
         return {node: group for node, group in found.items() if group and node not in self.once}
 
     def _once(self) -> frozenset[fx.Node]:
-        """What a pipeline computes once, for all micro-batches: there is nothing to save."""
+        """What a pipeline computes once, for all micro-batches, or beside its gradients: there is nothing to save."""
         if not self.plan.is_staged:
             return frozenset()
-        of = times_of(self.program, self.plan.parts).of
-        return frozenset(call.node for call in self.forward.calls if of[call.node] is not When.BODY)
+        times = times_of(self.program, self.plan.parts)
+        return frozenset(call.node for call in self.forward.calls if not times.is_forward(call.node))
 
     # -- who needs what -----------------------------------------------------------------------------------------
 

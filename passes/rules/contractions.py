@@ -100,7 +100,7 @@ def _solve_triangular(call: Call) -> Rule:
 
 
 def _distances(call: Call) -> Rule:
-    """Of every row of one matrix to every row of the other; a distance is no sum over m."""
+    """Name the dims of distances of every row of one matrix to every row of the other; a distance is no sum over m."""
     flops = 2 * call.results[0].numel * call.operands[0].shape[-1]
     return batched(call, "p _, r _ -> p r", flops=flops)
 

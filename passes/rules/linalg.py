@@ -41,7 +41,7 @@ def _row(spec: str, linear: Linear = NONE) -> Row:
 
 
 def _solved(of: int, spec: Callable[[Call], str], linear: Linear) -> Row:
-    """As many operations as the substitution of every column of operand `of`."""
+    """The row of a solve, which costs the substitution of every column of operand `of`."""
     return Row(
         lambda call: batched(
             call, spec(call), linear=linear, flops=2 * call.operands[of].numel * call.operands[of].shape[-2]

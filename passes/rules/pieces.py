@@ -185,7 +185,7 @@ def _constant_pad(call: Call) -> Rule:
 
 
 def _edge_pad_backward(call: Call) -> Rule:
-    """Of reflection and replication padding: the input is operand 1 and has the shape of the result."""
+    """Split the gradient of reflection and replication padding: the input is operand 1, of the result's shape."""
     grad, dims = list(named(call.operands[0].shape, "p")), named(call.results[0].shape)
     count = len(call.args[2]) // 2
     lead = len(dims) - count

@@ -123,7 +123,7 @@ def _squeezed(call: Call, gone: tuple[int, ...], replicated: set[str]) -> Rule:
 
 
 def _squeeze(call: Call) -> Rule:
-    """Of the dims it is told to drop, those larger than 1 stay: they must not become 1 on a rank."""
+    """Keep those of the dims to be dropped that are larger than 1: they must not become 1 on a rank."""
     ndim = len(call.operands[0].shape)
     dims = dims_argument(call, 1) if len(call.args) > 1 or "dim" in call.kwargs else tuple(range(ndim))
     names = named(call.operands[0].shape)
@@ -166,7 +166,7 @@ def _roll(call: Call) -> Rule:
 
 
 def _flip(call: Call) -> Rule:
-    """Of mirrored pieces a rank has the first rows and the last: turned round they change places."""
+    """Turn a dim round in mirrored pieces, of which a rank has the first rows and the last: they change places."""
     dims = named(call.operands[0].shape)
     turned = dims_argument(call, 1, "dims") if dims else ()
     names = frozenset(name for dim in turned for name in dims[dim])

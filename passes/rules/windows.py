@@ -137,7 +137,7 @@ def _pad_rows(call: Call) -> Rule:
 
 
 def _with_runs(pieces: Pieces, at: int, args: tuple[Any, ...]) -> Arguments:
-    """Of a piece whose dim `at` lies in so many runs."""
+    """The arguments for a piece whose dim `at` lies in so many runs."""
     runs = len(starts_of(pieces.reading(f"d{at}"))) if f"d{at}" in pieces.readings else 1
     return args, dict(pieces.call.kwargs) | ({"runs": runs} if runs > 1 else {})
 

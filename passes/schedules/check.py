@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from autopar.errors import ScheduleError
 from autopar.ir.program import TensorType
-from autopar.ir.schedule import ONCE, Action, Flow, Instruction, Work
+from autopar.ir.schedule import ONCE, ONCE_KINDS, Action, Flow, Instruction, Work
 from autopar.ir.text.text import print_type
 from autopar.passes.schedules.flows import check_flow
 
@@ -54,7 +54,7 @@ class _Run:
             (stage, kind): (
                 flow.rank_of(Action(stage, kind)),
                 work,
-                bytearray(1 if kind in "PE" else flow.microbatches),
+                bytearray(1 if kind in ONCE_KINDS else flow.microbatches),
             )
             for (stage, kind), work in flow.works.items()
         }
@@ -112,7 +112,7 @@ class _Run:
             return self.fault(rank, "the flow has no such action")
         owner, work, done = found
         k = action.microbatch
-        if k != ONCE if action.kind in "PE" else not 0 <= k < len(done):
+        if k != ONCE if action.kind in ONCE_KINDS else not 0 <= k < len(done):
             return self.fault(rank, "the flow has no such micro-batch")
         if owner != rank:
             self.fault(rank, f"this is an action of rank {owner}")
@@ -224,7 +224,7 @@ class _Run:
                     is_due = not any(self.todo[stage, other][2][k] for other in others if (stage, other) in self.todo)
                 else:
                     is_due = True
-                action = Action(stage, kind, ONCE if kind in "PE" else k)
+                action = Action(stage, kind, ONCE if kind in ONCE_KINDS else k)
                 if is_due and not is_done:
                     faults.append(f"rank {owner}: {action} is not run")
                 elif is_done and not is_due:

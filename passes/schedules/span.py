@@ -76,7 +76,7 @@ class Walk:
 
 
 def _waits(flow: Flow, kinds: Collection[Kind]) -> tuple[Mapping[Kind, list[tuple[Kind, int]]], list[Message]]:
-    """Of each kind of action those that it waits for on the same micro-batch, each with the number of the message from
+    """Find what each kind of action waits for on the same micro-batch, each with the number of the message from
     there: all that its rank reads of it."""
     makers = {name: kind for kind in kinds for name in flow.works[kind].writes}
     read: dict[tuple[Kind, int], dict[str, None]] = defaultdict(dict)  # by maker and rank

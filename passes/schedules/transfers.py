@@ -182,7 +182,8 @@ class _Replay:
 
 
 def _all_actions(rank: int, order: Sequence[Action], flow: Flow) -> list[Action]:
-    every = (Action(rank, "P"), *order, Action(rank, "E"))
+    between = next((at for at, action in enumerate(order) if action.kind != "F"), len(order))
+    every = (Action(rank, "P"), *order[:between], Action(rank, "M"), *order[between:], Action(rank, "E"))
     return [action for action in every if (action.stage, action.kind) in flow.works]
 
 

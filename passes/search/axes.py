@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from autopar.ir.mesh import DATA_AXES, Mesh
+from autopar.ir.mesh import DATA_AXES, MICROBATCH, Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.passes.rules import table_of
@@ -43,7 +43,8 @@ class AxisSearch:
     """The search of one axis. The states of `classes` hold what the axes before it have chosen.
 
     is_idle: the axis should split the batch, or its positions, and cannot divide them: every value is replicated on it.
-    may_refuse: a model for which the axis is of no use is an error. per_flop: bytes that an operation counts as.
+    may_refuse: a model for which the axis is of no use is an error. per_flop: bytes that an operation counts as. whole:
+    classes that run whole on it.
     """
 
     classes: Classes
@@ -54,6 +55,7 @@ class AxisSearch:
     per_flop: float
     is_idle: bool = False
     may_refuse: bool = False
+    whole: frozenset[int] = frozenset()
 
     @property
     def size(self) -> int:
@@ -62,7 +64,7 @@ class AxisSearch:
     def options(self, pins: Pins, whole_weights: bool = False) -> Options:
         """The strategies of each class, if the user's layouts were `pins`."""
         options = options_of(
-            self.classes, self.axis, self.size, self.intent, pins, dict(self.mesh.axes), self.per_flop
+            self.classes, self.axis, self.size, self.intent, pins, dict(self.mesh.axes), self.per_flop, self.whole
         )  # fmt: skip
         return with_whole_weights(self.classes, options, pins) if whole_weights else options
 
@@ -111,7 +113,10 @@ def axis_searches(classes: Classes, plan: Plan) -> Iterator[AxisSearch]:
             is_idle = plan.batch_replicated and axis in DATA_AXES  # micro-batches divide it all the same
             is_idle |= plan.context_replicated and intent.context
             per_flop = plan.weighed_on.bytes_per_flop()
-            yield AxisSearch(classes, axis, intent, mesh, _pins(plan), per_flop, is_idle, not plan.fixed.uneven)
+            whole = {number for node, number in classes.of.items() if axis == MICROBATCH and node.name in plan.whole}
+            yield AxisSearch(
+                classes, axis, intent, mesh, _pins(plan), per_flop, is_idle, not plan.fixed.uneven, frozenset(whole)
+            )
 
 
 def _lengths(classes: Classes) -> set[int]:

@@ -145,7 +145,7 @@ class Intent:
         return self.batch_split and isinstance(source, tuple) and source != target
 
     def gradient_factor(self, source: State, target: State, to_gradient: bool) -> float | None:
-        """As `factor`, for a value that is, or adds up to, the gradient of a weight: over tp it is made where the
+        """Price a move of what is, or adds up to, the gradient of a weight (see `factor`): over tp it is made where the
         weight lies. Else a sum over activations could be put off to the gradient of a small table. Over data axes it is
         summed where it leaves, in a bucket, or scattered to who keeps it, if no view before that is smaller."""
         moves = source is not None and source != target

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 from autopar.ir.mesh import MICROBATCH
@@ -54,22 +54,25 @@ def options_of(
     pins: Mapping[str, Mapping[str, State]],
     sizes: dict[str, int],
     per_flop: float,
+    whole: Collection[int] = (),
 ) -> Options:
     """List the strategies of each item on one axis, with their costs in bytes per rank (see costs.py).
 
     A call may run as its rule allows: replicated, split along a candidate name, or linear in partial sums. A parameter
     or batch tensor may have the states that the intent of the axis gives it and all its users accept, or its pin alone.
     pins: by parameter, the state on each axis that the user fixed. sizes: of the axes that were searched before.
-    per_flop: bytes that an operation of a product counts as.
+    per_flop: bytes that an operation of a product counts as. whole: the numbers of items that run whole.
     """
     candidates = _candidates(classes, intent)
     options: Options = []
-    for item, names in zip(classes.items, candidates, strict=True):
+    for number, (item, names) in enumerate(zip(classes.items, candidates, strict=True)):
         if item.rule is None:
             options.append([])
             continue
         flops = item.rule.flops * per_flop * item.count
         found = strategies(item.rule, names, size, tuple(item.taken))
+        if number in whole:
+            found = [one for one in found if not any(one.results)]
         if intent.only_positions:  # a slice sees those before its own in attention alone
             found = [one for one in found if not one.choice or one.choice[0] not in item.rule.neighbours]
         if intent.divides_products and item.is_product:

@@ -96,7 +96,7 @@ def _reduce_scatter(x: Tensor, member: Member, owned: bool, dim: int, outer: int
 
 
 def _earlier(x: Tensor, member: Member, owned: bool, dim: int, outer: int, key: str) -> Step:
-    """As a gather: what lies behind a slice is there too where all are computed at once, and nobody reads it."""
+    """Gather: what lies behind a slice is there too where all are computed at once, and nobody reads it."""
     return _all_gather(x, member, owned, dim, outer)
 
 

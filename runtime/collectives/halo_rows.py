@@ -43,7 +43,7 @@ def halo(
 
 
 def halo_sum(x: Tensor, member: Member, owned: bool, dim: int, outer: int, before: int, after: int) -> Step:
-    """Of runs with a halo, the runs alone: what the others have in their halos is added where it belongs."""
+    """Take the halos off runs: what the others have in their halos is added where it belongs."""
     runs = x.unflatten(dim, (abs(outer), -1)).unbind(dim)
     long = runs[0].shape[dim] - before - after
     if max(before, after) > long:

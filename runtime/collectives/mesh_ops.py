@@ -66,7 +66,7 @@ def shard(x: torch.Tensor, size: int, place: int, dim: int, outer: int) -> torch
 
 
 def laid_side_by_side(parts: Sequence[torch.Tensor], dim: int, outer: int) -> torch.Tensor:
-    """As `join`, of parts that may differ in length: those of slices."""
+    """Join parts that may differ in length: those of slices."""
     if len({part.shape for part in parts}) == 1:
         return join(torch.stack(list(parts)), dim, outer)
     return torch.cat([part.unflatten(dim, (outer, -1)) for part in parts], dim + 1).flatten(dim, dim + 1)

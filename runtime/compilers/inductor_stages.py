@@ -16,12 +16,13 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from autopar.errors import CompileError
 from autopar.ir.mesh import MICROBATCH, PIPELINE, SLICE, Mesh
 from autopar.ir.ops.measure import local_type
 from autopar.ir.ops.ops import op
 from autopar.ir.pipeline import Graph, Pipeline
 from autopar.ir.program import Output, Program, TensorType
-from autopar.ir.schedule import Action
+from autopar.ir.schedule import ONCE_KINDS, Action
 from autopar.runtime.compilers.functional import FunctionalCollectives
 from autopar.runtime.compilers.inductor import InductorCode, InductorWriter, where
 from autopar.runtime.compilers.rank_trace import Passing, RankTrace
@@ -117,7 +118,7 @@ def compile_stages(
 def _order(key: tuple[int, str]) -> tuple[int, int]:
     """A graph after those that make what it reads."""
     stage, kind = key
-    return "CPFBIWE".index(kind), stage if kind == "F" else -stage
+    return "CPFMBIWE".index(kind), stage if kind == "F" else -stage
 
 
 class _Compiler:
@@ -136,14 +137,19 @@ class _Compiler:
     def compile(self, one: Graph) -> InductorGraph:
         """Write the code of a graph, for each of its slices."""
         program, (stage, kind) = one.program, one.key
-        time = {} if kind in "PE" else dict(self.pipeline.time.axes)
+        time = {} if kind in ONCE_KINDS else dict(self.pipeline.time.axes)
         lengths = self.pipeline.flow.lengths or (1,) * time.get(SLICE, 1)
         graph = _Graph(program, one.name, _totals(program, self.pipeline), time, lengths)
         mine = [s for s in range(graph.slices) if self.pipeline.length_of(Action(stage, kind, s)) == one.length]
         variants: dict[tuple[int, int | None], SliceCode] = {}
         for slice_ in mine if kind == "F" else reversed(mine):
-            variant = self._variant(graph, slice_, None)
-            if variant.code.is_general:
+            try:
+                variant = self._variant(graph, slice_, None)
+            except CompileError:  # Inductor asks for the number where it cannot: the piece of a value of all of them
+                if graph.microbatches == 1:
+                    raise
+                variant = None
+            if variant is not None and variant.code.is_general:
                 variants[slice_, None] = variant
             else:
                 each = range(graph.microbatches)

@@ -40,12 +40,12 @@ class Passing:
     left: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def earlier(self, x: torch.Tensor, axis: str, dim: int, outer: int, key: str) -> torch.Tensor:
-        """As `Carried.earlier`."""
+        """Keep a slice's keys and put those of earlier ones before them, as `Carried.earlier` does."""
         self.kept.setdefault(key, x)
         return torch.cat([*self.pieces[key], self.kept[key]], dim)
 
     def later(self, x: torch.Tensor, axis: str, dim: int, outer: int, key: str) -> torch.Tensor:
-        """As `Carried.later`."""
+        """Add what later slices left and leave the rest for earlier ones, as `Carried.later` does."""
         total, rest = x.to(wide(x.dtype)), self.rests.get(key)
         if rest is not None:
             total = rest + total.narrow(dim, 0, rest.shape[dim])

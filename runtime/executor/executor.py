@@ -142,7 +142,7 @@ def describe(node: fx.Node) -> str:
 
 
 def describe_read(node: fx.Node) -> str:
-    """The same, and the input whose values a node reads: itself, cast, cut or seen otherwise."""
+    """Describe a node and the input whose values it reads: itself, cast, cut or seen otherwise."""
     source = node
     while source.op != "placeholder" and len(source.all_input_nodes) == 1:
         (source,) = source.all_input_nodes

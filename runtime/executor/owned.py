@@ -39,7 +39,7 @@ def _dying(pipeline: Pipeline, one: Graph) -> set[str]:
 
 
 def _own_values(pipeline: Pipeline, one: Graph, names: set[str]) -> set[str]:
-    """Those of some saved values that lie in memory of their own, each made by one graph of the same rank."""
+    """Find the saved values that lie in memory of their own, each made by one graph of the same rank."""
     rank, found, lost = pipeline.place_of(one.key), set[str](), set[str]()
     for key, program in pipeline.graphs.items():
         if pipeline.place_of(key) == rank and any(out.name in names for out in program.outputs):

@@ -33,7 +33,7 @@ def dropout_inplace(
     x: torch.Tensor, seed: torch.Tensor, key: int, p: float, whole: Sequence[int], local: Sequence[int],
     offsets: Sequence[int], kernels: Any = None,
 ) -> torch.Tensor:  # fmt: skip
-    """As above, written over x if x is contiguous."""
+    """Drop elements as `dropout` does, written over x if x is contiguous."""
     if not 0 < p < 1 or not x.is_contiguous() or x.numel() == 0:
         return dropout(x, seed, key, p, whole, local, offsets, kernels)
     return _dropout(x, seed, key, p, whole, local, offsets, x, kernels)

@@ -78,7 +78,7 @@ class _Grouped:
 
     @staticmethod
     def of(own: torch.Tensor, groups: int, grain: int) -> _Grouped:
-        """Of the expert of each row; `groups` for one that is not here."""
+        """Group rows by the expert of each; `groups` for one that is not here."""
         ordered, order = torch.sort(own, stable=True)
         every = torch.arange(groups + 1, device=own.device, dtype=own.dtype)
         starts = torch.searchsorted(ordered, every)

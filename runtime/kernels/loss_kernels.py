@@ -63,7 +63,7 @@ def cross_entropy_backward_inplace(
     grad: torch.Tensor, x: torch.Tensor, lse: torch.Tensor, index: torch.Tensor, picked: torch.Tensor | None = None,
     *, offset: int = 0,
 ) -> torch.Tensor:  # fmt: skip
-    """As above, written over x if x is contiguous: each element is read once, then written."""
+    """Compute the gradient over x if x is contiguous: each element is read once, then written."""
     out = x if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
     return _cross_entropy_backward(grad, x, lse, index, picked, out, offset)
 

@@ -91,7 +91,7 @@ def _bits(
 def _elements(
     tile, across, sizes, strides, start, count, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr
 ):
-    """Of a tile's elements: where they lie in the piece, their index in the whole, and whether there are such."""
+    """Find where a tile's elements lie in the piece, their index in the whole, and whether there are such."""
     row = tile // across * ROWS + tl.arange(0, ROWS)[:, None]
     column = tile % across * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     if WIDE:

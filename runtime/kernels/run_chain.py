@@ -84,7 +84,7 @@ def _bound(thing: Any, names: dict[str, Any]) -> str:
 def called_steps(
     start: Tensors, rows: Tensors, fixed: Tensors, step: str, reverse: bool
 ) -> tuple[list[torch.Tensor], Tensors]:
-    """As `run_steps`, by the op, which a compiler calls as it stands: the states are kept of all steps."""
+    """Run the steps by the op, which a compiler calls as it stands: the states are kept of all steps."""
     body = read_body(step)
     text = print_body(replace(body, rows=(*body.rows, *body.next)))
     found = op("chain")(*([one.contiguous() for one in ones] for ones in (start, rows, fixed)), text, reverse)

@@ -89,7 +89,7 @@ class Peers:
         self.leaving = deque(one for one in self.leaving if self.in_order and not one.is_foreign)
 
     def _let_go(self) -> None:
-        """Of what has left."""
+        """Free the buffers of sends that completed."""
         while self.leaving and (self._is_late() or self.leaving[0].work.is_completed()):
             one = self.leaving.popleft()
             if not self.in_order:

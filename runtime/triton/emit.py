@@ -182,7 +182,7 @@ class _Frame:
         self.writer.line(f"tl.store(out{which} + {place}, {text}, mask={mask})")
 
     def _once_a_row(self) -> str:
-        """Of several tiles in a row the first writes what there is one of."""
+        """Let the first of several tiles in a row write what there is one of."""
         if self.tile.across == 1:
             return "rows_in"
         tile = "tl.program_id(1)" if self.tile.is_persistent else f"tl.program_id(0) % {self.tile.across}"

@@ -107,7 +107,7 @@ class FusedKernel:
     def _memory(
         self, which: int, result: Result, lowered: LoweredGroup, launch: Launch, operands: Sequence[Any]
     ) -> torch.Tensor:
-        """Of sums over rows a row for each program; of others new memory, or that of an operand."""
+        """The memory of a result: a row for each program for sums over rows; new, or that of an operand, for others."""
         if result.extent == "columns":
             shape = launch.programs, lowered.width
             return torch.empty(shape, dtype=wide(result.type.dtype), device=self.device)

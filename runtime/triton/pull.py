@@ -103,7 +103,7 @@ class Puller:
         return self.writer.put(word, value.data.format(*texts), _union(terms), value.name)
 
     def _parts(self, value: Value, index: Index, guard: Guard) -> TileTerm:
-        """Of the parts that one at the place; from the last to the first, which are chosen first."""
+        """Choose the part at the place; from the last to the first, which are chosen first."""
         dim, starts, fill = value.data
         is_covered = sum(part.shape[dim] for part in value.args) == value.shape[dim]
         found = None if is_covered else TileTerm(_literal_of(fill, value.dtype))

@@ -17,6 +17,7 @@ import torch
 from capture_case import Case, Net, squares
 from torch import Tensor, nn
 
+import autopar
 from autopar.api import compile
 from autopar.cli import commands
 from autopar.errors import CaptureError
@@ -163,12 +164,30 @@ def test_module_hooks_run(backward: bool) -> None:
 # Code without a file
 
 
-def test_a_loss_of_a_notebook() -> None:
+FILELESS = ["<ipython-input-3>", "<stdin>", "<doc>", "<my template>"]
+
+
+@pytest.mark.parametrize("name", FILELESS)
+def test_a_loss_of_a_notebook(name: str) -> None:
     names: dict[str, Any] = {}
     text = "def loss(model, x):\n    y = model(x)\n    if y.sum() > 0:\n        return y.sum()\n    return -y.sum()\n"
-    exec(builtins.compile(text, "<ipython-input-3>", "exec"), names)
-    with pytest.raises(CaptureError, match=r"depends on the values in a tensor at <ipython-input-3>:3\n"):
+    exec(builtins.compile(text, name, "exec"), names)
+    with pytest.raises(CaptureError, match=rf"depends on the values in a tensor at {name}:3\n"):
         compile(nn.Linear(4, 4), "dp=2", loss_fn=names["loss"], batch=torch.randn(4, 4))
+
+
+@pytest.mark.parametrize("name", FILELESS)
+def test_what_a_notebook_reads_is_watched(name: str) -> None:
+    """A number that code without a file reads is no constant of the program."""
+    model = nn.Linear(4, 4)
+    model.factor = 1.0  # type: ignore[assignment]
+    names: dict[str, Any] = {}
+    exec(builtins.compile("loss = lambda model, x: model(x).square().sum() * model.factor", name, "exec"), names)
+    ours = autopar.parallelize(model, "dp=1", loss_fn=names["loss"])
+    x = torch.randn(4, 4)
+    first = ours.forward_backward(x).item()
+    model.factor = 0.5  # type: ignore[assignment]
+    assert ours.forward_backward(x).item() == pytest.approx(first / 2)
 
 
 def test_a_lambda() -> None:

@@ -10,6 +10,7 @@ import pytest
 from conftest import ROOT
 
 import autopar
+from autopar.passes import PASSES
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted(DOCS.rglob("*.md"))]
@@ -68,3 +69,8 @@ def test_a_decision_has_four_parts(page: Path) -> None:
     for decision in page.read_text().split("\n## ")[1:]:
         parts = re.findall(r"^\*\*(Context|Decision|Refused|Consequence)\b", decision, re.MULTILINE)
         assert parts == ["Context", "Decision", "Refused", "Consequence"], decision.splitlines()[0]
+
+
+def test_the_order_of_passes_has_every_pass() -> None:
+    rows = re.findall(r"^\| (`.*?) \|", (DOCS / "decisions" / "passes.md").read_text(), re.MULTILINE)
+    assert re.findall(r"`(\w+)`", " ".join(rows)) == [step.__name__ for step, _ in PASSES]

@@ -9,7 +9,6 @@ import gpt
 import models
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
@@ -133,11 +132,6 @@ class Normed(nn.Module):
         return self.down(self.norm(self.up(x)))  # the norm
 
 
-def contrastive(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    z = F.normalize(model(x), dim=-1)
-    return F.cross_entropy(z @ z.T, torch.arange(len(z)))  # all with all
-
-
 def test_samples_that_need_each_other():
     here = Path(__file__).name
     with pytest.raises(LayoutError) as raised:
@@ -145,10 +139,6 @@ def test_samples_that_need_each_other():
     told = "micro-batches cannot be computed one after another: op 'aten.sum.dim_IntList' ('norm' at " + here
     assert str(raised.value).startswith(told)
     assert "BatchNorm in eval mode" in str(raised.value)
-    with pytest.raises(
-        LayoutError, match=rf"one after another: op 'autopar.einsum.default' \({here}:\d+\) needs the whole batch"
-    ):
-        compiled(loss_fn=contrastive)
 
 
 @pytest.mark.parametrize(
@@ -158,14 +148,14 @@ def test_samples_that_need_each_other():
             "masked_scatter",
             r"op 'aten.masked_scatter.default' has no rule \(.*\) and takes the whole batch .*docs/rules",
         ),
-        ("sort", r"op 'aten.sort.default' \(.*\) needs the whole batch .*microbatches=1"),
+        ("sort", r"op 'aten.(sort.default|scatter.src)' \(.*\) needs the whole batch .*microbatches=1"),
     ],
 )
 def test_the_op_that_needs_all_samples_is_named_first(name: str, reason: str):
     class Mixing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.up, self.norm = nn.Linear(16, 8), nn.Linear(8, 8)
+            self.up, self.norm = nn.Linear(16, 8), nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 8))
 
         def forward(self, x: Tensor) -> Tensor:
             z = self.up(x)

@@ -31,8 +31,8 @@ _INTERNAL = tuple(
 )
 _PYTHON = sysconfig.get_path("stdlib") + os.sep
 _PACKAGES = tuple(os.path.join(_PYTHON, name) + os.sep for name in ("site-packages", "dist-packages"))
-# Code without a file: of a notebook, a prompt or exec; the rest in angle brackets is machinery.
-_TYPED = ("<ipython", "<stdin", "<string", "<doctest", "<cell")
+# Code without a file is the user's, of a notebook, a prompt or exec under any name, but for what machinery writes.
+_WRITTEN = ("<frozen", "<eval_with_key", "<autopar", "<torch", "<__array_function__")
 
 Line = tuple[str, int]
 Place = tuple[str, str, str]  # module path, source line, and "exact" where the user turned autocast off
@@ -48,7 +48,7 @@ def is_user_file(filename: str) -> bool:
 
 def is_typed(filename: str) -> bool:
     """True for code of the user's that stands in no file."""
-    return filename.startswith(_TYPED)
+    return filename.startswith("<") and not filename.startswith(_WRITTEN)
 
 
 def is_user_code(frame: FrameType) -> bool:
@@ -143,9 +143,9 @@ class Locator:
                 pending += [parent for parent, _ in grad_fn.next_functions if parent is not None]
 
     def enter_backward(self, place: Place) -> None:
-        """Charge what is made from now on to a line's backward."""
+        """Charge what is made from now on to a line's backward. What a loss needs of a gradient is forward."""
         self._backward = place
-        fx_traceback.set_stack_trace([_SEPARATOR.join(("backward", *place))])
+        fx_traceback.set_stack_trace([_SEPARATOR.join((self.phase, *place))])
 
 
 def _enter_backward(locator: weakref.ref[Locator], place: Place, _grads: Any) -> None:

@@ -48,7 +48,7 @@ class Fused:
 
     @property
     def placeholders(self) -> list[fx.Node]:
-        """Those of the body, one for each operand of the node."""
+        """The placeholders of the body, one for each operand of the node."""
         return [node for node in self.graph.nodes if node.op == "placeholder"]
 
     @property

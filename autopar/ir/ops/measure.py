@@ -22,7 +22,7 @@ def local_type(node: fx.Node, mesh: Mesh) -> TensorType:
 
 
 def local_types(node: fx.Node, mesh: Mesh) -> Iterator[TensorType]:
-    """Those of one rank's parts of all tensor results of a node."""
+    """The types of one rank's parts of all tensor results of a node."""
     known = record(node)
     for type_, layout in zip(known.types, known.layouts, strict=False):
         if type_ is not None and layout is not None:

@@ -98,7 +98,7 @@ class Ring:
 
     @staticmethod
     def of(node: fx.Node) -> Ring:
-        """Those of a node for which `is_ring` is true."""
+        """Read a ring off a node for which `is_ring` is true."""
         names = [argument.name for argument in schema_of(node.target).arguments]  # type: ignore[arg-type]
         given: dict[str, Any] = {"hops": None, **dict(zip(names, node.args, strict=False)), **node.kwargs}
         given["hops"] = given["size"] - 1 if given["hops"] is None else given["hops"]

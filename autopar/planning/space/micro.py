@@ -43,7 +43,12 @@ class Micros:
         """Why the rows of a batch cannot be computed some at a time; empty if they can."""
         found = self._lowered(Split(), LOW, PARTS)
         try:
-            cut_at(found, "none", self.captures.shallow().border, halves=False)
+            made = cut_at(found, "none", self.captures.shallow().border, halves=False)
+            sums = {out.name for out in made.graphs["F"].outputs if out.kind == "part"}
+            if "M" in made.graphs or any(entry.name in sums for entry in made.graphs["B"].inputs):
+                return (
+                    "what all forward passes add up to is read before the backward passes: plans have one micro-batch"
+                )
         except CoupledError as error:
             return str(error)
         self._local[Split(), LOW] = found

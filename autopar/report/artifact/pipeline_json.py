@@ -20,7 +20,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.ops.names import DTYPES, dtype_name
 from autopar.ir.pipeline import Join, Pipeline, Reduction, graph_name
 from autopar.ir.program import Program, TensorType
-from autopar.ir.schedule import KINDS, ONCE, Action, Costs, Flow, Instruction, Work
+from autopar.ir.schedule import KINDS, ONCE, ONCE_KINDS, Action, Costs, Flow, Instruction, Work
 from autopar.passes.schedules import check_schedule
 
 _FIELDS = ("reads", "writes", "sums", "step_reads", "step_writes", "carries")
@@ -160,7 +160,7 @@ def _graphs(
         named = graphs[flow.rank_of(Action(*key))]
         found[key] = named[graph_name(*key)]
         for length, of_length in others.items():
-            if key[1] not in "PE":
+            if key[1] not in ONCE_KINDS:
                 of_length[key] = named[graph_name(*key, length)]
         for one in (found, *others.values()):
             if key in flow.works and key in one:

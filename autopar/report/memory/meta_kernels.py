@@ -83,7 +83,7 @@ ON_CPU: Mapping[Any, Callable[..., Any]] = MappingProxyType(
 
 
 class _Bits:
-    """As the kernels of `random_triton.py`: memory for results, and no more."""
+    """Stand in for the kernels of `random_triton.py`: memory for results, and no more."""
 
     def dropout(self, *_: Any) -> None:
         return

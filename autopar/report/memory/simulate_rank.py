@@ -124,7 +124,7 @@ class _Rank:
         return trace
 
     def _step(self, shared: frozenset[int]) -> torch.Tensor | None:
-        """As `ParallelModule.forward_backward`, beginning without gradients."""
+        """Run a step as `ParallelModule.forward_backward` does, beginning without gradients."""
         outputs = own_memory(self._outputs(self.state.inputs()), shared)
         self.tracker.place = RankPosition(BETWEEN)
         loss = None

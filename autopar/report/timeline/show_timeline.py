@@ -37,7 +37,7 @@ def picture_of(compiled: Lowered, over: Path | None = None) -> Picture:
 
 
 def show_timeline(out: Console, shown: Picture) -> None:
-    """As wide as the terminal."""
+    """Print the timeline as wide as the terminal."""
     out.print(timeline_text(shown, out.width, out.color_system is not None), soft_wrap=True)
 
 

@@ -113,7 +113,7 @@ def _coloured(lane: Lane, end_us: float, columns: int) -> Text:
 
 
 def _colour(block: TimeBlock | None) -> Colour:
-    """Of odd micro-batches a little darker, so that neighbours are told apart without numbers."""
+    """The colour of a block, odd micro-batches a little darker, so that neighbours are told apart without numbers."""
     if block is None:
         return _IDLE
     return _darker(block.colour, 8) if block.action.microbatch % 2 and block.action.kind in "FBIW" else block.colour

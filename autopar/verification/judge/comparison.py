@@ -126,7 +126,7 @@ class Report:
         return asks and all(row.ok or row.is_open for row in self.rows) and not self._is_wrong and not self.sums
 
     def settled(self) -> Report:
-        """The same, with what noise left open decided by the programs in float64."""
+        """Decide what noise left open by the programs in float64."""
         if not self.asks_longer_float or self.exact is None or self.exact.failed:
             return self
         return replace(self, rows=tuple(replace(row, ok=True) for row in self.rows), mismatch=None)
@@ -273,7 +273,7 @@ def norm_of(values: Values, kind: str) -> float:
 
 
 def _finite(value: torch.Tensor) -> torch.Tensor:
-    """The same with zeros in place of what is not finite."""
+    """Put zeros in place of what is not finite."""
     return torch.where(value.isfinite(), value, torch.zeros_like(value))
 
 

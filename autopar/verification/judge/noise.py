@@ -175,7 +175,7 @@ def _with_noise(row: ComparedRow, noise: Noise, right: set[Key], open_: set[Key]
 
 
 def _right(trained: Trained, keys: Sequence[Key]) -> tuple[set[Key], Noise]:
-    """Those that differ by rounding alone, with the noise."""
+    """The keys that differ by rounding alone, with the noise."""
 
     def are(noise: Noise) -> set[Key]:
         asked = (trained.is_clear, trained.is_zero)

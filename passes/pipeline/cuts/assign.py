@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from autopar.errors import CoupledError
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, record
 from autopar.passes.pipeline.cuts.action_graphs import Places
@@ -17,7 +18,7 @@ from autopar.passes.pipeline.cuts.late import gathered_late
 from autopar.passes.pipeline.cuts.manual import manual
 from autopar.passes.pipeline.cuts.rematerialized import kept_across
 from autopar.passes.pipeline.cuts.sums import sums_by_stage, with_reductions, with_steps_of_terms
-from autopar.passes.pipeline.cuts.when import NodeTimes, times_of
+from autopar.passes.pipeline.cuts.when import NodeTimes, When, times_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +63,20 @@ def _assign(program: Program, plan: Plan, places: Places) -> Staged:
     if len(places.ranks) == 1 and plan.options.stages is None and plan.options.stage_memory is None:
         every = forward_nodes(program, times), backward_nodes(program, times)
         return Staged(program, *(dict.fromkeys(nodes, 0) for nodes in every))
+    _check_second(program, times, len(places.ranks))
     forward = with_attention(_cut(program, times, plan, places))
     return Staged(program, forward, place_backward(program, times, forward, len(places.ranks)))
+
+
+def _check_second(program: Program, times: NodeTimes, stages: int) -> None:
+    """Raise CoupledError if more layers of the model than a stage has need all micro-batches: no cut divides these."""
+    work = {True: 0, False: 0}
+    for node in program.calls():
+        is_layer = any(times.of[one] is When.INVARIANT or one in times.renewed for one in node.all_input_nodes)
+        if is_layer and times.of[node] in (When.BODY, When.MIDDLE) and not record(node).is_backward:
+            work[not times.is_forward(node)] += record(node).flops
+    if times.coupling is not None and stages > 1 and work[True] * stages >= work[True] + work[False] > 0:
+        raise CoupledError(times.coupling.refusal)
 
 
 def _cut(program: Program, times: NodeTimes, plan: Plan, places: Places) -> Stages:

@@ -16,8 +16,8 @@ Everywhere = None  # the stages of a value that any stage can compute
 
 
 def backward_nodes(program: Program, times: NodeTimes) -> list[fx.Node]:
-    """The backward nodes of a micro-batch that need parameters, in the order of the program."""
-    return [node for node in program.calls() if times.of[node] is When.BODY and record(node).is_backward]
+    """The nodes of a micro-batch that need parameters and run with its backward pass, in the order of the program."""
+    return [node for node in program.calls() if times.of[node] is When.BODY and not times.is_forward(node)]
 
 
 def place_backward(program: Program, times: NodeTimes, stages: Stages, count: int) -> Stages:
@@ -109,7 +109,7 @@ def _present(program: Program, times: NodeTimes, stages: Stages) -> dict[fx.Node
     """The stages that have a value after the forward pass: where it is made and where it is used."""
     found: dict[fx.Node, frozenset[int]] = {}
     for node in reversed(program.nodes):
-        if node.op == "output" or record(node).is_backward:
+        if node.op == "output" or record(node).is_backward or node in times.second:
             continue
         where = frozenset(stages[user] for user in node.users if user in stages and user not in times.renewed)
         if node in stages and node not in times.renewed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 
 from torch import fx
 
@@ -19,8 +20,24 @@ _SLICED = (
 )
 
 
-def coupled(node: fx.Node, after: Sequence[fx.Node], reductions: AbstractSet[fx.Node], notes: Sequence[str]) -> str:
-    """The error for a call of a micro-batch that reads `after`, values made of `reductions` over all micro-batches.
+@dataclass(frozen=True, slots=True)
+class Coupling:
+    """Why one part of a step (`parts`: micro-batches, or slices) needs the others, and what to write instead."""
+
+    parts: str
+    cause: str
+    hint: str
+
+    @property
+    def refusal(self) -> str:
+        """The error, where the parts cannot wait for one another."""
+        return f"{self.parts} cannot be computed one after another: {self.cause}. {self.hint}"
+
+
+def coupled(
+    node: fx.Node, after: Sequence[fx.Node], reductions: AbstractSet[fx.Node], notes: Sequence[str]
+) -> Coupling:
+    """Find why a call of a micro-batch that reads `after`, values made of `reductions`, needs all micro-batches.
 
     An op without a rule is named first, wherever it stands between: it alone may be the reason. notes: of the program,
     which tell the ops that have none.
@@ -28,10 +45,8 @@ def coupled(node: fx.Node, after: Sequence[fx.Node], reductions: AbstractSet[fx.
     between, join = _way(after, reductions)
     if SLICE in axes_of_group(str(join.args[1])):
         cause = join.all_input_nodes[0] if join.target is not op("all_gather") else _reader(join)
-        return (
-            f"the slices of a sequence cannot be computed one after another: {_op(cause)} ({_place(cause)}) needs the "
-            f"whole sequence (%{join.name}). {_SLICED}"
-        )
+        why = f"{_op(cause)} ({_place(cause)}) needs the whole sequence (%{join.name})"
+        return Coupling("the slices of a sequence", why, _SLICED)
     readers = [*between, _reader(join)]
     ruleless = [one for one in readers if any(note.startswith(_lacks_rule(one)) for note in notes)]
     if ruleless:
@@ -40,15 +55,13 @@ def coupled(node: fx.Node, after: Sequence[fx.Node], reductions: AbstractSet[fx.
     else:
         cause = join.all_input_nodes[0] if join.target is op("all_reduce") else _reader(join)
         what, hint = f"{_op(cause)} ({_place(cause)}) needs the whole batch", _HINT
-    return (
-        f"micro-batches cannot be computed one after another: {what} (%{join.name}), and {_place(node)} uses it before "
-        f"the micro-batch is done (%{node.name}). {hint}"
-    )
+    use = f"{_place(node)} uses it before the micro-batch is done (%{node.name})"
+    return Coupling("micro-batches", f"{what} (%{join.name}), and {use}", hint)
 
 
 _HINT = (
-    "BatchNorm in training and losses between samples of one batch do this. Use microbatches=1, or a module without it "
-    "(GroupNorm, LayerNorm; BatchNorm in eval mode)."
+    "BatchNorm in training does this, and what takes all samples together more than once. Use microbatches=1, or a "
+    "module without it (GroupNorm, LayerNorm; BatchNorm in eval mode)."
 )
 
 

@@ -40,7 +40,7 @@ class StageLimits:
 
 def forward_nodes(program: Program, times: NodeTimes) -> list[fx.Node]:
     """What stages are made of, in the order of the program."""
-    return [node for node in program.calls() if times.of[node] is When.BODY and record(node).phase == "forward"]
+    return [node for node in program.calls() if times.is_forward(node)]
 
 
 def cut(program: Program, times: NodeTimes, stages: int, limits: StageLimits) -> Stages:
@@ -171,7 +171,7 @@ class ForwardLine:
         return held
 
     def _away(self) -> dict[int, np.ndarray]:
-        """Of each stage, the number of parameters up to a place that another stage keeps."""
+        """Count for each stage the parameters up to a place that another stage keeps."""
         owners = self.limits.owners
         if not owners:
             return {}

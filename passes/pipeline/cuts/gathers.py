@@ -55,7 +55,7 @@ def gathered_by_stage(
 
 
 def _stages_of_users(program: Program, renewed: AbstractSet[fx.Node], stages: Stages) -> dict[fx.Node, set[int]]:
-    """Of each value that is gathered anew, the stages that use it."""
+    """Find the stages that use each value that is gathered anew."""
     found: dict[fx.Node, set[int]] = {}
     for node in reversed(program.nodes):
         if node in renewed and node in stages:

@@ -35,14 +35,14 @@ def gathered_late(program: Program, times: NodeTimes) -> Program:
         return copies[node]
 
     def put(node: fx.Node) -> fx.Node | None:
-        is_late = node in times.late or node.op == "output" or times.of[node] is When.AFTER
+        is_late = node in times.late or node.op == "output" or times.of[node] in (When.MIDDLE, When.AFTER)
         return build.copy(node, late) if is_late and node not in twice and node.op != "placeholder" else None
 
     return build.rewrite(program, put)
 
 
 def _read_early(program: Program, times: NodeTimes) -> set[fx.Node]:
-    """Those of the late values that micro-batches read too, by themselves or by way of one another."""
+    """Find the late values that micro-batches read too, by themselves or by way of one another."""
     found: set[fx.Node] = set()
     for node in reversed(program.nodes):
         if node in times.late and any(_is_early(user, times, found) for user in node.users):
@@ -53,4 +53,4 @@ def _read_early(program: Program, times: NodeTimes) -> set[fx.Node]:
 def _is_early(user: fx.Node, times: NodeTimes, found: set[fx.Node]) -> bool:
     if user in times.late:
         return user in found
-    return user.op != "output" and times.of[user] is not When.AFTER
+    return user.op != "output" and times.of[user] not in (When.MIDDLE, When.AFTER)

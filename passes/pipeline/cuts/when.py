@@ -13,7 +13,7 @@ from autopar.errors import CoupledError
 from autopar.ir.mesh import SLICE, TIME_AXES, axes_of_group, is_in_time
 from autopar.ir.ops.ops import is_collective, is_mesh_op, op
 from autopar.ir.program import Program, is_given, record
-from autopar.passes.pipeline.cuts.coupling import coupled
+from autopar.passes.pipeline.cuts.coupling import Coupling, coupled
 
 COORD = op("coord")
 # What adds up, or puts side by side, the parts of all micro-batches.
@@ -29,6 +29,7 @@ class When(enum.Enum):
     INVARIANT = "invariant"  # the same for all micro-batches, and there before the first
     INPUT = "input"  # of a micro-batch, but made of the batch alone: any rank can compute it
     BODY = "body"  # of a micro-batch, and of parameters: what stages are made of
+    MIDDLE = "middle"  # needs what all forward passes add up to, and backward passes read it
     AFTER = "after"  # needs what all micro-batches add up to
 
 
@@ -37,13 +38,21 @@ class NodeTimes:
     """The time of every node.
 
     reductions: the nodes that take the parts of all micro-batches together. renewed: values of parameters alone,
-    gathered anew for each micro-batch; late: those of them that are read when all micro-batches are done.
+    gathered anew for each micro-batch; late: those of them that are read when all micro-batches are done. second: nodes
+    of a micro-batch that need what all forward passes add up to, so that they run with the backward pass; coupling: why
+    the first of them does.
     """
 
     of: dict[fx.Node, When]
     reductions: frozenset[fx.Node]
     renewed: frozenset[fx.Node] = frozenset()
     late: frozenset[fx.Node] = frozenset()
+    second: frozenset[fx.Node] = frozenset()
+    coupling: Coupling | None = None
+
+    def is_forward(self, node: fx.Node) -> bool:
+        """True for what a forward action computes of a micro-batch."""
+        return self.of[node] is When.BODY and node not in self.second and not record(node).is_backward
 
 
 def times_of(
@@ -55,8 +64,10 @@ def times_of(
     what is made of such parameters alone may be read by micro-batches and when they are done, as it cannot be in the
     end (see `late.py`). sized: slices differ in length, and so does what they cut.
 
-    Raises CoupledError where a micro-batch needs a value of the others that stages compute (statistics of the whole
-    batch, as of BatchNorm): then no micro-batch can go on before all have come so far.
+    What all forward passes add up to may be read by the backward pass, or by the rest of the loss, of each micro-batch
+    (the balance of experts, similarities between samples): that rest runs with the backward pass then, when all
+    micro-batches have come forward. Raises CoupledError where such values are needed more often than once (statistics
+    of the whole batch in one layer after the other, as of BatchNorm), and for slices of a sequence.
     """
     of: dict[fx.Node, When] = {}
     reductions: set[fx.Node] = set()
@@ -64,6 +75,9 @@ def times_of(
     renewed: set[fx.Node] = set()  # parameters alone, gathered anew
     late: set[fx.Node] = set()
     partway: set[fx.Node] = set()  # joins behind which another one comes
+    second: set[fx.Node] = set()  # of a micro-batch, and behind a join
+    ends: set[fx.Node] = set()  # made of what backward passes add up to
+    coupling: Coupling | None = None
     entries = dict(program.entries)
     for node in program.graph.nodes:
         if node.op == "output":
@@ -86,10 +100,13 @@ def times_of(
                 continue
             reductions.add(node)
             of[node] = When.AFTER if source in (When.BODY, When.AFTER) else When.INVARIANT
+            part = operands[0]
+            if part in ends or (source is When.BODY and (part in second or record(part).is_backward)):
+                ends.add(node)
             continue
         if not partway.isdisjoint(operands):
             joins = [operand for operand in operands if operand in partway]
-            raise CoupledError(coupled(node, joins, partway, program.notes))
+            raise CoupledError(coupled(node, joins, partway, program.notes).refusal)
         gathers = _gathers(node, regathered) and is_given(operands[0])
         after = [operand for operand in operands if of[operand] is When.AFTER]
         is_cut = _is_cut(node) or (sized and not after and _is_sliced(node))
@@ -105,11 +122,21 @@ def times_of(
                 of.update(dict.fromkeys(behind, When.AFTER))  # gathered once, after the micro-batches
                 differs = any(of[operand] in (When.INPUT, When.BODY) for operand in operands)
         if differs and after:
-            raise CoupledError(coupled(node, after, reductions, program.notes))
+            reason = coupled(node, after, reductions, program.notes)
+            if microbatches == 1 or not ends.isdisjoint(after) or _has_slices(program):
+                raise CoupledError(reason.refusal, _parts_of(after, ends))
+            coupling = coupling or reason
+        if differs and (after or not second.isdisjoint(operands)):
+            second.add(node)
         if differs and is_collective(node.target) and is_in_time(_axis(node)) and node.target not in CARRIES:
-            raise CoupledError(coupled(node, [node], {node}, program.notes))
-        if after:
+            (source,) = operands
+            movers = [source] if source in second else list(node.users)
+            reason = coupled(node, [node], {node}, program.notes)
+            raise CoupledError(reason.refusal, frozenset(map(_origin, movers)))
+        if after and not differs:
             of[node] = When.AFTER
+            if not ends.isdisjoint(operands):
+                ends.add(node)
         elif not differs:
             of[node] = When.INVARIANT
         else:
@@ -117,7 +144,11 @@ def times_of(
     leaving = made_among([node for node in program.results if node is not None], renewed)
     if not both and _only_late(leaving, of):
         of.update(dict.fromkeys(leaving, When.AFTER))
-    return NodeTimes(of, frozenset(reductions), frozenset(renewed), frozenset(late | leaving))
+    if second:
+        early = (node for node, when in of.items() if when is When.AFTER and node not in ends | reductions)
+        of.update(dict.fromkeys(list(early), When.MIDDLE))
+    known = frozenset(reductions), frozenset(renewed), frozenset(late | leaving), frozenset(second)
+    return NodeTimes(of, *known, coupling)
 
 
 def _only_late(nodes: set[fx.Node], of: dict[fx.Node, When]) -> bool:
@@ -127,7 +158,7 @@ def _only_late(nodes: set[fx.Node], of: dict[fx.Node, When]) -> bool:
 
 
 def made_among(operands: Iterable[fx.Node], among: AbstractSet[fx.Node]) -> set[fx.Node]:
-    """Those of a set that some nodes are, or are made of."""
+    """Find the members of a set that some nodes are, or are made of."""
     found: set[fx.Node] = set()
     pending = list(operands)
     while pending:
@@ -159,6 +190,22 @@ def _is_cut(node: fx.Node) -> bool:
     if not is_mesh_op(node.target) or is_collective(node.target):
         return False
     return is_in_time(_axis(node))
+
+
+def _parts_of(after: Iterable[fx.Node], ends: AbstractSet[fx.Node]) -> frozenset[str]:
+    """The values of a micro-batch that joins among `ends`, behind which some values are, take together."""
+    joins = (node for node in made_among(after, ends) if is_join(node))
+    return frozenset(_origin(join.all_input_nodes[0]) for join in joins)
+
+
+def _origin(node: fx.Node) -> str:
+    """The node of the captured program whose value a node has."""
+    return (record(node).origin or node.name).partition(".")[0]
+
+
+def _has_slices(program: Program) -> bool:
+    """True if micro-batches are slices of sequences."""
+    return dict(program.mesh.axes).get(SLICE, 1) > 1
 
 
 def _is_sliced(node: fx.Node) -> bool:

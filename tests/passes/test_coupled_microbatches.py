@@ -1,0 +1,184 @@
+"""Losses and values that take samples together, with micro-batches: what all forward passes add up to is whole before
+the first backward pass."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autopar
+from autopar.errors import CoupledError, ScheduleError
+
+F64 = torch.float64
+X = torch.randn(12, 6, dtype=F64, generator=torch.Generator().manual_seed(0))
+Y = torch.randn(12, 4, dtype=F64, generator=torch.Generator().manual_seed(1))
+Loss = Callable[..., Tensor]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+class Towers(nn.Module):
+    """Two encoders and a temperature, as CLIP has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.image, self.text = nn.Linear(6, 5).double(), nn.Linear(4, 5).double()
+        self.scale = nn.Parameter(torch.tensor(1.3, dtype=F64))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        p, q = F.normalize(self.image(x).tanh(), dim=-1), F.normalize(self.text(y).tanh(), dim=-1)
+        return p @ q.T * self.scale.exp()
+
+
+def balance(model: nn.Module, x: Tensor) -> Tensor:
+    """As a mixture's router: the share of tokens that each expert has, times its mean probability."""
+    h = model(x)
+    p = h.softmax(-1)
+    share = F.one_hot(p.argmax(-1), 4).double().mean(0)
+    return h.square().mean() + 0.4 * (share * p.mean(0)).sum()
+
+
+def dice(model: nn.Module, x: Tensor) -> Tensor:
+    p, t = model(x).sigmoid(), (x[:, :4] > 0).double()
+    return 1 - 2 * (p * t).sum() / (p.sum() + t.sum())
+
+
+def variance(model: nn.Module, x: Tensor) -> Tensor:
+    h = model(x)
+    return (h - h.mean(0)).square().mean() + h.std(0).log().sum()
+
+
+def covariance(model: nn.Module, x: Tensor) -> Tensor:
+    """VICReg's (arXiv 2105.04906, equation 4)."""
+    h = model(x)
+    h = h - h.mean(0)
+    c = h.T @ h / (len(h) - 1)
+    return c.square().sum() - c.diagonal().square().sum() + h.square().mean()
+
+
+def clip(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    s, labels = model(x, y), torch.arange(len(x))
+    return (F.cross_entropy(s, labels) + F.cross_entropy(s.T, labels)) / 2
+
+
+def simclr(model: nn.Module, x: Tensor) -> Tensor:
+    z = F.normalize(torch.cat([model(x), model(x * 0.9)]), dim=-1)
+    s = (z @ z.T / 0.5).masked_fill(torch.eye(len(z), dtype=torch.bool), float("-inf"))
+    n = len(x)
+    return F.cross_entropy(s, torch.cat([torch.arange(n) + n, torch.arange(n)]))
+
+
+def rank_loss(model: nn.Module, x: Tensor) -> Tensor:
+    s = model(x)[:, 0]
+    return F.softplus(-(s[:, None] - s[None]) * (x[:, 0][:, None] - x[:, 0][None]).sign()).mean()
+
+
+LOSSES: Mapping[str, tuple[Callable[[], nn.Module], Loss, tuple[Tensor, ...]]] = {
+    "balance": (Net, balance, (X,)), "dice": (Net, dice, (X,)), "variance": (Net, variance, (X,)),
+    "covariance": (Net, covariance, (X,)), "clip": (Towers, clip, (X, Y)), "simclr": (Net, simclr, (X,)),
+    "rank": (Net, rank_loss, (X,)),
+}  # fmt: skip
+WAYS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "accumulation": ("dp=1", {"microbatches": 3}),
+    "dp": ("dp=2", {"microbatches": 3}),
+    "dp, tp": ("dp=2,tp=2", {"microbatches": 2, "zero": 1}),
+    "pp": ("pp=2", {"microbatches": 4}),
+    "pp, dp": ("pp=2,dp=2", {"microbatches": 3, "zero": 2, "schedule": "gpipe"}),
+    "zero=3": ("dp=2", {"microbatches": 3, "zero": 3, "recompute": "full"}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", LOSSES)
+def test_it_is_the_step_of_the_whole_batch(name: str, way: str) -> None:
+    (make, loss, batch), (mesh, options) = LOSSES[name], WAYS[way]
+    report = autopar.verify(make(), mesh, loss_fn=loss, batch=batch, **options)
+    assert report.ok, report
+
+
+def test_the_order_is_chosen_and_its_price_told() -> None:
+    made = autopar.compile(Net(), "pp=2", loss_fn=balance, batch=X, microbatches=4)
+    assert made.pipeline is not None and made.pipeline.schedule == "gpipe"
+    (note,) = [note for note in made.program.notes if "come forward" in note]
+    assert re.match(
+        r"all 4 micro-batches come forward before the first goes back \(schedule gpipe\), for op '.*' \("
+        + Path(__file__).name
+        + r":\d+\) needs the whole batch .* Until then a rank keeps up to [\d.]+ (B|kB) of them; with recompute= "
+        r"it keeps less$",
+        note,
+    )
+    plain = autopar.compile(Net(), "pp=2", loss_fn=lambda model, x: model(x).square().mean(), batch=X, microbatches=4)
+    assert plain.pipeline is not None and plain.pipeline.schedule == "1f1b"
+    assert not [note for note in plain.program.notes if "come forward" in note]
+
+
+def test_a_schedule_that_goes_back_early_is_refused() -> None:
+    with pytest.raises(
+        ScheduleError,
+        match=r"^schedule 'zb-h1' lets micro-batches go back before all have come forward, but op '.*' \(.*\) needs "
+        r"the whole batch .*\. Use schedule 'gpipe', which lets all come forward first, or microbatches=1\.$",
+    ):
+        autopar.compile(Net(), "pp=2", loss_fn=dice, batch=X, microbatches=4, schedule="zb-h1")
+
+
+def test_similarities_are_kept_of_all_and_activations_of_one() -> None:
+    """What the backward pass of a contrastive loss reads is computed once, between the passes."""
+    made = autopar.compile(Towers(), "dp=1", loss_fn=clip, batch=(X, Y), microbatches=3)
+    assert made.pipeline is not None
+    middle, backward = made.pipeline.graphs[0, "M"], made.pipeline.graphs[0, "B"]
+    assert any("logsumexp" in str(node.target) for node in middle.calls())
+    assert not any("logsumexp" in str(node.target) for node in backward.calls())
+    assert " ".join(map(str, made.pipeline.lists[0])) == "0P 0F0 0F1 0F2 0M 0B0 0B1 0B2 0E"
+
+
+def test_what_couples_layer_after_layer_is_refused() -> None:
+    """Statistics of one layer are needed before the next one can begin."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    with pytest.raises(CoupledError, match=r"^micro-batches cannot be computed one after another: .*takes all samples"):
+        autopar.compile(model.double(), "dp=1", loss_fn=lambda m, x: m(x).square().mean(), batch=X, microbatches=3)
+
+
+def penalty(model: nn.Module, x: Tensor) -> Tensor:
+    z = x.clone().requires_grad_()
+    out = model(z)
+    (grad,) = torch.autograd.grad(out.sum(), z, create_graph=True)
+    return (grad.norm(dim=1) - 1).square().mean() + out.square().mean()
+
+
+def second_derivative(model: nn.Module, x: Tensor) -> Tensor:
+    z = x.clone().requires_grad_()
+    u = model(z)[:, 0]
+    (du,) = torch.autograd.grad(u.sum(), z, create_graph=True)
+    (d2,) = torch.autograd.grad(du[:, 0].sum(), z, create_graph=True)
+    return (d2[:, 0] + u).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ("dp=2", {"microbatches": 3}),
+        ("pp=2,dp=2", {"microbatches": 3, "zero": 2}),
+        ("pp=2", {"microbatches": 4, "schedule": "zb-h1"}),
+        ("dp=2", {"microbatches": 2, "zero": 3, "recompute": "full"}),
+    ],
+)
+@pytest.mark.parametrize("loss", [penalty, second_derivative])
+def test_a_gradient_inside_of_a_loss_is_forward(loss: Loss, mesh: str, options: dict[str, Any]) -> None:
+    report = autopar.verify(Net(), mesh, loss_fn=loss, batch=(X,), **options)
+    assert report.ok, report
