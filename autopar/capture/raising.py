@@ -152,8 +152,8 @@ class Raise(TorchFunctionMode):
         yield Raise._give_value  # before the refusals: the same functions are refused where nothing gives their value
         yield Raise._see_outside  # after the values, for one that is read of a constant is compared as such
         yield Raise._refuse  # before the call changes anything
-        yield Raise._note_print
-        yield Raise._compute
+        yield Raise._note_print  # of what is not refused
+        yield Raise._compute  # the call itself, of which is noted what it gave
 
     # -- the call as another one --------------------------------------------------------------------------------
 

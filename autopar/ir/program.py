@@ -283,6 +283,19 @@ class Builder:
         set_record(made, like.with_(made_by=self.made_by))
         return made
 
+    def lay(
+        self, target: Callable[..., Any], *args: Any, like: Record, name: str = "", type_: TensorType | None = None,
+        layout: Layout | None = None, **kwargs: Any,
+    ) -> fx.Node:  # fmt: skip
+        """Add a call to an EXPLICIT program, which takes its operands as they lie. type_, layout: of its result, where
+        they are not those of `like`."""
+        made = self.graph.create_node("call_function", target, args, kwargs, name=name or None)
+        types = {} if type_ is None else {"types": (type_,), "several": False}
+        layouts = {} if layout is None else {"layouts": (layout,)}
+        operands = tuple(record(operand).layout for operand in operand_nodes(made))
+        set_record(made, like.with_(made_by=self.made_by, operands=operands, **types, **layouts))
+        return made
+
     def infer(self, target: Callable[..., Any], *args: Any, like: Record, name: str = "", **kwargs: Any) -> fx.Node:
         """Add a call to a CAPTURED program, whose types torch infers. `like`: the record of what it is made for."""
         given = fx.node.map_arg((args, kwargs), _on_meta)

@@ -267,22 +267,22 @@ class _Chunks:
         known, last = record(part), i == self.count - 1
         dtype = known.type.dtype
         wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
-        like = known.with_(flops=0, operands=known.layouts)
+        like = known.with_(flops=0)
         if wide != known.type.dtype:
             part = self._cast(part, wide, like)
         if total is not None:
-            like = like.with_(types=(TensorType(known.type.shape, wide),), operands=(*known.layouts, *known.layouts))
-            part = self.build.call(aten.add.Tensor, total, part, like=like, name="total")
+            like = like.with_(types=(TensorType(known.type.shape, wide),))
+            part = self.build.lay(aten.add.Tensor, total, part, like=like, name="total")
         if not last:
             return part
         if wide != known.type.dtype:
-            part = self._cast(part, known.type.dtype, like.with_(operands=known.layouts))
+            part = self._cast(part, known.type.dtype, like)
         set_record(part, record(part).with_(origin=record(node).origin))
         return part
 
     def _cast(self, value: fx.Node, dtype: torch.dtype, like: Record) -> fx.Node:
-        like = like.with_(types=(TensorType(like.type.shape, dtype),), operands=record(value).layouts)  # type: ignore[arg-type]
-        return self.build.call(aten._to_copy.default, value, dtype=dtype, like=like, name="cast")
+        type_ = TensorType(like.type.shape, dtype)
+        return self.build.lay(aten._to_copy.default, value, dtype=dtype, like=like, type_=type_, name="cast")
 
     def _joined(self, node: fx.Node, parts: Sequence[fx.Node]) -> fx.Node:
         """The chunks of a value, put together."""
@@ -290,25 +290,25 @@ class _Chunks:
         assert isinstance(place, tuple)
         (dim, outer), known = place, record(node)
         if outer == 1 and not known.layout.dims[dim]:
-            like = known.with_(operands=(known.layout,) * self.count, phase="forward", flops=0)
-            return self.build.call(aten.cat.default, list(parts), dim, like=like, name=f"{node.name}_chunks")
+            like = known.with_(phase="forward", flops=0)
+            return self.build.lay(aten.cat.default, list(parts), dim, like=like, name=f"{node.name}_chunks")
         blocks = [self._reshape(part, *self._blocks(node, place, 1), node) for part in parts]
         type_, layout = self._blocks(node, place, self.count)
-        like = _like(node, type_, layout, layout).with_(operands=(layout,) * self.count)
-        joined = self.build.call(aten.cat.default, blocks, dim + 1, like=like, name=f"{node.name}_chunks")
+        like, name = _like(node), f"{node.name}_chunks"
+        joined = self.build.lay(aten.cat.default, blocks, dim + 1, like=like, type_=type_, layout=layout, name=name)
         made = self._reshape(joined, known.type, known.layout, node)
         set_record(made, record(made).with_(origin=known.origin))
         return made
 
     def _slice(self, value: fx.Node, dim: int, i: int, type_: TensorType, layout: Layout, node: fx.Node) -> fx.Node:
-        like = _like(node, type_, layout, layout)
-        size = type_.shape[dim]
-        like = like.with_(operands=record(value).layouts)  # type: ignore[arg-type]
-        return self.build.call(aten.slice.Tensor, value, dim, i * size, (i + 1) * size, like=like, name="chunk")
+        ends = i * type_.shape[dim], (i + 1) * type_.shape[dim]
+        return self.build.lay(
+            aten.slice.Tensor, value, dim, *ends, like=_like(node), type_=type_, layout=layout, name="chunk"
+        )
 
     def _reshape(self, value: fx.Node, type_: TensorType, layout: Layout, node: fx.Node) -> fx.Node:
-        like = _like(node, type_, layout, record(value).layout)
-        return self.build.call(aten.reshape.default, value, list(type_.shape), like=like, name="chunk")
+        shape, like = list(type_.shape), _like(node)
+        return self.build.lay(aten.reshape.default, value, shape, like=like, type_=type_, layout=layout, name="chunk")
 
 
 def _gather(node: fx.Node) -> object:
@@ -316,9 +316,5 @@ def _gather(node: fx.Node) -> object:
     return (node.all_input_nodes[0], *node.args[1:]) if is_gathered_input(node) else None
 
 
-def _like(node: fx.Node, type_: TensorType, layout: Layout, operand: Layout) -> Record:
-    known = record(node)
-    return known.with_(
-        types=(type_,), layouts=(layout,), operands=(operand,), origin="", reason="", phase="forward", flops=0,
-        several=False,
-    )  # fmt: skip
+def _like(node: fx.Node) -> Record:
+    return record(node).with_(origin="", reason="", phase="forward", flops=0)

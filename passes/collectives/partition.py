@@ -136,10 +136,10 @@ class _Partition:
         """An operand with the rows beside its pieces that its user reads."""
         for one in edges:
             like = record(x).with_(
-                types=(one.longer(record(x).type),), layouts=(layout,), operands=(layout,), origin="", flops=0,
-                module=user.module, source=user.source, phase=user.phase, reason=one.reason,
-            )  # fmt: skip
-            x = self.build.call(op("halo"), x, *one.args, like=like, name="halo")
+                origin="", flops=0, module=user.module, source=user.source, phase=user.phase, reason=one.reason
+            )
+            longer = one.longer(record(x).type)
+            x = self.build.lay(op("halo"), x, *one.args, like=like, type_=longer, layout=layout, name="halo")
         return x
 
     def _summed(self, made: fx.Node, edges: list[Edges]) -> fx.Node:
@@ -150,9 +150,8 @@ class _Partition:
             types.append(one.longer(types[-1]))
         set_record(made, whole.with_(types=(types.pop(),), origin=""))
         for one, type_ in zip(reversed(edges), reversed(types), strict=True):
-            like = whole.with_(types=(type_,), operands=whole.layouts, flops=0, reason=one.reason)
-            like = like.with_(origin=whole.origin if one is edges[0] else "")
-            made = self.build.call(op("halo_sum"), made, *one.args, like=like, name="halo_sum")
+            like = whole.with_(flops=0, reason=one.reason, origin=whole.origin if one is edges[0] else "")
+            made = self.build.lay(op("halo_sum"), made, *one.args, like=like, type_=type_, name="halo_sum")
         return made
 
     def _reading(self, size: int, cut: list[Cut], like: Record) -> Reading:

@@ -142,13 +142,14 @@ class _Reshard:
         )
 
     def _step(self, made: fx.Node, step: ReshardMove, like: Record) -> fx.Node:
-        like = like.with_(types=record(made).types, layouts=(step.layout,), operands=(record(made).layout,))
-        return self.build.call(op(step.name), made, *step.args, like=like, name=step.name)
+        type_ = record(made).type
+        return self.build.lay(
+            op(step.name), made, *step.args, like=like, type_=type_, layout=step.layout, name=step.name
+        )
 
     def _cast(self, made: fx.Node, dtype: torch.dtype, like: Record) -> fx.Node:
         type_, layout = replace(record(made).type, dtype=dtype), record(made).layout
-        like = like.with_(types=(type_,), layouts=(layout,), operands=(layout,))
-        return self.build.call(CAST, made, dtype=dtype, like=like, name="cast")
+        return self.build.lay(CAST, made, dtype=dtype, like=like, type_=type_, layout=layout, name="cast")
 
     def _is_rounded(self, node: fx.Node, steps: list[ReshardMove]) -> bool:
         """True for the gradient of what is computed of parameters (merged adapters, a table that a layer projects) that

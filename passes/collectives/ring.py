@@ -22,7 +22,7 @@ from autopar.ir.ops.ring_ops import (
     is_ring_backward,
 )
 from autopar.ir.plan import Plan
-from autopar.ir.program import Builder, Program, TensorType, operand_nodes, record, set_record
+from autopar.ir.program import Builder, Program, TensorType, record
 from autopar.machines import Machine
 from autopar.machines.model import ATTENTION
 
@@ -175,8 +175,8 @@ class _Rings:
             return self.build.value[self.items[node]]
         known = record(node)
         if node in self.pieces:
-            like = record(self.pieces[node]).with_(operands=(), reason="")
-            return self.build.call(operator.getitem, *self.build.new(node.args), like=like, name=node.name)
+            like = record(self.pieces[node]).with_(reason="")
+            return self.build.lay(operator.getitem, *self.build.new(node.args), like=like, name=node.name)
         if node in self.why:
             return self.build.copy(node, like=known.with_(reason=f"{known.reason}; {self.why[node]}"))
         return None
@@ -191,12 +191,10 @@ class _Rings:
         if one.pads is not None:
             args[first + 4] = [self._vector(one.pads)]
         like = record(node).with_(layouts=tuple(layouts), reason=self.why[node])
-        made = self.build.call(
+        return self.build.lay(
             one.target, *args, one.axis, self.program.mesh[one.axis], one.outer, one.causal, one.scale,
             like=like, name=op_name(one.target), **self.build.new(self._rest(node, one)),
         )  # fmt: skip
-        set_record(made, record(made).with_(operands=tuple(record(each).layout for each in operand_nodes(made))))
-        return made
 
     def _rest(self, node: fx.Node, one: _Found) -> dict[str, Any]:
         """The other arguments. Of pieces in order, as queries have them, keys go on as far as queries look back."""
@@ -215,14 +213,13 @@ class _Rings:
             known = record(mask)
             shape, dims = known.type.shape, known.layout.dims
             missing = 4 - len(shape)
-            like = known.with_(
-                types=(TensorType((*[1] * missing, *shape[:-2], shape[-1]), known.type.dtype),), flops=0, origin="",
-                layouts=(Layout((*[()] * missing, *dims[:-2], dims[-1])),), operands=(known.layout,), reason="",
+            type_ = TensorType((*[1] * missing, *shape[:-2], shape[-1]), known.type.dtype)
+            layout = Layout((*[()] * missing, *dims[:-2], dims[-1]))
+            value, local = self.build.value[mask], list(local_shape(type_.shape, layout, self.program.mesh))
+            self.vectors[mask] = self.build.lay(
+                torch.ops.aten.reshape.default, value, local, type_=type_, layout=layout, name="columns",
+                like=known.with_(flops=0, origin="", reason=""),
             )  # fmt: skip
-            local = local_shape(like.type.shape, like.layout, self.program.mesh)
-            self.vectors[mask] = self.build.call(
-                torch.ops.aten.reshape.default, self.build.value[mask], list(local), like=like, name="columns"
-            )
         return self.vectors[mask]
 
 

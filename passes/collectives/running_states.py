@@ -32,14 +32,11 @@ def with_states_before(
     whole = Layout((*layout.dims[:dim], (), *layout.dims[dim + 1 :]), layout.partial)
     ends, one = (*shape[: dim + 1], *shape[dim + 2 :]), (*shape[: dim + 1], 1, *shape[dim + 2 :])
 
+    reason = "each piece goes on from the state that the pieces before it end with"
+    like = known.with_(origin="", flops=0, reason=reason)
+
     def call(target: Any, *args: Any, shape: tuple[int, ...], layout: Layout, name: str) -> fx.Node:
-        given = [arg for listed in args for arg in (listed if isinstance(listed, list) else [listed])]
-        operands = tuple(record(arg).layout for arg in given if isinstance(arg, fx.Node))
-        like = known.with_(
-            types=(TensorType(shape, type_.dtype),), layouts=(layout,), operands=operands, origin="", flops=0,
-            reason="each piece goes on from the state that the pieces before it end with",
-        )  # fmt: skip
-        return build.call(target, *args, like=like, name=name)
+        return build.lay(target, *args, like=like, type_=TensorType(shape, type_.dtype), layout=layout, name=name)
 
     def rows_of(x: fx.Node, name: str) -> fx.Node:
         return call(aten.reshape.default, x, of_runs, shape=shape, layout=apart, name=name)
@@ -67,9 +64,8 @@ def with_states_before(
     states = call(op("pad_rows"), states, dim, place, -place, shape=ends, layout=whole, name="states_before")
     states = call(op("shard"), states, runs.axis, dim, runs.outer, shape=ends, layout=layout, name="shard")
     if has_factors:
-        like = known.with_(operands=(*known.operands, layout))
-        return build.call(op("linear_scan"), a, b, states, dim, reverse, like=like, name="linear_scan", **own.kwargs)
+        args = a, b, states, dim, reverse
+        return build.lay(op("linear_scan"), *args, like=known, name="linear_scan", **own.kwargs)  # type: ignore[arg-type]
     states = call(aten.unsqueeze.default, states, dim + 1, shape=one, layout=apart, name="states_before")
     rows = call(aten.add.Tensor, rows, states, shape=shape, layout=apart, name="runs")
-    like = known.with_(operands=(apart,), flops=0)
-    return build.call(aten.reshape.default, rows, list(mine), like=like, name="running_sum")
+    return build.lay(aten.reshape.default, rows, list(mine), like=known.with_(flops=0), name="running_sum")

@@ -61,18 +61,17 @@ class Coalesced:
             rows = [self._row(node) for node in nodes]
             total, given = self._type(sum(record(row).type.shape[-1] for row in rows), first), record(rows[0]).layout
             like = like.with_(types=(total,), layouts=(given,), origin="")
-            operands = tuple(record(row).layout for row in rows)
             dims = () if first.target is op("all_reduce") else (1,)
-            part = self.build.call(aten.cat.default, rows, *dims, like=like.with_(operands=operands), name="flat")
+            part = self.build.lay(aten.cat.default, rows, *dims, like=like, name="flat")
             like = like.with_(layouts=(self._moved(first, given),))
             args = args if first.target is op("all_reduce") else (args[0], 0, 1, *args[3:])
         name = f"{mesh_op_name(first.target)}_start"
-        return self.build.call(op(name), part, *args, like=like.with_(operands=record(part).layouts), name=name)
+        return self.build.lay(op(name), part, *args, like=like, name=name)
 
     def finish(self, nodes: Sequence[fx.Node], start: fx.Node) -> None:
         """Wait for a start, and put its pieces in the place of `nodes`."""
-        like = record(start).with_(operands=record(start).layouts, reason="")  # type: ignore[arg-type]
-        wait = self.build.call(op("wait"), start, like=like, name="wait")
+        like = record(start).with_(reason="")
+        wait = self.build.lay(op("wait"), start, like=like, name="wait")
         if len(nodes) == 1:
             self.build.value[nodes[0]] = wait
             return
@@ -80,7 +79,7 @@ class Coalesced:
         dims = () if nodes[0].target is op("all_reduce") else (1,)
         types = tuple(self._type(size, nodes[0]) for size in sizes)
         several = like.with_(types=types, several=True, layouts=like.layouts * len(sizes))
-        split = self.build.call(aten.split_with_sizes.default, wait, sizes, *dims, name="pieces", like=several)
+        split = self.build.lay(aten.split_with_sizes.default, wait, sizes, *dims, name="pieces", like=several)
         for i, (node, type_) in enumerate(zip(nodes, types, strict=True)):
             item = self.build.graph.create_node("call_function", operator.getitem, (split, i))
             set_record(item, record(split).with_(types=(type_,), several=False, layouts=like.layouts, operands=()))
@@ -136,21 +135,22 @@ class Coalesced:
                 split = [ranks, *shape[:dim], outer, rest, *shape[dim + 1 :]]
                 order = [*range(1, dim + 2), 0, *range(dim + 2, len(split))]
                 item = self._turned(item, split, order, old.layout.partial, node)
-        return self.build.call(
-            aten.reshape.default, item, shape, like=old.with_(operands=record(item).layouts, reason=""), name=name
-        )
+        return self.build.lay(aten.reshape.default, item, shape, like=old.with_(reason=""), name=name)
 
     def _turned(self, value: fx.Node, shape: list[int], order: list[int], partial: Any, node: fx.Node) -> fx.Node:
         """Read as `shape`, then permuted."""
         layout, dtype = Layout((WHOLE,) * len(shape), partial), record(node).type.dtype
         read = self._reshape(value, shape, TensorType(tuple(shape), dtype), layout, node)
         turned = TensorType(tuple(shape[dim] for dim in order), dtype)
-        like = _local(record(node), turned, layout, layout)
-        return self.build.call(aten.permute.default, read, order, like=like, name="turned")
+        return self.build.lay(
+            aten.permute.default, read, order, name="turned", like=_local(node), type_=turned, layout=layout
+        )
 
     def _reshape(self, value: fx.Node, shape: list[int], type_: TensorType, layout: Layout, node: fx.Node) -> fx.Node:
-        like = _local(record(node), type_, layout, record(value).layout)
-        return self.build.call(aten.reshape.default, value, shape, like=like, name="flat_part")
+        like = _local(node)
+        return self.build.lay(
+            aten.reshape.default, value, shape, like=like, type_=type_, layout=layout, name="flat_part"
+        )
 
     def _local(self, node: Any) -> tuple[int, ...]:
         return local_type(node, self.mesh).shape
@@ -167,6 +167,6 @@ def _axes(node: fx.Node) -> tuple[str, ...]:
     return axes_of_group(str(node.args[1]))
 
 
-def _local(like: Record, type_: TensorType, layout: Layout, operand: Layout) -> Record:
-    """The record of a value made of local pieces."""
-    return like.with_(types=(type_,), layouts=(layout,), operands=(operand,), origin="", reason="")
+def _local(node: fx.Node) -> Record:
+    """The record of a value made of local pieces, but for its type and layout."""
+    return record(node).with_(origin="", reason="")

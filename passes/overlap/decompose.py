@@ -246,36 +246,32 @@ class _Decompose:
 
     def _product(self, node: fx.Node, operands: Sequence[fx.Node], cut: _Cut, i: int) -> fx.Node:
         known = record(node)
-        like = known.with_(
-            types=(_part(node, cut),), operands=tuple(record(operand).layout for operand in operands), origin="",
-            flops=known.flops // cut.count,
-        )  # fmt: skip
+        like = known.with_(origin="", flops=known.flops // cut.count)
         name = f"{node.name}_chunk" if i else node.name  # products are known by their names
-        return self.build.call(_EINSUM, *operands, node.args[2], like=like, name=name)
+        return self.build.lay(_EINSUM, *operands, node.args[2], like=like, type_=_part(node, cut), name=name)
 
     def _chunks(self, value: fx.Node, cut: _Cut, user: fx.Node) -> list[fx.Node]:
         return [self._chunk(value, cut, i, user) for i in range(cut.count)]
 
     def _chunk(self, value: fx.Node, cut: _Cut, i: int, user: fx.Node) -> fx.Node:
         """Rows of a rank's part: of a dim that an axis splits, those of all ranks are no rows of the whole in order."""
-        layouts, size = record(value).layouts, local_type(value, self.mesh).shape[cut.dim] // cut.count
-        like = record(user).with_(
-            types=(_part(value, cut),), layouts=layouts, operands=layouts, origin="", reason="", flops=0
-        )  # fmt: skip
-        return self.build.call(aten.slice.Tensor, value, cut.dim, i * size, (i + 1) * size, like=like, name="rows")
+        layout, size = record(value).layout, local_type(value, self.mesh).shape[cut.dim] // cut.count
+        like, ends = record(user).with_(origin="", reason="", flops=0), (i * size, (i + 1) * size)
+        return self.build.lay(
+            aten.slice.Tensor, value, cut.dim, *ends, like=like, type_=_part(value, cut), layout=layout, name="rows"
+        )
 
     def _start(self, node: fx.Node, part: fx.Node, cut: _Cut) -> fx.Node:
         name = f"{mesh_op_name(node.target)}_start"
-        like = record(node).with_(types=(_part(node, cut),), operands=record(part).layouts, origin="")  # type: ignore[arg-type]
-        return self.build.call(op(name), part, *node.args[1:], like=like, name=name)
+        like = record(node).with_(origin="")
+        return self.build.lay(op(name), part, *node.args[1:], like=like, type_=_part(node, cut), name=name)
 
     def _wait(self, start: fx.Node) -> fx.Node:
-        like = record(start).with_(operands=record(start).layouts, reason="")  # type: ignore[arg-type]
-        return self.build.call(op("wait"), start, like=like, name="wait")
+        return self.build.lay(op("wait"), start, like=record(start).with_(reason=""), name="wait")
 
     def _whole(self, node: fx.Node, parts: Sequence[fx.Node], dim: int) -> fx.Node:
-        like = record(node).with_(operands=tuple(record(part).layout for part in parts), reason="", flops=0)
-        return self.build.call(aten.cat.default, list(parts), dim, like=like, name="chunks")
+        like = record(node).with_(reason="", flops=0)
+        return self.build.lay(aten.cat.default, list(parts), dim, like=like, name="chunks")
 
 
 def _part(node: fx.Node, cut: _Cut) -> TensorType:

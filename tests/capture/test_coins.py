@@ -131,6 +131,32 @@ def test_a_layer_that_may_be_dropped_is_refused_and_nothing_is_offered(body: Bod
     assert "torch.where" in text and "specialize" not in text
 
 
+def written_in_part(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    draw = torch.rand(2)
+    draw[:1].sub_(0.5)
+    return h + m.adapter(x) if draw[0] >= m.p else h
+
+
+def written_uncounted(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        draw = torch.rand(1)
+        draw -= 0.5
+    return h + m.adapter(x) if draw >= m.p else h
+
+
+@pytest.mark.parametrize("body", [written_in_part, written_uncounted])
+def test_a_draw_that_is_written_into_decides(body: Body) -> None:
+    with pytest.raises(CaptureError, match=r"torch\.where"):
+        autopar.compile(made(body), "dp=2", loss_fn=loss_fn, batch=(rows(),))
+
+
+def test_what_hands_draws_on_may_be_called_by_keywords() -> None:
+    def body(m: Any, h: Tensor, x: Tensor) -> Tensor:
+        return torch.squeeze(input=torch.reshape(input=h, shape=(-1, 8, 1)), dim=2)
+
+    verified(made(body), ["dp=2"], loss_fn, (rows(),))
+
+
 def test_masks_of_whole_tensors() -> None:
     """That one of many elements is 0 itself is no rarity; that one is 1 never happens."""
 

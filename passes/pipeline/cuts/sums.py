@@ -46,11 +46,8 @@ def with_reductions(program: Program) -> Program:
         if when[node] is not When.BODY:
             return build.value[node]
         if node not in joined:
-            like = record(node).with_(operands=record(node).layouts, flops=0)  # type: ignore[arg-type]
-            made = build.call(
-                op("all_reduce"), build.value[node], MICROBATCH, "sum", like=like, name=f"{node.name}_total"
-            )
-            joined[node] = made
+            like, name = record(node).with_(flops=0), f"{node.name}_total"
+            joined[node] = build.lay(op("all_reduce"), build.value[node], MICROBATCH, "sum", like=like, name=name)
         return joined[node]
 
     last = {node for node in program.results if node is not None and set(node.users) == {output}}
@@ -161,8 +158,7 @@ def _additions(node: fx.Node, stages: Stages) -> set[fx.Node]:
 def _alone(build: Builder, step: fx.Node, made: fx.Node, term: fx.Node) -> fx.Node:
     """What happens to a sum, done to one of its terms."""
     args, kwargs = fx.node.map_arg((step.args, dict(step.kwargs)), lambda _: made)
-    like = record(step).with_(operands=record(made).layouts)  # type: ignore[arg-type]
-    return build.call(step.target, *args, like=like, name=f"{term.name}_{step.name}", **kwargs)  # type: ignore[arg-type]
+    return build.lay(step.target, *args, like=record(step), name=f"{term.name}_{step.name}", **kwargs)  # type: ignore[arg-type]
 
 
 def _total(
@@ -176,11 +172,11 @@ def _total(
     total, axes = start_of(part), str(join.args[1])
     if total not in late:
         made = totals[join, part]
-        like = _summed(record(made), axes).with_(operands=record(made).layouts)  # type: ignore[arg-type]
-        return build.call(join.target, made, *join.args[1:], like=like, name=f"{part.name}_total")  # type: ignore[arg-type]
+        like, name = _summed(record(made), axes), f"{part.name}_total"
+        return build.lay(join.target, made, *join.args[1:], like=like, name=name)  # type: ignore[arg-type]
     args = [_total(build, join, arg, late, totals) for arg in total.args]  # type: ignore[arg-type]
     like = record(total).with_(types=record(args[0]).types, layouts=record(args[0]).layouts, flops=0)
-    return build.call(ADD, *args, like=like.with_(operands=tuple(record(arg).layout for arg in args)), name=total.name)
+    return build.lay(ADD, *args, like=like, name=total.name)
 
 
 def _summed(found: Record, axes: str) -> Record:
