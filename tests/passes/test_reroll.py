@@ -165,7 +165,7 @@ def along_a_dim(m: Any, x: Tensor) -> Tensor:
         y = m.gate(x[:, t])
         scale = 1 + torch.linalg.vector_norm(y, 3, -1, keepdim=True) + torch.linalg.vector_norm(y, 1, 1, keepdim=True)
         h = h / 2 + y / scale
-        found.append(h + y.sort(1).values)
+        found.append(F.layer_norm(h, (WIDTH,)) + y.sort(1).values)
     return torch.stack(found, 1)
 
 
