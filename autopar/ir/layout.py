@@ -264,6 +264,20 @@ def reduce_dim(grid: torch.Tensor, dim: int, kind: str) -> torch.Tensor:
     raise AssertionError(kind)
 
 
+def reduce_two(a: torch.Tensor, b: torch.Tensor, kind: str) -> torch.Tensor:
+    """Reduce two tensors by a partial kind, without a grid of both."""
+    match kind:
+        case "sum":
+            return a + b
+        case "max":
+            return torch.maximum(a, b)
+        case "min":
+            return torch.minimum(a, b)
+        case "logsumexp":
+            return torch.logaddexp(a, b)
+    raise AssertionError(kind)
+
+
 def replica_error(parts: list[torch.Tensor], layout: Layout, mesh: Mesh) -> float:
     """The largest absolute difference between ranks that should hold the same part (0 if none share)."""
     seen: dict[tuple[int, ...], torch.Tensor] = {}

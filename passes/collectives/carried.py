@@ -10,8 +10,10 @@ import torch
 from torch import fx
 
 from autopar.ir.comparisons import All, Comparison, parse_condition
-from autopar.ir.ops.ops import op
+from autopar.ir.ops.ops import SEMANTIC, op
+from autopar.ir.ops.semantic import SemanticOp
 from autopar.ir.program import is_getitem, record
+from autopar.torch_compat import schema_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +28,16 @@ class _Places:
     vectors: tuple[int, int, int] | None = None
 
 
-_PLACES: Mapping[object, _Places] = {
-    op("attention"): _Places(1, 2, 4),
-    op("attention_backward"): _Places(2, 3, 7, 6),
-    op("dropped_attention"): _Places(1, 2, 5),
-    op("dropped_attention_backward"): _Places(2, 3, 8, 6),
-    op("compared_attention"): _Places(1, 2, 6, None, (3, 4, 5)),
-    op("compared_attention_backward"): _Places(2, 3, 9, 7, (4, 5, 8)),
-}
+def _places_of(one: SemanticOp) -> _Places | None:
+    """Where an attention has them, by its schema; None for another op."""
+    at = {argument.name: place for place, argument in enumerate(schema_of(op(one.name)).arguments)}
+    if "causal" not in at:
+        return None
+    vectors = (at["rows"], at["columns"], at["compare"]) if "compare" in at else None
+    return _Places(at["k"], at["v"], at["causal"], at.get("lse"), vectors)
+
+
+_PLACES: Mapping[object, _Places] = {op(one.name): found for one in SEMANTIC if (found := _places_of(one))}
 
 
 def carried(node: fx.Node, user: fx.Node) -> str | None:

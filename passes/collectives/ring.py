@@ -12,7 +12,8 @@ from torch import fx
 
 from autopar.ir.layout import Layout, local_shape
 from autopar.ir.mesh import CONTEXT_AXES, axes_of_group
-from autopar.ir.ops.ops import op, op_name
+from autopar.ir.ops.op_facts import argument_place
+from autopar.ir.ops.ops import op, op_name, semantic_of
 from autopar.ir.ops.ring_ops import (
     RING_ATTENTION,
     RING_ATTENTION_BACKWARD,
@@ -28,10 +29,6 @@ from autopar.machines.model import ATTENTION
 MADE_BY = "ring"
 KEYS = 2  # the dim of keys and values that goes round
 _SCATTER = op("reduce_scatter")
-# The place of the queries among the arguments; keys, values and mask come after them.
-_QUERIES: Mapping[Any, int] = {
-    op(f"{kind}attention{way}"): int(way != "") for kind in ("", "dropped_", "compared_") for way in ("", "_backward")
-}
 _RINGS: Mapping[bool, tuple[Any, Any]] = {  # forward and backward, without a mask and with a condition
     False: (RING_ATTENTION, RING_ATTENTION_BACKWARD), True: (RING_COMPARED, RING_COMPARED_BACKWARD),
 }  # fmt: skip
@@ -228,9 +225,10 @@ class _Rings:
 
 def _found(node: fx.Node) -> _Found | str:
     """What a ring needs to know of an attention; why there can be none, or "" for all other nodes."""
-    first = _QUERIES.get(node.target)
-    if first is None:
+    queries = argument_place(node.target, "q") if semantic_of(node.target) else None
+    if queries is None:
         return ""
+    first = queries[0]  # keys, values and mask come after them
     args: tuple[Any, ...] = node.args
     gathers = [one for one in args[first + 1 : first + 3] if _is_gather(one)]
     if not gathers:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from autopar.ir.ops import aliasing
+from autopar.ir.ops import op_facts
 from autopar.ir.ops.fusible import Fusible, fusible
 from autopar.ir.ops.measure import local_type
 from autopar.ir.ops.ops import is_mesh_op, op
@@ -22,7 +22,6 @@ from autopar.ir.program import Program, TensorType, is_getitem, record
 aten = torch.ops.aten
 MOST_PIECES = 8  # that one call puts together: each is a branch in the kernel
 _COORD = op("coord")
-_JOINS = frozenset((aten.cat.default, aten.stack.default))
 _CAST = aten._to_copy.default
 _ADD = aten.add.Tensor
 _ADDING = frozenset((op("einsum"), op("embedding_backward")))
@@ -91,7 +90,7 @@ class Facts:
             return False
         if is_getitem(node):
             return self.is_view(node.args[0])  # type: ignore[arg-type]
-        return aliasing.is_view(node.target)
+        return op_facts.is_view(node.target)
 
     def is_part(self, node: fx.Node) -> bool:
         """True for one of several results of a call that a kernel computes."""
@@ -101,7 +100,7 @@ class Facts:
         how = self.how.get(node)
         if how is None or self.is_view(node) or node in self.added or is_getitem(node):
             return False
-        if node.target in _JOINS and len(node.all_input_nodes) > MOST_PIECES:
+        if op_facts.facts_of(node.target).moves == "joined" and len(node.all_input_nodes) > MOST_PIECES:
             return False
         types = [self.types[each] for each in self.values(node)]
         return all((type_.shape or how.columns) and type_.numel for type_ in types)

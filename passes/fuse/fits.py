@@ -9,9 +9,10 @@ from typing import Literal
 
 from torch import fx
 
+from autopar.ir.ops.op_facts import facts_of
 from autopar.ir.ops.ops import op, semantic_of
 from autopar.ir.program import is_getitem
-from autopar.passes.fuse.facts import Facts, ViewedRead, aten
+from autopar.passes.fuse.facts import Facts, ViewedRead
 from autopar.passes.fuse.shapes import (
     ends_in,
     first_moved,
@@ -29,11 +30,6 @@ KEPT_WIDTH = 16_384  # rows that are no longer stay in registers; of longer ones
 USABLE = 0.9
 Level = Literal["full", "row", "vector", "piece", "column"]
 _PER_ROW = frozenset((op("cross_entropy_backward"), op("pick_backward")))  # their operands without the last dim
-_SAME_ROWS = frozenset(
-    (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim,
-     aten.squeeze.dims, aten.alias.default, aten.detach.default)
-)  # fmt: skip
-_PERMUTES = frozenset((aten.permute.default, aten.transpose.int, aten.t.default))
 
 
 @dataclass(slots=True)
@@ -193,11 +189,12 @@ class KernelFit:
         if view not in self.facts.types:
             return True  # a split: its parts are looked at
         source, shape = self.facts.types[source_of(view)], self.facts.types[view]
-        if view.target in _SAME_ROWS:
+        moves = facts_of(view.target).moves
+        if moves in ("same", "flat"):
             return source.numel in (self.rows, self.rows * self.width) or source.numel == shape.numel == self.width
-        if view.target in _PERMUTES:
+        if moves == "turned":
             return moves_ones_only(view, source.shape)
-        if view.target is aten.expand.default:
+        if moves == "repeated":
             return rows_align(source.shape, shape.shape, self.rows) or source.numel <= self.width
         return self.rows in leading(source.shape) and self.rows in leading(shape.shape)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from autopar.ir.ops.measure import human
+from autopar.ir.ops.op_facts import facts_of
 from autopar.ir.ops.ops import is_collective, op, op_name
 from autopar.ir.ops.ring_ops import is_ring
 from autopar.ir.program import is_getitem, record
@@ -18,7 +19,6 @@ PASSES = {
     op("cross_entropy_backward"): 4, op("pick_backward"): 2,
 }  # fmt: skip
 _ATTENTION = ("attention", "compared_attention", "dropped_attention")
-_PRODUCTS = ("einsum", "expert_mm", "expert_mm_backward", "mm", "bmm", "convolution", "convolution_backward")
 _WORDS = {
     BETWEEN: "a call that must run between", CYCLE: "a cycle: it reads what the group makes, and makes what it reads",
     PHASE: "forward and backward stay apart", "other rows": "other rows or columns",
@@ -70,7 +70,7 @@ def _why(groups: Groups, unit: Unit, node: fx.Node) -> str:
         return "a collective"
     if op_name(call.target).removesuffix("_backward") in _ATTENTION:
         return "attention"
-    if record(call).flops or op_name(call.target) in _PRODUCTS:
+    if record(call).flops or facts_of(call.target).precision == "low":
         return "a product"
     other = groups.of.get(node)
     if other is None or other.fit is None:

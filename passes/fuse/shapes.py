@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import fx
 
+from autopar.ir.ops.op_facts import argument_of, argument_place
 from autopar.ir.program import is_getitem
 from autopar.passes.fuse.facts import ViewedRead, aten
 
@@ -29,20 +30,11 @@ def source_of(view: fx.Node) -> fx.Node:
 
 def first_moved(node: fx.Node, rank: int) -> int:
     """The first dim along which a call moves elements."""
-    args: Any = node.args
-    match node.target:
-        case aten.constant_pad_nd.default:
-            return rank - len(args[1]) // 2
-        case aten.flip.default:
-            return min(dim % rank for dim in args[1])
-        case aten.cat.default | aten.stack.default:
-            place = 1
-        case aten.slice_backward.default | aten.select_backward.default:
-            place = 2
-        case _:
-            return 0
-    dim: Any = args[place] if len(args) > place else node.kwargs.get("dim", 0)
-    return int(dim % rank)
+    pads = argument_of(node, "pad")
+    if pads is not None:
+        return rank - len(pads) // 2
+    dims = argument_of(node, "dims" if argument_place(node.target, "dims") else "dim")
+    return min((dim % rank for dim in ([dims] if isinstance(dims, int) else dims or ())), default=0)
 
 
 def ends_in(shape: tuple[int, ...], width: int) -> bool:

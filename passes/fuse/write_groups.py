@@ -8,16 +8,16 @@ from operator import getitem
 from torch import fx
 
 from autopar.ir.ops.fused import COLUMNS, POINTS, ROWS, Fused
+from autopar.ir.ops.op_facts import facts_of, made_of
 from autopar.ir.ops.ops import op_name
 from autopar.ir.program import Builder, Program, Record, is_getitem, operand_nodes, record, set_record
-from autopar.passes.fuse.facts import Facts, aten
+from autopar.passes.fuse.facts import Facts
 from autopar.passes.fuse.fits import KernelFit
 from autopar.passes.fuse.groups import Groups, Unit
 
 MADE_BY = "fuse"
 MOST_WORDS = 4  # of a group's name
-_PERMUTES = frozenset((aten.permute.default, aten.transpose.int))
-_SILENT = frozenset(("_to_copy", "clone", "full", "zeros", "ones", "cat", "stack"))  # in a name
+_SILENT = ("same", "joined")  # in a name: calls that move elements so
 
 
 @dataclass(slots=True)
@@ -114,7 +114,7 @@ class GroupWriter:
 
 def _turns(view: fx.Node, value: fx.Node) -> bool:
     """True for a permutation of a value, in the same pass of the two."""
-    return view.target in _PERMUTES and record(view).phase == record(value).phase
+    return facts_of(view.target).moves == "turned" and record(view).phase == record(value).phase
 
 
 @dataclass(slots=True)
@@ -179,9 +179,10 @@ def name_of(fit: KernelFit) -> str:
     """What a group does: its first calls, those that read rows before others."""
     facts = fit.facts
     rows = [node for node in fit.calls if facts.how[node].width]  # type: ignore[union-attr]
-    words = [op_name(node.target).strip("_") for node in (*rows, *fit.calls)]
-    kept = [word for word in dict.fromkeys(words) if word not in _SILENT] or words
-    return "_".join(kept[:MOST_WORDS])
+    calls = dict.fromkeys((*rows, *fit.calls))
+    telling = [node for node in calls if not made_of(node.target) and facts_of(node.target).moves not in _SILENT]
+    words = dict.fromkeys(op_name(node.target).strip("_") for node in telling or calls)
+    return "_".join(list(words)[:MOST_WORDS])
 
 
 def kind_of(fit: KernelFit) -> str:

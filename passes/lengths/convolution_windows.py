@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.ir.ops.op_facts import facts_of
 from autopar.ir.ops.ops import op
 from autopar.ir.plan import Plan
 from autopar.ir.program import Builder, Program, TensorType, erase_unused, is_getitem, operand_nodes, record
@@ -159,7 +160,7 @@ class _Windows:
     def _is_added(self, user: fx.Node, value: fx.Node) -> bool:
         """True for an op place by place whose other operands have no dims of space."""
         row = self.table.get(str(user.target))
-        is_plain = row is not None and row.pointwise and row.shape_arg is None and row.local is None
+        is_plain = row is not None and facts_of(user.target).pointwise and row.shape_arg is None and row.local is None
         shapes = [record(operand).type.shape[-len(record(value).type.shape) + 2 :] for operand in operand_nodes(user)
                   if operand is not value]  # fmt: skip
         alike = record(user).is_tensor and record(user).type.shape == record(value).type.shape

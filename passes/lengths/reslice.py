@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.ir.ops.op_facts import facts_of, is_zeros
 from autopar.ir.ops.ops import op_name
 from autopar.ir.plan import Plan
 from autopar.ir.program import Builder, Program, erase_unused, is_getitem, record
 from autopar.passes.lengths.sliced_rows import Window, alone_in, lengths_in, window_of
 from autopar.passes.masks.rowwise import Known
 from autopar.passes.search.intents import context_axes
-from autopar.passes.sorts.sorted_keys import is_zeros
 
 aten = torch.ops.aten
 MADE_BY = "reslice"
@@ -107,20 +107,19 @@ class Rows:
 def _rows_of(node: fx.Node, known: Known) -> Rows | None:
     """The rows that a call takes; None for one that does something else."""
     args: Any = node.args
-    match op_name(node.target):
+    name, moves = op_name(node.target), facts_of(node.target).moves
+    if moves == "taken":
+        return _indexed(node, known)
+    if moves == "joined":
+        return _joined([_item(one) if name == "stack" else _rows_of(one, known) for one in args[0]], _dim(node))
+    match name:
         case "getitem":
             return _part(*args)
         case "slice":
             found = window_of(node)
             return None if found is None else Rows(args[0], found[0], found[1].start, found[1].start + found[1].short)
-        case "index" | "index_select":
-            return _indexed(node, known)
         case "constant_pad_nd":
             return _cut(args[0], args[1])
-        case "cat":
-            return _joined([_rows_of(one, known) for one in args[0]], _dim(node))
-        case "stack":
-            return _joined([_item(one) for one in args[0]], _dim(node))
     return None
 
 
@@ -139,7 +138,7 @@ def _part(split: fx.Node, index: int) -> Rows | None:
 def _indexed(node: fx.Node, known: Known) -> Rows | None:
     """Rows by an index that is a run of numbers."""
     args: Any = node.args
-    x, dim, index = args if op_name(node.target) == "index_select" else (args[0], *_only(args[1]))
+    x, dim, index = args if isinstance(args[1], int) else (args[0], *_only(args[1]))
     run = None if index is None else _run(index, known)
     return None if run is None else Rows(x, dim % len(record(x).type.shape), *run)
 
@@ -239,7 +238,7 @@ def _among_zeros(parts: Sequence[fx.Node], dim: int, sizes: Sequence[int], known
 
 
 def _is_zero(node: fx.Node) -> bool:
-    while op_name(node.target) in ("expand", "reshape", "view"):
+    while facts_of(node.target).moves in ("flat", "turned", "repeated"):
         node = node.args[0]  # type: ignore[assignment]
     return is_zeros(node)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.ir.ops.op_facts import is_zeros
 from autopar.ir.ops.ops import op
 from autopar.ir.plan import Plan
 from autopar.ir.program import Builder, Program, erase_unused, operand_nodes, record
@@ -138,8 +139,7 @@ def _of_cat(node: fx.Node) -> Shift | None:
     dim %= len(record(node).type.shape)
     for zeros, rows, sign in ((parts[0], parts[1], 1), (parts[1], parts[0], -1)):
         by, cut = record(zeros).type.shape[dim], window_of(rows)
-        is_zero = zeros.target is aten.full.default and zeros.args[1] == 0
-        if not is_zero or cut is None or cut[0] != dim or cut[1].short != cut[1].long - by:
+        if not is_zeros(zeros) or cut is None or cut[0] != dim or cut[1].short != cut[1].long - by:
             continue
         if cut[1].start == (0 if sign > 0 else by) and cut[1].short:
             return operand_nodes(rows)[0], dim, sign * by

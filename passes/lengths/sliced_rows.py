@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.ir.ops.op_facts import facts_of, fill_of, made_of
 from autopar.ir.ops.ops import op, op_name, semantic_of
 from autopar.ir.program import Program, TensorType, operand_nodes, record, source_of
 from autopar.passes.rules import call_of
@@ -24,13 +25,7 @@ from autopar.passes.rules.through import Through, gives, resize, resized, throug
 aten = torch.ops.aten
 
 NARROW = 16  # a value of so many times fewer elements than what is sliced may be cut, or padded, all the same
-_SUMS = (aten.sum.default, aten.sum.dim_IntList)
-_VIEWS = frozenset(
-    f"aten.{name}" for name in ("view.default", "_unsafe_view.default", "view_copy.default", "reshape.default",
-                                "permute.default", "transpose.int", "t.default", "unsqueeze.default",
-                                "squeeze.default", "squeeze.dim", "squeeze.dims", "expand.default")
-)  # fmt: skip
-_ALIKE = {aten.zeros.default: 0, aten.ones.default: 1}
+_VIEWS = ("flat", "turned", "repeated")  # of the elements that were there
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,25 +142,23 @@ class SlicedRows:
             for user in readers(pending.pop()):
                 if user.target is op("checked_index"):
                     found.append(user)
-                elif user in self.calls and str(user.target) in _VIEWS:
+                elif user in self.calls and facts_of(user.target).moves in _VIEWS:
                     pending.append((user, 0))
         return found
 
     def _rest(self, node: fx.Node) -> Any:
         """The number in the dropped rows of a call's result; None where it is not known."""
-        operands = operand_nodes(node)
-        if node.target is aten.full.default:
-            return node.args[1]
-        if node.target in _ALIKE:
-            return _ALIKE[node.target]
+        operands, facts, is_sum = operand_nodes(node), facts_of(node.target), op_name(node.target) == "sum"
+        if made_of(node.target):
+            return fill_of(node)
         known = [self.number(operand) for operand in operands]
-        if str(node.target) in _VIEWS or node.target is op("checked_index"):
+        if facts.moves in _VIEWS or node.target is op("checked_index"):
             return known[0]
         if node.target is aten.where.self and known[0] is not None:
             return known[1] if known[0] else known[2]
-        if node.target in _SUMS:
+        if is_sum:
             return known[0] if known[0] == 0 else None
-        if not self.calls[node].row.pointwise or None in known or record(node).several or not known:
+        if not facts.pointwise or None in known or record(node).several or not known:
             return None
         numbers = {o: torch.tensor(n, dtype=record(o).type.dtype) for o, n in zip(operands, known, strict=True)}
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), numbers.__getitem__)
@@ -176,7 +169,7 @@ class SlicedRows:
         value = source_of(node)
         if value in self.places:
             return self.rest.get(value)
-        return node.args[1] if node.target is aten.full.default else None
+        return fill_of(node)
 
     def must_be_zero(self, node: fx.Node) -> list[int]:
         """The operands of a sum whose dropped rows must be set to zero: its terms, and what could be infinite."""
@@ -207,7 +200,8 @@ class SlicedRows:
             index, size, ignored = node.args
             number = self.number(index)  # type: ignore[arg-type]
             return number is not None and (number == ignored or 0 <= number < size)  # type: ignore[operator]
-        is_lookup = not self.calls[node].row.pointwise and str(node.target) not in _VIEWS and node.target not in _SUMS
+        facts = facts_of(node.target)
+        is_lookup = not facts.pointwise and facts.moves not in _VIEWS and op_name(node.target) != "sum"
         checked = semantic_of(node.target) is not None
         for i, operand in enumerate(operand_nodes(node)):
             is_index = not record(operand).type.dtype.is_floating_point and self.at(operand) is not None

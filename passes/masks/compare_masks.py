@@ -14,7 +14,6 @@ from autopar.ir.program import Builder, Program, erase_unused, record
 from autopar.passes.masks.mask_conditions import MaskCondition, condition_of
 from autopar.passes.masks.mask_vectors import MaskVectors
 from autopar.passes.masks.rowwise import Known
-from autopar.passes.rules import table_of
 
 MADE_BY = "compare_masks"
 Sizes = dict[str, int]
@@ -50,7 +49,7 @@ def compare_masks(program: Program, plan: Plan) -> Program:
     is causal and no window, the op is told so in place of a comparison, and its work is balanced. A mask of which not
     every element is known to come from such comparisons stays as it is.
     """  # noqa: E501
-    table, known, found = table_of(plan), Known(), dict[fx.Node, tuple[MaskCondition, Sizes]]()
+    known, found = Known(), dict[fx.Node, tuple[MaskCondition, Sizes]]()
     conditions: dict[tuple[Any, ...], MaskCondition | None] = {}
     for node in program.calls():
         if node.target not in _MASK_AT or node.args[_MASK_AT[node.target]] is None:
@@ -58,7 +57,7 @@ def compare_masks(program: Program, plan: Plan) -> Program:
         mask, causal, sizes = _read(node)
         key = mask, causal, tuple(sizes.items())
         if key not in conditions:
-            conditions[key] = condition_of(mask, sizes, causal, table, known)
+            conditions[key] = condition_of(mask, sizes, causal, known)
         condition = conditions[key]
         if condition is not None:
             found[node] = condition, sizes

@@ -28,7 +28,6 @@ from autopar.passes.masks.mask_reach import reach_of
 from autopar.passes.masks.mask_values import Cases, MaskValues, Vector
 from autopar.passes.masks.mask_views import axes_of, under
 from autopar.passes.masks.rowwise import Known
-from autopar.passes.rules.rule import Table
 
 MOST = 16  # vectors of a condition
 # A number that hides a key as -inf does, beside one that is seen: exp(score + HIDING - score of the other) is 0 for all
@@ -48,15 +47,13 @@ class MaskCondition:
     reach: int | None = None
 
 
-def condition_of(
-    mask: fx.Node, sizes: Mapping[str, int], causal: bool, table: Table, known: Known
-) -> MaskCondition | None:
+def condition_of(mask: fx.Node, sizes: Mapping[str, int], causal: bool, known: Known) -> MaskCondition | None:
     """What stands for the mask of an attention of these sizes (b, h, s, t); None if it stays a tensor."""
     shape = record(mask).type.shape
     letters = ("b", "h", "s", "t")[4 - len(shape) :]
     if not (causal or {"s", "t"} <= axes_of(shape, letters)):
         return None  # the tensor is a vector itself
-    values = MaskValues(sizes, table, known)
+    values = MaskValues(sizes, known)
     found = values.of(mask, letters)
     if not isinstance(found, Cases):
         return None

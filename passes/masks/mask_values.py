@@ -16,21 +16,14 @@ import torch
 from torch import fx
 
 from autopar.ir.comparisons import TRUE, BoolVector, Comparison, Condition, every, opposite, some
+from autopar.ir.ops.op_facts import SIGNS, facts_of, fill_of
 from autopar.ir.ops.ops import op_name
 from autopar.ir.program import operand_nodes, record
 from autopar.passes.masks.mask_views import Letters, axes_of, in_order, under
 from autopar.passes.masks.rowwise import Known
-from autopar.passes.rules.rule import Table
 
 MOST = 32  # combinations of the numbers of operands
-_FILLS: Mapping[str, Any] = {
-    "full": 1, "new_full": 2, "full_like": 1, "scalar_tensor": 0, "zeros": 0.0, "new_zeros": 0.0, "zeros_like": 0.0,
-    "ones": 1.0, "new_ones": 1.0, "ones_like": 1.0,
-}  # fmt: skip
-"""What makes a tensor of one number: the place of the number, or the number itself as a float."""
-_SIGNS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
 _TURNED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "==": "==", "!=": "!="}
-_SAME = frozenset({"clone", "alias", "detach", "contiguous", "lift_fresh_copy", "_to_copy"})
 _INTEGERS = (torch.int32, torch.int64)
 
 
@@ -71,8 +64,8 @@ Value = Cases | SignedSum | None  # None: not known
 class MaskValues:
     """Follows the values of masks of one size. names: of the vectors that conditions speak of."""
 
-    def __init__(self, sizes: Mapping[str, int], table: Table, known: Known) -> None:
-        self.sizes, self.table, self.known = sizes, table, known
+    def __init__(self, sizes: Mapping[str, int], known: Known) -> None:
+        self.sizes, self.known = sizes, known
         self.names: dict[Vector, str] = {}
         self._values: dict[tuple[fx.Node, Letters], Value] = {}
 
@@ -102,8 +95,7 @@ class MaskValues:
             return self.of(*below)
         if op_name(node.target) in ("tril", "triu"):
             return self._triangle(node, letters)
-        row = self.table.get(str(node.target))
-        return self._pointwise(node, letters) if row is not None and row.pointwise else None
+        return self._pointwise(node, letters) if facts_of(node.target).pointwise else None
 
     # --- vectors
 
@@ -172,14 +164,14 @@ class MaskValues:
             return None
         x, *rest = args
         assert x is not None
-        if name in _SAME:
+        if facts_of(node.target).moves == "same":
             return x if record(node).type.dtype in _INTEGERS else None
         if name == "abs":
             return SignedSum(x.terms, x.number, True)
         if not rest or rest[0] is None:
             return None
-        if name in _SIGNS:
-            found = self._compared(x, _SIGNS[name], rest[0])
+        if name in SIGNS:
+            found = self._compared(x, SIGNS[name], rest[0])
             return None if found is None else Cases(((True, found), (False, opposite(found))))
         if name in ("add", "sub", "rsub") and not (x.is_magnitude or rest[0].is_magnitude):
             first, second = (rest[0], x) if name == "rsub" else (x, rest[0])
@@ -218,12 +210,7 @@ class MaskValues:
 
 def _fill(node: fx.Node) -> Any:
     """The number that a tensor has everywhere, if that is how it is made."""
-    name = op_name(node.target)
-    place = _FILLS.get(name)
-    if place is None or getattr(node.target, "namespace", "") != "aten":
-        return None
-    number = place if isinstance(place, float) else node.args[place]
-    dtype = record(node).type.dtype
+    number, dtype = fill_of(node), record(node).type.dtype
     return torch.tensor(number, dtype=dtype).item() if isinstance(number, (bool, int, float)) else None
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from autopar.ir.ops.aliasing import is_view
+from autopar.ir.ops.op_facts import is_view
 from autopar.ir.ops.ops import op_name
 from autopar.ir.program import record
 from autopar.passes.rules import call_of, rule_of

@@ -6,11 +6,12 @@ import torch
 from torch import fx
 
 from autopar.ir.ops.names import dtype_name
+from autopar.ir.ops.op_facts import facts_of
+from autopar.ir.ops.ops import semantic_of
 from autopar.ir.ops.storage import is_view
 from autopar.ir.plan import Plan
 from autopar.ir.program import Builder, Program, TensorType, erase_unused, is_getitem, operand_nodes, record, set_record
 from autopar.passes.precision.gradient_terms import gradient_terms, is_short
-from autopar.passes.precision.kinds import STATISTICS, Kind, kind_of
 from autopar.passes.precision.types import ResultTypes
 from autopar.passes.rules import TABLE, Table, table_of
 
@@ -102,12 +103,12 @@ class _Precision:
         made = self.build.copy(node, lambda old: self._as(self.build.value[old], wanted.get(old), node))
         if self.low is None:
             return made
-        kind = kind_of(str(node.target))
+        kind = facts_of(node.target).precision
         operands = operand_nodes(made)
-        if kind is Kind.SUM and made.kwargs.get("dtype") is None and self._has(operands, self.low):
+        if kind == "sum" and made.kwargs.get("dtype") is None and self._has(operands, self.low):
             made.kwargs = {**made.kwargs, "dtype": WIDE}
         set_record(made, record(node).with_(types=self.types.of(made)) if self._differs(node, made) else record(node))
-        if kind is Kind.LOW:
+        if kind == "low":
             self.products.add(made)
         if is_view(made) or is_getitem(made):
             source = made.args[0]
@@ -127,7 +128,7 @@ class _Precision:
 
     def _wanted(self, node: fx.Node) -> dict[fx.Node, torch.dtype]:
         """The dtypes in which a call takes its operands, where it does not take them as they are."""
-        low, kind = self.low, kind_of(str(node.target))
+        low, kind = self.low, facts_of(node.target).precision
         assert low is not None
         operands = [old for old in dict.fromkeys(operand_nodes(node)) if self._dtype(old) in (low, WIDE)]
         if node.target is aten._to_copy.default:
@@ -135,21 +136,22 @@ class _Precision:
         # As it was traced: where the user turned autocast off, and a custom op or of which little is known.
         if record(node).exact or str(node.target) not in TABLE:
             return {old: record(old).type.dtype for old in operands}
-        if kind is Kind.LOW and node in self.weighted:
-            statistic = STATISTICS.get(str(node.target))
+        if kind == "low" and node in self.weighted:
+            semantic = semantic_of(node.target)
+            statistic = semantic.statistic if semantic else None
             return {old: low for old in operands if statistic is None or old is not node.args[statistic]}
-        if kind is Kind.HIGH or node in self.terms or _exceeds(node, low):
+        if kind == "high" or node in self.terms or _exceeds(node, low):
             return dict.fromkeys(operands, WIDE)
-        if kind is Kind.INSIDE:  # a gradient is rounded to what it is the gradient of: once, on its way into a product
+        if kind == "inside":  # a gradient is rounded to what it is the gradient of: once, on its way into a product
             if record(node).is_backward and not self._enters_products(node):
                 return dict.fromkeys(operands, WIDE)
             return {old: low for old in operands if self.build.value[old] in self.copies}
-        if kind is Kind.SUM:
+        if kind == "sum":
             return {}
         bias = self._bias(node)
         if bias is not None:
             return {bias: low}
-        if kind is Kind.PROMOTING:
+        if kind == "promoting":
             return {}
         sized = [old for old in operands if record(old).type.shape] or operands
         widest = WIDE if any(self._dtype(old) is WIDE for old in sized) else low
@@ -159,8 +161,8 @@ class _Precision:
         """True if all users compute in the low dtype, or add up what they are given."""
 
         def takes(user: fx.Node) -> bool:
-            kind = kind_of(str(user.target))
-            return kind is Kind.SUM or (kind is Kind.LOW and user in self.weighted)
+            kind = facts_of(user.target).precision
+            return kind == "sum" or (kind == "low" and user in self.weighted)
 
         return all(self._enters_products(user) if is_view(user) else takes(user) for user in node.users)
 
@@ -269,7 +271,7 @@ class _Precision:
             return []
         calls = [node for node in self.build.graph.nodes if node.op == "call_function" and not is_getitem(node)]
         short = sum(any(t is not None and t.dtype is self.low for t in record(node).types) for node in calls)
-        kept = {_name(node) for node in calls if kind_of(str(node.target)) is Kind.HIGH}
+        kept = {_name(node) for node in calls if facts_of(node.target).precision == "high"}
         names = ", ".join(sorted(kept)) or "no op"
         casts = sum(node.target is aten._to_copy.default for node in calls)
         name = dtype_name(self.low)

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.ir.ops.op_facts import facts_of
 from autopar.ir.program import record
 from autopar.passes.reroll.families import Family
 from autopar.passes.reroll.slots import FamilySlot, Slots, components
+from autopar.passes.rules import call_of, rule_of
+from autopar.passes.rules.build import FIRST
 
 aten = torch.ops.aten
-COPIES = (aten.clone.default, aten.alias.default, aten.detach.default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +150,10 @@ def _applied(node: fx.Node, parts: list[Affine]) -> Affine:
     _require(not node.kwargs)
     left = iter(parts)
     args = [next(left) if isinstance(arg, fx.Node) else (None, Term(None, (arg,))) for arg in node.args]
-    if target in COPIES:
+    facts = facts_of(target)
+    if facts.moves == "same":
         return args[0]
-    if target is aten.neg.default:
+    if len(args) == 1 and facts.pointwise and (found := rule_of(call_of(node))) and found[0].linear == FIRST:
         return _each(target, args[0])
     if target in (aten.add.Tensor, aten.sub.Tensor) and len(args) == 2:
         (a, b), (c, d) = args[0], args[1] if target is aten.add.Tensor else _each(aten.neg.default, args[1])

@@ -123,13 +123,6 @@ class Slots:
         return found if found is not None and found[0] in self.rolled else None
 
 
-def is_zero(node: fx.Node) -> bool:
-    """True for a constant of zeros."""
-    if node.target in (aten.full.default, aten.full_like.default):
-        return not isinstance(node.args[1], fx.Node) and bool(node.args[1] == 0)
-    return node.target in (aten.zeros.default, aten.zeros_like.default)
-
-
 def components(graph: Mapping[T, Collection[T]]) -> list[list[T]]:
     """The strongly connected components of a graph (Tarjan 1972), each after those that it reads."""
     place: dict[T, int] = {}

@@ -9,30 +9,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.ops.ops import op, semantic_of
-from autopar.ir.program import is_getitem, record
-from autopar.passes.rules.rule import Table
+from autopar.ir.ops.op_facts import argument_place, facts_of
+from autopar.ir.ops.ops import op
+from autopar.ir.program import TensorType, is_getitem, record
+from autopar.passes.rules.local import with_arg
+from autopar.passes.rules.rule import Call, Table
+from autopar.passes.rules.through import Through, through
 
 aten = torch.ops.aten
-# The argument that names dims, and what it is if it is not given. Dims that are counted from the end stay.
-DIMS: Mapping[Any, tuple[int, Any]] = {
-    **dict.fromkeys((aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.select.int), (1, None)),
-    **dict.fromkeys((aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default), (1, None)),
-    **dict.fromkeys((aten._softmax.default, aten._log_softmax.default, aten.cumsum.default), (1, None)),
-    **dict.fromkeys((aten._softmax_backward_data.default, aten._log_softmax_backward_data.default), (2, None)),
-    **dict.fromkeys((aten.flip.default, aten.any.dim, aten.all.dim, aten.linalg_vector_norm.default), (1, None)),
-    **dict.fromkeys((aten.slice.Tensor, aten.cat.default, aten.stack.default, aten.unbind.int), (1, 0)),
-    **dict.fromkeys((aten.split.Tensor, aten.split_with_sizes.default), (2, 0)),
-    **dict.fromkeys((aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default), (2, 0)),
-    **dict.fromkeys((aten.select_backward.default, aten.slice_backward.default), (2, None)),
-}
 VIEWS = (aten.reshape.default, aten.view.default, aten.expand.default)  # their argument is the shape of the result
-SIZED = (aten.select_backward.default, aten.slice_backward.default)  # of the whole, their second argument
-# These look at the last dims alone.
-LAST = frozenset(
-    (op("rms_norm"), op("logsumexp"), aten.constant_pad_nd.default, aten.native_layer_norm.default,
-     aten.tril.default, aten.triu.default)
-)  # fmt: skip
 Slots = Callable[[Any], Any]
 
 
@@ -50,16 +35,16 @@ class StepForm:
 
 def form_of(node: fx.Node, stacked: Sequence[bool], length: int, table: Table) -> StepForm | None:
     """A call for all steps, whose operands are `stacked` or the same for all. None if it has none."""
-    found = _form(node, stacked, length, table)
-    return found if found is not None and _gives(node, found, stacked, length) else None
+    found = _form(node, stacked, length)
+    return found if found is not None and _gives(node, found, stacked, length, table) else None
 
 
-def _form(node: fx.Node, stacked: Sequence[bool], length: int, table: Table) -> StepForm | None:
-    row, semantic = table.get(str(node.target)), semantic_of(node.target)
-    if semantic is not None and semantic.random:
+def _form(node: fx.Node, stacked: Sequence[bool], length: int) -> StepForm | None:
+    facts = facts_of(node.target)
+    if facts.random:
         return None
     operands = slots_of(node)
-    if row is not None and row.pointwise:
+    if facts.pointwise:
         return _pointwise(node, operands, stacked, length)
     equation = equation_of(node)
     if equation is not None:
@@ -92,10 +77,8 @@ def _pointwise(node: fx.Node, operands: Sequence[fx.Node], stacked: Sequence[boo
 
 
 def _with_dims(node: fx.Node, length: int) -> tuple[Any, tuple[Any, ...]] | None:
-    """The op and its arguments where all dims stand one further behind."""
+    """The op and its arguments where all dims stand one further behind. What names no dim looks at the last ones."""
     args, target, shape = node.args, node.target, record(node).types[0]
-    if target in LAST:
-        return target, args
     if target in VIEWS:
         assert shape is not None
         return target, (args[0], [length, *shape.shape], *args[2:])
@@ -109,18 +92,22 @@ def _with_dims(node: fx.Node, length: int) -> tuple[Any, tuple[Any, ...]] | None
     if target is aten.transpose.int:
         return target, (args[0], *(_behind(dim) for dim in args[1:]))
     if target in (aten.sum.default, aten.mean.default):
-        dims = {aten.sum.default: aten.sum.dim_IntList, aten.mean.default: aten.mean.dim}
-        return dims[target], (args[0], list(range(1, ndim + 1)))
-    if target not in DIMS:
-        return None
-    place, default = DIMS[target]
+        by_dims = {aten.sum.default: aten.sum.dim_IntList, aten.mean.default: aten.mean.dim}
+        return by_dims[target], (args[0], list(range(1, ndim + 1)))
+    sizes = argument_place(target, "input_sizes")
+    if sizes is not None:
+        args = with_arg(args, sizes[0], [length, *args[sizes[0]]])  # type: ignore[misc]
+    dims = argument_place(target, "dim", "dims")
+    if dims is None:
+        return target, args
+    place, default = dims
     given = args[place] if len(args) > place else default
-    if given is None or given == []:
+    is_all = given is None or given == []
+    if place > len(args) or (is_all and shape == source):
+        return None  # given by its name; or no sum over all dims
+    if is_all:
         given = list(range(ndim))
-    args = (*args[:place], _behind(given), *args[place + 1 :])
-    if target in SIZED:
-        args = (args[0], [length, *args[1]], *args[2:])  # type: ignore[misc]
-    return target, args
+    return target, (*args[:place], _behind(given), *args[place + 1 :])
 
 
 def _behind(dims: Any) -> Any:
@@ -157,22 +144,29 @@ def with_slots(args: Any, values: Sequence[Any]) -> Any:
     return fx.node.map_arg(args, lambda _: next(left))
 
 
-def _gives(node: fx.Node, form: StepForm, stacked: Sequence[bool], length: int) -> bool:
-    """Whether torch gives the results of the steps, one behind the other."""
-
-    def empty(i: int, one: fx.Node) -> Any:
-        found = []
-        for type_ in record(one).types:
-            shape = (length, *type_.shape) if stacked[i] or i in form.repeated else type_.shape  # type: ignore[union-attr]
-            found.append(torch.empty(form.shapes.get(i, shape), dtype=type_.dtype, device="meta"))  # type: ignore[union-attr]
-        return found if record(one).several else found[0]
-
-    values = [empty(i, one) for i, one in enumerate(slots_of(node))]
-    args, kwargs = with_slots((form.args, form.kwargs), values)
+def _gives(node: fx.Node, form: StepForm, stacked: Sequence[bool], length: int, table: Table) -> bool:
+    """Whether torch gives the results of the steps, one behind the other, by its types and by the rule of the op."""
+    if is_getitem(node):
+        return True
+    given = []
+    for i, one in enumerate(slots_of(node)):
+        own = record(one).type
+        shape = (length, *own.shape) if stacked[i] or i in form.repeated else own.shape
+        given.append(TensorType(form.shapes.get(i, shape), own.dtype))
+    empty = [torch.empty(type_.shape, dtype=type_.dtype, device="meta") for type_ in given]
+    args, kwargs = with_slots((form.args, form.kwargs), empty)
     try:
         made = form.target(*args, **kwargs)
     except (RuntimeError, IndexError, TypeError, ValueError):
         return False
-    results = made if isinstance(made, (tuple, list)) else [made]
-    wanted = [None if type_ is None else ((length, *type_.shape), type_.dtype) for type_ in record(node).types]
-    return [(tuple(one.shape), one.dtype) for one in results] == wanted
+    results = [one and TensorType((length, *one.shape), one.dtype) for one in record(node).types]
+    tensors = made if isinstance(made, (tuple, list)) else [made]
+    if [None if one is None else TensorType(tuple(one.shape), one.dtype) for one in tensors] != results:
+        return False
+    # Types alone would let an op pass that takes the steps together, as the norm of all rows but one dim.
+    known = {i: (0, 1) for i, is_stacked in enumerate(stacked) if is_stacked or i in form.repeated}
+    call = Call(
+        str(form.target), form.args, form.kwargs, tuple(given), tuple(one for one in results if one is not None)
+    )
+    found = through(call, known, table, adds=False)
+    return isinstance(found, Through) and all(at == (0, 1) for at in found.results)

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.ir.ops.op_facts import is_zeros
 from autopar.ir.ops.ops import op, op_name
 from autopar.ir.ops.storage import is_view
 from autopar.ir.program import Builder, Program, Record, TensorType, erase_unused, record
 from autopar.passes.reroll.calls import CallAdder, typed
 from autopar.passes.reroll.choose_loops import Chosen, Unit
 from autopar.passes.reroll.families import Family
-from autopar.passes.reroll.slots import FamilySlot, is_zero
+from autopar.passes.reroll.slots import FamilySlot
 from autopar.passes.reroll.step_forms import equation_of, form_of, slots_of, with_slots, with_step
 from autopar.passes.reroll.write_chains import ChainWriter, read_outside
 from autopar.passes.reroll.write_states import StateWriter, places_of
@@ -214,7 +215,7 @@ class FamilyWriter:
             return self.build.infer(aten.stack.default, rows, 0, like=like, name="steps")
         found = self.calls.moved(self.all[slot.family], slot.by, like)
         for t, node in slot.others.items():
-            if not (is_zero(node) and not 0 <= t + slot.by < slot.length):
+            if not (is_zeros(node) and not 0 <= t + slot.by < slot.length):
                 found = self.calls.chosen(slot.length, t, self._value(node), found, like)
         return found
 

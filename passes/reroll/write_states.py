@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.ir.ops.op_facts import is_zeros
 from autopar.ir.ops.ops import op, op_name
 from autopar.ir.program import Record, record
 from autopar.passes.reroll.calls import CallAdder
 from autopar.passes.reroll.families import Family
 from autopar.passes.reroll.loop_states import ONE, Recurrence, Term
-from autopar.passes.reroll.slots import FamilySlot, Slots, is_zero
+from autopar.passes.reroll.slots import FamilySlot, Slots
 
 aten = torch.ops.aten
 
@@ -37,7 +38,7 @@ class StateWriter:
         if state.a is ONE and state.start is None:
             return self.calls.build.infer(op("running_sum"), b, 0, reverse, like=known, name="state")
         a = self._whole(state.a, shape, known)
-        if state.start is not None and not is_zero(state.start[1]):
+        if state.start is not None and not is_zeros(state.start[1]):
             b = self._started(state, a, b, known)
         for t in _before(state):  # what is computed where there is no step may be infinite, and times zero is no zero
             a = self.calls.chosen(state.state.length, t, self.calls.number(0, known), a, known)

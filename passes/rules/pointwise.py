@@ -79,8 +79,8 @@ def pointwise(call: Call, linear: Linear = NONE) -> Rule:
 
 def _row(linear: Linear | LinearOf = NONE) -> Row:
     if callable(linear):
-        return Row(lambda call: pointwise(call, linear(call)), pointwise=True)
-    return Row(lambda call: pointwise(call, linear), pointwise=True)
+        return Row(lambda call: pointwise(call, linear(call)))
+    return Row(lambda call: pointwise(call, linear))
 
 
 def _two(linear: Linear, one: Linear = NONE) -> LinearOf:
@@ -164,6 +164,6 @@ ROWS: Mapping[str, Row] = {
     "aten.where.ScalarSelf": _row(_where(1, SECOND)),
     "aten.masked_fill.Scalar": _row(_masked_fill),
     "aten.masked_fill.Tensor": _row((frozenset({0, 2}),)),
-    "aten.log_sigmoid_forward.default": Row(_log_sigmoid, pointwise=True),
-    "aten.log_sigmoid_backward.default": Row(_log_sigmoid, pointwise=True),
+    "aten.log_sigmoid_forward.default": Row(_log_sigmoid),
+    "aten.log_sigmoid_backward.default": Row(_log_sigmoid),
 }

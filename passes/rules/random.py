@@ -43,6 +43,6 @@ def _random_local(pieces: Pieces) -> Arguments:
 
 
 ROWS: Mapping[str, Row] = {
-    "autopar.dropout.default": Row(_dropout, pointwise=True, local=_dropout_local, free_args=(2,)),
+    "autopar.dropout.default": Row(_dropout, local=_dropout_local, free_args=(2,)),
     "autopar.random.default": Row(_random, shape_arg=3, local=_random_local, free_args=(1,)),
 }

@@ -198,7 +198,6 @@ class Row:
     rule: makes the rule of one call.
     shape_arg: the position of the argument that is the result's shape, rewritten to the local shape.
     size_arg: (position, name) of an integer argument that is the size of a name, rewritten to the local size.
-    pointwise: the op computes each element on its own (it may be fused).
     local: makes the local arguments where `shape_arg` and `size_arg` are not enough.
     free_args: the positions of arguments that no rule reads: calls which differ in these alone are split alike.
     """
@@ -206,7 +205,6 @@ class Row:
     rule: Callable[[Call], Rule]
     shape_arg: int | None = None
     size_arg: tuple[int, str] | None = None
-    pointwise: bool = False
     local: Callable[[Pieces], Arguments] | None = None
     free_args: tuple[int, ...] = ()
 

@@ -22,7 +22,6 @@ from autopar.passes.rules.splits import Choice, Split, choice_at, place
 
 # Their results depend on where a row stands.
 _DRAWS = frozenset(f"{NAMESPACE}.{one.name}.default" for one in SEMANTIC if one.random)
-_SUMS = frozenset(("aten.sum.default", "aten.sum.dim_IntList"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,8 @@ class Through:
     @property
     def linear(self) -> tuple[frozenset[int], ...]:
         """Sets of operands: rows that are zero in all of one are zero in the results."""
-        return (frozenset({0}),) if self.call.op in _SUMS else self.rule.linear  # a sum counts booleans, too
+        is_sum = self.call.op.startswith("aten.sum.")  # which counts booleans, too
+        return (frozenset({0}),) if is_sum else self.rule.linear
 
 
 def through(call: Call, known: Mapping[int, Split], table: Table, count: int = 1, adds: bool = True) -> Through | str:

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from autopar.errors import RuleError
+from autopar.ir.ops.op_facts import facts_of
 from autopar.ir.program import CAST, Input, Program, TensorType, is_getitem, operand_nodes, record, source_of
 from autopar.passes.precision.gradient_terms import gradient_terms, is_short
 from autopar.passes.rules import Call, Rule, call_of, replicated_rule, rule_of
@@ -133,7 +134,7 @@ def build_classes(
         elif out.kind != "aux":  # what leaves beside the loss is gathered at the end, and decides nothing
             classes.results.append(place_)
     classes.gradients = list(dict.fromkeys(classes.gradients))
-    _find_values(classes, nodes, sources, colours, entries, table)
+    _find_values(classes, nodes, sources, colours, entries)
     _give_roles(classes, entries, samples)
     _find_gradient_values(classes)
     if sums is not None:
@@ -143,7 +144,6 @@ def build_classes(
 
 def _find_values(
     classes: Classes, nodes: list[fx.Node], sources: list[list[tuple[int, int]]], colours: list[int], entries: Entries,
-    table: Table,
 ) -> None:  # fmt: skip
     """What is computed from parameters alone, or element by element from those and what no batch feeds (a mask, a
     scale: the weight of a pruned layer is a weight); and what the batch feeds."""
@@ -153,15 +153,14 @@ def _find_values(
         entry = entries.get(node)
         if entry.kind == "batch" if entry else any(s in fed for s, _ in sources[i]):
             fed.add(i)
-        elif entry.kind == "parameter" if entry else _is_of_parameters([s in pure for s, _ in sources[i]], node, table):
+        elif entry.kind == "parameter" if entry else _is_of_parameters([s in pure for s, _ in sources[i]], node):
             pure.add(i)
     classes.of_parameters.update(colours[i] for i in pure)
     classes.of_batch.update(colours[i] for i in fed)
 
 
-def _is_of_parameters(are_pure: list[bool], node: fx.Node, table: Table) -> bool:
-    row = table.get(str(node.target))
-    return any(are_pure) and (all(are_pure) or (row is not None and row.pointwise))
+def _is_of_parameters(are_pure: list[bool], node: fx.Node) -> bool:
+    return any(are_pure) and (all(are_pure) or facts_of(node.target).pointwise)
 
 
 def _find_gradient_values(classes: Classes) -> None:

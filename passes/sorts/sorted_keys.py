@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.ir.ops.op_facts import facts_of, fill_of, is_zeros
+from autopar.ir.ops.ops import op_name
 from autopar.ir.program import record
 
 aten = torch.ops.aten
@@ -33,7 +35,7 @@ class Keys:
 
     def learn(self, node: fx.Node) -> Of | None:
         """Find what a value says of the keys, if anything."""
-        rule = _RULES.get(str(node.target))
+        rule = _RULES.get(op_name(node.target)) or _BY_MOVES.get(facts_of(node.target).moves)
         found = rule(self, node) if rule is not None and node.args else None
         if found is not None:
             self.of[node] = Of.KEYS if found is Of.SORTED else found
@@ -69,7 +71,7 @@ class Keys:
         values, index, _ = summands(node)
         if index is not None and index.target is aten.remainder.Scalar and index.args[1] == record(node).type.shape[0]:
             index = args_of(index)[0]
-        if index is None or self.of.get(index) is not Of.KEYS or not is_full(values, 1):
+        if index is None or self.of.get(index) is not Of.KEYS or fill_of(values) != 1:
             return None
         return Of.COUNTS if record(values).type.shape == record(index).type.shape == (self.size,) else None
 
@@ -88,18 +90,14 @@ def args_of(node: fx.Node) -> Any:
     return node.args
 
 
-def opname(node: fx.Node) -> str:
-    return str(node.target).split(".")[1]
-
-
 def summands(node: fx.Node) -> tuple[fx.Node, fx.Node | None, tuple[int, ...]]:
     """The values and the index of zeros[index] += values along dim 0, and the sizes along which that is repeated."""
-    if opname(node) == "embedding_backward":
+    if op_name(node.target) == "embedding_backward":
         values, index, _, padding = args_of(node)
         return values, index if padding < 0 else None, ()
     base, dim, index, values = args_of(node)[:4]
     is_sum = is_first(dim, base) and is_zeros(base) and not node.kwargs and len(node.args) == 4
-    rest = record(values).type.shape[1:] if opname(node) == "scatter_add" else ()
+    rest = record(values).type.shape[1:] if op_name(node.target) == "scatter_add" else ()
     return values, index if is_sum else None, rest
 
 
@@ -121,23 +119,11 @@ def is_range(node: Any, size: int) -> bool:
     )
 
 
-def is_full(node: fx.Node, value: int) -> bool:
-    return node.target is aten.full.default and bool(node.args[1] == value)
-
-
-def is_zeros(node: fx.Node) -> bool:
-    return is_full(node, 0) or str(node.target) in ("aten.zeros_like.default", "aten.new_zeros.default",
-                                                     "aten.zeros.default")  # fmt: skip
-
-
 _RULES: Mapping[str, Callable[[Keys, fx.Node], Of | None]] = {
-    **dict.fromkeys(("aten._to_copy.default", "aten.clone.default", "aten.unsqueeze.default", "aten.view.default",
-                     "aten.reshape.default"), Keys.same),
-    "aten.eq.Tensor": Keys.compared,
-    "aten.sum.dim_IntList": Keys.summed,
-    "aten.histc.default": Keys.counted,
-    **dict.fromkeys(("autopar.embedding_backward.default", "aten.index_add.default", "aten.scatter_add.default"),
-                    Keys.added_up),
-    "aten.cumsum.default": Keys.ends,
-    "aten.searchsorted.Tensor": Keys.group_of,
-}  # fmt: skip
+    "eq": Keys.compared,
+    "sum": Keys.summed,
+    "histc": Keys.counted,
+    "cumsum": Keys.ends,
+    "searchsorted": Keys.group_of,
+}
+_BY_MOVES = {"same": Keys.same, "flat": Keys.same, "added": Keys.added_up}

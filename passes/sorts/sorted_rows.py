@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.ir.ops.op_facts import facts_of, is_zeros, made_of
+from autopar.ir.ops.ops import op_name
 from autopar.ir.program import Builder, is_getitem, operand_nodes, record
 from autopar.passes.rules import call_of
 from autopar.passes.rules.rule import Table
 from autopar.passes.rules.through import through
-from autopar.passes.sorts.sorted_keys import Keys, Of, args_of, is_first, is_range, is_zeros, opname, summands
+from autopar.passes.sorts.sorted_keys import Keys, Of, args_of, is_first, is_range, summands
 
 aten = torch.ops.aten
 
-SORTS = frozenset(("aten.sort.default", "aten.sort.stable", "aten.argsort.default", "aten.argsort.stable",
-                   "aten.topk.default"))  # fmt: skip
 Make = Callable[[Builder, fx.Node], fx.Node]
 
 
@@ -80,7 +80,7 @@ class SortedRows:
         values, *rest = args_of(node)
         if record(values).type.shape != (self.size,):
             return False
-        if str(node.target) == "aten.topk.default":
+        if op_name(node.target) == "topk":
             said = dict(zip(("k", "dim", "largest", "sorted"), rest, strict=False)) | node.kwargs
             return said["k"] == self.size and said.get("largest") is False and said.get("sorted") is not False
         if str(node.target) in ("aten.sort.default", "aten.argsort.default"):
@@ -90,7 +90,7 @@ class SortedRows:
     def _sort_gives(self, node: fx.Node, order: Order) -> None:
         """The results of a sort: the sorted keys, or 0..n-1 if it sorts places; and their order."""
         self.sorts.append(node)
-        if "argsort" in str(node.target):
+        if op_name(node.target) == "argsort":
             self.facts[node] = order
             return
         for user in node.users:
@@ -111,7 +111,9 @@ class SortedRows:
             return False
         if all(isinstance(self.facts.get(operand, RowsInOrder()), RowsInOrder) for operand in node.all_input_nodes):
             return self._row_by_row(node)
-        rule = _RULES.get(str(node.target))
+        if made_of(node.target):
+            return self._blank(node)
+        rule = _RULES.get(op_name(node.target)) or _BY_MOVES.get(facts_of(node.target).moves)
         return rule is not None and rule(self, node)
 
     # --- places of rows
@@ -121,7 +123,7 @@ class SortedRows:
         order = self.facts.get(index)
         return order if isinstance(order, Order) and record(index).type.shape == (self.size, *rest) else None
 
-    def blank(self, node: fx.Node) -> bool:
+    def _blank(self, node: fx.Node) -> bool:
         self.facts[node] = Blank()
         return True
 
@@ -136,7 +138,7 @@ class SortedRows:
     def divided(self, node: fx.Node) -> bool:
         """order // count: the token of each row."""
         order, divisor = self.facts.get(args_of(node)[0]), args_of(node)[1]
-        is_floor = str(node.target) != "aten.div.Tensor_mode" or node.kwargs.get("rounding_mode") == "floor"
+        is_floor = op_name(node.target) == "floor_divide" or node.kwargs.get("rounding_mode") == "floor"
         if not isinstance(order, Order) or order.inverse or not is_floor or not isinstance(divisor, int):
             return False
         self.facts[node] = Order(order.count * divisor)
@@ -154,11 +156,12 @@ class SortedRows:
         """A cast, or a view that keeps the rows' dim and repeats the order along those after it."""
         source = args_of(node)[0]
         order, given, made = self.facts.get(source), record(source).type.shape, record(node).type
-        keeps = len(made.shape) == len(given) if opname(node) == "expand" else made.numel == math.prod(given)
+        keeps = len(made.shape) == len(given) if op_name(node.target) == "expand" else made.numel == math.prod(given)
         is_place = not made.dtype.is_floating_point and made.dtype.itemsize >= 4
         if not isinstance(order, Order) or not is_place or not keeps or made.shape[:1] != given[:1]:
             return False
-        if opname(node) in ("view", "reshape") and math.prod(given) != self.size:
+        is_shaped = facts_of(node.target).moves == "flat" and op_name(node.target) != "unsqueeze"
+        if is_shaped and math.prod(given) != self.size:
             return False
         self.facts[node] = order
         return True
@@ -166,7 +169,7 @@ class SortedRows:
     def taken(self, node: fx.Node) -> bool:
         """x[order]: the rows of x, each `count` times; or back from the order."""
         x, index = _looked_up(node)
-        rest = record(node).type.shape[1:] if opname(node) == "gather" else ()
+        rest = record(node).type.shape[1:] if op_name(node.target) == "gather" else ()
         order = None if index is None else self._order(index, *rest)
         of = self.facts.get(x)
         if order is None or (rest and record(x).type.shape[1:] != rest):
@@ -187,8 +190,15 @@ class SortedRows:
         """base[order] = values: the inverse of the order, or back from the order. Every row of the base is written."""
         base, index, values, adds = _written(node)
         type_ = record(node).type
-        order = None if index is None else self._order(index, *(type_.shape[1:] if opname(node) == "scatter" else ()))
-        if order is None or order.count != 1 or type_.shape[0] != self.size or (adds and not is_zeros(base)):
+        rest = type_.shape[1:] if op_name(node.target) == "scatter" else ()
+        order = None if index is None or node.kwargs else self._order(index, *rest)
+        if (
+            not isinstance(values, fx.Node)
+            or order is None
+            or order.count != 1
+            or type_.shape[0] != self.size
+            or (adds and not is_zeros(base))
+        ):
             return False
         if not isinstance(self.facts.get(base, Blank()), Blank):
             return False
@@ -286,7 +296,7 @@ Looked = tuple[fx.Node, fx.Node | None]
 def _looked_up(node: fx.Node) -> Looked:
     """x and the index of x[index], along dim 0."""
     x, *rest = args_of(node)
-    if opname(node) == "index":
+    if op_name(node.target) == "index":
         return x, rest[0][0] if len(rest[0]) == 1 else None
     return x, rest[1] if is_first(rest[0], x) else None
 
@@ -294,24 +304,22 @@ def _looked_up(node: fx.Node) -> Looked:
 def _written(node: fx.Node) -> tuple[fx.Node, fx.Node | None, Any, bool]:
     """The base, the index, the values of base[index] = values along dim 0; True if they are added."""
     base, *rest = args_of(node)
-    if opname(node) == "index_put":
+    if op_name(node.target) == "index_put":
         indices, values, *add = rest
         return base, indices[0] if len(indices) == 1 else None, values, bool(add and add[0])
     return base, rest[1] if is_first(rest[0], base) else None, rest[2], False
 
 
-# What an op makes of the order of a sort, and what it makes of the keys. What is not here shows the order.
+# What an op makes of the order of a sort, by what it is or by how it moves elements. What is not here shows the order.
 _RULES: Mapping[str, Callable[[SortedRows, fx.Node], bool]] = {
-    **dict.fromkeys(("aten.empty_like.default", "aten.zeros_like.default", "aten.new_zeros.default",
-                     "aten.new_empty.default"), SortedRows.blank),
-    **dict.fromkeys(SORTS, SortedRows.resorted),
-    **dict.fromkeys(("aten.div.Tensor_mode", "aten.floor_divide.default", "aten.floor_divide.Scalar"),
-                    SortedRows.divided),
-    "aten.remainder.Scalar": SortedRows.wrapped,
-    **dict.fromkeys(("aten._to_copy.default", "aten.clone.default", "aten.unsqueeze.default", "aten.view.default",
-                     "aten.reshape.default", "aten.expand.default"), SortedRows.reshaped),
-    **dict.fromkeys(("aten.index.Tensor", "aten.index_select.default", "aten.gather.default"), SortedRows.taken),
-    **dict.fromkeys(("aten.index_put.default", "aten.index_copy.default", "aten.scatter.src"), SortedRows.put),
-    **dict.fromkeys(("autopar.embedding_backward.default", "aten.index_add.default", "aten.scatter_add.default"),
-                    SortedRows.added),
-}  # fmt: skip
+    "div": SortedRows.divided,
+    "floor_divide": SortedRows.divided,
+    "remainder": SortedRows.wrapped,
+}
+_BY_MOVES: Mapping[str, Callable[[SortedRows, fx.Node], bool]] = {
+    **dict.fromkeys(("same", "flat", "repeated"), SortedRows.reshaped),
+    "taken": SortedRows.taken,
+    "put": SortedRows.put,
+    "added": SortedRows.added,
+    "sorted": SortedRows.resorted,
+}

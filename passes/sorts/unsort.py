@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from torch import fx
 
+from autopar.ir.ops.op_facts import facts_of
 from autopar.ir.plan import Plan
 from autopar.ir.program import Builder, Program, erase_unused, record
 from autopar.passes.rules import table_of
-from autopar.passes.sorts.sorted_rows import SORTS, Make, RowsInOrder, SortedRows
+from autopar.passes.sorts.sorted_rows import Make, RowsInOrder, SortedRows
 
 MADE_BY = "unsort"
 
@@ -43,7 +44,7 @@ def unsort(program: Program, plan: Plan) -> Program:
     moved: set[fx.Node] = set()
     known: set[fx.Node] = set()  # a sort of an order is part of what is known of the sort that made the order
     for node in program.calls():
-        if str(node.target) in SORTS and node not in known:
+        if facts_of(node.target).moves == "sorted" and node not in known:
             found = SortedRows(node, table_of(plan))
             if found.is_unseen():
                 instead |= found.instead

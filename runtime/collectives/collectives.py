@@ -8,7 +8,6 @@ mesh and for micro-batches), torch.distributed (distributed.py), functional coll
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -135,16 +134,8 @@ def _as_it_is(result: Tensor) -> Tensor:
     return result
 
 
-_BEGIN: Mapping[Any, Callable[..., Step]] = MappingProxyType(
-    {
-        op("all_reduce"): _all_reduce,
-        op("all_gather"): _all_gather,
-        op("reduce_scatter"): _reduce_scatter,
-        op("all_to_all"): _all_to_all,
-        op("shift"): _shift,
-        op("halo"): halo,
-        op("halo_sum"): halo_sum,
-        op("earlier"): _earlier,
-        op("later"): _later,
-    }
-)
+# Each function has the name of its collective.
+_BEGIN: Mapping[Any, Callable[..., Step]] = {
+    op(one.__name__.strip("_")): one
+    for one in (_all_reduce, _all_gather, _reduce_scatter, _all_to_all, _shift, halo, halo_sum, _earlier, _later)
+}

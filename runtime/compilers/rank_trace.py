@@ -14,14 +14,13 @@ import torch
 from torch import fx
 
 from autopar.errors import BatchError
+from autopar.ir.ops.op_facts import creates
 from autopar.ir.ops.ops import NAMESPACE, is_mesh_op, op
 from autopar.ir.ops.ring_ops import is_ring
 from autopar.ir.program import Program
 from autopar.runtime.compilers.functional import FunctionalCollectives
-from autopar.runtime.executor.callables import function_of
 from autopar.runtime.executor.executor import describe_read, schema_arguments
-from autopar.runtime.executor.kernel_table import KERNELS
-from autopar.runtime.kernels.direct import creates
+from autopar.runtime.executor.kernel_table import KERNELS, function_of
 from autopar.runtime.kernels.indices import checked_index
 from autopar.runtime.kernels.kernel import Function
 from autopar.runtime.pipeline.slices import apart, wide

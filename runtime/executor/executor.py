@@ -22,14 +22,14 @@ from torch import fx
 
 from autopar.errors import AutoparError, BatchError
 from autopar.ir.ops.fused import Fused, fused_of
+from autopar.ir.ops.op_facts import creates
 from autopar.ir.ops.ops import is_mesh_op, op
 from autopar.ir.ops.ring_ops import is_ring
 from autopar.ir.ops.unfused import in_place, unfused
 from autopar.ir.program import has_record, is_getitem, record
 from autopar.runtime.attention.ring_kernels import RINGS
-from autopar.runtime.executor.callables import adding_variant, function_of, inplace_variants
+from autopar.runtime.executor.kernel_table import adding_variant, function_of, inplace_variants
 from autopar.runtime.executor.lifetime import Lifetimes, is_dense, lifetimes
-from autopar.runtime.kernels.direct import creates
 
 _GATHER = op("all_gather_start")
 Observe = Callable[[fx.Node, Any], None]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.ir.ops.aliasing import is_fresh, is_whole_view
+from autopar.ir.ops.op_facts import is_fresh, is_whole_view
 from autopar.ir.ops.ops import op
 from autopar.ir.program import is_getitem
 

@@ -5,7 +5,6 @@ Tables. They are data about ATen, each row checked by a test against the op that
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -47,6 +46,38 @@ _DIRECT: Mapping[Any, Function] = MappingProxyType(
         _aten.mm.default: torch.mm,
         _aten.bmm.default: torch.bmm,
         _aten.where.self: torch.where,
+    }
+)
+
+# Ops that may write their result over an operand that nothing uses again: op -> (which operand, how).
+# The executor does so only if that operand has the type and layout of the result.
+IN_PLACE: Mapping[Any, tuple[tuple[int, Function], ...]] = MappingProxyType(
+    {
+        _aten.add.Tensor: ((0, torch.Tensor.add_), (1, lambda a, b: b.add_(a))),
+        _aten.sub.Tensor: ((0, torch.Tensor.sub_),),
+        _aten.mul.Tensor: ((0, torch.Tensor.mul_), (1, lambda a, b: b.mul_(a))),
+        _aten.div.Tensor: ((0, torch.Tensor.div_),),
+        _aten.neg.default: ((0, torch.Tensor.neg_),),
+        _aten.exp.default: ((0, torch.Tensor.exp_),),
+        _aten.sqrt.default: ((0, torch.Tensor.sqrt_),),
+        _aten.rsqrt.default: ((0, torch.Tensor.rsqrt_),),
+        _aten.tanh.default: ((0, torch.Tensor.tanh_),),
+        _aten.sigmoid.default: ((0, torch.Tensor.sigmoid_),),
+        _aten.relu.default: ((0, torch.Tensor.relu_),),
+    }
+)
+
+
+def _add_cast(total: torch.Tensor, x: torch.Tensor, **_: Any) -> torch.Tensor:
+    """`total += x`, in the dtype of `total`, which a cast made."""
+    return total.add_(x if torch.can_cast(x.dtype, total.dtype) else x.to(total.dtype))
+
+
+# Ops that can add their result to a tensor instead of making one: op -> function of the tensor and the op's arguments.
+# The tensor is one that the op made. A gradient is summed over the micro-batches without ever being written alone.
+ADDING: Mapping[Any, Function] = MappingProxyType(
+    {
+        _aten._to_copy.default: _add_cast,
     }
 )
 
@@ -106,13 +137,3 @@ def on_contiguous(function: Function) -> Function:
         return function(*map(contiguous, args), **{key: contiguous(value) for key, value in kwargs.items()})
 
     return call
-
-
-@functools.cache
-def creates(target: Any) -> bool:
-    """True for an op of torch that makes a tensor of numbers alone: programs name no device, so it has to be told."""
-    if not isinstance(target, OpOverload) or target.namespace not in ("aten", "prims"):
-        return False
-    arguments = target._schema.arguments
-    takes_device = any(argument.name == "device" for argument in arguments)
-    return takes_device and not any(isinstance(argument.type, torch.TensorType) for argument in arguments)

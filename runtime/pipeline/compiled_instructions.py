@@ -11,9 +11,9 @@ from torch import fx
 from autopar.ir.pipeline import Graph, Pipeline
 from autopar.ir.program import Program
 from autopar.ir.schedule import ONCE, Action, Instruction
-from autopar.runtime.executor.callables import adding_variant
 from autopar.runtime.executor.executor import CPU, Executable, Kernels, Study
 from autopar.runtime.executor.inputs import Key
+from autopar.runtime.executor.kernel_table import adding_variant
 from autopar.runtime.executor.owned import owned
 from autopar.runtime.pipeline.microbatches import ExecutorGraph, StageGraph
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
+from autopar.ir.layout import reduce_two
 from autopar.ir.mesh import Mesh, axes_of_group, is_in_time
 from autopar.ir.ops.ops import op
 from autopar.ir.pipeline import Join, Reduction
@@ -17,12 +18,6 @@ from autopar.runtime.executor.executor import Executable, Request, run
 from autopar.runtime.pipeline.slices import Carried
 
 EARLIER, LATER, GATHER = op("earlier"), op("later"), op("all_gather")
-_COMBINE: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "sum": torch.add,
-    "max": torch.maximum,
-    "min": torch.minimum,
-    "logsumexp": torch.logaddexp,
-}
 
 
 @dataclass(slots=True)
@@ -60,7 +55,7 @@ class Totals:
             parts[microbatch] = part
             return
         group = _first_of(self.time, microbatch, first.axis)
-        parts[group] = _COMBINE[first.kind](parts[group], part) if group in parts else part
+        parts[group] = reduce_two(parts[group], part, first.kind) if group in parts else part
 
     def so_far(self, name: str) -> torch.Tensor | None:
         """What a graph adds to itself, and gives back with `put`."""
@@ -101,7 +96,7 @@ def _joined(parts: Mapping[int, torch.Tensor], how: Join, time: Mesh) -> dict[in
     found = {}
     for first, (total, *rest) in groups.items():
         for part in rest:
-            total = _COMBINE[how.kind](total, part)
+            total = reduce_two(total, part, how.kind)
         found[first] = total
     return found
 

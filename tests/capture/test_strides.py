@@ -13,7 +13,7 @@ import torch
 from rule_brute_force import RUN_AS, Sample, op_of, tensors_in, with_tensors
 from test_rules import samples  # noqa: F401  a fixture
 
-from autopar.runtime.executor.callables import function_of
+from autopar.runtime.executor.kernel_table import function_of
 
 Strided = Callable[[torch.Tensor], torch.Tensor]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -14,6 +15,9 @@ from conftest import ROOT
 from torch import nn
 
 import autopar
+from autopar import torch_compat
+from autopar.ir.ops.collective_ops import COLLECTIVES
+from autopar.ir.ops.ops import SEMANTIC
 from autopar.ir.text.text import print_program
 
 TEXT = (ROOT / "ARCHITECTURE.md").read_text()
@@ -220,3 +224,90 @@ def test_a_name_of_a_file_and_of_a_public_class_stands_once() -> None:
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     ]
     assert sorted({name for name in classes if classes.count(name) > 1}) == []
+
+
+# -- names of ops ---------------------------------------------------------------------------------------------------
+
+MOST_NAMES = 5  # of ops in one table or choice, outside of the rooms that are the tables
+# What is true of an op, how it is split, how it is computed: of torch, of our own, in a Triton kernel.
+ROOMS_OF_OPS = ("autopar/ir/ops/", "passes/rules/", "runtime/kernels/", "runtime/triton/lowering/")
+ALLOWED = {
+    "autopar/capture/ops/raised.py RAISED": "what a function of torch is raised to: a function each",
+    "autopar/capture/ops/raised_random.py RANDOM": "how a function draws by our own generator: a function each",
+    "autopar/capture/ops/decompositions.py decompositions": "what a trace takes apart, and how: a function each",
+    "autopar/capture/data/data_sizes.py SIZED": "how a function computes with a number of rows: a function each",
+    "autopar/capture/refusals/constructs.py SIZES": "what is said to a user of each function",
+    "autopar/machines/workload.py STREAMS": "the calls that are measured on a machine",
+    "autopar/parallel/tensors/quick.py take_short_way": "the methods of AdamW, for speed alone: each is right without",
+    "autopar/parallel/tensors/split_reductions.py _TABLE": "how ranks join what each reduced of its part: a row each",
+}
+_OF_TORCH = re.compile(r"(?:_?aten|torch(?:\.\w+)*|F|_?Tensor)\.(\w+)(?:\.\w+)?$")
+Names = set[str]
+
+
+@cache
+def op_names() -> frozenset[str]:
+    """The names of torch's ops and of our own, without overload."""
+    ours = (*(one.name for one in SEMANTIC), *(one.name for one in COLLECTIVES))
+    return frozenset((*(name.split("::")[1].partition(".")[0] for name in torch_compat.op_names()), *ours))
+
+
+def names_in(node: ast.AST) -> Names:
+    """The ops and functions of torch that an expression names: as `aten.add.Tensor`, `F.relu`, "add" or "aten.add"."""
+    if isinstance(node, ast.Attribute) and (found := _OF_TORCH.match(ast.unparse(node))):
+        return {found[1]} if found[1] in op_names() or callable(getattr(F, found[1], None)) else set()
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        words = {re.split(r"[:.]", word.removeprefix("aten."))[0] for word in node.value.split()}
+        named = {word for word in words & op_names() if not word.startswith("__")}
+        return named if len(named) >= 0.8 * len(words) else set()  # else a sentence
+    return {name for child in ast.iter_child_nodes(node) for name in names_in(child)}
+
+
+def tables_in(tree: ast.AST, place: str = "") -> Iterator[tuple[str, Names]]:
+    """The outermost tables, and the functions that compare with names, each with what it is assigned to."""
+    for node in ast.iter_child_nodes(tree):
+        own, names = place, set[str]()
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and not place:
+            own = ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
+        if isinstance(node, ast.FunctionDef):
+            own = node.name
+            chosen = [one for one in ast.walk(node) if isinstance(one, (ast.Compare, ast.match_case))]
+            names = {n for one in chosen for n in names_in(one.pattern if isinstance(one, ast.match_case) else one)}
+        elif isinstance(node, (ast.Set, ast.Dict, ast.Tuple, ast.List, ast.Constant)):
+            names = names_in(node)
+        elif isinstance(node, ast.Call):
+            names = {name for argument in node.args for name in names_in(argument)}
+        if len(names) > MOST_NAMES:
+            yield own, names
+        else:
+            yield from tables_in(node, own)
+
+
+def test_what_is_true_of_an_op_stands_in_the_rooms_of_ops() -> None:
+    """Names of ops in a pass are a fact told again: it will miss `select`, `view_copy` or `aten.t`."""
+    found = {
+        f"{path.relative_to(ROOT)} {place}": sorted(names)
+        for path in sources().values()
+        if not str(path.relative_to(ROOT)).startswith(ROOMS_OF_OPS)
+        for place, names in tables_in(ast.parse(path.read_text()))
+    }
+    assert {place: names for place, names in found.items() if place not in ALLOWED} == {}
+    assert set(ALLOWED) <= set(found) and len(ALLOWED) <= 8
+
+
+def test_a_table_of_ops_is_seen() -> None:
+    """However it is spelled."""
+    six = ("exp", "log", "sin", "cos", "tan", "neg")
+    for text in (
+        f"TABLE = {set(six)}", f"TABLE = {dict.fromkeys(six)}", f"TABLE = frozenset('{' '.join(six)}'.split())",
+        f"TABLE = ({', '.join(f'aten.{name}.default' for name in six)})",
+        f"TABLE = [{', '.join(f'torch.nn.functional.{name}' for name in six)}]",
+        f"TABLE = {{{', '.join(f'torch.{name}: 1' for name in six)}}}", f"TABLE = every({str(list(six))[1:-1]})",
+        "def TABLE(x):\n" + "".join(f"    if x == '{name}': return 1\n" for name in six),
+        "def TABLE(x):\n    match x:\n" + "".join(f"        case aten.{name}.default: pass\n" for name in six),
+        f"def TABLE(x):\n    return x in {six[:3]} or x is aten.cos.default or x in {six[4:]}",
+    ):  # fmt: skip
+        assert list(tables_in(ast.parse(text))) == [("TABLE", set(six))], text
+    assert (
+        list(tables_in(ast.parse("TABLE = 'a view that is transposed, sorted or split has no copy of its own'"))) == []
+    )

@@ -1,4 +1,4 @@
-"""What `autopar/ir/ops/aliasing.py` reads from schemas, beside what the ops do with the samples of their rules."""
+"""What `autopar/ir/ops/op_facts.py` reads from schemas, beside what the ops do with the samples of their rules."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rule_samples import r
 from rule_samples_all import every_sample
 from torch import fx
 
-from autopar.ir.ops import aliasing
-from autopar.ir.ops.aliasing import is_fresh, is_view, is_whole_view, may_return_operand
+from autopar.ir.ops import op_facts
+from autopar.ir.ops.op_facts import facts_of, is_fresh, is_view, is_whole_view, may_return_operand
 from autopar.ir.ops.ops import op
 from autopar.passes.rules import TABLE
-from autopar.runtime.executor.callables import function_of
+from autopar.runtime.executor.kernel_table import function_of
 from autopar.runtime.executor.lifetime import lifetimes
 from autopar.torch_compat import is_composite, schema_of
 
@@ -82,9 +82,9 @@ def test_facts_are_what_every_op_of_the_table_does(samples: dict[str, list[Sampl
 def test_a_wrong_fact_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each exception is needed, and an op that torch says to be fresh is no view."""
     reshape, lift = [sample(r(4, 6), [24])], [sample(r(4))]
-    monkeypatch.setattr(aliasing, "_UNMARKED_VIEWS", {"mm": "wrong"})
-    monkeypatch.setattr(aliasing, "_MAY_RETURN_OPERAND", {})
-    monkeypatch.setattr(aliasing, "_WHOLE_VIEWS", frozenset(["expand", "slice"]))
+    monkeypatch.setattr(op_facts, "_UNMARKED_VIEWS", {"mm": "wrong"})
+    monkeypatch.setattr(op_facts, "_MAY_RETURN_OPERAND", {})
+    monkeypatch.setattr(op_facts, "_KNOWN", {"expand": {"moves": "flat"}, "slice": {"moves": "same"}})
     _forget()
     try:
         assert contradictions(aten._unsafe_view.default, reshape) == ["fresh, but a result lies in an operand"]
@@ -99,11 +99,11 @@ def test_a_wrong_fact_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _forget() -> None:
-    for fact in (is_view, is_whole_view, may_return_operand, is_fresh):
+    for fact in (facts_of, is_view, is_whole_view, may_return_operand, is_fresh):
         fact.cache_clear()
 
 
-@pytest.mark.parametrize("name", sorted(aliasing._UNMARKED_VIEWS | aliasing._MAY_RETURN_OPERAND))
+@pytest.mark.parametrize("name", sorted(op_facts._UNMARKED_VIEWS | op_facts._MAY_RETURN_OPERAND))
 def test_an_exception_is_an_op_whose_schema_says_nothing(name: str) -> None:
     packet = getattr(aten, name)
     schemas = [schema_of(getattr(packet, overload)) for overload in packet.overloads()]

@@ -3,7 +3,7 @@ has."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -12,9 +12,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.capture.ops import functions
-from autopar.ir.ops.aliasing import is_fresh
+from autopar.ir.ops.op_facts import is_fresh
 from autopar.ir.ops.ops import SEMANTIC, SemanticOp, op
-from autopar.passes.precision.kinds import STATISTICS, Kind, kind_of
+from autopar.ir.ops.semantic import Precision
 from autopar.passes.rules import TABLE
 from autopar.report.memory.meta_kernels import ON_CPU
 from autopar.runtime.compilers.rank_trace import decomposed
@@ -37,12 +37,11 @@ def missing(one: SemanticOp, examples: dict[str, Any]) -> list[str]:
     """What an op lacks."""
     name = f"autopar.{one.name}.default"
     kernels = {str(target): kernel for target, kernel in KERNELS.items()}
-    kinds = {kind.value for kind in Kind}
     excused = one.name in NO_GRADIENT or one.name.endswith("_backward")
     has = {
         "a rule: a row in passes/rules/": name in TABLE,
         "a kernel: an entry of KERNELS in a file of runtime/": name in kernels,
-        "a precision: one of Kind": one.precision in kinds and kind_of(name).value == one.precision,
+        "a precision: one of Precision": one.precision in get_args(Precision),
         "a gradient: a Function in capture/ops/functions.py": hasattr(functions, one.gradient) if one.gradient else
         excused, "a stand-in for its random bits: in report/memory/meta_kernels.py":
             not one.random or (name in kernels and kernels[name].run in ON_CPU),
@@ -58,7 +57,7 @@ def test_nothing_is_missing(one: SemanticOp) -> None:
 
 def test_what_is_missing_is_named() -> None:
     made_up = SemanticOp("made_up(Tensor x) -> Tensor", torch.empty_like, precision="low", random=True)
-    assert len(missing(made_up, {})) == 6
+    assert len(missing(made_up, {})) == 5
 
 
 def test_nothing_is_there_without_a_declaration() -> None:
@@ -66,7 +65,7 @@ def test_nothing_is_there_without_a_declaration() -> None:
     names = set(map(str, declared))
     assert set(KERNELS) == declared
     assert {name for name in TABLE if name.startswith("autopar.")} == names
-    assert set(STATISTICS) <= names and set(semantic_examples()) == {one.name for one in SEMANTIC}
+    assert set(semantic_examples()) == {one.name for one in SEMANTIC}
 
 
 class _Calls(TorchDispatchMode):

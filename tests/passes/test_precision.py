@@ -22,12 +22,13 @@ from autopar.compiler.precision_check import check_device
 from autopar.errors import PlanError
 from autopar.ir.mesh import parse_mesh
 from autopar.ir.ops.names import find_target
+from autopar.ir.ops.op_facts import facts_of
+from autopar.ir.ops.ops import semantic_of
 from autopar.ir.options import StepOptions
 from autopar.ir.program import is_getitem, record
 from autopar.ir.text.text import parse_program, print_program
-from autopar.passes.precision.kinds import STATISTICS, Kind, kind_of
 from autopar.passes.rules import TABLE
-from autopar.runtime.executor.callables import function_of
+from autopar.runtime.executor.kernel_table import function_of
 from autopar.verification.verify import Report
 from autopar.verification.virtual_side import Virtual
 
@@ -128,22 +129,22 @@ def dtypes(node: fx.Node) -> set[torch.dtype]:
 @pytest.mark.parametrize("name", ["gpt", "llama", "conv"])
 def test_products_are_short_and_norms_and_losses_are_not(name: str) -> None:
     found = compiled(name, "dp=2", precision="bf16")
-    kinds: dict[Kind, int] = {}
+    kinds: dict[str, int] = {}
     for node in calls(found):
-        kind = kind_of(str(node.target))
+        kind = facts_of(node.target).precision
         kinds[kind] = kinds.get(kind, 0) + 1
         operands = {record(o).type.dtype for o in node.all_input_nodes if record(o).is_tensor}
-        if kind is Kind.LOW:
+        if kind == "low":
             assert BF16 in dtypes(node), node.format_node()
-        if kind in (Kind.HIGH, Kind.SUM) and dtypes(node):
+        if kind in ("high", "sum") and dtypes(node):
             assert dtypes(node) == {F32}, node.format_node()
-        if kind is Kind.HIGH:
+        if kind == "high":
             assert BF16 not in operands, node.format_node()
-        if kind is Kind.INSIDE:
+        if kind == "inside":
             assert BF16 in operands, "the logits are read as they are"
-    assert kinds[Kind.LOW] > 4
-    assert kinds[Kind.HIGH] > 2
-    assert kinds[Kind.INSIDE] > 2
+    assert kinds["low"] > 4
+    assert kinds["high"] > 2
+    assert kinds["inside"] > 2
 
 
 @pytest.mark.parametrize(("smoothing", "dtype"), [(0.0, BF16), (0.1, F32)])
@@ -202,13 +203,15 @@ def test_torch_computes_what_may_come_short(name: str, samples: Any) -> None:
             return type(value)(map(short, value))
         return {key: short(item) for key, item in value.items()} if isinstance(value, dict) else value
 
-    if kind_of(name) is not Kind.HIGH:
+    target = find_target(name)
+    if facts_of(target).precision != "high":
         for one in samples[name]:
             if not any(isinstance(arg, Tensor) and arg.is_complex() for arg in one.args):
-                args, statistic = list(short(one.args)), STATISTICS.get(name)
+                args, semantic = list(short(one.args)), semantic_of(target)
+                statistic = semantic and semantic.statistic
                 if statistic is not None:
                     args[statistic] = args[statistic].float()
-                function_of(find_target(name))(*args, **short(one.kwargs))
+                function_of(target)(*args, **short(one.kwargs))
 
 
 samples = test_rules.samples  # a fixture

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.capture.ops.canonical import view_of_copy
 from autopar.capture.ops.decompositions import decompositions
-from autopar.ir.ops.aliasing import is_fresh
+from autopar.ir.ops.op_facts import is_fresh
 from autopar.passes.rules import TABLE
 
 SAMPLES_PER_OP = 6  # inputs taken of each op of the database

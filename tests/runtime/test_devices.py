@@ -17,6 +17,7 @@ import autopar
 from autopar.api import compile
 from autopar.compiled import Compiled
 from autopar.ir.layout import local_shape
+from autopar.ir.ops.op_facts import creates
 from autopar.ir.ops.ops import op
 from autopar.ir.program import record
 from autopar.passes.rules.creation import ROWS
@@ -24,7 +25,6 @@ from autopar.report.memory.simulate_rank import fake_groups
 from autopar.runtime.compilers.functional import FunctionalCollectives
 from autopar.runtime.compilers.rank_trace import RankTrace
 from autopar.runtime.executor.executor import Executable
-from autopar.runtime.kernels.direct import creates
 from autopar.runtime.ranks.distributed import DistributedDriver
 from autopar.torch_compat import OpOverload
 

@@ -12,7 +12,6 @@ from autopar.ir.ops.ops import equation_shape, op
 from autopar.runtime.attention.attention_plain import plain, plain_backward
 from autopar.runtime.attention.attention_whole import attention, attention_backward
 from autopar.runtime.attention.blocks import AttentionCall
-from autopar.runtime.executor import callables
 from autopar.runtime.executor.kernel_table import KERNELS
 from autopar.runtime.kernels import direct
 from autopar.runtime.kernels.contraction import add_contraction, contraction_plan, einsum
@@ -344,7 +343,7 @@ def test_direct_callables_do_what_their_ops_do() -> None:
         want = target(*args)
         got = function(*args)
         assert torch.equal(got, want), target
-    for target, variants in callables._INPLACE.items():
+    for target, variants in direct.IN_PLACE.items():
         for which, function in variants:
             args = [x.clone(), y.clone()] if target in binary else [x.clone()]
             want = target(*args)

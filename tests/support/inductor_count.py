@@ -84,7 +84,7 @@ def graphs(block: str, **options: Any) -> Iterator[tuple[str, Any]]:
 def ours(name: str, program: Any) -> Counted:
     """The same of the groups of a program, and of the calls that stand beside them: a kernel each. What a kernel reads
     of one value through several views is not more than that value."""
-    from autopar.ir.ops.aliasing import is_fresh
+    from autopar.ir.ops.op_facts import is_fresh
     from autopar.ir.ops.ops import is_mesh_op
     from autopar.ir.program import is_getitem
 

@@ -31,6 +31,8 @@ from rule_samples_nn import (
     window_samples,
 )
 
+from autopar.ir.ops.names import find_target
+from autopar.ir.ops.op_facts import facts_of
 from autopar.passes.rules import TABLE
 
 _MAKERS = (
@@ -60,5 +62,6 @@ def every_sample() -> Samples:
     """Draw the samples of every op that has any."""
     torch.manual_seed(0)
     found = {name: one for make in _MAKERS for name, one in make().items()}
-    found |= {name: pointwise_samples(name) for name, row in TABLE.items() if row.pointwise and name not in found}
+    pointwise = (name for name in TABLE if facts_of(find_target(name)).pointwise)
+    found |= {name: pointwise_samples(name) for name in pointwise if name not in found}
     return found

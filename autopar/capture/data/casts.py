@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from autopar.capture.data.folding import FOLDED
-from autopar.capture.data.known_values import QUERIES, writes_first
+from autopar.ir.ops.op_facts import QUERIES, writes_first
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
@@ -67,7 +67,7 @@ def of_dtype(
         to = wanted[value.is_complex()]
         return value if value.dtype is to else convert((value, to))
 
-    first = args[:1] if writes_first(func) else ()
+    first = args[:1] if writes_first(getattr(func, "__name__", "")) else ()
     return (*first, *map(change, args[len(first) :])), {k: v if k == "out" else change(v) for k, v in kwargs.items()}
 
 

@@ -22,6 +22,7 @@ from autopar.capture.data.known_values import Values
 from autopar.capture.refusals.constructs import DRAWN_NUMBER
 from autopar.capture.refusals.explain_failure import refusal
 from autopar.capture.refusals.location import user_frame
+from autopar.ir.ops.op_facts import spellings_of
 
 Tensor = torch.Tensor
 Compare = Callable[[Any, Any], Any]
@@ -29,11 +30,10 @@ Compare = Callable[[Any, Any], Any]
 _MIRROR: dict[Compare, Compare] = {
     operator.lt: operator.gt, operator.gt: operator.lt, operator.le: operator.ge, operator.ge: operator.le,
 }  # fmt: skip
-_NAMES = {"lt": operator.lt, "less": operator.lt, "gt": operator.gt, "greater": operator.gt, "le": operator.le,
-          "less_equal": operator.le, "ge": operator.ge, "greater_equal": operator.ge}  # fmt: skip
 COMPARISONS: dict[Any, Compare] = {
     getattr(owner, form): compare
-    for name, compare in _NAMES.items()
+    for compare in _MIRROR
+    for name in spellings_of(compare.__name__)
     for owner, form in ((torch, name), (Tensor, name), (Tensor, f"__{name}__"))
     if hasattr(owner, form)
 }

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from autopar.capture.python.stand_in import stands_for_number
+from autopar.ir.ops.op_facts import asks_for_form, is_undecided, moves_of, writes_first
 from autopar.torch_compat import FakeTensor, in_transform, on_data, storage_of
 
 Tensor = torch.Tensor
@@ -27,37 +28,7 @@ STEADY = BATCH | BUFFER | CONSTANT  # what a step leaves as it is
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), type(...), range, Enum, np.generic,
           torch.dtype, torch.device, torch.layout, torch.memory_format)  # fmt: skip
 _ARRAYS = (np.ndarray, np.memmap)
-_WRITERS = frozenset(
-    ("__setitem__", "__set__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ifloordiv__",
-     "__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__")
-)  # fmt: skip
-# They say what a tensor is, not what it holds; torch's machinery asks all the time.
-QUERIES: frozenset[Any] = frozenset(
-    [getattr(Tensor, name).__get__ for name in (
-        "shape", "dtype", "device", "layout", "requires_grad", "ndim", "is_leaf", "grad_fn", "is_cuda", "is_cpu",
-        "is_meta", "is_sparse", "is_quantized", "is_nested")]
-    + [getattr(Tensor, name) for name in (
-        "size", "dim", "stride", "numel", "storage_offset", "is_contiguous", "is_floating_point", "is_complex",
-        "untyped_storage", "is_conj", "is_neg", "is_inference", "element_size", "__len__")]
-)  # fmt: skip
-# They look at the shape and the dtype of their first argument, and at nothing that it holds.
-_FORMS = frozenset(("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "new_tensor"))
-# Their results are not decided by their arguments: what is drawn, and memory as it was found.
-_UNDECIDED = frozenset(
-    ("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "normal_",
-     "uniform_", "bernoulli", "bernoulli_", "exponential_", "random_", "cauchy_", "log_normal_", "geometric_",
-     "multinomial", "poisson", "binomial", "_standard_gamma", "_sample_dirichlet", "dropout", "dropout1d", "dropout2d",
-     "dropout3d", "alpha_dropout", "feature_alpha_dropout", "feature_dropout", "rrelu", "rrelu_", "gumbel_softmax",
-     "native_dropout", "dropout_", "new", "empty", "empty_like", "empty_strided", "empty_permuted", "new_empty",
-     "new_empty_strided", "resize_", "resize_as_", "set_", "scaled_dot_product_attention",
-     "multi_head_attention_forward", "fractional_max_pool2d", "fractional_max_pool3d")
-)  # fmt: skip
-# Functions of one tensor whose result holds the same elements.
-_PASSING = frozenset(
-    (Tensor.__getitem__, Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.float, Tensor.double, Tensor.type_as,
-     Tensor.squeeze, Tensor.unsqueeze, Tensor.view, Tensor.reshape, Tensor.flatten, Tensor.detach, Tensor.clone,
-     Tensor.contiguous, torch.squeeze, torch.unsqueeze, torch.reshape, torch.flatten)
-)  # fmt: skip
+_COPIES = (Tensor.__getitem__, Tensor.cpu, Tensor.cuda, Tensor.float, Tensor.double)  # of elements, as they are
 
 
 @dataclass(slots=True)
@@ -162,7 +133,8 @@ class Values:
 
     def saw_draws(self, function: Any, args: Any, result: Any, drawn: Iterable[Tensor]) -> None:
         """A call that drew some tensors. A part of a draw is a draw, unless it is rounded."""
-        is_part = function in _PASSING and args and self.is_draw(args[0]) and isinstance(result, Tensor)
+        moves = function in _COPIES or moves_of(_name(function)) in ("same", "flat", "turned", "repeated")
+        is_part = moves and args and self.is_draw(args[0]) and isinstance(result, Tensor)
         for tensor in (*drawn, *((result,) if is_part and result.dtype == args[0].dtype else ())):
             self._entered(tensor).drawn = version_of(tensor)
 
@@ -307,7 +279,7 @@ def _written(function: Any, args: Any, before: Operands) -> list[Tensor]:
     """What a call wrote into: by torch's own count, which leaves out tensors of inference mode and lists of tensors."""
     pairs = zip(before.tensors, before.versions, strict=True)
     found = {id(tensor): tensor for tensor, old in pairs if version_of(tensor) != old}
-    if writes_first(function):
+    if writes_first(_name(function)):
         found.update((id(leaf), leaf) for leaf in leaves(args[:1]) if isinstance(leaf, Tensor))
     return list(found.values())
 
@@ -316,7 +288,7 @@ def _by_form(
     function: Any, args: Any, before: Operands, operands: Callable[[Any], Operands]
 ) -> tuple[Any, Any, Operands]:
     """Of a call that asks a tensor for its shape and dtype alone, the call without that tensor."""
-    if getattr(function, "__name__", "") not in _FORMS or not args or not isinstance(args[0], Tensor):
+    if not asks_for_form(_name(function)) or not args or not isinstance(args[0], Tensor):
         return function, args, before
     like = args[0].shape, args[0].dtype, args[0].device
     return partial(_of_form, function, like), args[1:], operands(args[1:])
@@ -327,15 +299,13 @@ def _of_form(function: Any, like: tuple[torch.Size, torch.dtype, torch.device], 
     return function(torch.empty((), dtype=dtype, device=device).expand(shape), *args, **kwargs)
 
 
-def writes_first(function: Any) -> bool:
-    """True for a function that by its name writes into its first argument."""
-    name = getattr(function, "__name__", "")
-    return name in _WRITERS or (name.endswith("_") and not name.endswith("__"))
+def _name(function: Any) -> str:
+    return getattr(function, "__name__", "")
 
 
 def _is_undecided(function: Any) -> bool:
     """True for a function whose result its arguments do not decide."""
-    return getattr(function, "__name__", "") in _UNDECIDED or getattr(function, "__module__", "") == "torch.nn.init"
+    return is_undecided(_name(function)) or getattr(function, "__module__", "") == "torch.nn.init"
 
 
 def version_of(tensor: Tensor) -> int:

@@ -17,7 +17,7 @@ from torch import fx
 from autopar.capture.ops.canonical import filled
 from autopar.capture.ops.functions import ExpertMM
 from autopar.capture.refusals.location import Line
-from autopar.ir.ops.aliasing import is_view
+from autopar.ir.ops.op_facts import is_view
 from autopar.ir.program import TensorType, is_getitem
 from autopar.passes.rules import TABLE
 from autopar.passes.rules.rule import Call
@@ -242,7 +242,4 @@ def only_valid(rows: Tensor, valid: Tensor, dim: int, number: int = 0) -> Tensor
     return torch.where(valid.reshape(-1, *(1 for _ in rows.shape[dim + 1 :])), rows, number)
 
 
-# What asks for a property, and computes nothing.
-KEPT = frozenset(("size", "dim", "numel", "__len__", "is_floating_point", "is_complex", "element_size", "stride",
-                  "is_contiguous"))  # fmt: skip
 ADDED = frozenset(("index_add_", "index_add", "__setitem__"))

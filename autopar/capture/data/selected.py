@@ -21,7 +21,6 @@ from torch import fx
 
 from autopar.capture.data.row_rules import (
     ADDED,
-    KEPT,
     Guard,
     Refused,
     Run,
@@ -39,6 +38,7 @@ from autopar.capture.refusals.explain_failure import size_refusal
 from autopar.capture.refusals.location import Line
 from autopar.capture.trace.tracer import Tracer
 from autopar.errors import CaptureError
+from autopar.ir.ops.op_facts import QUERIES, writes_first
 from autopar.torch_compat import custom_function
 
 Tensor = torch.Tensor
@@ -109,7 +109,7 @@ class Selected:
 
     def _call(self, rows: list[ValidRows], name: str, run: Run, function: Any, args: Any, kwargs: Any) -> Any:
         like = rows[0]
-        if name in KEPT:
+        if function in QUERIES:
             return run(function, *args, **kwargs)
         for one in rows:
             _check_gradient(one.tensor)
@@ -131,7 +131,7 @@ class Selected:
         others = [one for one in _tensors_in((args, kwargs)) if self.row_of(one) is None]
         meets = torch.is_grad_enabled() and any(one.requires_grad for one in others)  # gradients that add up rows
         if others:
-            args, kwargs = self._filled((args, kwargs), meets, writes(name))
+            args, kwargs = self._filled((args, kwargs), meets, writes_first(name))
             rows = list(self.rows_in((args, kwargs)))
         graph, node_of = self.tracer.graph, self.tracer.node_of
         last = next(iter(reversed(graph.nodes)))
@@ -272,11 +272,6 @@ class Selected:
         keys.insert(where, slice(None))
         made: Tensor = value[tuple(keys)].clone()
         return made
-
-
-def writes(name: str) -> bool:
-    """True for the name of a function that writes into its first argument: add_, __iadd__."""
-    return name.endswith("_") and (not name.endswith("__") or hasattr(Tensor, f"__{name.removeprefix('__i')}"))
 
 
 def _since(last: fx.Node) -> Iterator[fx.Node]:

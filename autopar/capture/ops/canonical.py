@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 
-from autopar.ir.ops.aliasing import is_view
+from autopar.ir.ops.op_facts import fill_of, is_view, is_zeros, made_of
+from autopar.ir.ops.ops import op_name
 
 aten = torch.ops.aten
 
 Target = Callable[..., Any]
 Call = tuple[Target, tuple[Any, ...], dict[str, Any]]
 
-# The fill value of a constant tensor: a number, or where the call has it (position, name).
-_FILLED: Mapping[Target, int | tuple[int, str]] = {
-    aten.zeros_like.default: 0,
-    aten.ones_like.default: 1,
-    aten.full_like.default: (1, "fill_value"),
-    aten.new_zeros.default: 0,
-    aten.new_empty.default: 0,  # what it holds is nobody's to read; that it hangs on another tensor is in the way
-    aten.new_ones.default: 1,
-    aten.new_full.default: (2, "fill_value"),
-    aten.scalar_tensor.default: (0, "s"),
-}
 _SQUEEZES = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 _INDEX_PUTS = (aten.index_put.default, aten._unsafe_index_put.default)
 _INDEX_DTYPES = (torch.int32, torch.int64)
@@ -56,16 +46,13 @@ def filled(node: fx.Node) -> Call | None:
     """`ones_like(x)` and its kin as `full(shape, 1)`, and the conjugate of a Python number as that number."""
     if node.target is aten._conj.default and isinstance(node.args[0], complex):  # torch's, in the gradient of x * 1j
         return aten.full.default, ([], node.args[0].conjugate()), {"dtype": _value(node).dtype}
-    known = _FILLED.get(node.target)  # type: ignore[arg-type]
-    if known is None:
+    name = op_name(node.target)
+    if name == made_of(node.target):
+        return None  # it hangs on no tensor
+    fill = 0 if name == "new_empty" else fill_of(node)  # what that holds is nobody's to read
+    if fill is None or isinstance(fill, fx.Node):
         return None
-    fill: Any = known
-    if isinstance(known, tuple):
-        position, name = known
-        fill = node.args[position] if position < len(node.args) else node.kwargs[name]
     value = _value(node)
-    if isinstance(fill, fx.Node):
-        return None
     return aten.full.default, (list(value.shape), fill), {"dtype": value.dtype}
 
 
@@ -108,20 +95,13 @@ def table_gradient(node: fx.Node) -> tuple[fx.Node, fx.Node, int] | None:
         table, _, index, values = node.args
     else:
         return None
-    if not (isinstance(index, fx.Node) and isinstance(values, fx.Node) and _is_zeros(table)):
+    if not (isinstance(table, fx.Node) and isinstance(index, fx.Node) and isinstance(values, fx.Node)):
         return None
     shape, places, given = _value(table).shape, _value(index), _value(values)
-    if not shape or places.dtype not in _INDEX_DTYPES or given.dtype != _value(node).dtype:
+    if not shape or not is_zeros(table) or places.dtype not in _INDEX_DTYPES or given.dtype != _value(node).dtype:
         return None
     rows, *rest = shape
     return (values, index, rows) if rows and tuple(given.shape) == (*places.shape, *rest) else None
-
-
-def _is_zeros(node: Any) -> bool:
-    if not isinstance(node, fx.Node) or node.target is aten.zeros.default:
-        return isinstance(node, fx.Node)
-    constant = (aten.full.default, node.args) if node.target is aten.full.default else filled(node)
-    return constant is not None and bool(constant[1][1] == 0)
 
 
 def joined(node: fx.Node) -> list[fx.Node] | None:

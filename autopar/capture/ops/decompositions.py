@@ -13,19 +13,17 @@ from autopar.torch_compat import decompositions_of
 
 aten = torch.ops.aten
 
-# Written by torch with views, sums and elementwise ops.
-_BY_TORCH = (
-    aten.pixel_shuffle, aten.pixel_unshuffle, aten.channel_shuffle, aten.rot90, aten.trace, aten.block_diag,
-    aten.diag_embed, aten.addr, aten.nansum, aten.count_nonzero, aten.dist, aten.narrow_copy,
-    aten.linalg_cross, aten.norm, aten._chunk_cat,
-)  # fmt: skip
-
 
 @cache
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
     """Means become sums over a count, so that a piece's part of them is right on its own."""
     return {
-        **decompositions_of(_BY_TORCH),
+        # written by torch with views, sums and elementwise ops
+        **decompositions_of((
+            aten.pixel_shuffle, aten.pixel_unshuffle, aten.channel_shuffle, aten.rot90, aten.trace, aten.block_diag,
+            aten.diag_embed, aten.addr, aten.nansum, aten.count_nonzero, aten.dist, aten.narrow_copy,
+            aten.linalg_cross, aten.norm, aten._chunk_cat,
+        )),
         aten.mean.dim: _mean,
         aten.mean.default: lambda x, *, dtype=None: _mean(x, list(range(x.ndim)), dtype=dtype),
         aten.addmm.default: _addmm,
@@ -34,7 +32,7 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
         aten._linalg_solve_ex.default: _solve_ex,
         aten._linalg_det.default: _det,
         aten._linalg_slogdet.default: _slogdet,
-    }
+    }  # fmt: skip
 
 
 def _mean(x: torch.Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -25,7 +25,6 @@ from autopar.capture.ops.raised_lookups import (
     where_self,
 )
 from autopar.capture.ops.raised_losses import (
-    ELEMENTWISE,
     batch_norm,
     cross_entropy,
     ctc_loss,
@@ -38,7 +37,6 @@ from autopar.capture.ops.raised_losses import (
     with_reduction,
 )
 from autopar.capture.ops.raised_products import (
-    CONVOLUTIONS,
     addmm,
     bilinear,
     einsum,
@@ -102,6 +100,12 @@ RAISED: dict[Any, Callable[..., Any]] = {
     F.batch_norm: batch_norm,
     **dict.fromkeys((F.rms_norm, torch.rms_norm), rms_norm),
     F.instance_norm: instance_norm,
-    **{function: with_bias_apart(function) for function in CONVOLUTIONS},
-    **{loss: with_reduction(loss) for loss in ELEMENTWISE},
-}
+    **{function: with_bias_apart(function) for function in (
+        torch.conv1d, torch.conv2d, torch.conv3d, torch.conv_transpose1d, torch.conv_transpose2d,
+        torch.conv_transpose3d)},
+    # each is a number a row, or an element
+    **{loss: with_reduction(loss) for loss in (
+        F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy,
+        F.binary_cross_entropy_with_logits, F.soft_margin_loss, F.kl_div, F.multi_margin_loss,
+        F.multilabel_margin_loss)},
+}  # fmt: skip

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from autopar.capture.ops.functions import (
     BatchNorm,
@@ -241,9 +240,3 @@ def linear_cross_entropy(
     return cross_entropy(
         logits, target, weight, ignore_index=ignored, reduction=reduction, label_smoothing=label_smoothing
     )
-
-
-# Each is a number a row, or an element.
-ELEMENTWISE = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy,
-           F.binary_cross_entropy_with_logits, F.soft_margin_loss, F.kl_div,
-           F.multi_margin_loss, F.multilabel_margin_loss)  # fmt: skip

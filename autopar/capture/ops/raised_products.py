@@ -111,9 +111,3 @@ def with_bias_apart(function: Callable[..., Tensor]) -> Callable[..., Any]:
         return y + bias.to(y.dtype).reshape(-1, *(1 for _ in weight.shape[2:]))
 
     return raised
-
-
-CONVOLUTIONS = (
-    torch.conv1d, torch.conv2d, torch.conv3d,
-    torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d,
-)  # fmt: skip

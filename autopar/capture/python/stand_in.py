@@ -19,6 +19,7 @@ import torch
 from autopar.capture.python.arithmetic import DTYPES, Arithmetic, is_input, plain
 from autopar.capture.refusals.location import user_frame
 from autopar.errors import CaptureError
+from autopar.ir.ops.op_facts import numbers_of
 
 Tensor = torch.Tensor
 
@@ -250,10 +251,11 @@ def with_tensors(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     found = [value for value in values if type(value) is Scalar]
     if not found:
         return args, kwargs
-    if len(args) > _OPERANDS.get(func, 0) or any(type(v) is Scalar for k, v in kwargs.items() if k in _OPTIONS):
+    name = getattr(func, "__name__", "")
+    if len(args) > numbers_of(name) or any(type(v) is Scalar for k, v in kwargs.items() if k in _OPTIONS):
         found[0].refuse(f"is an argument of {getattr(func, '__name__', 'a function')}()")
     tensors = [value for value in values if isinstance(value, Tensor)]
-    made = [v.like(tensors, func in _OF_ONE_DTYPE) if type(v) is Scalar else v for v in values]
+    made = [v.like(tensors, name.strip("_") == "lerp") if type(v) is Scalar else v for v in values]
     return tuple(made[: len(args)]), dict(zip(kwargs, made[len(args) :], strict=True))
 
 
@@ -304,18 +306,4 @@ _OF_TENSORS = (operator.neg, operator.abs, operator.add, operator.sub, operator.
 _SIGNS: dict[Any, str] = {operator.mod: "%", operator.floordiv: "//"}
 
 
-def _spelled(*names: str) -> frozenset[Any]:
-    """A torch function by all its names."""
-    spellings = [form for name in names for form in (name, f"{name}_", f"__{name}__", f"__r{name}__", f"__i{name}__")]
-    return frozenset(getattr(owner, form) for owner in (torch, Tensor) for form in spellings if hasattr(owner, form))
-
-
 _OPTIONS = ("alpha", "rounding_mode", "out")
-_OF_ONE_DTYPE = _spelled("lerp")
-_OPERANDS = {  # by function: how many of its arguments may be numbers or tensors
-    **dict.fromkeys(_spelled("lerp", "where", "masked_fill", "clamp", "clip"), 3),
-    **dict.fromkeys(_spelled(
-        "add", "sub", "subtract", "mul", "multiply", "div", "divide", "truediv", "true_divide", "pow", "clamp_min",
-        "clamp_max", "gt", "ge", "lt", "le", "eq", "ne", "floor_divide", "floordiv", "remainder", "mod",
-    ), 2),
-}  # fmt: skip

@@ -54,7 +54,7 @@ _NUMBER = Construct(
     "Leave it a tensor: sums, products and comparisons work alike. A value for a log is read after the step; "
     "one that is known before it is passed in as a Python number.",
 )
-_INTEGER = Construct(
+INTEGER = Construct(
     "a tensor as a Python integer (int(), range, an index or a size)",
     "Pass the number in as a Python int (each value compiles a program of its own), or use a fixed size and a mask; "
     "to look a value up, keep the list as a tensor: table[index].",
@@ -67,8 +67,7 @@ READS: Mapping[Any, Construct] = {
     Tensor.item: Construct(".item()", _NUMBER.instead),
     Tensor.__float__: Construct(_NUMBER.name.format("float()"), _NUMBER.instead),
     Tensor.__complex__: Construct(_NUMBER.name.format("complex()"), _NUMBER.instead),
-    **dict.fromkeys((Tensor.__int__, Tensor.__index__), _INTEGER),
-    **dict.fromkeys((torch.zeros, torch.ones, torch.empty, torch.full, torch.arange, torch.eye), _INTEGER),
+    **dict.fromkeys((Tensor.__int__, Tensor.__index__), INTEGER),
     **dict.fromkeys((Tensor.numpy, Tensor.__array__), _NUMPY),
     Tensor.__getitem__: Construct(
         "a slice whose bounds are a tensor", "Use bounds that are Python integers, or keep all rows and mask the rest."
@@ -130,6 +129,14 @@ _QUANTIZED = Construct(
     "a quantized tensor", "Train in floating point; round with a straight-through gradient to imitate it."
 )
 
+
+def _all_of(owner: Any, beginning: str) -> list[Any]:
+    """The functions whose names begin so."""
+    return [
+        getattr(owner, name) for name in dir(owner) if name.startswith(beginning) and callable(getattr(owner, name))
+    ]
+
+
 # Functions that no step may call.
 REFUSED: Mapping[Any, Construct] = {
     **dict.fromkeys((Tensor.backward, torch.autograd.backward), _OWN_BACKWARD),
@@ -138,10 +145,8 @@ REFUSED: Mapping[Any, Construct] = {
         "A compiled step changes no weights, so it would be lost. Compute a new tensor and use that, or change the "
         "weight after optimizer.step().",
     ),
-    **dict.fromkeys((Tensor.to_sparse, Tensor.to_sparse_csr), _SPARSE),
-    **dict.fromkeys((torch.sparse_coo_tensor, torch.sparse_csr_tensor), _SPARSE),
-    **dict.fromkeys((torch.quantize_per_tensor, torch.quantize_per_channel, torch.quantize_per_tensor_dynamic),
-                    _QUANTIZED),
+    **dict.fromkeys((*_all_of(Tensor, "to_sparse"), *_all_of(torch, "sparse_")), _SPARSE),
+    **dict.fromkeys(_all_of(torch, "quantize_per_"), _QUANTIZED),
 }  # fmt: skip
 SEEDED = Construct(
     "a random op after the random state of torch was set (torch.manual_seed, set_rng_state)",

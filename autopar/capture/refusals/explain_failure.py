@@ -6,10 +6,11 @@ import linecache
 import traceback
 from typing import Any
 
-from autopar.capture.refusals.constructs import BRANCHES, FAILURES, OTHER_READ, READS, SIZES, TOLIST, Construct
+from autopar.capture.refusals.constructs import BRANCHES, FAILURES, INTEGER, OTHER_READ, READS, SIZES, TOLIST, Construct
 from autopar.capture.refusals.location import Line, Locator, is_typed, is_user_file
 from autopar.capture.refusals.user_lines import quoted
 from autopar.errors import CaptureError
+from autopar.ir.ops.op_facts import creates, overloads_of
 
 SPECIALIZE = "\nOr specialize=True takes the value from the example batch, and checks at each step that it still holds."
 SIZE = "DynamicOutputShape"  # a result whose size is data
@@ -98,6 +99,7 @@ def _of_read(calling: Any, line: Line | None) -> Construct:
     """A bool of a tensor is many things in a source; they are told apart by the text of the line."""
     text = linecache.getline(*line).strip() if line else ""
     known = TOLIST if ".tolist(" in text else READS.get(calling)
-    if known is not None or getattr(calling, "__name__", "") != "__bool__":
-        return known or OTHER_READ
+    name = getattr(calling, "__name__", "")
+    if known is not None or name != "__bool__":
+        return known or (INTEGER if any(map(creates, overloads_of(name))) else OTHER_READ)
     return next(construct for pattern, construct in BRANCHES if pattern.search(text))

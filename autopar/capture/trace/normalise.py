@@ -22,17 +22,13 @@ from autopar.capture.ops.canonical import (
 from autopar.capture.refusals.location import is_exact, place_of
 from autopar.capture.trace.tracer import Traced, trace
 from autopar.errors import CaptureError
+from autopar.ir.ops.op_facts import facts_of
 from autopar.ir.ops.ops import op
 from autopar.ir.program import Input, Output, Program, Record, TensorType, erase_unused, record, set_record
 from autopar.torch_compat import FakeTensorMode, OpOverload
 
 aten = torch.ops.aten
 
-# Ops that change nothing in a graph without mutation, where every value stands for itself.
-_IDLE = frozenset(
-    (aten.detach.default, aten.alias.default, aten.clone.default, aten.lift_fresh.default,
-     aten.lift_fresh_copy.default, aten.contiguous.default)
-)  # fmt: skip
 # A view's strides are those of the whole value; a piece has others. Reshape is right for both.
 _RESHAPE = frozenset((aten.view.default, aten._unsafe_view.default, aten.reshape.default))
 # They speak of memory: a piece of a value, or one that was moved, lies otherwise.
@@ -228,16 +224,16 @@ def _types(node: fx.Node) -> tuple[TensorType | None, ...]:
 
 
 def _same_value(node: fx.Node) -> fx.Node | None:
-    """The operand whose value an idle node passes on."""
+    """The operand whose value a node passes on that changes nothing, without mutation: each value stands for itself."""
     source: Any = node.args[0] if node.args else None
-    if node.target in _IDLE or squeezed_dims(node) == []:
+    if squeezed_dims(node) == []:
         return source
     held = joined(node)
     if held is not None and len(held) == 1:
         return held[0]
     if node.target is aten.copy.default:
         source = node.args[1]
-    elif node.target not in (aten._to_copy.default, aten.to.dtype):
+    elif facts_of(node.target).moves != "same":
         return None
     value, result = source.meta["val"], node.meta["val"]
     return source if value.dtype == result.dtype and value.shape == result.shape else None

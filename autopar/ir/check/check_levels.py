@@ -11,6 +11,7 @@ from autopar.ir.check.verify_chains import check_chains
 from autopar.ir.check.verify_fused import check_groups
 from autopar.ir.layout import Layout, fits, outer_of
 from autopar.ir.mesh import axes_of_group
+from autopar.ir.ops.collective_ops import COLLECTIVES, Spread
 from autopar.ir.ops.ops import is_mesh_op, mesh_op_name
 from autopar.ir.ops.ring_ops import Ring, is_attention, is_ring_backward
 from autopar.ir.pipeline import Pipeline
@@ -158,32 +159,38 @@ def _is_same(a: Layout, b: Layout) -> bool:
     return a.dims == b.dims and sorted(a.partial) == sorted(b.partial)
 
 
+_COLLECTIVES = {one.name: one for one in COLLECTIVES}
+# What a rank makes of a value by itself: see `CollectiveOp`.
+_LOCAL: dict[str, tuple[Spread, Spread]] = {"shard": (None, (0, 1)), "keep_first": (None, "sum")}
+
+
 def moved_layout(name: str, args: tuple[object, ...], has: Layout) -> Layout | None:
     """The layout that a mesh op gives to a value in `has`; None if it cannot be applied."""
-    dims = [list(dim) for dim in has.dims]
-    partial = list(has.partial)
+    row, dims, partial = _COLLECTIVES.get(name), [list(dim) for dim in has.dims], list(has.partial)
     axes = axes_of_group(str(args[0])) if args else ()
-    if name in ("all_reduce", "reduce_scatter", "later"):
-        kind = "sum" if name == "later" else str(args[-1])
-        summed = {(axis, kind) for axis in axes}
-        if not summed.issubset(partial):
-            return None
-        partial = [pair for pair in partial if pair not in summed]
-    if name == "keep_first":
-        partial += [(axis, "sum") for axis in axes]
-    if name in ("all_gather", "all_to_all", "earlier"):
-        for axis in reversed(axes):
-            _remove(dims, axis, args[1], args[2])
-    if name == "all_to_all":
-        for axis in axes:
-            _insert(dims, axis, args[3], args[4])
-    if name in ("shard", "reduce_scatter", "later"):
-        for axis in axes:
-            _insert(dims, axis, args[1], args[2])
-    if name in ("halo", "halo_sum"):  # each run of rows longer, or shorter: they must be split as it says
+    if row is not None and row.to_one:
+        return has
+    before, after = (row.has, row.gives) if row is not None else _LOCAL.get(name, (None, None))
+    if row is not None and row.edges:  # each run of rows longer, or shorter: they must be split as it says
         for axis in reversed(axes):
             _remove(dims, axis, args[1], args[2])
         dims = [list(dim) for dim in (dims if ["wrong"] in dims else has.dims)]
+        return Layout(tuple(tuple(dim) for dim in dims), has.partial)
+    at = args[1:]  # (dim, outer) of where the value was split, and of where it will be
+    if row is not None and isinstance(before, str):
+        summed = {(axis, str(args[-1]) if "str kind" in row.schema else before) for axis in axes}
+        if not summed.issubset(partial):
+            return None
+        partial = [pair for pair in partial if pair not in summed]
+    elif before is not None:
+        for axis in reversed(axes):
+            _remove(dims, axis, at[0], at[1])
+        at = at[2:]
+    if isinstance(after, str):
+        partial += [(axis, after) for axis in axes]
+    elif after is not None:
+        for axis in axes:
+            _insert(dims, axis, at[0], at[1])
     return Layout(tuple(tuple(dim) for dim in dims), tuple(partial))
 
 

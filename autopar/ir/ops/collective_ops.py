@@ -1,5 +1,5 @@
-"""The table of collectives: all about one but its layout (ir/check/check_levels.py), its place
-(passes/collectives/reshard.py) and its algorithm (runtime/collectives/collectives.py)."""
+"""The table of collectives: all about one but its place (passes/collectives/reshard.py) and its algorithm
+(runtime/collectives/collectives.py)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ Spread = tuple[int, int] | str | None
 class CollectiveOp:
     """An op that moves data between the ranks of an axis.
 
-    has, gives: what it makes of a value, as its costs go. halves: whether it also stands as two ops, `<name>_start` and
-    `wait`, for overlap. to_one: all of the operand goes to one rank, and the layout stays. edges: what moves are the
-    rows by which its result is longer or shorter than its operand.
+    has, gives: what it makes of a value; where it was split and where it will be, `dim` and `outer` are among the
+    arguments, in this order. halves: whether it also stands as two ops, `<name>_start` and `wait`, for overlap. to_one:
+    all of the operand goes to one rank, and the layout stays. edges: what moves are the rows by which its result is
+    longer or shorter than its operand.
     """
 
     schema: str

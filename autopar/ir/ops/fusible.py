@@ -25,9 +25,9 @@ from torch import fx
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops.measure import local_type, local_types
+from autopar.ir.ops.op_facts import argument_of
 from autopar.ir.ops.ops import op
 from autopar.ir.program import TensorType, is_getitem, operand_nodes, record
-from autopar.torch_compat import OpOverload, schema_of
 
 Kind = Literal["point", "row", "column", "view", "draw"]
 _aten = torch.ops.aten
@@ -93,16 +93,12 @@ def _dims(dims: Any, rank: int) -> list[int]:
     return sorted(dim % max(rank, 1) for dim in given)
 
 
-def _last_dim(place: int = 1) -> _How:
-    """Reads rows of the last dim, if argument `place` names that; or without such an argument if place is 0."""
-
-    def how(node: fx.Node, type_: TensorType) -> Fusible | None:
-        rank = len(type_.shape)
-        if not rank or (place and _dims(_argument(node, place), rank) != [rank - 1]):
-            return None
-        return Fusible("row", width=type_.shape[-1])
-
-    return how
+def _last_dim(node: fx.Node, type_: TensorType) -> Fusible | None:
+    """Reads rows of the last dim: the one that is named, or that of an op which names none."""
+    rank, dim = len(type_.shape), argument_of(node, "dim")
+    if not rank or dim not in (None, -1, rank - 1):
+        return None
+    return Fusible("row", width=type_.shape[-1])
 
 
 def _reduction(sums: bool) -> _How:
@@ -111,7 +107,7 @@ def _reduction(sums: bool) -> _How:
 
     def how(node: fx.Node, type_: TensorType) -> Fusible | None:
         rank = len(type_.shape)
-        dims = _dims(_argument(node, 1), rank)
+        dims = _dims(argument_of(node, "dim"), rank)
         if not dims or rank == 0:
             return None
         if sums and len(dims) == rank:
@@ -175,20 +171,17 @@ def _true_division(node: fx.Node, type_: TensorType) -> Fusible | None:
     return Fusible("point") if not node.kwargs else None
 
 
-def _each_loss(place: int) -> _How:
+def _each_loss(node: fx.Node, type_: TensorType) -> Fusible | None:
     """A loss of each element, of which nothing is summed."""
-    return lambda node, type_: Fusible("point") if _argument(node, place, 1) == 0 else None
+    return Fusible("point") if argument_of(node, "reduction") == 0 else None
 
 
 def _of_bools(node: fx.Node, type_: TensorType) -> Fusible | None:
     return Fusible("point") if type_.dtype == torch.bool else None
 
 
-def _step_of_one(place: int) -> _How:
-    def how(node: fx.Node, type_: TensorType) -> Fusible | None:
-        return Fusible("view") if _argument(node, place, 1) == 1 else None
-
-    return how
+def _step_of_one(node: fx.Node, type_: TensorType) -> Fusible | None:
+    return Fusible("view") if argument_of(node, "step") == 1 else None
 
 
 def _uniform(node: fx.Node, type_: TensorType) -> Fusible | None:
@@ -199,14 +192,6 @@ def _uniform(node: fx.Node, type_: TensorType) -> Fusible | None:
 
 def _dropped(node: fx.Node, type_: TensorType) -> Fusible | None:
     return Fusible("draw") if type_.dtype.is_floating_point else None
-
-
-def _argument(node: fx.Node, place: int, default: Any = None) -> Any:
-    if place < len(node.args):
-        return node.args[place]
-    assert isinstance(node.target, OpOverload)
-    names = [argument.name for argument in schema_of(node.target).arguments]
-    return node.kwargs.get(names[place], default)
 
 
 _POINT, _VIEW = Fusible("point"), Fusible("view")
@@ -257,22 +242,22 @@ _TABLE: Mapping[Any, Fusible | _How] = MappingProxyType(
             _of_bools,
         ),
         _aten._to_copy.default: _plain_cast,
-        _aten.mse_loss.default: _each_loss(2),
-        _aten.mse_loss_backward.default: _each_loss(3),
+        _aten.mse_loss.default: _each_loss,
+        _aten.mse_loss_backward.default: _each_loss,
         _aten.pow.Tensor_Scalar: _power,
-        _aten.slice.Tensor: _step_of_one(4),
-        _aten.slice_backward.default: _step_of_one(5),
+        _aten.slice.Tensor: _step_of_one,
+        _aten.slice_backward.default: _step_of_one,
         _aten.sum.dim_IntList: _reduction(sums=True),
         _aten.sum.default: _sum_of_all,
         _aten.mean.dim: _reduction(sums=False),
         _aten.amax.default: _reduction(sums=False),
         _aten.amin.default: _reduction(sums=False),
-        _aten._softmax.default: _last_dim(1),
-        _aten._log_softmax.default: _last_dim(1),
-        _aten._softmax_backward_data.default: _last_dim(2),
-        _aten._log_softmax_backward_data.default: _last_dim(2),
-        op("logsumexp"): _last_dim(0),
-        op("pick"): _last_dim(0),
+        _aten._softmax.default: _last_dim,
+        _aten._log_softmax.default: _last_dim,
+        _aten._softmax_backward_data.default: _last_dim,
+        _aten._log_softmax_backward_data.default: _last_dim,
+        op("logsumexp"): _last_dim,
+        op("pick"): _last_dim,
         op("rms_norm"): _norm((), _weight_shape(1)),
         op("rms_norm_backward"): _norm((1,), _weight_shape(2)),
         _aten.native_layer_norm.default: _norm((), lambda node: node.args[1]),  # type: ignore[arg-type,return-value]

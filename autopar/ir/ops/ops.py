@@ -144,6 +144,7 @@ def embedding(weight: torch.Tensor, index: torch.Tensor, *, offset: int = 0) -> 
 @semantic(
     "embedding_backward(Tensor grad, Tensor index, SymInt rows, int padding, *, SymInt offset=0) -> Tensor",
     precision="high",
+    moves="added",
 )
 def embedding_backward(
     grad: torch.Tensor, index: torch.Tensor, rows: int, padding: int, *, offset: int = 0
@@ -230,6 +231,7 @@ def row_indices(x: torch.Tensor, indices: Indices, rows: Sequence[int]) -> list[
 @semantic(
     "dropout(Tensor x, Tensor seed, int key, float p, int[] whole, int[] local, SymInt[] offsets) -> Tensor",
     random=True,
+    pointwise=True,
     gradient="Dropout",
 )
 def dropout(

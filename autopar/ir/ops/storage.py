@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from torch import fx
 
-from autopar.ir.ops import aliasing
+from autopar.ir.ops import op_facts
 from autopar.ir.program import Program, is_gathered_input, is_getitem, record
 
 
 def is_view(node: fx.Node) -> bool:
     """True for an op whose result lies in the memory of its operand."""
-    return aliasing.is_view(node.target)
+    return op_facts.is_view(node.target)
 
 
 def root_of(node: fx.Node) -> fx.Node:
     """The node in whose memory a value lies."""
     while node.op == "call_function":
         source = node.args[0] if node.args else None
-        inside = is_view(node) or aliasing.may_return_operand(node.target)
+        inside = is_view(node) or op_facts.may_return_operand(node.target)
         if not isinstance(source, fx.Node) or not (inside or (is_getitem(node) and is_view(source))):
             return node
         node = source

@@ -8,23 +8,11 @@ from typing import Any
 
 import torch
 
-from autopar.ir.ops.aliasing import is_view
+from autopar.ir.ops.op_facts import facts_of, is_fill, is_view, overloads_of
 
-# Element by element, though torch does not tag them so.
-_ALSO_POINTWISE = frozenset(
-    {"_to_copy", "clone", "copy", "copy_", "fill", "fill_", "lerp", "lerp_", "masked_fill", "masked_fill_", "where"}
-    | {"zero", "zero_"}
-)
-# Tagged so, though they read more than the element.
-_NOT_POINTWISE = frozenset(["bucketize", "equal", "searchsorted"])
 ALIASES = frozenset({"alias", "detach", "lift_fresh", "detach_"})
 LIKES = frozenset({"empty_like", "full_like", "ones_like", "zeros_like"})
 FUSED = frozenset({"_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"})
-# They write the first argument without reading it.
-FILLS = frozenset(
-    {"bernoulli_", "cauchy_", "copy_", "exponential_", "fill_", "geometric_", "log_normal_", "normal_", "random_"}
-    | {"uniform_", "zero_"}
-)
 TURNS = frozenset({"squeeze_", "t_", "transpose_", "unsqueeze_"})
 _STORAGE = frozenset({"set_", "resize_", "resize_as_", "_resize_output_", "rename_", "share_memory_", "resize"})
 _REDUCING_LISTS = frozenset({"_foreach_max", "_foreach_norm", "_foreach_powsum"})
@@ -41,6 +29,7 @@ class Op:
     is_view: bool
     is_random: bool
     is_pointwise: bool
+    is_fill: bool
     is_pointwise_list: bool
     moves_memory: bool
 
@@ -54,19 +43,16 @@ def op_of(func: Any) -> Op:
         for at, argument in enumerate(schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
-    tags = set(func.tags)
+    facts = facts_of(func)
     return Op(
         name, namespace, writes,
         is_view=is_view(func),
-        is_random=torch.Tag.nondeterministic_seeded in tags or any(a.name == "generator" for a in schema.arguments),
-        is_pointwise=_is_pointwise(name, tags),
+        is_random=facts.random,
+        is_pointwise=facts.pointwise and not is_view(func),
+        is_fill=is_fill(func),
         is_pointwise_list=name in FUSED or _is_pointwise_list(name),
-        moves_memory=name in _STORAGE or (torch.Tag.inplace_view in tags and name != "detach_"),
+        moves_memory=name in _STORAGE or (torch.Tag.inplace_view in func.tags and name != "detach_"),
     )  # fmt: skip
-
-
-def _is_pointwise(name: str, tags: set[Any]) -> bool:
-    return (torch.Tag.pointwise in tags or name in _ALSO_POINTWISE) and name not in _NOT_POINTWISE
 
 
 def _is_pointwise_list(name: str) -> bool:
@@ -74,7 +60,4 @@ def _is_pointwise_list(name: str) -> bool:
     if not name.startswith("_foreach_") or name in _REDUCING_LISTS:
         return False
     base = name.removeprefix("_foreach_").rstrip("_")
-    packet = getattr(torch.ops.aten, base, None)
-    return packet is not None and all(
-        _is_pointwise(base, set(getattr(packet, overload).tags)) for overload in packet.overloads()[:1]
-    )
+    return any(facts_of(one).pointwise for one in overloads_of(base)[:1])

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from autopar.errors import AutoparError
 from autopar.parallel.tensors.place import World
 from autopar.parallel.tensors.placed import PlacedTensor, ViewOf, is_split, placed, refusal, tensors_in, whole_value
-from autopar.parallel.tensors.schemas import FILLS, Op
+from autopar.parallel.tensors.schemas import Op
 from autopar.torch_compat import local_of
 
 
@@ -77,7 +77,7 @@ class SplitCall:
 
     def agree(self) -> None:
         """Check that plain operands are the same on every rank."""
-        unread = self.written() if self.name in FILLS or any(isinstance(key, str) for key in self.op.writes) else []
+        unread = self.written() if self.op.is_fill or any(isinstance(key, str) for key in self.op.writes) else []
         plain = [
             tensor
             for tensor in self.tensors()
@@ -92,7 +92,7 @@ class SplitCall:
         base = tensor.base if isinstance(tensor, ViewOf) else tensor
         key = id(local_of(base))
         if key not in self.bases:
-            fills = self.name in FILLS and base is tensor and base is self.args[0] and is_split(base)
+            fills = self.op.is_fill and base is tensor and base is self.args[0] and is_split(base)
             value = whole_value(base, self.name) if not fills else _empty(base)
             self.bases[key] = value
         return tensor.of(self.bases[key]) if isinstance(tensor, ViewOf) else self.bases[key]

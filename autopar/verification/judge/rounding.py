@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.ir.ops.aliasing import is_view, may_return_operand
+from autopar.ir.ops.op_facts import is_view, may_return_operand
 from autopar.torch_compat import TorchDispatchMode, decompositions_of, no_function_modes, tree_map
 
 aten = torch.ops.aten

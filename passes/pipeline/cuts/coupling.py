@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.ir.mesh import SLICE, axes_of_group
+from autopar.ir.ops.op_facts import facts_of
 from autopar.ir.ops.ops import is_mesh_op, op
 from autopar.ir.ops.storage import is_view
 from autopar.ir.program import is_getitem, record
-from autopar.passes.rules import TABLE
 
 _SLICED = (
     "A slice sees the slices before it in causal attention alone (scaled_dot_product_attention with is_causal=True, or "
@@ -90,9 +90,8 @@ def _reader(join: fx.Node) -> fx.Node:
     reached = {join}
     for node in join.graph.nodes:
         if node.op == "call_function" and not reached.isdisjoint(node.all_input_nodes):
-            row = TABLE.get(str(node.target))
             passes = is_mesh_op(node.target) or is_view(node) or is_getitem(node)
-            if not (passes or (row is not None and row.pointwise)):
+            if not (passes or facts_of(node.target).pointwise):
                 return node
             reached.add(node)
     return join

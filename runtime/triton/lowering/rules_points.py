@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from autopar.ir.ops.op_facts import SIGNS
 from autopar.ir.ops.ops import op
 from autopar.ir.program import TensorType
 from autopar.runtime.triton.lowering.values import Operand, Value, cast, constant, point, where, wide
@@ -147,9 +148,7 @@ def _cross_entropy_backward(
 
 
 COMPARISONS: Mapping[Any, Rule] = {
-    getattr(getattr(_aten, name), kind): _compare(sign)
-    for name, sign in (("eq", "=="), ("ne", "!="), ("lt", "<"), ("le", "<="), ("gt", ">"), ("ge", ">="))
-    for kind in ("Scalar", "Tensor")
+    getattr(getattr(_aten, name), kind): _compare(sign) for name, sign in SIGNS.items() for kind in ("Scalar", "Tensor")
 }
 RULES: Mapping[Any, Rule] = {
     _aten.add.Tensor: arithmetic("{0} + {1}"),
