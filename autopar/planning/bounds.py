@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.ir.mesh import Mesh
 from autopar.machines import Machine
-from autopar.planning.layer_budget import MIXES
+from autopar.planning.layer_budget import MIXES, least_count
 from autopar.planning.price.cost import Cost
 from autopar.planning.price.data_time import least_data_us
 from autopar.planning.price.layers import Layers
@@ -110,10 +110,7 @@ class Bounds:
         again, the least of what none, all or some of it take."""
         if candidate.again is None:
             return self._of_policy(candidate, candidate.recompute)
-        if candidate.pp > 1:
-            return self._of_stages(candidate)
-        none = (self._of_policy(candidate, policy) for policy in ("none", "selective"))
-        return min(*none, self.again(candidate._replace(recompute="full", again=None)))
+        return self._of_mixes(candidate)
 
     def _least_again(
         self, candidate: Candidate, costs: Mapping[str, Cost], less: str, more: str
@@ -122,19 +119,22 @@ class Bounds:
         layer = LayerCost.of(candidate, costs[less], *self._changes(candidate, costs, less, more))
         if math.isinf(self.limit):
             return layer, 0.0
+        if candidate.pp == 1:
+            return layer, self._least_count(candidate, less, more, layer.less, self.limit)
         most, cut = self.slowest / candidate.microbatches, self._apart(candidate, less, more)
         return layer, least_again(candidate, layer, self.equal, cut, self.limit, most)
 
+    def _least_count(self, candidate: Candidate, less: str, more: str, saving: float, limit: float) -> float:
+        """That of a plan without a pipeline, in at most `limit` bytes."""
+        assert candidate.again is not None
+        mix = candidate._replace(again=replace(candidate.again, less=less, more=more))
+        count = least_count(mix, self.layers, limit, saving)
+        return count if count < self.equal else math.inf
+
     def _costs(self, candidate: Candidate) -> Mapping[str, Cost]:
-        """Of ranks with nothing between them."""
-        split = candidate.split.near
-
-        def make() -> Mapping[str, Cost]:
-            return {policy: self._cost(candidate, split, policy, halves=False) for policy in ("none", "selective")}
-
-        key = "costs of stages", split, candidate.rows, candidate.adds
-        found: Mapping[str, Cost] = self.layers.kept(key, make)
-        return found
+        """By policy; of a pipeline, on ranks with nothing between them."""
+        split = candidate.split.near if candidate.pp > 1 else candidate.split
+        return {policy: self._cost(candidate, split, policy, halves=False) for policy in ("none", "selective")}
 
     def near(self, candidate: Candidate) -> float:
         """us of a pipeline by the calls of its micro-batches on ranks with nothing between them, with gradients of
@@ -160,8 +160,8 @@ class Bounds:
         busy = cost.forward_busy(self.equal) + cost.backward_busy(self.equal)
         return self._step(candidate, cost.forward(self.equal), cost.backward(self.equal) + again, busy)
 
-    def _of_stages(self, candidate: Candidate) -> float:
-        """us of a pipeline of which a part of the layers is computed again, at least, of all mixes. Where none can be
+    def _of_mixes(self, candidate: Candidate) -> float:
+        """us of a plan of which a part of the layers is computed again, at least, of all mixes. Where none can be
         as fast as `slowest`, that is what it takes."""
         costs, found = self._costs(candidate), math.inf
         for less, more in MIXES:
@@ -266,11 +266,11 @@ class Bounds:
         return stored + copies + max(gradients, saved)
 
     def is_larger(self, candidate: Candidate, limit: float) -> bool:
-        """True if a rank of a pipeline holds more than so many bytes (`held`)."""
-        if candidate.pp == 1:
-            return False
+        """True if a rank holds more than so many bytes, by its stages (`held`)."""
         if candidate.again is not None:
             return self._is_larger_in_part(candidate, limit)
+        if candidate.pp == 1:
+            return False
         if self._most_layers(candidate, limit) < self.equal * (1 - 1e-9):  # then nobody asks how it is cut
             return True
         made = with_least_memory(candidate, self.layers)
@@ -298,6 +298,10 @@ class Bounds:
     def _is_larger_in_part(self, candidate: Candidate, limit: float) -> bool:
         """True if no mix of policies is small enough, wherever its cuts lie: "full" keeps least."""
         costs = self._costs(candidate)
+        if candidate.pp == 1:
+            saving = (self._changes(candidate, costs, less, more)[1] for less, more in MIXES)
+            counts = (self._least_count(candidate, *mix, most, limit) for mix, most in zip(MIXES, saving, strict=True))
+            return all(map(math.isinf, counts))
         layer = LayerCost.of(candidate, costs["none"], *self._changes(candidate, costs, "none", "full"))
         cut = self._apart(candidate, "none", "full")
         return math.isinf(least_again(candidate, layer, self.equal, cut, limit, math.inf))

@@ -116,22 +116,13 @@ def data_of(candidate: Candidate, layers: Layers) -> Data:
 
 def _model(candidate: Candidate, layers: Layers) -> tuple[Hashable, ...]:
     """All that stages follow from, beside the place of their ranks of tp and cp."""
-    data = data_of(candidate, layers)
-    if candidate.pp == 1:
-        moved: Hashable = candidate.data > 1 and (data.groups, candidate.zero, candidate.gathers_again)
-        return (
-            candidate.rows,
-            candidate.recompute,
-            candidate.again,
-            candidate.adds,
-            min(candidate.microbatches, 2),
-            moved,
-        )
-    return (
-        candidate.rows, candidate.recompute, candidate.again, candidate.adds, candidate.pp,
-        _is_near(candidate.axes, layers.micros.machine.ranks), candidate.chunks,
-        data.is_each and (data.groups.shards, candidate.gathers_again),
-    )  # fmt: skip
+    data, one = data_of(candidate, layers), candidate
+    model = one.rows, one.policies, one.ranges, one.adds, one.pp
+    if one.pp == 1:  # a step that is one graph moves with ZeRO-1 what it moves with ZeRO-2
+        zero = one.zero == 3 if one.is_alone else one.zero
+        return *model, min(one.microbatches, 2), one.data > 1 and (data.groups, zero, one.gathers_again)
+    is_near = _is_near(one.axes, layers.micros.machine.ranks)
+    return *model, is_near, one.chunks, data.is_each and (data.groups.shards, one.gathers_again)
 
 
 def _order(candidate: Candidate) -> tuple[Hashable, ...]:
