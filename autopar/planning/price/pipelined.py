@@ -15,9 +15,10 @@ from autopar.ir.schedule import Action, Costs, Flow, Timeline, Work
 from autopar.machines import Machine
 from autopar.passes.schedules import Schedule, Walk, parse_schedule, simulate, with_transfers
 from autopar.planning.price.cost import Cost
-from autopar.planning.price.data_streams import Data, Known, Moved
+from autopar.planning.price.data_streams import Data, Moved
 from autopar.planning.price.layers import Layers
 from autopar.planning.price.moments import Moments
+from autopar.planning.price.moving import Known
 from autopar.planning.price.stage_calls import WeightSlot, slots_of
 from autopar.planning.price.whole_step import WholeStep
 from autopar.planning.space.candidates import Candidate

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
+from autopar.planning.shallow.graph_track import ParameterPlace
 from autopar.planning.shallow.parameter_use import Weight
 from autopar.planning.space.deal import Part, Ranges, Section, Sections, Share
 
@@ -26,6 +27,10 @@ class WeightSlot:
     unit: int
     share: float
     weight: Weight | None
+
+    def place(self, kind: str) -> ParameterPlace:
+        """Where a graph of this kind reads its weight, or gives the gradient."""
+        return ParameterPlace(kind, self.unit, self.weight.name if self.weight else "")
 
 
 def slots_of(
