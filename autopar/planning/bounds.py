@@ -113,12 +113,15 @@ class Bounds:
         return self._of_mixes(candidate)
 
     def _least_again(
-        self, candidate: Candidate, costs: Mapping[str, Cost], less: str, more: str
+        self, candidate: Candidate, costs: Mapping[str, Cost], less: str, more: str, is_exact: bool
     ) -> tuple[LayerCost, float]:  # fmt: skip
         """How many layers compute more again at least in a plan that takes less than `slowest`."""
         layer = LayerCost.of(candidate, costs[less], *self._changes(candidate, costs, less, more))
         if math.isinf(self.limit):
             return layer, 0.0
+        if candidate.pp == 1 and not is_exact:
+            over = max(0.0, self.memory(candidate._replace(recompute=less, again=None)) - self.limit)
+            return layer, over / layer.less if layer.less > 0 else over and math.inf
         if candidate.pp == 1:
             return layer, self._least_count(candidate, less, more, layer.less, self.limit)
         most, cut = self.slowest / candidate.microbatches, self._apart(candidate, less, more)
@@ -139,8 +142,10 @@ class Bounds:
     def near(self, candidate: Candidate) -> float:
         """us of a pipeline by the calls of its micro-batches on ranks with nothing between them, with gradients of
         weights and of inputs in one graph: there more hides what moves. No programs are needed that memory does not
-        need too."""
-        if candidate.pp == 1 or candidate.again is not None:
+        need too. Of a plan without one whose layers are computed again in part, without its own memory."""
+        if candidate.again is not None:
+            return self._of_mixes(candidate, is_exact=False) if candidate.pp == 1 else 0.0
+        if candidate.pp == 1:
             return 0.0
         return self._of_cost(candidate, self._cost(candidate, candidate.split.near, candidate.recompute, halves=False))
 
@@ -160,14 +165,15 @@ class Bounds:
         busy = cost.forward_busy(self.equal) + cost.backward_busy(self.equal)
         return self._step(candidate, cost.forward(self.equal), cost.backward(self.equal) + again, busy)
 
-    def _of_mixes(self, candidate: Candidate) -> float:
+    def _of_mixes(self, candidate: Candidate, is_exact: bool = True) -> float:
         """us of a plan of which a part of the layers is computed again, at least, of all mixes. Where none can be
-        as fast as `slowest`, that is what it takes."""
+        as fast as `slowest`, that is what it takes. is_exact: False of a plan without a pipeline by
+        bounds of memory."""
         costs, found = self._costs(candidate), math.inf
         for less, more in MIXES:
             least = self._of_cost(candidate, costs[less])
             if least < min(found, self.slowest) and math.isfinite(self.limit):
-                layer, count = self._least_again(candidate, costs, less, more)
+                layer, count = self._least_again(candidate, costs, less, more, is_exact)
                 again = count * layer.longer if math.isfinite(count) else math.inf
                 took = self._of_cost(candidate, costs[less], again) if math.isfinite(count) else math.inf
                 least = max(least, min(self.slowest, took))
