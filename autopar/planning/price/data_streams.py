@@ -33,8 +33,6 @@ from autopar.planning.shallow.parameter_use import Weight
 from autopar.planning.space.candidates import Candidate
 from autopar.planning.space.deal import Rates, Sections, Share
 
-Moved = tuple[float, float, float]  # bytes, by section
-
 
 @dataclass(frozen=True, slots=True)
 class Data:
@@ -82,45 +80,39 @@ class Data:
         gathered = reads * net.us(GATHER, weight.read, SHARDS) if reads else 0.0
         return gathered + (net.us(SCATTER, weight.gradient, SHARDS) if weight.gradient else 0.0)
 
-    def graphs(self, share: Share, slots: Sequence[WeightSlot], cost: Cost) -> tuple[dict[str, float], Moved]:
-        """us of the graphs of a stage by kind, F and B or its halves I and W, and the bytes of what the backward pass
-        moves. A graph waits for all that it moves before it ends. cost: of the whole model.
+    def graphs(self, share: Share, slots: Sequence[WeightSlot], cost: Cost) -> dict[str, StageGraph]:
+        """The graphs of a stage by kind, F and B or its halves I and W. A graph waits for all that it moves before it
+        ends. cost: of the whole model.
 
         A parameter of ZeRO-3 is gathered while the layer before it computes (`passes/overlap/prefetch.py`), and with
         ZeRO-2 and ZeRO-3 gradients are scattered in buckets (`passes/overlap/bucket.py`).
         """
-        took: dict[str, float] = {}
-        moved = -math.inf, -math.inf, -math.inf
+        found: dict[str, StageGraph] = {}
         freed = cost.freed(self.candidate.halves)
         for kind, pace in cost.paces(self.candidate.halves).items():
             is_read, is_left = self.candidate.gathers_again and kind != "W", self.is_each and kind in "BW"
             order = slots if is_read or is_left else merged(share)
-            graph = _Graph(self, order if kind == "F" else order[::-1], is_read, is_left, kind != "F")
-            took[kind] = graph.us(pace, freed[kind])
-            if kind != "F":
-                before, inner, behind = map(max, moved, graph.alive)
-                moved = before, inner, behind
-        return took, moved
+            found[kind] = StageGraph(self, order if kind == "F" else order[::-1], is_read, is_left, kind != "F")
+            found[kind].run(pace, freed[kind])
+        return found
 
-    def before_us(self, slots: Sequence[WeightSlot], once: float) -> float:
-        """us of what a rank does before its first micro-batch. once: of what it computes then, of whole parameters."""
-        candidate = self.candidate
+    def first(self, slots: Sequence[WeightSlot], once: float) -> Moving:
+        """What a rank does before its first micro-batch. once: us of what it computes then, of whole parameters."""
+        candidate, net = self.candidate, self.net
         once /= candidate.shards
         if not candidate.zero or candidate.gathers_again or candidate.data == 1:
-            return once
+            moving = Moving(net)
+            moving.streams.compute(once, 0.0)
+            return moving
         # what is frozen is whole before
         gathers = list(_gathers(FORWARD, slots, lambda weight: weight.gradient > 0 or candidate.zero == 3))
         read = sum(gather.bytes_ for gather in gathers)
-        made = {gather.of: once * gather.bytes_ / read for gather in gathers} if once else {}
-        return first_of(self.net, gathers, made).streams.device
+        return first_of(net, gathers, {one.of: once * one.bytes_ / read for one in gathers} if once else {})
 
-    def after_us(self, slots: Sequence[WeightSlot]) -> float:
-        """us of the sums of gradients behind the last micro-batch, with that of the loss."""
-        if self.candidate.data == 1:
-            return 0.0
+    def last(self, slots: Sequence[WeightSlot]) -> Moving:
+        """What a rank does behind the last micro-batch: sums of gradients, and that of the loss."""
         kept = [slot for slot in slots[::-1] if slot.weight and not slot.weight.lent]
-        sums = [each for own in _gradients(self.candidate, kept, not self.is_each) for each in own]
-        return last_of(self.net, sums).streams.device
+        return last_of(self.net, list(_gradients(self.candidate, kept, not self.is_each)))
 
 
 def _gathers(
@@ -135,12 +127,12 @@ def _gathers(
 
 def _gradients(
     candidate: Candidate, slots: Iterable[WeightSlot], over_data: bool, is_part: bool = False
-) -> Iterator[tuple[Sum[ParameterPlace], ...]]:
+) -> Iterator[Sum[ParameterPlace]]:
     """As `sums_of`."""
     for slot in slots:
         if slot.weight is not None and slot.weight.gradient:
             weight = slot.weight
-            yield sums_of(candidate, slot.place(BACKWARD), weight.gradient, "", (), over_data, is_part)
+            yield from sums_of(candidate, slot.place(BACKWARD), weight.gradient, "", (), over_data, is_part)
 
 
 def _busy(cost: Cost) -> tuple[float, ...]:
@@ -149,7 +141,7 @@ def _busy(cost: Cost) -> tuple[float, ...]:
     return tuple(there + back for (there, _), (back, _) in zip(forward, backward, strict=True))
 
 
-class _Graph:
+class StageGraph:
     """A graph of a stage. is_read: it gathers what it reads. is_left: it scatters gradients. is_backward: it reads what
     the backward pass reads. alive: bytes of both at most, by section, in the equal layers less those of what the layers
     before have let go of: as `Peaks` counts what is kept."""
@@ -160,7 +152,7 @@ class _Graph:
         self.kind = BACKWARD if is_backward else FORWARD
         self.moving, enough = Moving(data.net, is_added=True), 0.0
         if is_left:
-            self.moving.sum(each for own in _gradients(data.candidate, slots, True, is_part=True) for each in own)
+            self.moving.sum(_gradients(data.candidate, slots, True, is_part=True))
             assert self.moving.buckets is not None
             enough = 2 * self.moving.buckets.most
         self.slots, self.last, self.left_out = few(slots, enough)
@@ -169,7 +161,7 @@ class _Graph:
         self.alive = [-math.inf, -math.inf, -math.inf]
         self.freed = self.gone = 0.0
 
-    def us(self, pace: Pace, freed: Sequence[float]) -> float:
+    def run(self, pace: Pace, freed: Sequence[float]) -> None:
         """freed: bytes that each layer lets go of, by section."""
         moving, begin, unit = self.moving, (0.0, 0.0, 0.0, 0.0), -1
         read: ParameterPlace | None = None
@@ -193,7 +185,6 @@ class _Graph:
         moving.flush()
         if self.slots:
             self._count(self.slots[-1].section)
-        return moving.streams.device
 
     @property
     def _state(self) -> tuple[float, float, float, float]:

@@ -15,7 +15,7 @@ from autopar.ir.schedule import Action, Costs, Flow, Timeline, Work
 from autopar.machines import Machine
 from autopar.passes.schedules import Schedule, Walk, parse_schedule, simulate, with_transfers
 from autopar.planning.price.cost import Cost
-from autopar.planning.price.data_streams import Data, Moved
+from autopar.planning.price.data_streams import Data
 from autopar.planning.price.layers import Layers
 from autopar.planning.price.moments import Moments
 from autopar.planning.price.moving import Known
@@ -38,7 +38,7 @@ class Stage:
     whole: Cost
     us: Mapping[str, float]
     slots: tuple[WeightSlot, ...] = ()
-    moved: Moved = (0.0, 0.0, 0.0)
+    moved: tuple[float, ...] = (0.0, 0.0, 0.0)
     step: WholeStep | None = None
 
     @cached_property  # of many pipelines only the first rank is looked at
@@ -165,9 +165,11 @@ def _stages(candidate: Candidate, layers: Layers) -> Sequence[Stage]:
     slots = slots_of(sections, shares, layers.equal, candidate.ranges)
     found = []
     for share, own in zip(shares, slots, strict=True):
-        us, moved = data.graphs(share, own, cost)
+        graphs = data.graphs(share, own, cost)
         least = cost.on(share).us(share.time.layers, candidate.halves)
-        found.append(Stage(share, cost, {kind: max(us[kind], least[kind]) for kind in us}, own, moved))
+        us = {kind: max(graph.moving.streams.device, least[kind]) for kind, graph in graphs.items()}
+        backward = (graph.alive for kind, graph in graphs.items() if kind != "F")
+        found.append(Stage(share, cost, us, own, tuple(map(max, zip(*backward, strict=True)))))
     return found
 
 

@@ -62,5 +62,7 @@ def _beside(candidate: Candidate, layers: Layers, rank: Stage, machine: Machine)
     data = data_of(candidate, layers)
     place = candidate.split.near, candidate.recompute, candidate.chunks, rank.share
     key = "once", *place, once, candidate.zero, candidate.gathers_again, data.groups
-    before, after = layers.kept(key, lambda: (data.before_us(rank.slots, once), data.after_us(rank.slots)))
+    before, after = layers.kept(
+        key, lambda: tuple(moving.streams.device for moving in (data.first(rank.slots, once), data.last(rank.slots)))
+    )
     return before, after, optimizer
