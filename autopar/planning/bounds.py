@@ -9,12 +9,11 @@ from dataclasses import dataclass, replace
 from autopar.ir.mesh import Mesh
 from autopar.machines import Machine
 from autopar.planning.layer_budget import MIXES, least_count
-from autopar.planning.price.cost import Cost
-from autopar.planning.price.data_time import least_data_us
+from autopar.planning.price.cost import Cost, Linear
 from autopar.planning.price.layers import Layers
+from autopar.planning.price.moving import DataGroups
 from autopar.planning.price.pipelined import Pipelined, with_least_memory
-from autopar.planning.price.predict import predict
-from autopar.planning.price.rank_memory import rank_bytes
+from autopar.planning.price.predict import predict, rank_bytes
 from autopar.planning.shallow.held_bytes import MOMENTS
 from autopar.planning.space.candidates import Candidate
 from autopar.planning.space.micro import HIGH
@@ -352,3 +351,46 @@ def _filling(candidate: Candidate, forward: float = LEAST_FORWARD) -> float:
     """
     waits = forward / 2 if candidate.halves else 1.0
     return 1 + waits * (candidate.pp - 1) / candidate.chunks / candidate.microbatches
+
+
+def least_data_us(candidate: Candidate, whole: Cost, layers: int, machine: Machine) -> tuple[float, float]:
+    """What the rank that waits longest waits at least, once a step, and of a pipeline what a rank moves for each
+    micro-batch, beside whatever it computes. whole: of a micro-batch on one rank, of as many layers; tp and
+    pp divide all of it, and products hide what they can. machine: the larger a collective, the faster."""
+    if candidate.data == 1:
+        return 0.0, 0.0
+    parts, deep, read = candidate.tp * candidate.pp, max(layers, 1), _read(candidate, whole)
+    gradients, parameters = whole.gradients(layers) / parts, read(layers) / parts
+    groups = DataGroups.of(candidate, machine.ranks)
+    summed = machine.collective_us("all_reduce", gradients / groups.shards.size, groups.copies)
+    gathered = machine.collective_us("all_gather", parameters, groups.shards)
+    scattered = machine.collective_us("reduce_scatter", gradients, groups.shards)
+    if candidate.pp > 1 and candidate.zero >= 2:
+        return (summed, gathered + scattered) if candidate.gathers_again else (summed + gathered, scattered)
+    if not candidate.zero:
+        scattered, summed = summed, 0.0
+    count, last = candidate.microbatches, scattered / deep  # beside the last one nothing is computed
+    if candidate.is_alone:
+        summed = _hidden(summed, machine)
+    if candidate.gathers_again:
+        own, each = deep / candidate.pp, read.each / candidate.tp
+        outside = machine.collective_us("all_gather", parameters - own * each, groups.shards)
+        gathered = 2 * (own * machine.collective_us("all_gather", each, groups.shards) + outside)  # for each pass
+        return _hidden(count * (gathered + scattered), machine) + last + summed, 0.0
+    if count == 1:
+        gathered = _hidden(gathered, machine)
+    if count == 1 or candidate.zero >= 2:
+        return gathered + _hidden(count * scattered, machine) + last + summed, 0.0
+    return gathered + max(scattered, summed), 0.0  # of what is scattered some may be added while more is
+
+
+def _read(candidate: Candidate, whole: Cost) -> Linear:
+    """Bytes of the parameters as a step reads them: what is gathered, in the dtype that computes."""
+    copies, plain = whole.gathered(candidate.zero == 3)
+    return Linear(copies.outside + plain.outside, copies.each + plain.each)
+
+
+def _hidden(moved: float, machine: Machine) -> float:
+    """us by which calls end later for collectives of `moved` us beside them, which have a part of the device while they
+    are under way (passes/costs/streams.py)."""
+    return machine.device.communicating * moved

@@ -8,8 +8,7 @@ from dataclasses import replace
 from autopar.machines import Machine
 from autopar.planning.price.layers import Layers
 from autopar.planning.price.pipelined import cost_of, pipelined
-from autopar.planning.price.predict import Prediction, predict
-from autopar.planning.price.rank_memory import rank_bytes
+from autopar.planning.price.predict import Prediction, predict, rank_bytes
 from autopar.planning.space.candidates import Candidate
 from autopar.planning.stage_budget import Trials
 

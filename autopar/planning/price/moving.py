@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
+from autopar.ir.mesh import CONTEXT_AXES, SHARDED, Mesh, group_name
+from autopar.ir.ops.measure import group_of
 from autopar.machines import Machine
 from autopar.machines.model import RankGroup
 from autopar.passes.costs.streams import Streams
@@ -15,6 +18,7 @@ from autopar.passes.overlap.prefetch import Ahead, Gather, small_limit
 from autopar.planning.shallow.graph_track import FORWARD, ParameterPlace, Road, place_of
 from autopar.planning.space.candidates import Candidate
 
+ALONE = RankGroup(1)
 GATHER, SUM = "all_gather", "all_reduce"
 SHARDS, COPIES, TENSOR = "shards", "copies", "tp"
 BACKWARD, PART = "B", "part"
@@ -258,3 +262,31 @@ def sums_of(
     for kind, ranks, size in reversed(kinds):
         found = (Sum(place, kind, ranks, dtype, size, found),)
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class DataGroups:
+    """shards: the ranks over which ZeRO splits states; one without it. copies: those that hold the same part, or all
+    of it without ZeRO: their gradients are added. all: both."""
+
+    shards: RankGroup
+    copies: RankGroup
+    all: RankGroup = field(default=ALONE, compare=False)
+
+    @classmethod
+    def of(cls, candidate: Candidate, ranks: int) -> DataGroups:
+        """ranks: of a node."""
+        axes, all_ = candidate.axes, _joined(candidate.axes, ("dp", SHARDED, *CONTEXT_AXES), ranks)
+        if not candidate.zero:
+            return cls(ALONE, all_, all_)
+        if candidate.fsdp > 1:
+            return cls(_joined(axes, (SHARDED, *CONTEXT_AXES), ranks), _joined(axes, ("dp",), ranks), all_)
+        return cls(all_, ALONE, all_)
+
+
+@cache
+def _joined(axes: tuple[tuple[str, int], ...], names: tuple[str, ...], ranks: int) -> RankGroup:
+    """The group of those of some axes that a mesh has."""
+    mesh = Mesh(axes)
+    named = [axis for axis in names if axis in mesh]
+    return group_of(mesh, group_name(named), ranks) if named else ALONE
