@@ -11,7 +11,7 @@ from autopar.ir.mesh import PIPELINE, Mesh
 from autopar.ir.ops.measure import group_of
 from autopar.machines import Machine
 from autopar.passes.overlap.bucket import SCATTER, Sum
-from autopar.passes.overlap.prefetch import Gather
+from autopar.passes.overlap.prefetch import Ahead, Gather
 from autopar.planning.price.cost import Cost, Pace
 from autopar.planning.price.moving import (
     BACKWARD,
@@ -112,7 +112,10 @@ class Data:
         # what is frozen is whole before
         gathers = list(_gathers(FORWARD, slots, lambda weight: weight.gradient > 0 or candidate.zero == 3))
         read = sum(gather.bytes_ for gather in gathers)
-        return first_of(net, gathers, {one.of: once * one.bytes_ / read for one in gathers} if once else {})
+        # what is computed of all that moves together counts as one call: `once` has the launches of small ones
+        bundles = [bundle for layer in Ahead(gathers, net.small).layers for bundle in layer] if once else []
+        made = {bundle.members[0].of: once * bundle.bytes_ / read for bundle in bundles}
+        return first_of(net, gathers, made)
 
     def last(self, slots: Sequence[WeightSlot]) -> Moving:
         """What a rank does behind the last micro-batch: sums of gradients, and that of the loss."""
