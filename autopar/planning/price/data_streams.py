@@ -172,7 +172,7 @@ class MovingGraph:
     def run(self, pace: Pace, freed: Sequence[float]) -> None:
         """freed: bytes that each layer lets go of, by section."""
         moving, begin, unit = self.moving, (0.0, 0.0, 0.0, 0.0), -1
-        read: ParameterPlace | None = None
+        read: Gather[ParameterPlace] | None = None
         for slot in self.slots:
             if unit != slot.unit:
                 if self.left_out and unit == self.last:
@@ -180,10 +180,9 @@ class MovingGraph:
                 begin, unit, self.gone = self._state, slot.unit, self.freed
             place = slot.place(self.kind)
             if place in moving.gathers:
-                if read is not None:
-                    moving.let_go(read)
-                moving.use(moving.gathers[place])
-                read = place
+                self._let_go(read)
+                read = moving.gathers[place]
+                moving.use(read)
             busy, launched = pace[slot.section]
             moving.streams.compute(slot.share * busy, slot.share * launched)
             if place in moving.sums:
@@ -193,6 +192,13 @@ class MovingGraph:
         moving.flush()
         if self.slots:
             self._count(self.slots[-1].section)
+
+    def _let_go(self, read: Gather[ParameterPlace] | None) -> None:
+        """What moved together goes when the last of it was read."""
+        if read is not None and self.moving.ahead is not None:
+            members = self.moving.ahead.place[read][1].members
+            for member in members if members[-1] is read else ():
+                self.moving.let_go(member.of)
 
     @property
     def _state(self) -> tuple[float, float, float, float]:
