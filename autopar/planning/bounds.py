@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.ir.mesh import Mesh
 from autopar.machines import Machine
-from autopar.planning.layer_budget import MIXES
-from autopar.planning.price.cost import Cost
-from autopar.planning.price.data_time import least_data_us
+from autopar.planning.layer_budget import MIXES, least_count
+from autopar.planning.price.cost import Cost, Linear
 from autopar.planning.price.layers import Layers
+from autopar.planning.price.moving import DataGroups
 from autopar.planning.price.pipelined import Pipelined, with_least_memory
-from autopar.planning.price.predict import predict
-from autopar.planning.price.rank_memory import rank_bytes
+from autopar.planning.price.predict import predict, rank_bytes
 from autopar.planning.shallow.held_bytes import MOMENTS
 from autopar.planning.space.candidates import Candidate
 from autopar.planning.space.micro import HIGH
@@ -110,37 +109,42 @@ class Bounds:
         again, the least of what none, all or some of it take."""
         if candidate.again is None:
             return self._of_policy(candidate, candidate.recompute)
-        if candidate.pp > 1:
-            return self._of_stages(candidate)
-        none = (self._of_policy(candidate, policy) for policy in ("none", "selective"))
-        return min(*none, self.again(candidate._replace(recompute="full", again=None)))
+        return self._of_mixes(candidate)
 
     def _least_again(
-        self, candidate: Candidate, costs: Mapping[str, Cost], less: str, more: str
+        self, candidate: Candidate, costs: Mapping[str, Cost], less: str, more: str, is_exact: bool
     ) -> tuple[LayerCost, float]:  # fmt: skip
         """How many layers compute more again at least in a plan that takes less than `slowest`."""
         layer = LayerCost.of(candidate, costs[less], *self._changes(candidate, costs, less, more))
         if math.isinf(self.limit):
             return layer, 0.0
+        if candidate.pp == 1 and not is_exact:
+            over = max(0.0, self.memory(candidate._replace(recompute=less, again=None)) - self.limit)
+            return layer, over / layer.less if layer.less > 0 else over and math.inf
+        if candidate.pp == 1:
+            return layer, self._least_count(candidate, less, more, layer.less, self.limit)
         most, cut = self.slowest / candidate.microbatches, self._apart(candidate, less, more)
         return layer, least_again(candidate, layer, self.equal, cut, self.limit, most)
 
+    def _least_count(self, candidate: Candidate, less: str, more: str, saving: float, limit: float) -> float:
+        """That of a plan without a pipeline, in at most `limit` bytes."""
+        assert candidate.again is not None
+        mix = candidate._replace(again=replace(candidate.again, less=less, more=more))
+        count = least_count(mix, self.layers, limit, saving)
+        return count if count < self.equal else math.inf
+
     def _costs(self, candidate: Candidate) -> Mapping[str, Cost]:
-        """Of ranks with nothing between them."""
-        split = candidate.split.near
-
-        def make() -> Mapping[str, Cost]:
-            return {policy: self._cost(candidate, split, policy, halves=False) for policy in ("none", "selective")}
-
-        key = "costs of stages", split, candidate.rows, candidate.adds
-        found: Mapping[str, Cost] = self.layers.kept(key, make)
-        return found
+        """By policy; of a pipeline, on ranks with nothing between them."""
+        split = candidate.split.near if candidate.pp > 1 else candidate.split
+        return {policy: self._cost(candidate, split, policy, halves=False) for policy in ("none", "selective")}
 
     def near(self, candidate: Candidate) -> float:
         """us of a pipeline by the calls of its micro-batches on ranks with nothing between them, with gradients of
         weights and of inputs in one graph: there more hides what moves. No programs are needed that memory does not
-        need too."""
-        if candidate.pp == 1 or candidate.again is not None:
+        need too. Of a plan without one whose layers are computed again in part, without its own memory."""
+        if candidate.again is not None:
+            return self._of_mixes(candidate, is_exact=False) if candidate.pp == 1 else 0.0
+        if candidate.pp == 1:
             return 0.0
         return self._of_cost(candidate, self._cost(candidate, candidate.split.near, candidate.recompute, halves=False))
 
@@ -160,14 +164,15 @@ class Bounds:
         busy = cost.forward_busy(self.equal) + cost.backward_busy(self.equal)
         return self._step(candidate, cost.forward(self.equal), cost.backward(self.equal) + again, busy)
 
-    def _of_stages(self, candidate: Candidate) -> float:
-        """us of a pipeline of which a part of the layers is computed again, at least, of all mixes. Where none can be
-        as fast as `slowest`, that is what it takes."""
+    def _of_mixes(self, candidate: Candidate, is_exact: bool = True) -> float:
+        """us of a plan of which a part of the layers is computed again, at least, of all mixes. Where none can be
+        as fast as `slowest`, that is what it takes. is_exact: False of a plan without a pipeline by
+        bounds of memory."""
         costs, found = self._costs(candidate), math.inf
         for less, more in MIXES:
             least = self._of_cost(candidate, costs[less])
             if least < min(found, self.slowest) and math.isfinite(self.limit):
-                layer, count = self._least_again(candidate, costs, less, more)
+                layer, count = self._least_again(candidate, costs, less, more, is_exact)
                 again = count * layer.longer if math.isfinite(count) else math.inf
                 took = self._of_cost(candidate, costs[less], again) if math.isfinite(count) else math.inf
                 least = max(least, min(self.slowest, took))
@@ -266,11 +271,11 @@ class Bounds:
         return stored + copies + max(gradients, saved)
 
     def is_larger(self, candidate: Candidate, limit: float) -> bool:
-        """True if a rank of a pipeline holds more than so many bytes (`held`)."""
-        if candidate.pp == 1:
-            return False
+        """True if a rank holds more than so many bytes, by its stages (`held`)."""
         if candidate.again is not None:
             return self._is_larger_in_part(candidate, limit)
+        if candidate.pp == 1:
+            return False
         if self._most_layers(candidate, limit) < self.equal * (1 - 1e-9):  # then nobody asks how it is cut
             return True
         made = with_least_memory(candidate, self.layers)
@@ -298,6 +303,10 @@ class Bounds:
     def _is_larger_in_part(self, candidate: Candidate, limit: float) -> bool:
         """True if no mix of policies is small enough, wherever its cuts lie: "full" keeps least."""
         costs = self._costs(candidate)
+        if candidate.pp == 1:
+            saving = (self._changes(candidate, costs, less, more)[1] for less, more in MIXES)
+            counts = (self._least_count(candidate, *mix, most, limit) for mix, most in zip(MIXES, saving, strict=True))
+            return all(map(math.isinf, counts))
         layer = LayerCost.of(candidate, costs["none"], *self._changes(candidate, costs, "none", "full"))
         cut = self._apart(candidate, "none", "full")
         return math.isinf(least_again(candidate, layer, self.equal, cut, limit, math.inf))
@@ -342,3 +351,46 @@ def _filling(candidate: Candidate, forward: float = LEAST_FORWARD) -> float:
     """
     waits = forward / 2 if candidate.halves else 1.0
     return 1 + waits * (candidate.pp - 1) / candidate.chunks / candidate.microbatches
+
+
+def least_data_us(candidate: Candidate, whole: Cost, layers: int, machine: Machine) -> tuple[float, float]:
+    """What the rank that waits longest waits at least, once a step, and of a pipeline what a rank moves for each
+    micro-batch, beside whatever it computes. whole: of a micro-batch on one rank, of as many layers; tp and
+    pp divide all of it, and products hide what they can. machine: the larger a collective, the faster."""
+    if candidate.data == 1:
+        return 0.0, 0.0
+    parts, deep, read = candidate.tp * candidate.pp, max(layers, 1), _read(candidate, whole)
+    gradients, parameters = whole.gradients(layers) / parts, read(layers) / parts
+    groups = DataGroups.of(candidate, machine.ranks)
+    summed = machine.collective_us("all_reduce", gradients / groups.shards.size, groups.copies)
+    gathered = machine.collective_us("all_gather", parameters, groups.shards)
+    scattered = machine.collective_us("reduce_scatter", gradients, groups.shards)
+    if candidate.pp > 1 and candidate.zero >= 2:
+        return (summed, gathered + scattered) if candidate.gathers_again else (summed + gathered, scattered)
+    if not candidate.zero:
+        scattered, summed = summed, 0.0
+    count, last = candidate.microbatches, scattered / deep  # beside the last one nothing is computed
+    if candidate.is_alone:
+        summed = _hidden(summed, machine)
+    if candidate.gathers_again:
+        own, each = deep / candidate.pp, read.each / candidate.tp
+        outside = machine.collective_us("all_gather", parameters - own * each, groups.shards)
+        gathered = 2 * (own * machine.collective_us("all_gather", each, groups.shards) + outside)  # for each pass
+        return _hidden(count * (gathered + scattered), machine) + last + summed, 0.0
+    if count == 1:
+        gathered = _hidden(gathered, machine)
+    if count == 1 or candidate.zero >= 2:
+        return gathered + _hidden(count * scattered, machine) + last + summed, 0.0
+    return gathered + max(scattered, summed), 0.0  # of what is scattered some may be added while more is
+
+
+def _read(candidate: Candidate, whole: Cost) -> Linear:
+    """Bytes of the parameters as a step reads them: what is gathered, in the dtype that computes."""
+    copies, plain = whole.gathered(candidate.zero == 3)
+    return Linear(copies.outside + plain.outside, copies.each + plain.each)
+
+
+def _hidden(moved: float, machine: Machine) -> float:
+    """us by which calls end later for collectives of `moved` us beside them, which have a part of the device while they
+    are under way (passes/costs/streams.py)."""
+    return machine.device.communicating * moved

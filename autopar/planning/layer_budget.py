@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 
 from autopar.machines import Machine
 from autopar.planning.price.layers import Layers
-from autopar.planning.price.pipelined import pipelined
-from autopar.planning.price.predict import Prediction, predict
-from autopar.planning.price.rank_memory import rank_bytes
+from autopar.planning.price.pipelined import cost_of, pipelined
+from autopar.planning.price.predict import Prediction, predict, rank_bytes
 from autopar.planning.space.candidates import Candidate
 from autopar.planning.stage_budget import Trials
 
@@ -59,33 +55,26 @@ def improved(made: Prediction, layers: Layers, machine: Machine, limit: float) -
     return min(made, *others, key=lambda each: (each.memory > limit, each.total))
 
 
+def least_count(mix: Candidate, layers: Layers, limit: float, saving: float, count: int = 0) -> float:
+    """How many layers of a plan without a pipeline compute more again at least, if it is to hold at most `limit` bytes.
+    saving: bytes, of each of them at most. count: so many are looked at."""
+    over = _bytes(mix, count, layers) - limit
+    if over <= 0:
+        return count
+    return count + math.ceil(over / saving) if saving > 0 else math.inf
+
+
 def _fewest(mix: Candidate, layers: Layers, limit: float) -> Candidate:
-    """The mix with the fewest layers that leaves at most `limit` bytes, or the least one. With each layer less is
-    saved, until what the last ones need at once, with what enters all of them, is most."""
+    """The mix with the fewest layers that leaves at most `limit` bytes; where none does, that with all but one. With
+    each layer less is saved, until what the last ones need at once, with what enters all of them, is most."""
     assert mix.again is not None
-
-    @cache
-    def bytes_(count: int) -> float:
-        return _bytes(mix, count, layers)
-
-    def is_enough(count: int) -> bool:
-        return bytes_(count) <= limit or bytes_(count + 1) >= bytes_(count)
-
-    most = mix.again.layers - 1
-    saving = (bytes_(0) - bytes_(most)) / most
-    guess = math.ceil((bytes_(0) - limit) / saving) if saving > 0 else 1
-    return _with_count(mix, _first(most, max(1, min(guess, most)), is_enough))
-
-
-def _first(last: int, guess: int, is_enough: Callable[[int], bool]) -> int:
-    """The first number, from 1 on, that is enough, as all behind it are; `last` is taken to be. Few are asked about if
-    the guess is near."""
-    low, high, step = 0, last, 1  # what is not enough, what is
-    at = guess
-    while low < at < high:
-        low, high = (low, at) if is_enough(at) else (at, high)
-        at, step = (at - step if high == at else at + step), 2 * step
-    return low + 1 + bisect_left(range(low + 1, high), True, key=is_enough)
+    most, count = mix.again.layers - 1, 0
+    cost = cost_of(_with_count(mix, 1), layers)
+    assert cost.again is not None
+    saving = cost.saved.each - cost.again.saved.each
+    while count < (least := least_count(mix, layers, limit, saving, count)) <= most:
+        count = int(least)
+    return _with_count(mix, int(min(least, most)))
 
 
 def _bytes(mix: Candidate, count: int, layers: Layers) -> float:

@@ -11,8 +11,7 @@ from functools import cache
 import numpy as np
 
 from autopar.planning.price.cost import Cost
-from autopar.planning.price.moments import COLUMNS, GRADIENTS, SAVED, Moments
-from autopar.planning.price.pipelined import schedule_of
+from autopar.planning.price.pipelined import COLUMNS, GRADIENTS, SAVED, Moments, schedule_of
 from autopar.planning.space.candidates import Candidate
 from autopar.planning.space.deal import Section
 

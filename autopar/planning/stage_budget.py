@@ -14,10 +14,8 @@ import numpy as np
 from autopar.machines import Machine
 from autopar.planning.price.cost import Cost
 from autopar.planning.price.layers import Layers
-from autopar.planning.price.moments import COLUMNS, LATE, SAVED
-from autopar.planning.price.pipelined import Pipelined, cost_of, pipelined
-from autopar.planning.price.predict import Prediction, predict
-from autopar.planning.price.rank_memory import held_of, rank_bytes
+from autopar.planning.price.pipelined import COLUMNS, LATE, SAVED, Pipelined, cost_of, pipelined
+from autopar.planning.price.predict import Prediction, held_of, predict, rank_bytes
 from autopar.planning.space.candidates import Candidate
 from autopar.planning.space.deal import Ranges
 

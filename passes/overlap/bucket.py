@@ -131,7 +131,7 @@ class Buckets(Generic[T]):
                 yield from self._finish(bucket)
 
     def _start(self, bucket: Together[Sum[T]]) -> Iterator[MovesNow[Sum[T]]]:
-        if bucket.members[0].kind == SCATTER:
+        if bucket.members[0].kind == SCATTER and len(self.started) > 1:
             yield from self._make_room(bucket)
         self.started.append(bucket)
         yield MovesNow(True, bucket)

@@ -25,8 +25,8 @@ from autopar.planning.bounds import Bounds
 from autopar.planning.jobs import layers_of
 from autopar.planning.others import reasons
 from autopar.planning.planner import Asked, Planned, planned
-from autopar.planning.price.data_time import DataGroups
 from autopar.planning.price.layers import Layers
+from autopar.planning.price.moving import DataGroups
 from autopar.planning.price.predict import Prediction, predict
 from autopar.planning.space.axis_orders import ORDER, orders
 from autopar.planning.space.candidates import Candidate, Model, Space

@@ -122,13 +122,17 @@ def found() -> Planned:
 def test_the_search_finds_what_trying_everything_finds(found: Planned) -> None:
     """Every number of layers too."""
     bounds, candidates = Bounds(layers(), found.work, MACHINE, EQUAL), candidates_of(found.asked, found.model)
-    tried = []
+    within, tried = Bounds(layers(), found.work, MACHINE, EQUAL), list[Prediction]()
+    within.limit = middle()
     for each in candidates:
         for made in _each_way(each):
             assert all(bound(each) <= made.total * (1 + 1e-9) for bound in bounds.steps), made
             assert bounds.memory(each) <= made.memory * (1 + 1e-9), made
             assert not bounds.is_larger(each, made.memory * (1 + 1e-9)), each
-            tried += [made] if made.memory <= middle() else []
+            if made.memory <= middle():
+                assert max(within.near(each), within.calls(each)) <= made.total * (1 + 1e-9), made
+                assert not within.is_larger(each, middle()), made
+                tried.append(made)
     tried.sort(key=lambda each: each.total)
     best = found.found.best
     assert best[0].candidate.again is not None and best[0].total == pytest.approx(tried[0].total)

@@ -14,8 +14,7 @@ from autopar.machines import named
 from autopar.planning.planner import Asked, layers_of, planned
 from autopar.planning.price.layers import Layers
 from autopar.planning.price.pipelined import pipelined
-from autopar.planning.price.predict import predict
-from autopar.planning.price.rank_memory import rank_bytes
+from autopar.planning.price.predict import predict, rank_bytes
 from autopar.planning.space.candidates import Candidate
 
 MACHINE = named("h100-80g")

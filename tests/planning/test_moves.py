@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -13,13 +15,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autopar
+from autopar.ir.modules import layer_of
 from autopar.ir.ops.measure import local_bytes
 from autopar.ir.ops.ops import is_collective, mesh_op_name, op
 from autopar.ir.program import Program, record
 from autopar.machines import named
 from autopar.planning.planner import layers_of
 from autopar.planning.price.layers import Layers
-from autopar.planning.price.pipelined import pipelined
+from autopar.planning.price.pipelined import Pipelined, cost_of, data_of, pipelined
 from autopar.planning.price.predict import predict
 from autopar.planning.space.candidates import Candidate
 
@@ -109,6 +112,52 @@ def test_the_planner_moves_what_the_emitted_graphs_move(seed: int) -> None:
             graphs = {one.place[1]: one.program for one in compiled.pipeline.every_graph()}
         for kind, graph in graphs.items():
             assert step.moves.get(kind, []) == moves_of(graph), (str(candidate), is_tied, bucket_bytes, kind)
+
+
+def drawn_pipeline(rng: random.Random) -> tuple[Candidate, int | None]:
+    """A plan with a pipeline, and `bucket_bytes`. Not drawn: what is computed again, and halves of the backward pass
+    with ZeRO-3, where graphs read parameters at other places than those that stages are cut by."""
+    zero = rng.choice((0, 1, 2, 3))
+    schedule, chunks = rng.choice((("1f1b", 1), ("interleaved-1f1b", 2), ("zb-h1", 1))[: 2 + (zero < 3)])
+    dp, pp, rows = rng.choice((2, 4)), rng.choice((2, 3)), rng.choice((1, 2))
+    return Candidate(dp, 1, pp, zero, "none", rows, 6, schedule, chunks=chunks), rng.choice((None, 100_000))
+
+
+def parameters_of(made: Pipelined) -> Counter[tuple[int, str]]:
+    """The ranks of parameters, by what these are called in their layers."""
+    slots = ((rank, slot) for rank, own in enumerate(made.ranks) for slot in own.slots if slot.weight)
+    return Counter((rank, _in_layer(slot.weight.name)) for rank, slot in slots if slot.weight)
+
+
+def _in_layer(name: str) -> str:
+    return name.removeprefix(layer_of(name))
+
+
+def test_pipelines_move_what_the_emitted_graphs_move() -> None:
+    """20 plans. Where times of places are within a call of each other, the compiler may cut at another one of them."""
+    rng, compared = random.Random(0), 0
+    for _ in range(20):
+        candidate, bucket_bytes = drawn_pipeline(rng)
+        given = job(candidate.dp * candidate.rows * candidate.microbatches, False, bucket_bytes)
+        compiled = autopar.compile(
+            given.model, candidate.mesh, loss_fn=token_loss, batch=given.batch, precision="bf16",
+            bucket_bytes=bucket_bytes, **candidate.options(),
+        )  # fmt: skip
+        costs = layers(False, bucket_bytes)
+        made, data = pipelined(candidate, costs), data_of(candidate, costs)
+        if parameters_of(made) != Counter((rank, _in_layer(name)) for name, rank in compiled.owners.items()):
+            continue
+        compared, cost, moves = compared + 1, cost_of(candidate, costs).in_stages(), dict[tuple[int, str], list[Any]]()
+        for number, stage in enumerate(made.stages):
+            for kind, graph in data.graphs(stage.share, stage.slots, cost).items():
+                moves[number, kind] = graph.moving.moves
+        for number, rank in enumerate(made.ranks):
+            once = rank.cost.once(rank.share.time.layers)
+            moves[number, "P"], moves[number, "E"] = data.first(rank.slots, once).moves, data.last(rank.slots).moves
+        assert compiled.pipeline is not None
+        for one in compiled.pipeline.every_graph():
+            assert moves.get(one.place[:2], []) == moves_of(one.program), (str(candidate), bucket_bytes, one.place)
+    assert compared >= 15
 
 
 @cache

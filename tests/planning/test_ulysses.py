@@ -24,8 +24,8 @@ from autopar.passes.search.heads import head_splits
 from autopar.planning.bounds import Bounds
 from autopar.planning.jobs import layers_of
 from autopar.planning.planner import Asked, planned
-from autopar.planning.price.data_time import DataGroups
 from autopar.planning.price.layers import Layers
+from autopar.planning.price.moving import DataGroups
 from autopar.planning.price.predict import predict
 from autopar.planning.price.step_time import step_time
 from autopar.planning.space.candidates import Candidate, Model, Space

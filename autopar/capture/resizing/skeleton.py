@@ -128,21 +128,16 @@ def _with_numbers(found: Record, left: Iterator[Number]) -> Record:
 
 def _put(value: Any, left: Iterator[Number], node_of: Callable[[fx.Node], fx.Node]) -> Any:
     """A value with the next numbers, in the order in which they were taken."""
-    kind = type(value)
-    if kind is int:
-        return next(left)
-    if kind is float:
-        return float.fromhex(str(next(left)))
-    if isinstance(value, fx.Node):
-        return node_of(value)
-    if isinstance(value, (tuple, list)):
-        items = [_put(item, left, node_of) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    if isinstance(value, Mapping):
-        return {key: _put(item, left, node_of) for key, item in value.items()}
-    if kind is slice:
-        return slice(*(_put(item, left, node_of) for item in (value.start, value.stop, value.step)))
-    return value
+
+    def put(leaf: Any) -> Any:
+        kind = type(leaf)
+        if kind is int:
+            return next(left)
+        if kind is float:
+            return float.fromhex(str(next(left)))
+        return node_of(leaf) if isinstance(leaf, fx.Node) else leaf
+
+    return fx.node.map_aggregate(value, put)
 
 
 def _no_node(_: fx.Node) -> fx.Node:

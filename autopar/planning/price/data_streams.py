@@ -3,26 +3,40 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import groupby
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
 
 from autopar.ir.mesh import PIPELINE, Mesh
 from autopar.ir.ops.measure import group_of
 from autopar.machines import Machine
-from autopar.machines.model import RankGroup
-from autopar.passes.overlap.bucket import SCATTER, bucket_limit
-from autopar.passes.overlap.prefetch import small_limit
+from autopar.passes.overlap.bucket import SCATTER, Sum
+from autopar.passes.overlap.prefetch import Ahead, Gather
 from autopar.planning.price.cost import Cost, Pace
-from autopar.planning.price.data_time import DataGroups
-from autopar.planning.price.moving import COPIES, GATHER, LOSS, LOSS_BYTES, SHARDS, SUM, TENSOR, Net
-from autopar.planning.price.stage_calls import EQUAL, LAYERS, WeightSlot, few, merged
+from autopar.planning.price.moving import (
+    BACKWARD,
+    COPIES,
+    GATHER,
+    LOSS,
+    SHARDS,
+    TENSOR,
+    DataGroups,
+    Known,
+    Moving,
+    Net,
+    first_of,
+    last_of,
+    sums_of,
+)  # fmt: skip
+from autopar.planning.shallow.graph_track import FORWARD, ParameterPlace
 from autopar.planning.shallow.parameter_use import Weight
 from autopar.planning.space.candidates import Candidate
-from autopar.planning.space.deal import Rates, Sections, Share
+from autopar.planning.space.deal import Part, Ranges, Rates, Section, Sections, Share
 
-Moved = tuple[float, float, float]  # bytes, by section
-Known = dict[tuple[str, float, RankGroup], float]
+FIRST, LAST = 2, 1  # whole layers of a stage that are looked at before, and behind, those that are like them
+LAYERS, AGAIN = 1, 3  # the sections of the equal layers, and of those that compute more again, between 0 and 2
+EQUAL = (LAYERS, AGAIN)
+CLOSE = 1e-9  # of a section: places that are this near are one
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,78 +74,73 @@ class Data:
         computes. cost: of the rows of the candidate; few: of those of the sections."""
         link = group_of(Mesh(self.candidate.axes), PIPELINE, self.machine.ranks)
         longer = (now / before if before else 1.0 for now, before in zip(_busy(cost), _busy(few), strict=True))
+        net = self.net
         sent = self.machine.message_us(cost.message, link) / self.machine.message_us(few.message, link)
-        return Rates(tuple(longer), sent, tuple(tuple(map(self._moved_us, part.weights)) for part in sections.all))
+        return Rates(
+            tuple(longer), sent, tuple(tuple(self._moved_us(one, net) for one in part.weights) for part in sections.all)
+        )
 
-    def _moved_us(self, weight: Weight) -> float:
-        group, reads = self.groups.shards, (1 + weight.again) * self.candidate.gathers_again
-        gathered = reads * self.collective_us(GATHER, weight.read, group) if reads else 0.0
-        return gathered + (self.collective_us(SCATTER, weight.gradient, group) if weight.gradient else 0.0)
+    def _moved_us(self, weight: Weight, net: Net) -> float:
+        reads = (1 + weight.again) * self.candidate.gathers_again
+        gathered = reads * net.us(GATHER, weight.read, SHARDS) if reads else 0.0
+        return gathered + (net.us(SCATTER, weight.gradient, SHARDS) if weight.gradient else 0.0)
 
-    def collective_us(self, kind: str, bytes_: float, group: RankGroup) -> float:
-        """As of `Machine`."""
-        key = kind, bytes_, group
-        if key not in self.known:
-            self.known[key] = self.machine.collective_us(*key)
-        return self.known[key]
-
-    def graphs(self, share: Share, slots: Sequence[WeightSlot], cost: Cost) -> tuple[dict[str, float], Moved]:
-        """us of the graphs of a stage by kind, F and B or its halves I and W, and the bytes of what the backward pass
-        moves. A graph waits for all that it moves before it ends. cost: of the whole model.
+    def graphs(self, share: Share, slots: Sequence[WeightSlot], cost: Cost) -> dict[str, MovingGraph]:
+        """The graphs of a stage by kind, F and B or its halves I and W. A graph waits for all that it moves before it
+        ends. cost: of the whole model.
 
         A parameter of ZeRO-3 is gathered while the layer before it computes (`passes/overlap/prefetch.py`), and with
         ZeRO-2 and ZeRO-3 gradients are scattered in buckets (`passes/overlap/bucket.py`).
         """
-        took: dict[str, float] = {}
-        moved = -math.inf, -math.inf, -math.inf
+        found: dict[str, MovingGraph] = {}
         freed = cost.freed(self.candidate.halves)
         for kind, pace in cost.paces(self.candidate.halves).items():
             is_read, is_left = self.candidate.gathers_again and kind != "W", self.is_each and kind in "BW"
             order = slots if is_read or is_left else merged(share)
-            graph = _Graph(self, order if kind == "F" else order[::-1], is_read, is_left, kind != "F")
-            took[kind] = graph.us(pace, freed[kind])
-            if kind != "F":
-                before, inner, behind = map(max, moved, graph.alive)
-                moved = before, inner, behind
-        return took, moved
+            found[kind] = MovingGraph(self, order if kind == "F" else order[::-1], is_read, is_left, kind != "F")
+            found[kind].run(pace, freed[kind])
+        return found
 
-    def before_us(self, slots: Sequence[WeightSlot], once: float) -> float:
-        """us of what a rank does before its first micro-batch. once: of what it computes then, of whole parameters."""
-        candidate, groups = self.candidate, self.groups
-        once /= groups.shards.size
+    def first(self, slots: Sequence[WeightSlot], once: float) -> Moving:
+        """What a rank does before its first micro-batch. once: us of what it computes then, of whole parameters."""
+        candidate, net = self.candidate, self.net
+        once /= candidate.shards
         if not candidate.zero or candidate.gathers_again or candidate.data == 1:
-            return once
-        streams = _Streams(self)
-        own = [(slot.unit, slot.weight) for slot in slots if slot.weight]
-        weights = [pair for pair in own if pair[1].gradient or candidate.zero == 3]  # what is frozen is whole before
-        read = sum(weight.read for _, weight in weights)
-        gathers = _Gathers(streams, groups.shards, weights, self.asked, once / read if read else 0.0)
-        for _ in weights:
-            gathers.use()
-        return streams.device
+            moving = Moving(net)
+            moving.streams.compute(once, 0.0)
+            return moving
+        # what is frozen is whole before
+        gathers = list(_gathers(FORWARD, slots, lambda weight: weight.gradient > 0 or candidate.zero == 3))
+        read = sum(gather.bytes_ for gather in gathers)
+        # what is computed of all that moves together counts as one call: `once` has the launches of small ones
+        bundles = [bundle for layer in Ahead(gathers, net.small).layers for bundle in layer] if once else []
+        made = {bundle.members[0].of: once * bundle.bytes_ / read for bundle in bundles}
+        return first_of(net, gathers, made)
 
-    def after_us(self, slots: Sequence[WeightSlot]) -> float:
-        """us of the sums of gradients behind the last micro-batch, with that of the loss."""
-        candidate, groups = self.candidate, self.groups
-        if candidate.data == 1:
-            return 0.0
+    def last(self, slots: Sequence[WeightSlot]) -> Moving:
+        """What a rank does behind the last micro-batch: sums of gradients, and that of the loss."""
         kept = [slot for slot in slots[::-1] if slot.weight and not slot.weight.lent]
-        gradients, streams = gradients_of(kept), _Streams(self)
-        if not candidate.zero:
-            _Sums(streams, SUM, groups.copies, gradients, self.asked).all()
-        else:
-            if candidate.zero == 1:
-                _Sums(streams, SCATTER, groups.shards, gradients, self.asked).all()
-            if groups.copies.size > 1:
-                own = [each / groups.shards.size for each in gradients]
-                _Sums(streams, SUM, groups.copies, own, self.asked).all()
-        streams.wait(streams.move(SUM, LOSS_BYTES, groups.shards if candidate.zero else groups.copies))
-        return streams.device
+        return last_of(self.net, list(_gradients(self.candidate, kept, not self.is_each)))
 
 
-def gradients_of(slots: Iterable[WeightSlot]) -> list[float]:
-    """Bytes of each."""
-    return [slot.weight.gradient for slot in slots if slot.weight and slot.weight.gradient]
+def _gathers(
+    kind: str, slots: Iterable[WeightSlot], is_read: Callable[[Weight], bool]
+) -> Iterator[Gather[ParameterPlace]]:
+    """Gathers of those weights that a graph reads, in the order of their use."""
+    for slot in slots:
+        if slot.weight is not None and is_read(slot.weight):
+            weight, layer = slot.weight, (slot.unit, slot.weight.unit)
+            yield Gather(slot.place(kind), layer, SHARDS, weight.dtype, weight.read)
+
+
+def _gradients(
+    candidate: Candidate, slots: Iterable[WeightSlot], over_data: bool, is_part: bool = False
+) -> Iterator[Sum[ParameterPlace]]:
+    """As `sums_of`."""
+    for slot in slots:
+        if slot.weight is not None and slot.weight.gradient:
+            weight = slot.weight
+            yield from sums_of(candidate, slot.place(BACKWARD), weight.gradient, "", (), over_data, is_part)
 
 
 def _busy(cost: Cost) -> tuple[float, ...]:
@@ -140,46 +149,7 @@ def _busy(cost: Cost) -> tuple[float, ...]:
     return tuple(there + back for (there, _), (back, _) in zip(forward, backward, strict=True))
 
 
-@dataclass(slots=True)
-class _Streams:
-    """As `passes/costs/streams.py`, with many calls at once, and one stream beside them. host, device, moving: us when
-    each has done what it was given so far."""
-
-    data: Data
-    host: float = 0.0
-    device: float = 0.0
-    moving: float = 0.0
-
-    def compute(self, us: float, launched: float) -> None:
-        """Calls that take so long on the device, and the host as long to launch."""
-        if self.data.machine.is_host:
-            self.device += us + launched
-            return
-        begin, left = max(self.device, self.host), 1 - self.data.machine.device.communicating
-        slowed = min(max(0.0, self.moving - begin), us / left)
-        self.host += launched
-        self.device = max(begin + slowed + (us - left * slowed), self.host)
-
-    def copy(self, bytes_: float) -> None:
-        """A call that reads and writes so many bytes."""
-        machine = self.data.machine
-        self.compute(machine.call_us(0.0, "", 2 * bytes_), machine.launch_us)
-
-    def move(self, kind: str, bytes_: float, group: RankGroup) -> float:
-        """Start a collective; us when it ends."""
-        us, launched = self.data.collective_us(kind, bytes_, group), self.data.machine.launch_us
-        if self.data.machine.is_host:
-            self.device += us + launched
-            return self.device
-        self.host += launched
-        self.moving = max(self.moving, self.device, self.host) + us
-        return self.moving
-
-    def wait(self, end: float) -> None:
-        self.device = max(self.device, end)
-
-
-class _Graph:
+class MovingGraph:
     """A graph of a stage. is_read: it gathers what it reads. is_left: it scatters gradients. is_backward: it reads what
     the backward pass reads. alive: bytes of both at most, by section, in the equal layers less those of what the layers
     before have let go of: as `Peaks` counts what is kept."""
@@ -187,195 +157,138 @@ class _Graph:
     def __init__(
         self, data: Data, slots: Sequence[WeightSlot], is_read: bool, is_left: bool, is_backward: bool
     ) -> None:
-        self.is_left, shards = is_left, data.groups.shards
-        self.streams = _Streams(data)
-        self.sums = _Sums(self.streams, SCATTER, shards, gradients_of(slots) if is_left else [], data.asked)
-        self.slots, self.last, self.left_out = few(slots, 2 * self.sums.most if is_left else 0.0)
-        slots = self.slots
-        reading = [slot for slot in slots if slot.weight and (slot.weight.again or not is_backward)] if is_read else []
-        self.reading = set(map(id, reading))
-        weights = [(slot.unit, slot.weight) for slot in reading if slot.weight]
-        self.gathers = _Gathers(self.streams, shards, weights, data.asked)
+        self.kind = BACKWARD if is_backward else FORWARD
+        self.moving, enough = Moving(data.net, is_added=True), 0.0
+        if is_left:
+            self.moving.sum(_gradients(data.candidate, slots, True, is_part=True))
+            assert self.moving.buckets is not None
+            enough = 2 * self.moving.buckets.most
+        self.slots, self.last, self.left_out = few(slots, enough)
+        if is_read:
+            self.moving.gather(_gathers(self.kind, self.slots, lambda weight: weight.again or not is_backward), {})
         self.alive = [-math.inf, -math.inf, -math.inf]
         self.freed = self.gone = 0.0
 
-    def us(self, pace: Pace, freed: Sequence[float]) -> float:
+    def run(self, pace: Pace, freed: Sequence[float]) -> None:
         """freed: bytes that each layer lets go of, by section."""
-        begin, unit = (0.0, 0.0, 0.0, 0.0), -1
+        moving, begin, unit = self.moving, (0.0, 0.0, 0.0, 0.0), -1
+        read: Gather[ParameterPlace] | None = None
         for slot in self.slots:
             if unit != slot.unit:
                 if self.left_out and unit == self.last:
                     self._leave_out(begin)
                 begin, unit, self.gone = self._state, slot.unit, self.freed
-            if id(slot) in self.reading:
-                self.gathers.use()
+            place = slot.place(self.kind)
+            if place in moving.gathers:
+                self._let_go(read)
+                read = moving.gathers[place]
+                moving.use(read)
             busy, launched = pace[slot.section]
-            self.streams.compute(slot.share * busy, slot.share * launched)
-            if slot.weight is not None and slot.weight.gradient and self.is_left:
-                self.sums.add(slot.weight.gradient)
+            moving.streams.compute(slot.share * busy, slot.share * launched)
+            if place in moving.sums:
+                moving.give(moving.sums[place], moving.sums[place].bytes_)
             self._count(slot.section)
             self.freed += slot.share * freed[slot.section]
-        self.sums.flush()
+        moving.flush()
         if self.slots:
             self._count(self.slots[-1].section)
-        return self.streams.device
+
+    def _let_go(self, read: Gather[ParameterPlace] | None) -> None:
+        """What moved together goes when the last of it was read."""
+        if read is not None and self.moving.ahead is not None:
+            members = self.moving.ahead.place[read][1].members
+            for member in members if members[-1] is read else ():
+                self.moving.let_go(member.of)
 
     @property
     def _state(self) -> tuple[float, float, float, float]:
-        return self.streams.host, self.streams.device, self.streams.moving, self.freed
+        streams = self.moving.streams
+        return streams.host, streams.device, streams.moving[SHARDS], self.freed
 
     def _leave_out(self, begin: Sequence[float]) -> None:
         """Each of the layers that are left out takes as long as the one before them. begin: of that one."""
         host, device, moving, freed = (
             self.left_out * (now - then) for now, then in zip(self._state, begin, strict=True)
         )
-        self.streams.host += host
-        self.streams.device += device
-        self.streams.moving += moving
+        streams, ends = self.moving.streams, self.moving.ends
+        streams.host += host
+        streams.device += device
+        streams.moving[SHARDS] += moving
         self.freed += freed
-        self.gathers.later(moving)
-        self.sums.later(moving)
+        for what in ends:  # what is on its way arrives so much later
+            ends[what] += moving
 
     def _count(self, section: int) -> None:
-        alive, at = self.gathers.alive + self.sums.most_alive, LAYERS if section in EQUAL else section
+        alive, at = self.moving.most(), LAYERS if section in EQUAL else section
         self.alive[at] = max(self.alive[at], alive - self.gone * (at == LAYERS))
-        self.sums.most_alive = self.sums.alive
 
 
-@dataclass(slots=True)
-class _Bundle:
-    """Parameters that are gathered together. end: us, when they are there."""
+@dataclass(frozen=True, slots=True)
+class WeightSlot:
+    """What a stage computes from the first use of a weight to that of the next one. section: 0 before the equal layers,
+    1 in one of them, 2 behind them, 3 in one that computes more again. unit: which section on the way through the
+    model. share: of the section's time. weight: None where a weight of the stage before is at work."""
 
-    bytes_: float
-    count: int = 1
-    end: float = 0.0
-    last: int = 0  # the number of its last use
+    section: int
+    unit: int
+    share: float
+    weight: Weight | None
 
-
-class _Gathers:
-    """The gathers of a graph: those of a layer start when the one before it begins."""
-
-    def __init__(
-        self, streams: _Streams, group: RankGroup, weights: Sequence[tuple[int, Weight]], asked: int | None,
-        made: float = 0.0,
-    ) -> None:  # fmt: skip
-        """weights: in the order of their use, with the layers that they belong to. made: us to make a byte of one from
-        the parameter that is stored."""
-        self.streams, self.group, self.made = streams, group, made
-        small = small_limit(streams.data.machine, group, asked)
-        self.layers: list[list[_Bundle]] = []
-        self.uses: list[tuple[int, _Bundle | None]] = []  # of each weight its layer, and what it waits for
-        for number, (_, own) in enumerate(groupby(weights, key=lambda pair: (pair[0], pair[1].unit))):
-            bundles, open_ = list[_Bundle](), dict[str, _Bundle]()
-            for _, weight in own:
-                found = open_.get(weight.dtype) if weight.read < small else None
-                if found is not None:
-                    found.bytes_, found.count, found.last = found.bytes_ + weight.read, found.count + 1, len(self.uses)
-                    self.uses.append((number, None))
-                    continue
-                found = _Bundle(weight.read, last=len(self.uses))
-                bundles.append(found)
-                self.uses.append((number, found))
-                if weight.read < small:
-                    open_[weight.dtype] = found
-            self.layers.append(bundles)
-        self.at = self.begun = 0
-        self.there: list[_Bundle] = []  # those that were started and have a use left
-
-    def later(self, us: float) -> None:
-        """What is on its way arrives so much later."""
-        for bundle in self.there:
-            bundle.end += us
-
-    @property
-    def alive(self) -> float:
-        return sum(bundle.bytes_ for bundle in self.there)
-
-    def use(self) -> None:
-        """Wait for the next weight."""
-        number, bundle = self.uses[self.at]
-        self.there = [each for each in self.there if each.last >= self.at]
-        self.at += 1
-        self._begin(number + 1)
-        if bundle is not None:
-            self.streams.wait(bundle.end)
-        self._begin(number + 2)
-
-    def _begin(self, end: int) -> None:
-        for bundles in self.layers[self.begun : end]:
-            for bundle in bundles:
-                if self.made:
-                    self.streams.compute(self.made * bundle.bytes_, self.streams.data.machine.launch_us)
-                if bundle.count > 1:
-                    self.streams.copy(bundle.bytes_ / self.group.size)
-                bundle.end = self.streams.move(GATHER, bundle.bytes_, self.group)
-                self.there.append(bundle)
-        self.begun = max(self.begun, min(end, len(self.layers)))
+    def place(self, kind: str) -> ParameterPlace:
+        """Where a graph of this kind reads its weight, or gives the gradient."""
+        return ParameterPlace(kind, self.unit, self.weight.name if self.weight else "")
 
 
-@dataclass(slots=True)
-class _Sums:
-    """Sums of gradients in buckets. gradients: bytes of all. most_alive: bytes, with their results, at most so far."""
+def slots_of(
+    sections: Sections, shares: Sequence[Share], layers: int, ranges: Ranges = ()
+) -> tuple[tuple[WeightSlot, ...], ...]:
+    """Of each stage, in the order of the forward pass. shares: of all stages, one after the other. layers: of the
+    model, equal ones; ranges: those of them that compute more again."""
+    found: list[tuple[WeightSlot, ...]] = []
+    begin = Part(0.0, 0.0, 0.0)
+    for share in shares:
+        end = begin + share.time
+        found.append(tuple(_slots(sections, begin, end, layers, ranges)))
+        begin = end
+    return tuple(found)
 
-    streams: _Streams
-    kind: str
-    group: RankGroup
-    gradients: Sequence[float]
-    asked: int | None
-    limit: float = 0.0
-    most: float = 0.0
-    open: float = 0.0
-    count: int = 0
-    most_alive: float = 0.0
-    started: list[tuple[float, float]] = field(default_factory=list)  # bytes, and us of their ends
 
-    def __post_init__(self) -> None:
-        self.limit = bucket_limit(
-            sum(self.gradients), self.streams.data.machine, self.kind, self.group, self.asked
-        )  # fmt: skip
-        self.most = max([self.limit, *self.gradients])
+def few(slots: Sequence[WeightSlot], enough: float) -> tuple[Sequence[WeightSlot], int, int]:
+    """The slots of a stage without some of its whole layers, which are all alike; the unit of the last one before
+    these, and how many they are. enough: bytes of gradients that are left with the layers before them."""
+    layers = {slot.unit: slot.section for slot in slots if slot.section in EQUAL}
+    inner = list(layers.items())[1:-1]  # those at the ends may be parts
+    alike = (list(run) for _, run in groupby(inner, key=lambda pair: pair[1]))
+    units = [unit for unit, _ in max(alike, key=len, default=[])]
+    if len(units) <= FIRST + LAST:
+        return slots, -1, 0
+    layer = sum(slot.weight.gradient for slot in slots if slot.unit == units[0] and slot.weight)
+    first = max(FIRST, math.ceil(enough / layer) + 1 if layer else 0)
+    gone = frozenset(units[first:-LAST])
+    return [slot for slot in slots if slot.unit not in gone], units[first - 1] if gone else -1, len(gone)
 
-    def later(self, us: float) -> None:
-        """What is on its way arrives so much later."""
-        self.started = [(size, end + us) for size, end in self.started]
 
-    def all(self) -> None:
-        for gradient in self.gradients:
-            self.add(gradient)
-        self.flush()
+def merged(share: Share) -> tuple[WeightSlot, ...]:
+    """The slots of a stage between which nothing is moved, as one for each section."""
+    part = share.time
+    each = part.entry, part.layers - part.again, part.behind, part.again
+    return tuple(WeightSlot(i, i, share, None) for i, share in enumerate(each) if share)
 
-    def add(self, gradient: float) -> None:
-        """The next gradient is there."""
-        if gradient >= self.limit:
-            self._start(gradient, 1)
-            return
-        self.open, self.count = self.open + gradient, self.count + 1
-        if self.open >= self.limit:
-            self._start_open()
 
-    def flush(self) -> None:
-        """Start what is left, and wait for all."""
-        if self.open:
-            self._start_open()
-        for _, end in self.started:
-            self.streams.wait(end)
+def _slots(sections: Sections, begin: Part, end: Part, layers: int, ranges: Ranges) -> Iterator[WeightSlot]:
+    yield from _between(sections.entry, 0, 0, begin.entry, end.entry)
+    for number in range(math.floor(begin.layers + CLOSE), math.ceil(end.layers - CLOSE)):
+        low, high = max(begin.layers - number, 0.0), min(end.layers - number, 1.0)
+        kind = AGAIN if any(first <= number < last for first, last in ranges) else LAYERS
+        yield from _between(sections.all[kind], kind, 1 + number, low, high)
+    yield from _between(sections.behind, 2, 1 + layers, begin.behind, end.behind)
 
-    @property
-    def alive(self) -> float:
-        """Bytes of what waits for its bucket, and of what is on its way, before and after."""
-        return self.open + (1 + 1 / self.group.size) * sum(size for size, _ in self.started)
 
-    def _start_open(self) -> None:
-        self._start(self.open, self.count)
-
-    def _start(self, bytes_: float, count: int) -> None:
-        if self.kind == SCATTER:
-            while len(self.started) > 1 and sum(size for size, _ in self.started) + bytes_ > 2 * self.most:
-                self.streams.wait(self.started.pop(0)[1])
-        if count > 1:
-            self.streams.copy(bytes_)
-            self.most_alive = max(self.most_alive, self.alive + bytes_)
-        self.started.append((bytes_, self.streams.move(self.kind, bytes_, self.group)))
-        if self.open and bytes_ == self.open and count == self.count:
-            self.open, self.count = 0.0, 0
-        self.most_alive = max(self.most_alive, self.alive)
+def _between(section: Section, kind: int, unit: int, low: float, high: float) -> Iterator[WeightSlot]:
+    """The slots of a section between two shares of its time."""
+    own = [weight for weight in section.weights if low - CLOSE <= weight.at < high - CLOSE]
+    ends = [*(weight.at for weight in own), high]
+    if ends[0] > low + CLOSE:
+        yield WeightSlot(kind, unit, ends[0] - low, None)
+    for weight, (start, end) in zip(own, pairwise(ends), strict=True):
+        yield WeightSlot(kind, unit, end - start, weight)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
+from autopar.ir.mesh import CONTEXT_AXES, SHARDED, Mesh, group_name
+from autopar.ir.ops.measure import group_of
 from autopar.machines import Machine
 from autopar.machines.model import RankGroup
 from autopar.passes.costs.streams import Streams
@@ -13,11 +16,14 @@ from autopar.passes.overlap.bucket import SCATTER, Buckets, Sum, bucket_limit
 from autopar.passes.overlap.coalesce import MovesNow, Together
 from autopar.passes.overlap.prefetch import Ahead, Gather, small_limit
 from autopar.planning.shallow.graph_track import FORWARD, ParameterPlace, Road, place_of
+from autopar.planning.space.candidates import Candidate
 
+ALONE = RankGroup(1)
 GATHER, SUM = "all_gather", "all_reduce"
 SHARDS, COPIES, TENSOR = "shards", "copies", "tp"
 BACKWARD, PART = "B", "part"
 LOSS, LOSS_BYTES = "loss", 4  # what leaves beside the gradients
+Known = dict[tuple[str, float, RankGroup], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +34,7 @@ class Net:
     machine: Machine
     groups: Mapping[str, RankGroup]
     asked: int | None
-    known: dict[tuple[str, float, RankGroup], float]
+    known: Known
 
     def us(self, kind: str, bytes_: float, over: str) -> float:
         """As of `Machine.collective_us`."""
@@ -47,10 +53,12 @@ class Net:
 @dataclass(slots=True)
 class Moving:
     """A rank at work. level: bytes of values of micro-batches that are alive; alive: of what moves, and of what it
-    leaves behind; peak: of both at most. moves: all that was started and awaited, as (True if it starts, kind, bytes).
+    leaves behind; peak: of both at most. is_added: True if gradients that have moved are added to some that are there.
+    moves: all that was started and awaited, as (True if it starts, kind, bytes).
     """
 
     net: Net
+    is_added: bool = False
     streams: Streams = field(init=False)
     ahead: Ahead[ParameterPlace] | None = None
     gathers: Mapping[ParameterPlace, Gather[ParameterPlace]] = field(default_factory=dict)
@@ -114,7 +122,7 @@ class Moving:
                 self.streams.compute(step.busy, step.launched)
                 self.streams.device += step.waits
             for own in step.events.ends:
-                self._let_go(place_of(road.kind, number, own), keeps)
+                self.let_go(place_of(road.kind, number, own), keeps)
             for place, gradient in zip(given, step.events.gives, strict=True):
                 if place in self.sums:
                     self.give(self.sums[place], gradient.alive)
@@ -148,6 +156,12 @@ class Moving:
         if LOSS in self.net.groups:
             self.streams.wait(self.streams.start(LOSS, self.net.us(SUM, LOSS_BYTES, LOSS)), LOSS)
 
+    def most(self) -> float:
+        """Bytes alive at most since this was asked before."""
+        self._mark()
+        found, self.peak = self.peak, -math.inf
+        return found
+
     def _gather(self, bundle: Together[Gather[ParameterPlace]]) -> None:
         over = str(bundle.members[0].over)
         ranks = self.net.groups[over].size
@@ -159,7 +173,7 @@ class Moving:
                 if again in self.gathers:  # until it is gathered again a rank keeps its part of the cast
                     self._hold(part, member.bytes_ / ranks)
             elif member.of == again:
-                self._let_go(part, ())
+                self.let_go(part)
         if len(bundle.members) > 1:
             self._copy(bundle.bytes_ / ranks)
         self.ends[bundle] = self.streams.start(over, self.net.us(GATHER, bundle.bytes_, over))
@@ -170,7 +184,8 @@ class Moving:
         self.held[place] = bytes_
         self.alive += bytes_
 
-    def _let_go(self, place: ParameterPlace, keeps: Collection[ParameterPlace]) -> None:
+    def let_go(self, place: ParameterPlace, keeps: Collection[ParameterPlace] = ()) -> None:
+        """What was read, or gathered, has no further use in this graph. keeps: what a later graph reads."""
         for each in (place, place._replace(kind=FORWARD)):  # a graph may read what one before it gathered
             if each in self.held and each not in keeps:
                 bytes_ = self.held.pop(each)
@@ -186,7 +201,8 @@ class Moving:
             self.moves.append((starts, first.kind, bytes_))
             if not starts:
                 self.streams.wait(self.ends.pop(bucket), over)
-                self.alive -= self.whole.pop(bucket) if is_scattered else 0.0
+                if is_scattered:
+                    self.alive -= self.whole.pop(bucket) + self.is_added * bytes_ / self.net.groups[over].size
                 continue
             lies_in = sum(self.lies_in.pop(each.of, each.bytes_) for each in bucket.members)
             if len(bucket.members) > 1:
@@ -206,3 +222,71 @@ class Moving:
     def _mark(self, more: float = 0.0) -> None:
         now = self.level + self.alive + more
         self.peak, self.before = max(self.peak, now), max(self.before, now + self.gone)
+
+
+def first_of(net: Net, gathers: Sequence[Gather[ParameterPlace]], made: Mapping[ParameterPlace, float]) -> Moving:
+    """What is done before the first micro-batch, where no micro-batch gathers. made: as of `Moving.gather`."""
+    moving = Moving(net)
+    moving.gather(gathers, made)
+    for gather in gathers:
+        moving.use(gather)
+    return moving
+
+
+def last_of(net: Net, sums: Sequence[Sum[ParameterPlace]]) -> Moving:
+    """What is done behind the last micro-batch: the sum of the losses, and sums of gradients."""
+    moving = Moving(net)
+    moving.lose()
+    moving.alive = sum(each.bytes_ for each in sums)
+    moving.sum(sums)
+    for each in sums:
+        moving.alive -= each.bytes_
+        moving.give(each, each.bytes_)
+    moving.flush()
+    return moving
+
+
+def sums_of(
+    candidate: Candidate, place: ParameterPlace, bytes_: float, dtype: str, over: Sequence[str], over_data: bool,
+    is_part: bool = False,
+) -> tuple[Sum[ParameterPlace], ...]:  # fmt: skip
+    """The sums by which a gradient leaves, as one chain; none if there are none. over: axes beside those of data.
+    over_data: False if it is scattered before. is_part: without what is done behind the last micro-batch."""
+    part = bytes_ / candidate.shards
+    kinds = [(SUM, axis, part) for axis in over] * (not is_part)
+    if candidate.zero and candidate.data > candidate.shards and not is_part:
+        kinds.insert(0, (SUM, COPIES, part))
+    if candidate.data > 1 and over_data:
+        kinds.insert(0, (SCATTER, SHARDS, bytes_) if candidate.zero else (SUM, COPIES, bytes_))
+    found: tuple[Sum[ParameterPlace], ...] = ()
+    for kind, ranks, size in reversed(kinds):
+        found = (Sum(place, kind, ranks, dtype, size, found),)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class DataGroups:
+    """shards: the ranks over which ZeRO splits states; one without it. copies: those that hold the same part, or all
+    of it without ZeRO: their gradients are added. all: both."""
+
+    shards: RankGroup
+    copies: RankGroup
+    all: RankGroup = field(default=ALONE, compare=False)
+
+    @classmethod
+    def of(cls, candidate: Candidate, ranks: int) -> DataGroups:
+        """ranks: of a node."""
+        axes, all_ = candidate.axes, _joined(candidate.axes, ("dp", SHARDED, *CONTEXT_AXES), ranks)
+        if not candidate.zero:
+            return cls(ALONE, all_, all_)
+        if candidate.fsdp > 1:
+            return cls(_joined(axes, (SHARDED, *CONTEXT_AXES), ranks), _joined(axes, ("dp",), ranks), all_)
+        return cls(all_, ALONE, all_)
+
+
+@cache
+def _joined(axes: tuple[tuple[str, int], ...], names: tuple[str, ...], ranks: int) -> RankGroup:
+    """The group of those of some axes that a mesh has."""
+    mesh = Mesh(axes)
+    named = [axis for axis in names if axis in mesh]
+    return group_of(mesh, group_name(named), ranks) if named else ALONE

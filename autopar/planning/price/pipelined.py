@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 
+import numpy as np
 import torch
 
 from autopar.ir.mesh import PIPELINE, Mesh
@@ -15,14 +17,15 @@ from autopar.ir.schedule import Action, Costs, Flow, Timeline, Work
 from autopar.machines import Machine
 from autopar.passes.schedules import Schedule, Walk, parse_schedule, simulate, with_transfers
 from autopar.planning.price.cost import Cost
-from autopar.planning.price.data_streams import Data, Known, Moved
+from autopar.planning.price.data_streams import Data, WeightSlot, slots_of
 from autopar.planning.price.layers import Layers
-from autopar.planning.price.moments import Moments
-from autopar.planning.price.stage_calls import WeightSlot, slots_of
+from autopar.planning.price.moving import Known
 from autopar.planning.price.whole_step import WholeStep
 from autopar.planning.space.candidates import Candidate
 from autopar.planning.space.deal import Sections, Share, whole
 
+COLUMNS = 5  # of a stage
+SAVED, LATE, GRADIENTS, OTHERS, AHEAD = range(COLUMNS)
 ROUNDS = 4  # micro-batches a rank that are looked at: each one more takes as long as the one before
 
 
@@ -37,7 +40,7 @@ class Stage:
     whole: Cost
     us: Mapping[str, float]
     slots: tuple[WeightSlot, ...] = ()
-    moved: Moved = (0.0, 0.0, 0.0)
+    moved: tuple[float, ...] = (0.0, 0.0, 0.0)
     step: WholeStep | None = None
 
     @cached_property  # of many pipelines only the first rank is looked at
@@ -116,22 +119,13 @@ def data_of(candidate: Candidate, layers: Layers) -> Data:
 
 def _model(candidate: Candidate, layers: Layers) -> tuple[Hashable, ...]:
     """All that stages follow from, beside the place of their ranks of tp and cp."""
-    data = data_of(candidate, layers)
-    if candidate.pp == 1:
-        moved: Hashable = candidate.data > 1 and (data.groups, candidate.zero, candidate.gathers_again)
-        return (
-            candidate.rows,
-            candidate.recompute,
-            candidate.again,
-            candidate.adds,
-            min(candidate.microbatches, 2),
-            moved,
-        )
-    return (
-        candidate.rows, candidate.recompute, candidate.again, candidate.adds, candidate.pp,
-        _is_near(candidate.axes, layers.micros.machine.ranks), candidate.chunks,
-        data.is_each and (data.groups.shards, candidate.gathers_again),
-    )  # fmt: skip
+    data, one = data_of(candidate, layers), candidate
+    model = one.rows, one.policies, one.ranges, one.adds, one.pp
+    if one.pp == 1:  # a step that is one graph moves with ZeRO-1 what it moves with ZeRO-2
+        zero = one.zero == 3 if one.is_alone else one.zero
+        return *model, min(one.microbatches, 2), one.data > 1 and (data.groups, zero, one.gathers_again)
+    is_near = _is_near(one.axes, layers.micros.machine.ranks)
+    return *model, is_near, one.chunks, data.is_each and (data.groups.shards, one.gathers_again)
 
 
 def _order(candidate: Candidate) -> tuple[Hashable, ...]:
@@ -173,9 +167,11 @@ def _stages(candidate: Candidate, layers: Layers) -> Sequence[Stage]:
     slots = slots_of(sections, shares, layers.equal, candidate.ranges)
     found = []
     for share, own in zip(shares, slots, strict=True):
-        us, moved = data.graphs(share, own, cost)
+        graphs = data.graphs(share, own, cost)
         least = cost.on(share).us(share.time.layers, candidate.halves)
-        found.append(Stage(share, cost, {kind: max(us[kind], least[kind]) for kind in us}, own, moved))
+        us = {kind: max(graph.moving.streams.device, least[kind]) for kind, graph in graphs.items()}
+        backward = (graph.alive for kind, graph in graphs.items() if kind != "F")
+        found.append(Stage(share, cost, us, own, tuple(map(max, zip(*backward, strict=True)))))
     return found
 
 
@@ -276,3 +272,48 @@ def _chain(count: int, halves: bool) -> Iterator[tuple[int, str, Work]]:
             yield s, "W", Work((f"late{s}",))
         else:
             yield s, "B", Work((*back[0], f"saved{s}"), back[1])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Moments:
+    """stages: of the rank. counts: a row for each moment that differs from the others, and for each stage how many of
+    its micro-batches are saved, how many wait for their gradients of weights, whether its gradients are there,
+    whether it is at work in its backward pass, and whether it has a forward pass ahead."""
+
+    stages: tuple[int, ...]
+    counts: np.ndarray
+
+    @classmethod
+    def of(cls, order: Sequence[Action], has_more: bool) -> Moments:
+        """Of a rank's actions: F, and B or its halves I and W. has_more: those of further micro-batches follow."""
+        stages = tuple(sorted({action.stage for action in order}))
+        column = {stage: COLUMNS * i for i, stage in enumerate(stages)}
+        held, rows = [0] * (COLUMNS * len(stages)), dict[tuple[int, ...], None]()
+        left = Counter(action.stage for action in order if action.kind == "F")
+        for stage in stages:
+            held[column[stage] + AHEAD] = 1
+        for action in order:
+            at = column[action.stage]
+            if action.kind == "F":
+                held[at + SAVED] += 1
+                left[action.stage] -= 1
+                held[at + AHEAD] = int(has_more or left[action.stage] > 0)
+                continue
+            held[at + OTHERS] = 1
+            rows[tuple(held)] = None
+            held[at + OTHERS] = 0
+            if action.kind != "I":
+                held[at + GRADIENTS] = 1
+            held[at + (LATE if action.kind == "W" else SAVED)] -= 1
+            held[at + LATE] += action.kind == "I"
+            rows[tuple(held)] = None
+        return cls(stages, np.array(list(rows), dtype=float))
+
+    def most(self, each: Sequence[tuple[float, float, float, float, float]]) -> float:
+        """The most bytes at once. each: of what a moment counts, by stage."""
+        return float((self.counts @ np.array(each).ravel()).max())
+
+    def fullest(self, each: Sequence[tuple[float, float, float, float, float]]) -> np.ndarray:
+        """The counts of that moment, a row for each stage."""
+        row: np.ndarray = self.counts[(self.counts @ np.array(each).ravel()).argmax()]
+        return row.reshape(-1, COLUMNS)

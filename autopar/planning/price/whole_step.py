@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from autopar.passes.overlap.bucket import SCATTER, Sum
+from autopar.passes.overlap.bucket import Sum
 from autopar.passes.overlap.prefetch import Gather
 from autopar.planning.price.layers import Layers
-from autopar.planning.price.moving import BACKWARD, COPIES, PART, SHARDS, SUM, Moving, Net
+from autopar.planning.price.moving import BACKWARD, PART, SHARDS, Moving, Net, first_of, last_of, sums_of
 from autopar.planning.shallow.events import OUTSIDE, Gradient, ParameterRead
 from autopar.planning.shallow.graph_track import FORWARD, ParameterPlace, Road, Track
 from autopar.planning.space.candidates import Candidate
@@ -129,29 +129,18 @@ class _Asked:
 
     def _first(self, once: float) -> Moving:
         """What is done before the first micro-batch: casts, and gathers of what no micro-batch gathers."""
-        moving, candidate = Moving(self.net), self.candidate
+        candidate = self.candidate
         gathers = [] if candidate.gathers_again else list(self._gathers(FORWARD, BACKWARD))
         if not gathers:
+            moving = Moving(self.net)
             moving.streams.compute(once / candidate.shards, 0.0)
             return moving
-        moving.gather([gather for gather, _ in gathers], self._made(gathers, once))
-        for gather, _ in gathers:
-            moving.use(gather)
-        return moving
+        return first_of(self.net, [gather for gather, _ in gathers], self._made(gathers, once))
 
     def _last(self) -> Moving:
-        """What is done behind the last micro-batch: the sum of the losses, and sums of gradients."""
-        moving, candidate = Moving(self.net), self.candidate
-        moving.lose()
-        is_scattered = candidate.zero >= 2 and candidate.data > 1
-        sums = list(self._sums(self.roads[BACKWARD].gives(), over_data=not is_scattered, is_last=True))
-        moving.alive = sum(each.bytes_ for each in sums)
-        moving.sum(sums)
-        for each in sums:
-            moving.alive -= each.bytes_
-            moving.give(each, each.bytes_)
-        moving.flush()
-        return moving
+        """What is done behind the last micro-batch."""
+        is_scattered = self.candidate.zero >= 2 and self.candidate.data > 1
+        return last_of(self.net, list(self._sums(self.roads[BACKWARD].gives(), over_data=not is_scattered)))
 
     def _gathers(self, *kinds: str) -> Iterator[tuple[Gather[ParameterPlace], ParameterRead]]:
         """What graphs gather of the parameters that ZeRO splits, each value once."""
@@ -175,22 +164,7 @@ class _Asked:
         return {place: once / self.candidate.shards * bytes_ / all_ for place, bytes_ in casts.items()}
 
     def _sums(
-        self, gradients: Iterable[tuple[ParameterPlace, Gradient]], over_data: bool, is_part: bool = False, is_last:
-        bool = False
-    ) -> Iterator[Sum[ParameterPlace]]:  # fmt: skip
-        """The sums of gradients. over_data: False if they are scattered before. is_part: without what is done behind
-        the last micro-batch."""
-        candidate, shards = self.candidate, self.candidate.shards
-        for place, gradient in gradients:
-            part = gradient.bytes_ / shards
-            kinds = [(SUM, axis, part) for axis in gradient.over] * (not is_part)
-            if candidate.zero and candidate.data > shards and not is_part:
-                kinds.insert(0, (SUM, COPIES, part))
-            if candidate.data > 1 and over_data:
-                kinds.insert(
-                    0, (SCATTER, SHARDS, gradient.bytes_) if candidate.zero else (SUM, COPIES, gradient.bytes_)
-                )
-            found: tuple[Sum[ParameterPlace], ...] = ()
-            for kind, over, bytes_ in reversed(kinds):
-                found = (Sum(place, kind, over, gradient.dtype, bytes_, found),)
-            yield from found
+        self, gradients: Iterable[tuple[ParameterPlace, Gradient]], over_data: bool, is_part: bool = False
+    ) -> Iterator[Sum[ParameterPlace]]:
+        for place, one in gradients:
+            yield from sums_of(self.candidate, place, one.bytes_, one.dtype, one.over, over_data, is_part)

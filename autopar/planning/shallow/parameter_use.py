@@ -19,7 +19,8 @@ class Weight:
     """A parameter of a rank. read: bytes as the step reads it, cast to `dtype`; gradient: bytes of it, 0 of a frozen
     one. again: True if the backward pass reads it too. unit: the layer that is gathered with it (`unit_of`). place: of
     its first use, among the places where its section may be cut; at: the share of the section's time before that.
-    lent: True behind the equal layers, of one that is read before them too, where the compiler keeps it."""
+    lent: True behind the equal layers, of one that is read before them too, where the compiler keeps it. name:
+    of the parameter."""
 
     read: int
     dtype: str
@@ -29,6 +30,7 @@ class Weight:
     place: int = 0
     at: float = 0.0
     lent: bool = False
+    name: str = ""
 
 
 def weights_of(program: Program) -> Mapping[fx.Node, Weight]:
@@ -43,7 +45,9 @@ def weights_of(program: Program) -> Mapping[fx.Node, Weight]:
         known = [record(reader) for reader in readers if reader.op != "output"]
         again, unit = any(each.is_backward for each in known), next((unit_of(each.module) for each in known), "")
         gradient = local_bytes(leaving[entry.name], mesh) if entry.name in leaving else 0
-        found[node] = Weight(local_bytes(read, mesh), str(record(read).type.dtype), gradient, again, unit)
+        found[node] = Weight(
+            local_bytes(read, mesh), str(record(read).type.dtype), gradient, again, unit, name=entry.name
+        )
     return found
 
 
