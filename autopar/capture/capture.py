@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
 from functools import partial
 from typing import Any
@@ -23,18 +23,18 @@ from autopar.capture.inputs.containers import Form, check_detached, put_together
 from autopar.capture.inputs.loss_outputs import LossFn, check_loss, has_own_backward, loss_of, split_result
 from autopar.capture.inputs.module_state import attributes, device_of, fakes_of, once_each, state_of, unmoved
 from autopar.capture.inputs.outside import Outside, outside_fault
-from autopar.capture.inputs.partners import Partners, UnknownPartner
-from autopar.capture.inputs.training_step import Step
+from autopar.capture.inputs.partners import Partner, Partners, UnknownPartner
 from autopar.capture.leftovers import Leftovers, settled
 from autopar.capture.ops.decompositions import decompositions
 from autopar.capture.python.attributes import Attributes
 from autopar.capture.python.ran import Ran
 from autopar.capture.raising import Raise, default_dtype, idle_autocast
-from autopar.capture.refusals.explain_failure import explain
+from autopar.capture.refusals.constructs import Construct
+from autopar.capture.refusals.explain_failure import explain, refusal
 from autopar.capture.refusals.location import Locator
+from autopar.capture.refusals.user_lines import line_that_changes
 from autopar.capture.resizing.earlier import Earlier
 from autopar.capture.resizing.resizing import Resizing
-from autopar.capture.trace.buffers import check_buffers
 from autopar.capture.trace.normalise import functional, normalise, without_seed
 from autopar.capture.trace.results import Results
 from autopar.capture.trace.tracer import Traced, Tracer, Unseen
@@ -42,6 +42,68 @@ from autopar.capture.trace.writes import check_collectives, check_writes
 from autopar.errors import AutoparError
 from autopar.ir.program import PARTNER, Input, Output, Program
 from autopar.torch_compat import FakeTensorMode, backward, gradients, quiet
+
+# A training step as one module call, whose whole state is swapped for a trace.
+
+
+class Step(nn.Module):
+    """Spans forward and backward in one call, so that a functional call swaps the state for both."""
+
+    def __init__(
+        self, model: nn.Module, partners: Iterable[Partner], body: Callable[..., Any], replaced: dict[str, Any]
+    ) -> None:
+        super().__init__()
+        self.model = model
+        for partner in partners:
+            self.add_module(partner.name, partner.traced)
+        self.body = body
+        self.replaced = replaced
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given = dict(tables.named_parameters(self, remove_duplicate=False))
+        result = self.body(*args, **kwargs)
+        for name, tensor in tables.named_parameters(self, remove_duplicate=False):
+            if given.get(name, tensor) is not tensor:
+                self.replaced[name] = tensor
+        return result
+
+
+# Check what a step leaves in the buffers of a module.
+
+
+def check_buffers(
+    old: Mapping[str, torch.Tensor], new: Iterable[tuple[str, torch.Tensor]], run: Callable[[], object],
+    find: Callable[[str], torch.Tensor],
+) -> None:  # fmt: skip
+    """Raise CaptureError for a buffer that a program cannot leave behind. run: makes another run, so that the line is
+    found that does it. find: a buffer as it is by then."""
+    for name, tensor in new:
+        fault = buffer_fault(name, old[name], tensor)
+        if fault is not None:
+            raise refusal(fault, line_that_changes(run, lambda name=name: form_of(find(name))))  # type: ignore[misc]
+
+
+def form_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What a buffer must keep."""
+    return tuple(tensor.shape), tensor.dtype, tensor.requires_grad
+
+
+def buffer_fault(name: str, old: torch.Tensor, new: torch.Tensor) -> Construct | None:
+    """What is wrong with the new value of a buffer."""
+    if (old.shape, old.dtype) != (new.shape, new.dtype):
+        was, now = (f"{list(t.shape)} of {str(t.dtype).removeprefix('torch.')}" for t in (old, new))
+        return Construct(
+            f"a buffer '{name}' of another form ({was} before the step, {now} after it)",
+            "A program is compiled for one form: make the buffer of its full size in __init__ and write into a part of "
+            "it, or pass it in with the batch.",
+        )
+    if new.grad_fn is not None and not old.requires_grad:  # a leaf is but marked, and holds what it held
+        return Construct(
+            f"a buffer '{name}' whose new value has a gradient",
+            "Its graph is gone in the next step: write x.detach() into it, under torch.no_grad().",
+        )
+    return None
+
 
 __all__ = ["Captured", "LossFn", "capture", "fake_like", "loss_of", "state_of"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from autopar.capture import Captured, Earlier, LossFn, capture, dims_of_call
-from autopar.compiler.auto_slices import best_sliced
 from autopar.compiler.constraints import (
     check_batch,
     check_slices,
@@ -27,12 +26,45 @@ from autopar.compiler.positions import with_positions
 from autopar.compiler.precision_check import check_parameters
 from autopar.compiler.sequence import through_passes
 from autopar.custom_ops.registry import CUSTOM_OPS, check_calls
-from autopar.errors import CoupledError
+from autopar.errors import BatchError, CoupledError, LayoutError
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import StepOptions
 from autopar.ir.plan import Fixed, Plan
 from autopar.passes import make_pipeline
+from autopar.passes.schedules import simulate
 from autopar.settings import Settings
+
+# Choose how many slices of a sequence end a step soonest, by the simulation of what each number is compiled to.
+
+COUNTS = (2, 4, 8)
+
+
+def best_sliced(lower: Callable[[int], Lowered]) -> Lowered:
+    """The best of several numbers of slices, with a note that says why. lower: compiles one of them."""
+    best = lower(1)
+    if best.pipeline is None or best.plan.ranks_of_pipeline == 1:
+        return best
+    spans, said = {1: span_us(best)}, ""
+    for count in COUNTS:
+        try:
+            found = lower(count)
+        except BatchError:
+            continue  # it does not divide the positions
+        except LayoutError as error:  # nor would another number do
+            said = f": {error}"
+            break
+        spans[count] = span_us(found)
+        best = found if spans[count] < span_us(best) else best
+    took = ", ".join(f"{count} of them {span:.3g} us" for count, span in spans.items())
+    return best.with_note(f"slices='auto' is {best.plan.slices} (simulated: {took}){said}")
+
+
+def span_us(compiled: Lowered) -> float:
+    """The simulated time of a step."""
+    pipeline = compiled.pipeline
+    assert pipeline is not None
+    return simulate(pipeline.lists, pipeline.flow, pipeline.costs).span_us
+
 
 WHOLE_TRIES = 8  # searches of a program in which some values turn out to be needed of the whole batch
 

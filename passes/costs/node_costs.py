@@ -3,22 +3,88 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import fx
 
-from autopar.ir.mesh import Mesh
+from autopar.ir.layout import Factor, is_mirrored
+from autopar.ir.mesh import SLICE, Mesh
 from autopar.ir.ops.fused import fused_of
 from autopar.ir.ops.measure import goes_to_one, group_of, local_bytes, local_types, moved_type
-from autopar.ir.ops.ops import collective_of, is_collective, is_mesh_op
-from autopar.ir.ops.ring_ops import CHAIN_IN_TURNS, axis_of, is_ring, messages_of
+from autopar.ir.ops.ops import collective_of, is_collective, is_mesh_op, op
+from autopar.ir.ops.ring_ops import (
+    CHAIN_IN_TURNS,
+    RING_ATTENTION,
+    RING_ATTENTION_BACKWARD,
+    axis_of,
+    is_ring,
+    messages_of,
+)
 from autopar.ir.ops.storage import is_view
 from autopar.ir.program import Program, is_getitem, operand_nodes, record
 from autopar.machines import Machine
 from autopar.machines.model import ATTENTION, CONVOLUTION, FRESH, MESSAGE, NORM, RankGroup
-from autopar.passes.costs.causal import causal_pairs
 from autopar.passes.costs.moved import APART, NORMS, OVER, moved_bytes
+from autopar.torch_compat import schema_of
+
+# How much of causal attention a rank computes: its kernels leave out the blocks of keys that no query of them sees.
+
+_KERNELS = (op("attention"), op("attention_backward"), RING_ATTENTION, RING_ATTENTION_BACKWARD)
+_LENGTH = 2  # the dim of queries and keys
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """What the rank whose queries lie last computes, as shares of all pairs of a query and a key. before: with keys
+    before a run of its queries. squares: of each run with its own keys, half of which are masked. width: of a run.
+    ranks: among which queries are divided."""
+
+    before: float
+    squares: float
+    width: int
+    ranks: int
+
+
+def causal_pairs(node: fx.Node, mesh: Mesh) -> Pairs | None:
+    """The pairs of an attention that is causal and has no other mask; None of any other call.
+
+    A rank's queries are runs of consecutive ones (`runtime/attention/blocks.py`). Ranks with
+    pieces in order wait for the last one, which has (1 + (1 - 1/n)) / 2n of the pairs; mirrored pieces have 1 / 2n
+    each. Of a slice of a sequence, whatever its length, the pairs are those of one in the middle.
+    """
+    if node.target not in _KERNELS:
+        return None
+    names = [argument.name for argument in schema_of(node.target).arguments]  # type: ignore[arg-type]
+    given = dict(zip(names, node.args, strict=False))
+    q, k = given["q"], given["k"]
+    assert isinstance(q, fx.Node) and isinstance(k, fx.Node)
+    length, layout = record(q).type.shape[_LENGTH], record(q).layout
+    factors = () if layout is None else layout.dims[_LENGTH]
+    is_square = SLICE in factors or record(k).type.shape[_LENGTH] == length
+    if not given["causal"] or given.get("mask") is not None or not is_square:
+        return None
+    starts, width = _runs(factors, length, mesh)
+    ranks = math.prod(mesh[factor] for factor in factors if isinstance(factor, str))
+    return Pairs(width * sum(starts) / length**2, len(starts) * (width / length) ** 2, width, ranks)
+
+
+def _runs(factors: Sequence[Factor], length: int, mesh: Mesh) -> tuple[list[float], int]:
+    """Where the runs of the last rank's queries begin, and how wide each is."""
+    found, stride = [(0.0, 0)], length  # (start, its place in the factor before)
+    for at, factor in enumerate(factors):
+        count = mesh[factor] if isinstance(factor, str) else abs(factor)
+        stride //= count
+        if isinstance(factor, int):
+            found = [(start + i * stride, i) for start, _ in found for i in range(count)]
+        elif factor == SLICE:
+            found = [(start + (count - 1) / 2 * stride, 0) for start, _ in found]
+        else:
+            mirrored = is_mirrored(factors, at)
+            found = [(start + (0 if mirrored and i % 2 else count - 1) * stride, 0) for start, i in found]
+    return [start for start, _ in found], stride
+
 
 RING, TURNS = "ring", "turns"  # messages beside the products of a call; messages that ranks wait for one by one
 

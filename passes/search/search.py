@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 
 from autopar.ir.mesh import MICROBATCH
@@ -11,11 +11,68 @@ from autopar.ir.program import TensorType
 from autopar.passes.rules.rule import Halo
 from autopar.passes.rules.splits import Choice, Split, choice_at, place
 from autopar.passes.rules.states import State, Strategy, strategies
-from autopar.passes.search.costs import BYTES_PER_SUM, move_cost
-from autopar.passes.search.cut_batch import cut_dims, cut_from_batch
 from autopar.passes.search.intents import BYTES_PER_REPLICA, Intent, Role
 from autopar.passes.search.items import Classes, Item, operand_types, used_role
 from autopar.passes.search.solver.problem import Edge, Problem
+
+# What moving a value between two states of an axis costs, in bytes per rank (ring algorithms).
+
+# A collective's fixed cost.
+BYTES_PER_COLLECTIVE = 16.0
+
+# For each byte of a result that an op makes of partial sums: nothing moves, but the parts are kept beside the sum. So a
+# sum is taken where its parts are made (a residual stream is kept whole).
+BYTES_PER_SUM = 1e-4
+
+
+def move_cost(source: State, target: State, bytes_: float, size: int) -> float:
+    """The bytes per rank that turn `source` into `target`, for a value of `bytes_` when replicated on this axis, with
+    terms below a byte that break ties."""
+    if source == target:
+        return 0.0
+    share = (size - 1) / size
+    if source is None:
+        # A slice, or zeros but on the first rank: nothing moves. The tiny cost prefers not to.
+        return BYTES_PER_COLLECTIVE / 16
+    if isinstance(source, str):
+        reduced = 2 * share * bytes_ * (2 if source == "logsumexp" else 1) + BYTES_PER_COLLECTIVE
+        if isinstance(target, tuple) and source == "sum":
+            return share * bytes_ + BYTES_PER_COLLECTIVE
+        return reduced + (move_cost(None, target, bytes_, size) if target is not None else 0.0)
+    if target is None:
+        return share * bytes_ + BYTES_PER_COLLECTIVE
+    if isinstance(target, tuple):
+        return share * bytes_ / size + BYTES_PER_COLLECTIVE
+    return share * bytes_ + BYTES_PER_COLLECTIVE + move_cost(None, target, bytes_, size)
+
+
+# The sequences that a program cuts out of its batch before any weight sees them: `x[:, :-1]` of tokens `x`.
+
+
+def cut_from_batch(classes: Classes) -> Iterator[tuple[int, int]]:
+    """The results that are computed of the batch and of no parameter, as (class, result)."""
+    trained = [i for i, item in enumerate(classes.items) if item.role and item.role.entry.kind == "parameter"]
+    fed = set(trained)
+    while trained:
+        users = {user for user, _ in classes.users(trained.pop())} - fed
+        fed |= users
+        trained += users
+    for i in sorted(classes.of_batch - fed):
+        if classes.items[i].rule is not None:
+            yield from ((i, result) for result in range(len(classes.items[i].types)))
+
+
+def cut_dims(
+    classes: Classes, value: tuple[int, int], reached: Collection[Split], outers: tuple[int, ...]
+) -> list[Split]:
+    """Splits of the dims of a result, but the first, which its call cannot split and no split reached."""
+    rule = classes.items[value[0]].rule
+    assert rule is not None
+    known = {dim for dim, _ in reached}
+    dims = enumerate(rule.results[value[1]])
+    cut = [dim for dim, names in dims if dim and dim not in known and rule.replicated & {*names}]
+    return [(dim, outer) for dim in cut for outer in outers]
+
 
 WHOLE_WEIGHT = 1000.0  # for each byte of a weight that stays replicated because nothing else is possible
 # By how much the work of a product that every rank does counts more: the axis was asked for to divide it, and what it

@@ -17,8 +17,7 @@ from autopar.ir.program import record
 from autopar.ir.text.text import parse_program
 from autopar.machines import Machine
 from autopar.machines.model import TILE
-from autopar.passes.costs.causal import causal_pairs
-from autopar.passes.costs.node_costs import node_times
+from autopar.passes.costs.node_costs import causal_pairs, node_times
 from autopar.runtime.attention.blocks import blocks_of, runs_at
 
 B, H, S, D = 2, 4, 1024, 32

@@ -11,7 +11,7 @@ from autopar.ir.layout import Layout, combine, local_part
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops.ops import COLLECTIVES, CollectiveOp, collective_of, mesh_op_name, op, whole_of
 from autopar.passes.rules.rule import Halo
-from autopar.passes.search.costs import move_cost
+from autopar.passes.search.search import move_cost
 from autopar.runtime.collectives import mesh_ops
 from autopar.runtime.collectives.collectives import _BEGIN, Member, Move, begin, together
 
