@@ -45,7 +45,7 @@ class Captured:
         return self.result_form is not None
 
     def with_dims(self, dims: Dims | None) -> Captured:
-        """The same, with the dim of each leaf of the batch that counts the samples; None where nothing was said."""
+        """Note the dim of each leaf of the batch that counts the samples; None where nothing was said."""
         return replace(self, batch_dims=None if dims is None else {str(i): dim for i, dim in enumerate(dims)})
 
     def result(self, outputs: Sequence[Any]) -> Any:

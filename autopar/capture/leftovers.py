@@ -201,7 +201,7 @@ def _run(recipe: _Recipe, values: dict[int, Tensor]) -> None:
 
 
 def _in_tables(wanted: Mapping[int, Tensor]) -> set[int]:
-    """Those of some tensors, by their ids, that stand in tables of `functools.lru_cache`, whose keys may well say the
+    """Find the tensors, by their ids, that stand in tables of `functools.lru_cache`, whose keys may well say the
     dtype."""
     kind, found = type(cache(len)), set[int]()
     for table in [item for item in gc.get_objects() if type(item) is kind]:

@@ -67,7 +67,7 @@ class Bounds:
         return self._least(candidate, Split(candidate.tp, candidate.sequence), max(HIGH, candidate.rows), is_again)
 
     def parts(self, candidate: Candidate, is_again: bool = False) -> float:
-        """The same of the program that is made for so many ranks of cp. What cp divides has few rows. For plans with
+        """A lower bound by the program compiled for this cp. What cp divides has few rows. For plans with
         ulysses no program is made yet: by that of the plan with as many ranks of cp alone, if nothing moved there."""
         made = candidate if candidate.ulysses == 1 else candidate.twin
         if made is None or candidate.context == 1:
@@ -91,7 +91,7 @@ class Bounds:
         return min(*parts, self.rows(twin._replace(recompute="full", again=None), is_again=True))
 
     def twin_step(self, candidate: Candidate) -> float:
-        """The same by its whole step."""
+        """A lower bound by the whole step of the plan with cp alone."""
         twin = candidate.twin
         if twin is None or twin.again is not None:
             return 0.0
@@ -325,7 +325,7 @@ class Bounds:
         return self._held[key]
 
     def _whole(self, policy: str) -> Cost:
-        """Of the fewest rows on one rank."""
+        """The cost of the fewest rows on one rank."""
         if policy not in self._wholes:
             self._wholes[policy] = self.layers.cost(Split(), self.layers.micros.low, policy)
         return self._wholes[policy]

@@ -129,7 +129,7 @@ def search(
 
 
 def _refine(found: FoundPlans, space: Space, layers: Layers, machine: Machine, limit: float, top: int) -> None:
-    """Of the fastest pipelines that compute all layers again, let as few do so as fit; and where a plan was found
+    """Let of the fastest pipelines that compute all layers again as few do so as fit; and where a plan was found
     before it was known how fast others are, look again for the best layers."""
     found.best = _one_of_each(improved(made, layers, machine, limit) for made in found.best)
     again, is_open = space.model.again, "recompute" not in space.fixed
@@ -150,7 +150,7 @@ def _refine(found: FoundPlans, space: Space, layers: Layers, machine: Machine, l
 
 
 def _parts(alike: Alike, step: int) -> Iterator[Alike]:
-    """Those of some candidates that a step cannot tell apart."""
+    """Group the candidates that a step cannot tell apart."""
     if step not in ALIKE or len(alike) == 1:
         yield alike
         return
@@ -190,7 +190,7 @@ def _one_of_each(plans: Iterable[Prediction]) -> list[Prediction]:
 
 
 def _places(candidate: Candidate) -> list[int]:
-    """Of its axes in `ORDER`, outermost first."""
+    """The places of its axes in `ORDER`, outermost first."""
     return [ORDER.index(axis) for axis, _ in candidate.axes]
 
 

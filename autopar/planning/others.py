@@ -184,7 +184,7 @@ def scales(layers: Layers, asked: Sequence[Asked], tell: Tell = lambda done, all
 
 
 def fastest(made: Sequence[BestPlan]) -> Asked:
-    """Of what was asked, that with the most tokens a second. Raises PlanError where there is no plan for any."""
+    """Choose of what was asked that with the most tokens a second. Raises PlanError where there is no plan for any."""
     rates = {scale.asked.batch: scale.found.rate for scale in made if scale.found is not None}
     if not rates:
         rows = [scale.asked.batch for scale in made]

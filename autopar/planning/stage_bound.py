@@ -107,7 +107,7 @@ def apart(layers: Iterable[Section]) -> float:
 
 @cache
 def _flying(all_: tuple[Moments, ...]) -> np.ndarray:
-    """Of each rank, how many micro-batches each of its stages has saved at a moment, at least, and 1 if its gradients
+    """For each rank, how many micro-batches each of its stages has saved at a moment, at least, and 1 if its gradients
     are there then, else 0."""
     found = []
     for moments in all_:

@@ -126,7 +126,7 @@ class Trials:
 
     @cached_property
     def _costs(self) -> tuple[Cost, Cost]:
-        """Of both policies."""
+        """The costs of both policies."""
         assert self.mix.again is not None
         cost = cost_of(self.mix._replace(again=replace(self.mix.again, ranges=((0, 1),))), self.layers)
         assert cost.again is not None
@@ -164,7 +164,7 @@ class Trials:
         return now
 
     def _promise(self, now: Tried, savings: Mapping[int, float], counts: Counts) -> tuple[float, float, float]:
-        """As if the cut stayed near where it is, less is better: the bytes that ranks hold too much; the layers that
+        """What numbers of layers promise if the cut stays near; less is better: bytes that are too many; layers that
         compute more again; us of the slowest rank."""
         bytes_, us = list(now.bytes_), [rank.micro_us for rank in now.made.ranks]
         for stage, rank in enumerate(now.made.schedule.ranks):

@@ -86,7 +86,7 @@ class Coalesced:
             self.build.value[node] = self._piece(item, node)
 
     def _elements(self, node: fx.Node) -> int:
-        """Of a collective's flat operand, in one row."""
+        """Count the elements of a collective's flat operand, in one row."""
         shape = self._local(node.args[0])
         return math.prod(shape) // (self._ranks(node) if node.target is op("reduce_scatter") else 1)
 

@@ -127,7 +127,7 @@ class _Decompose:
             self.gathers[node], self.chunked[node] = cut, self._takers(node, cut.dim)
 
     def _gain_of_gather(self, node: fx.Node, cut: _Cut) -> float:
-        """As of a sum; the first chunk moves under nothing, the last product hides nothing."""
+        """The gain as of a sum; the first chunk moves under nothing, the last product hides nothing."""
         users = self._takers(node, cut.dim)
         if not users:
             return -math.inf
@@ -185,7 +185,7 @@ class _Decompose:
         return math.prod(local_type(node, self.mesh).shape[: cut.dim]) > 1
 
     def _copy_time(self, node: fx.Node) -> float:
-        """Of chunks into one value."""
+        """How long copying chunks into one value takes."""
         return self.machine.call_us(0, "", 2 * local_bytes(node, self.mesh))
 
     # -- the program ------------------------------------------------------------------------------------------------
@@ -231,7 +231,7 @@ class _Decompose:
     def _operands(
         self, product: fx.Node, cut: _Cut, known: Mapping[fx.Node, Sequence[fx.Node]]
     ) -> Iterator[list[fx.Node]]:
-        """Of each chunk of a product. known: operands that come in chunks already, which may not be there yet."""
+        """The operands of each chunk of a product. known: those that come in chunks already, perhaps not there yet."""
         *letters, result = _letters(product)
         for i in range(cut.count):
             chosen = []
@@ -282,7 +282,7 @@ def _part(node: fx.Node, cut: _Cut) -> TensorType:
 
 
 def _letters(product: fx.Node) -> tuple[str, str, str]:
-    """Of the operands and the result of a product."""
+    """The letters of the operands and the result of a product."""
     operands, result = str(product.args[2]).split("->")
     first, second = operands.split(",")
     return first, second, result

@@ -287,7 +287,7 @@ def _written(function: Any, args: Any, before: Operands) -> list[Tensor]:
 def _by_form(
     function: Any, args: Any, before: Operands, operands: Callable[[Any], Operands]
 ) -> tuple[Any, Any, Operands]:
-    """Of a call that asks a tensor for its shape and dtype alone, the call without that tensor."""
+    """Replace a tensor that a call asks for its shape and dtype alone: the call without that tensor."""
     if not asks_for_form(_name(function)) or not args or not isinstance(args[0], Tensor):
         return function, args, before
     like = args[0].shape, args[0].dtype, args[0].device

@@ -181,7 +181,7 @@ class RecordedCalls:
 
 
 def _memory_of(tensor: torch.Tensor) -> Any:
-    """The same for tensors that show the same values in the same memory; another one for each tensor without any."""
+    """Key a tensor by its memory: equal where the same values are shown there, its own for a tensor without any."""
     storage = storage_of(tensor)
     if storage is None:
         return id(tensor)

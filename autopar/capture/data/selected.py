@@ -82,7 +82,7 @@ class Selected:
         return tuple(places)
 
     def rows_in(self, value: Any) -> Iterator[ValidRows]:
-        """Those among the arguments of a call."""
+        """Find the selected rows among the arguments of a call."""
         if isinstance(value, Tensor):
             found = self.known.get(id(value))
             if found is not None and found.tensor is value:

@@ -55,7 +55,7 @@ def dims_of(said: Any, parts: Parts, names: Sequence[str], others: Sequence[str]
 def dims_of_call(
     said: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], function: Callable[..., Any], behind: int
 ) -> Dims | None:
-    """As `dims_of`, of arguments as they are; None where nothing was said. function, behind: see `parameter_names`."""
+    """The dims of arguments as they are; None where nothing was said. function, behind: see `parameter_names`."""
     return None if said is None else dims_of(said, take_call_apart(args, kwargs), parameter_names(function, behind))
 
 
@@ -65,7 +65,7 @@ def keys_of(parts: Parts) -> list[int | str]:
 
 
 def dims_by_key(said: Mapping[int | str, Any], parts: Parts) -> Dims:
-    """As `dims_of`, of what was said of each argument, by `keys_of`."""
+    """The dims by what was said of each argument, by `keys_of`."""
     reader = _Reader(parts)
     for key, form in _arguments(parts):
         reader.read(form, said[key], f"batch_dims[{key!r}]", _path(key), is_own=True)

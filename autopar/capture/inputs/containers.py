@@ -283,7 +283,7 @@ def _items(value: Any) -> list[Any]:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """Those of the object itself, in its `__dict__` and in slots."""
+    """The attributes of the object itself, in its `__dict__` and in slots."""
     found = dict(getattr(value, "__dict__", {}))
     for kind in type(value).__mro__:
         for name, slot in vars(kind).items():

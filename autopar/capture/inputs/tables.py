@@ -20,7 +20,7 @@ _REGISTERED = ("_parameters", "_buffers", "_modules")
 def named_modules(
     model: nn.Module, prefix: str = "", remove_duplicate: bool = True
 ) -> Iterator[tuple[str, nn.Module]]:  # fmt: skip
-    """As `Module.named_modules`."""
+    """Walk the modules with their names, as `Module.named_modules` does."""
     seen: set[int] = set()
     waiting = [(prefix, model)]
     while waiting:
@@ -34,36 +34,36 @@ def named_modules(
 
 
 def modules(model: nn.Module) -> Iterator[nn.Module]:
-    """As `Module.modules`."""
+    """Walk the modules, as `Module.modules` does."""
     return (module for _, module in named_modules(model))
 
 
 def named_parameters(
     model: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, nn.Parameter]]:  # fmt: skip
-    """As `Module.named_parameters`."""
+    """Walk the parameters with their names, as `Module.named_parameters` does."""
     return _members(model, "_parameters", prefix, recurse, remove_duplicate)
 
 
 def named_buffers(
     model: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, torch.Tensor]]:  # fmt: skip
-    """As `Module.named_buffers`."""
+    """Walk the buffers with their names, as `Module.named_buffers` does."""
     return _members(model, "_buffers", prefix, recurse, remove_duplicate)
 
 
 def parameters(model: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]:
-    """As `Module.parameters`."""
+    """Walk the parameters, as `Module.parameters` does."""
     return (parameter for _, parameter in named_parameters(model, recurse=recurse))
 
 
 def buffers(model: nn.Module, recurse: bool = True) -> Iterator[torch.Tensor]:
-    """As `Module.buffers`."""
+    """Walk the buffers, as `Module.buffers` does."""
     return (buffer for _, buffer in named_buffers(model, recurse=recurse))
 
 
 def submodule(model: nn.Module, path: str) -> nn.Module:
-    """As `Module.get_submodule`."""
+    """Look a module up by its path, as `Module.get_submodule` does."""
     for name in path.split(".") if path else ():
         child = model._modules[name]
         assert child is not None, path
@@ -72,7 +72,7 @@ def submodule(model: nn.Module, path: str) -> nn.Module:
 
 
 def parameter(model: nn.Module, name: str) -> nn.Parameter:
-    """As `Module.get_parameter`."""
+    """Look a parameter up by its name, as `Module.get_parameter` does."""
     path, _, attribute = name.rpartition(".")
     found = submodule(model, path)._parameters[attribute]
     assert found is not None, name
@@ -80,7 +80,7 @@ def parameter(model: nn.Module, name: str) -> nn.Parameter:
 
 
 def buffer(model: nn.Module, name: str) -> torch.Tensor:
-    """As `Module.get_buffer`."""
+    """Look a buffer up by its name, as `Module.get_buffer` does."""
     path, _, attribute = name.rpartition(".")
     found = submodule(model, path)._buffers[attribute]
     assert found is not None, name

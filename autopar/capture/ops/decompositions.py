@@ -68,7 +68,7 @@ def _vector_norm(
 
 
 def _solve_ex(a: torch.Tensor, b: torch.Tensor, *, left: bool = True, check_errors: bool = False) -> Any:
-    """As torch does it: a matrix is factored once, and the columns are solved apart."""
+    """Solve as torch does: a matrix is factored once, and the columns are solved apart."""
     is_vector = b.ndim == 1 or (a.ndim - 1 == b.ndim and b.shape == a.shape[:-1])
     lu, pivots, info = aten.linalg_lu_factor_ex(a, check_errors=check_errors)
     x = aten.linalg_lu_solve(lu, pivots, b.unsqueeze(-1) if is_vector else b, left=left)

@@ -41,7 +41,7 @@ def put(input: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) 
 
 
 def fill_diagonal_(input: Tensor, fill_value: float, wrap: bool = False) -> Any:
-    """Of a matrix. torch's own writes by strides, of which nothing is known when rows are split."""
+    """Fill the diagonal of a matrix. torch's own writes by strides, of which nothing is known when rows are split."""
     if input.ndim != 2 or wrap:
         return NotImplemented
     input.diagonal().fill_(fill_value)

@@ -49,7 +49,7 @@ class _Digit:
 
 
 def as_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Any:
-    """As views of a dense tensor. What reads memory beside it, or carries, is left to torch."""
+    """Write strides as views of a dense tensor. What reads memory beside it, or carries, is left to torch."""
     order = memory_order(x)
     start = 0 if storage_offset is None else int(storage_offset - x.storage_offset())
     if order is None or not 0 <= start < x.numel() or 0 in size or len(size) != len(stride):

@@ -127,7 +127,7 @@ class Entries:
 
     @staticmethod
     def of(function: Any) -> Entries | None:
-        """Those of a function with such a table; None of another one."""
+        """The entries of a function with such a table; None of another one."""
         if not isinstance(function, _Table) or function.cache_info().currsize > MOST:
             return None
         inside = gc.get_referents(function)

@@ -236,7 +236,7 @@ class Ran:
         return self._known[id(function)][1]
 
     def globals(self) -> Iterator[Root]:
-        """Those that the code reads: not what only has the name of an attribute that it reads."""
+        """The globals that the code reads: not what only has the name of an attribute that it reads."""
         for code, values in self._codes.values():
             where = f"{_place(code)}, a global that {_name(code)} reads"
             for inner in _with_nested(code):

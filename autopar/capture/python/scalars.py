@@ -90,13 +90,13 @@ class Scalars:
             spot.put(value)
 
     def found(self, index: Mapping[SpotKey, Spot]) -> frozenset[NumberPlace]:
-        """Those of the places that a step read, by what its spots are called."""
+        """The places of numbers that a step read, by what its spots are called."""
         keys = {(id(spot.holder), spot.key): key for key, spot in index.items()}
         where = {place: keys.get((id(spot.holder), spot.key)) for place, spot in self.wanted.items()}
         return frozenset(place for place in self.put if where[place] == place.key)
 
     def numbers(self, constants: Mapping[str, Tensor]) -> dict[str, Number]:
-        """Those constants of a program that are numbers, with how they are computed."""
+        """The constants of a program that are numbers, with how they are computed."""
         of = self.misuse.arithmetic.numbers()
         return {name: of[id(tensor)] for name, tensor in constants.items() if id(tensor) in of}
 

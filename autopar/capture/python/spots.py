@@ -215,7 +215,7 @@ class SpotWalk:
             self.unseen[f"'{name}' (a {type(value).__module__}.{type(value).__qualname__})"] = where
 
     def _items(self, name: str, where: str, value: Any, depth: int) -> None:
-        """Those of a list, a deque or a dict; of a long one only that they are the same."""
+        """Walk the items of a list, a deque or a dict; of a long one only see that they are the same."""
         items = list(value.items() if isinstance(value, dict) else enumerate(value))
         if any(type(item) is LeftBehind for _, item in items):  # a log, which captures make longer
             return

@@ -46,20 +46,20 @@ def wants_data(error: Exception) -> bool:
 
 
 def refusal(construct: Construct, line: Line | None) -> CaptureError:
-    """Of what is known to be wrong when it is met."""
+    """Make the error for what is known to be wrong when it is met."""
     where = f"at {quoted(line)}" if line else "at an unknown line:\n"
     return CaptureError(f"the model cannot be captured, {where}{_said(construct)}")
 
 
 def size_refusal(construct: Construct, line: Line | None, may_specialize: bool) -> CaptureError:
-    """Of a result whose size is data."""
+    """Make the error for a result whose size is data."""
     where = f"at {quoted(line)}" if line else "at an unknown line:\n"
     offer = SPECIALIZE if may_specialize else ""
     return CaptureError(f"the program depends on the values in a tensor {where}{_said(construct)}{offer}")
 
 
 def read_refusal(construct: Construct, line: Line | None, may_specialize: bool, why: str) -> CaptureError:
-    """Of a value that is read from a tensor, and used so that a tensor would not do."""
+    """Make the error for a value that is read from a tensor, and used so that a tensor would not do."""
     return size_refusal(Construct(construct.name, f"{construct.instead} {why}"), line, may_specialize)
 
 
@@ -76,7 +76,7 @@ def _raised_by_user(error: Exception) -> bool:
 
 
 def _typed_line(error: Exception) -> Line | None:
-    """The same for code that stands in no file, of a prompt or exec; torch too has some, before the model runs: outside
+    """Find the line in code that stands in no file, of a prompt or exec; torch has some before the model runs: outside
     of `tables.functional_call`."""
     frames = traceback.extract_tb(error.__traceback__)
     start = next((i for i, frame in enumerate(frames) if frame.name == "functional_call"), 0)

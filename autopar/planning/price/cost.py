@@ -39,7 +39,7 @@ class Linear(NamedTuple):  # of which each stage of each plan has thirty
         return Linear(self.outside - other.outside, self.each - other.each, self.entry - other.entry)
 
     def on(self, part: Part) -> Linear:
-        """Of what has only a part of what is outside."""
+        """The line of what has only a part of what is outside."""
         if not self.outside and not self.entry:
             return self
         entry = part.entry * self.entry
@@ -47,7 +47,7 @@ class Linear(NamedTuple):  # of which each stage of each plan has thirty
 
     @property
     def sections(self) -> tuple[float, float, float]:
-        """Of what comes before the layers, of one of them, and of what comes behind them."""
+        """The values before the layers, of one of them, and behind them."""
         return self.entry, self.each, self.outside - self.entry
 
     @classmethod
@@ -59,7 +59,7 @@ class Linear(NamedTuple):  # of which each stage of each plan has thirty
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of a rank, by its layers. forward, backward: us of a micro-batch; weights: the part of the backward pass that is
+    """The cost of a rank, by its layers. forward, backward: us of a micro-batch; weights: the part of backward that is
     computed apart, for gradients of weights; sums: that which adds up gradients of tied parameters; exposed: the part
     of both that waits for tp and cp. adds: the part by which it is longer since gradients are added to those of earlier
     micro-batches. once: us of what is computed once a step. busy: us that a pass takes where calls
@@ -112,7 +112,7 @@ class Cost:
 
     @property
     def alone(self) -> Cost:
-        """Of a micro-batch whose gradients are added to nothing."""
+        """The cost of a micro-batch whose gradients are added to nothing."""
         spent = ("backward", "backward_busy", *(("weights", "weights_busy") if self.weights(1.0) else ()))
         less: dict[str, Any] = {name: getattr(self, name).minus(self.adds) for name in spent}
         return replace(self, **less, adds=Linear(0.0, 0.0), again=self.again and self.again.alone)
@@ -125,7 +125,7 @@ class Cost:
         return self.forward, apart
 
     def on(self, share: Share) -> Cost:
-        """Of a rank, or a stage, that has a share of the model; its layers are the share's."""
+        """The cost of a rank, or a stage, that has a share of the model; its layers are the share's."""
         parts = {"time": share.time, "saved": share.saved, "stored": share.stored}
         lines = {name: getattr(self, name).on(parts[kind]) for name, kind in LINES.items()}
         if self.again is not None and share.time.again:
@@ -149,13 +149,13 @@ class Cost:
         return {**found, **ends, "inner": Linear(max(inner), 0.0)}
 
     def us(self, layers: float, halves: bool) -> dict[str, float]:
-        """Of each graph of a micro-batch, with so many layers. halves: gradients of weights apart from those of
+        """The us of each graph of a micro-batch, with so many layers. halves: gradients of weights apart from those of
         inputs."""
         forward, backward, weights = self.forward(layers), self.backward(layers), self.weights(layers)
         return {"F": forward, "I": backward - weights, "W": weights} if halves else {"F": forward, "B": backward}
 
     def paces(self, halves: bool) -> dict[str, Pace]:
-        """Of the whole model: how fast its graphs are. halves: gradients of weights apart from those of inputs."""
+        """How fast the graphs of the whole model are. halves: gradients of weights apart from those of inputs."""
         forward, backward, weights = map(self._pace, ("forward", "backward", "weights"))
         if not halves:
             return {"F": forward, "B": backward}
@@ -190,7 +190,7 @@ class Cost:
         return max(0.0, max(front) - self._saved_behind, *[self.behind(layers) + behind] * bool(part.behind))
 
     def in_stages(self) -> Cost:
-        """The same of a pipeline: each stage adds up its own gradients of tied parameters, and the first one sums them
+        """The cost in a pipeline: each stage adds up its own gradients of tied parameters, and the first one sums them
         once a step."""
         sums = self.sums.outside
         spent = ("backward", "backward_busy", *(("weights", "weights_busy") if self.weights.outside else ()))

@@ -136,7 +136,7 @@ def _gathers(
 def _gradients(
     candidate: Candidate, slots: Iterable[WeightSlot], over_data: bool, is_part: bool = False
 ) -> Iterator[Sum[ParameterPlace]]:
-    """As `sums_of`."""
+    """Yield the sums of a stage's gradients, chain by chain, as `sums_of` says."""
     for slot in slots:
         if slot.weight is not None and slot.weight.gradient:
             weight = slot.weight
@@ -242,7 +242,7 @@ class WeightSlot:
 def slots_of(
     sections: Sections, shares: Sequence[Share], layers: int, ranges: Ranges = ()
 ) -> tuple[tuple[WeightSlot, ...], ...]:
-    """Of each stage, in the order of the forward pass. shares: of all stages, one after the other. layers: of the
+    """The slots of each stage, in the order of the forward pass. shares: of all stages, in a row. layers: of the
     model, equal ones; ranges: those of them that compute more again."""
     found: list[tuple[WeightSlot, ...]] = []
     begin = Part(0.0, 0.0, 0.0)

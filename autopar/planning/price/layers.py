@@ -60,7 +60,7 @@ class Layers:
         return self.micros.captures.whole.program
 
     def products(self) -> tuple[float, float, str]:
-        """Of the products of one row, known once there are layouts: their FLOPs, as the model asks for them; those that
+        """The products of one row, known once there are layouts: their FLOPs, as the model asks for them; those that
         kernels compute at least; the dtype of most of them."""
         program = dict(self.micros.local(Split(), self.micros.low).history)["propagate"]
         counts, rest = products(program), self._rest
@@ -70,7 +70,7 @@ class Layers:
         return asked, least, max(counts, key=lambda name: counts[name], default="float32")
 
     def cost(self, split: Split, rows: int, recompute: str, halves: bool = False, more: str = "") -> Cost:
-        """Of a micro-batch of `rows` on the ranks of tp, cp and ulysses (`Micros.micro`). Where they lie changes
+        """Price a micro-batch of `rows` on the ranks of tp, cp and ulysses (`Micros.micro`). Where they lie changes
         times alone, and what is done to hide collectives, not the layouts. more: the policy of the layers that compute
         more again, if there are such. Raises AutoparError as `Micros.local`."""
         if more:
@@ -138,7 +138,7 @@ class Layers:
         return self._flops_again[recompute]
 
     def _flops(self, recompute: str) -> float:
-        """Of the products of a row on one rank."""
+        """The FLOPs of the products of a row on one rank."""
         graphs = self.micros.micro(Split(), self.micros.low, recompute).graphs.values()
         whole, less = (sum(rank_flops(graph, counts) for graph in graphs) for counts in (None, self._rest.counts))
         return self._of_model(whole, less) / self.micros.low
@@ -180,7 +180,7 @@ class Layers:
         return self._stages[key]
 
     def sections(self, split: Split, recompute: str, mesh: Mesh, more: str = "") -> Sections:
-        """Those of the fewest rows, as of `stages`."""
+        """The sections of the fewest rows, as of `stages`."""
         if more:
             return replace(self.sections(split, recompute, mesh), again=self.sections(split, more, mesh).layer)
         key = split.near, recompute, self._near(mesh)

@@ -37,7 +37,7 @@ class Net:
     known: Known
 
     def us(self, kind: str, bytes_: float, over: str) -> float:
-        """As of `Machine.collective_us`."""
+        """How long a collective takes, as `Machine.collective_us` says it."""
         key = kind, bytes_, self.groups[over]
         if key not in self.known:
             self.known[key] = self.machine.collective_us(*key)

@@ -21,7 +21,7 @@ from autopar.passes.schedules.simulate import simulate
 
 @dataclass(frozen=True, slots=True)
 class PipelineTime:
-    """Of the slowest rank. end: of its last action; spent: what all of them take; bubble: what it is idle before the
+    """The slowest rank's time. end: of its last action; spent: what all of them take; bubble: its idle time before the
     last; optimizer: of its step."""
 
     end: float

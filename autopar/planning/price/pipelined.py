@@ -49,7 +49,7 @@ class Stage:
 
     @property
     def micro_us(self) -> float:
-        """Of one micro-batch."""
+        """The us of one micro-batch."""
         return sum(self.us.values())
 
     @property
@@ -92,7 +92,7 @@ def pipelined(candidate: Candidate, layers: Layers) -> Pipelined:
 
 
 def with_least_memory(candidate: Candidate, layers: Layers) -> Pipelined:
-    """The same with stages that hold what they store and save, and no more: nothing that is alive while a graph runs,
+    """A pipeline whose stages hold what they store and save, and no more: nothing that is alive while a graph runs,
     and nothing that gradients of weights wait for. No graphs of halves are needed, nor where ranks of tp and cp lie.
     Raises AutoparError as `Micros.local`."""
     near, (policy, more) = candidate.split.near, candidate.policies
@@ -197,7 +197,7 @@ def _sections(candidate: Candidate, layers: Layers) -> Sections:
 
 
 def cost_of(candidate: Candidate, layers: Layers) -> Cost:
-    """Of a micro-batch on the ranks of tp and cp, with the whole model. Raises AutoparError as `Micros.local`."""
+    """Price a micro-batch on the ranks of tp and cp, with the whole model. Raises AutoparError as `Micros.local`."""
     policy, more = candidate.policies
     found = layers.cost(candidate.ranks_of(layers.micros.coupled), candidate.rows, policy, candidate.halves, more)
     return found if candidate.adds else found.alone
@@ -285,7 +285,7 @@ class Moments:
 
     @classmethod
     def of(cls, order: Sequence[Action], has_more: bool) -> Moments:
-        """Of a rank's actions: F, and B or its halves I and W. has_more: those of further micro-batches follow."""
+        """The moments of a rank's actions: F, and B or its halves I and W. has_more: further micro-batches follow."""
         stages = tuple(sorted({action.stage for action in order}))
         column = {stage: COLUMNS * i for i, stage in enumerate(stages)}
         held, rows = [0] * (COLUMNS * len(stages)), dict[tuple[int, ...], None]()

@@ -104,7 +104,7 @@ def _beside(candidate: Candidate, rank: Stage, peaks: StepPeaks) -> float:
 
 
 def held_of(candidate: Candidate, made: Pipelined, rank: int) -> list[Held]:
-    """Of each stage of a rank."""
+    """What each stage of a rank holds."""
     return [_held(candidate, made.stages[stage], candidate.parts) for stage in made.moments[rank].stages]
 
 

@@ -42,12 +42,12 @@ class StepTime:
 
     @property
     def hfu(self) -> float:
-        """The same with what is computed again."""
+        """The share of the peak with what is computed again."""
         return (self.flops + self.recomputed) / self._peak
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks together."""
+        """The tokens a second of all ranks together."""
         return self.tokens / self.total * 1e6
 
     @property

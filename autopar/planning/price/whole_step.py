@@ -95,7 +95,7 @@ class _Asked:
         return WholeStep(us, begun, 0.0, StepPeaks(moving.peak, moving.peak, moving.peak, 0.0), {BOTH: moving.moves})
 
     def in_parts(self, once: float) -> WholeStep:
-        """Of several micro-batches each runs a forward and a backward graph, between what is done once."""
+        """Run several micro-batches, each a forward and a backward graph, between what is done once."""
         candidate, us, moves = self.candidate, dict[str, float](), dict[str, Moves]()
         first, last, made = self._first(once), self._last(), dict[str, Moving]()
         for kind in (FORWARD, BACKWARD):

@@ -54,7 +54,7 @@ class Captures:
         return self._captured[rows]
 
     def shallow(self, rows: int = LEAST_ROWS) -> Shallow:
-        """The same with few of its equal layers; whole if it has none."""
+        """Capture the step with few of its equal layers; whole if it has none."""
         captured = self.captured(rows).program
         if rows not in self._shallow:
             found = shallow(captured, KEPT) or Shallow(captured, 0, 0)

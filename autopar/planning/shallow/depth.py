@@ -84,22 +84,22 @@ class Rest:
         return sorted(self.equal, key=lambda path: int(path.rpartition(".")[2]))
 
     def has(self, name: str) -> bool:
-        """Of a parameter or a buffer."""
+        """True if a parameter or a buffer, by its name, belongs to the layer."""
         return not self.path or layer_of(name.rpartition(".")[0]) != self.path
 
     def counts(self, node: fx.Node) -> bool:
-        """Of a node: True if it is none of the layer's. What is awaited belongs to what was started."""
+        """True if a node is none of the layer's. What is awaited belongs to what was started."""
         if not self.path:
             return True
         return self.layer(node) != self.path
 
     def is_entry(self, node: fx.Node) -> bool:
-        """Of a node: True if it belongs to what comes before the equal layers, in the forward or the backward pass."""
+        """True if a node belongs to what comes before the equal layers, in the forward or the backward pass."""
         known = record(node.all_input_nodes[0] if node.target is WAIT else node)
         return (known.module, known.source) in self.entry
 
     def is_equal(self, node: fx.Node) -> bool:
-        """Of a node: True if it lies in one of the equal layers."""
+        """True if a node lies in one of the equal layers."""
         return self.layer(node) in self.equal
 
     def layer(self, node: fx.Node) -> str:
@@ -129,7 +129,7 @@ class Rest:
 
 
 def arguments(node: fx.Node) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """Of a call, but for the number of its random draws, which equal calls do not have in common."""
+    """The arguments of a call, but for the number of its random draws, which equal calls do not have in common."""
     place = key_place(node.target) if node.op == "call_function" else -1
     return (*node.args[:place], *node.args[place + 1 :]) if place >= 0 else node.args, node.kwargs
 
@@ -209,7 +209,7 @@ class _Layers:
         return str(node.target), known.types, known.phase, str(args)
 
     def is_end(self, end: _Layer, layer: _Layer, side: int) -> bool:
-        """Of a layer beside equal ones: True if it reads from outside all lists what `layer` reads of the neighbour on
+        """True if a layer beside equal ones reads from outside all lists what `layer` reads of the neighbour on
         that side (-1 or 1), and is like it in all else."""
         pairs = [*zip(end.calls, layer.calls, strict=False)]
         return len(end.calls) == len(layer.calls) and all(self._is_like(*pair, end, layer, side) for pair in pairs)

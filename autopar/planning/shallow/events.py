@@ -60,7 +60,7 @@ class Gradient:
 
 
 class Events(NamedTuple):
-    """Of a call. reads: the values of which it is the first reader; ends: those of which it is the last. gives:
+    """What begins and ends with a call. reads: values of which it is the first reader; ends: the last. gives:
     gradients that are there when it is done."""
 
     reads: tuple[ParameterRead, ...] = ()
@@ -94,7 +94,7 @@ class Named:
         return cls(layers, casts, gradients, frozenset(out.name for _, out in leaving if out.kind == "gradient"))
 
     def events(self, program: Program) -> dict[fx.Node, Events]:
-        """Of the calls of a graph that have any."""
+        """The events of the calls of a graph that have any."""
         reads: dict[fx.Node, list[ParameterRead]] = {}
         ends: dict[fx.Node, list[Own]] = {}
         gives: dict[fx.Node, list[Gradient]] = {}
@@ -137,7 +137,7 @@ def _own(name: str, layers: Sequence[str]) -> Own:
 
 
 def _casts(once: Program) -> Iterator[tuple[str, str]]:
-    """Of the casts of parameters that are made once a step: (the name of what leaves, that of the parameter)."""
+    """Find the casts of parameters that are made once a step: (the name of what leaves, that of the parameter)."""
     names = {node: entry.name for node, entry in once.parameters()}
     for node, out in once.leaving:
         if out.kind == "step" and node is not None and node.target is CAST and node.all_input_nodes[0] in names:
@@ -145,7 +145,7 @@ def _casts(once: Program) -> Iterator[tuple[str, str]]:
 
 
 def _gradients(program: Program, layers: Sequence[str]) -> Iterator[tuple[str, Gradient]]:
-    """Of the gradients of a LOCAL program: the name of the parameter, and the gradient before its sums."""
+    """Find the gradients of a LOCAL program: the name of the parameter, and the gradient before its sums."""
     for node, out in program.leaving:
         if out.kind == "gradient" and node is not None:
             source = _before_sums(node, over := list[str]())
@@ -157,7 +157,7 @@ def _gradients(program: Program, layers: Sequence[str]) -> Iterator[tuple[str, G
 
 
 def _parts(last: Program) -> Iterator[tuple[str, str]]:
-    """Of what micro-batches leave to the sums behind them: (its name, that of the parameter)."""
+    """Find what micro-batches leave to the sums behind them: (its name, that of the parameter)."""
     named = {node: entry.name for node, entry in last.entries if entry.kind == "step"}
     for node, out in last.leaving:
         if out.kind == "gradient" and node is not None and (source := _before_sums(node, [])) in named:

@@ -37,7 +37,7 @@ class Ask:
     stay: int
 
     def at(self, share: float) -> Ask:
-        """Of a share of the rows."""
+        """What a share of the rows asks for."""
         load = self.load
         moved = self.fixed + (load.moved - self.fixed) * share
         results = tuple([result * share for result in load.results])
@@ -64,7 +64,7 @@ class Floor:
         return cls(micro.program.mesh, asks["F"], asks["B"])
 
     def at(self, share: float, machine: Machine, is_still: bool = False) -> Low:
-        """Of a share of the rows. machine: one whose calls are the faster the larger they are. is_still: as if what cp
+        """The floor of a share of the rows. machine: one whose larger calls are faster. is_still: as if what cp
         and ulysses move took no time."""
         ranks = Mesh(tuple(pair for pair in self.mesh.axes if is_in_time(pair[0])))
         both = ([ask.at(share) for ask in asks] for asks in (self.forward, self.backward))
@@ -155,7 +155,7 @@ def _asks(kind: str, graph: Program, rest: Rest, casts: Collection[str]) -> Iter
 def _loads(
     kind: str, graph: Program, rest: Rest, casts: Collection[str]
 ) -> Iterator[tuple[fx.Node, Load, float]]:  # fmt: skip
-    """Of each call what it asks for, and the bytes of that which are fixed."""
+    """What each call asks for, and the bytes of that which are fixed."""
     stored = {node for node, entry in graph.entries if entry.kind == "parameter" or entry.name in casts}
     written = {root_of(node) for node, out in graph.leaving if node is not None and out.kind in GRADIENTS}
     once = {node for node, term in terms_of(sides_of(kind, graph, rest)) if term == SUM}  # a step, of a pipeline

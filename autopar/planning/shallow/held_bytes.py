@@ -58,7 +58,7 @@ class Stored:
 
     @classmethod
     def of(cls, program: Program, rest: Rest) -> Stored:
-        """Of what counts in a LOCAL program."""
+        """Count what a LOCAL program stores."""
         mesh = program.mesh
         stored = {entry.name: local_bytes(node, mesh) for node, entry in program.parameters() if rest.has(entry.name)}
         gradients = {
@@ -159,7 +159,7 @@ class _Readers:
 
 
 def _readers(program: Program) -> dict[str, _Readers]:
-    """Of each parameter that the forward pass reads, by name."""
+    """Find the readers of each parameter that the forward pass reads, by name."""
     place = {node: i for i, node in enumerate(program.calls()) if not record(node).is_backward}
     found: dict[str, _Readers] = {}
     for node, entry in program.parameters():

@@ -34,7 +34,7 @@ class Weight:
 
 
 def weights_of(program: Program) -> Mapping[fx.Node, Weight]:
-    """Those of a LOCAL program without ZeRO, by the nodes of its parameters."""
+    """The weights of a LOCAL program without ZeRO, by the nodes of its parameters."""
     mesh = program.mesh
     leaving = {out.name: node for node, out in program.leaving if out.kind == "gradient" and node is not None}
     found: dict[fx.Node, Weight] = {}
@@ -54,7 +54,7 @@ def weights_of(program: Program) -> Mapping[fx.Node, Weight]:
 def tied_weights(
     weights: Mapping[fx.Node, Weight], before: AbstractSet[fx.Node], behind: AbstractSet[fx.Node], mesh: Mesh
 ) -> tuple[Mapping[fx.Node, Weight], Mapping[fx.Node, Weight]]:
-    """Those that are read at both ends of a model, as either end reads them: an embedding the table, a head its cast.
+    """The weights read at both ends of a model, as either end reads them: an embedding the table, a head its cast.
     before, behind: the forward calls of the ends."""
     pairs = {node: (_read_by(before, node, of, mesh), _read_by(behind, node, of, mesh)) for node, of in weights.items()}
     tied = {node: (first, last) for node, (first, last) in pairs.items() if first and last}

@@ -52,7 +52,7 @@ class SheetCall(NamedTuple):  # a search of plans makes a hundred thousand
     events: Events = NO_EVENTS
 
     def between(self, other: SheetCall, share: float) -> SheetCall | None:
-        """As of a `Sheet`."""
+        """The call at a share of the way to another, as of a `Sheet`."""
         if self == other:
             return self
         if (self.launch, self.stays, self.side, self.dying) != (other.launch, other.stays, other.side, other.dying):
@@ -226,7 +226,7 @@ def described(program: Program) -> Iterator[Hashable]:
 
 
 def _bytes(program: Program, nodes: list[fx.Node], given: bool) -> int:
-    """Of what some values lie in. given: also of what was there before."""
+    """Count the bytes that some values lie in. given: also of what was there before."""
     roots = {root_of(node) for node in nodes}
     return sum(local_bytes(root, program.mesh) for root in roots if given or root.op == "call_function")
 

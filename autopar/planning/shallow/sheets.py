@@ -56,7 +56,7 @@ class Sheets:
         return replace(self, sheets={kind: (moved(all_), moved(less)) for kind, (all_, less) in self.sheets.items()})
 
     def between(self, other: Sheets, share: float) -> Sheets | None:
-        """Those at a share of the way to others, 0 to 1; None where the graphs are not alike."""
+        """The sheets at a share of the way to others, 0 to 1; None where the graphs are not alike."""
         if self.sheets.keys() != other.sheets.keys():
             return None
         found: dict[str, tuple[Sheet, Sheet]] = {}

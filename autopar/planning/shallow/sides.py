@@ -21,7 +21,7 @@ def side_of(node: fx.Node, rest: Rest) -> int:
 
 
 def sides_of(kind: str, program: Program, rest: Rest) -> dict[fx.Node, int]:
-    """Of each call. kind: of the action that runs the graph.
+    """Say of each call on which side of the layers it lies. kind: of the action that runs the graph.
 
     JOINED are sums of the gradients of a parameter that is read at both ends (tied embeddings), with the casts of what
     they add that comes from behind: a backward pass holds these terms from its beginning to its end. Stages do not:

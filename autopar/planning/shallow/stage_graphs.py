@@ -43,7 +43,7 @@ class Micro:
         return fuse(graph, self.plan)
 
     def placed(self, mesh: Mesh) -> Micro:
-        """The same where its ranks lie elsewhere: in a mesh with further axes between its own."""
+        """Place its ranks elsewhere: in a mesh with further axes between its own."""
 
         def moved(graph: Program) -> Program:
             in_time = tuple(pair for pair in graph.mesh.axes if is_in_time(pair[0]))

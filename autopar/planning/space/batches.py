@@ -18,7 +18,7 @@ def sizes_of(batch: Any) -> dict[str, int]:
 
 
 def sizes_of_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, int]:
-    """As `sizes_of`, of the arguments of a call."""
+    """The sizes of the arguments of a call (see `sizes_of`)."""
     found: dict[str, int] = {}
     for _, leaf in take_call_apart(args, kwargs).tensors():
         if leaf.ndim:
@@ -37,7 +37,7 @@ def rows_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
 
 
 def rows_of_batch(batch: Any) -> int:
-    """As `rows_of`, of a job's batch."""
+    """The rows of a job's batch (see `rows_of`)."""
     return rows_of(*batch_arguments(batch))
 
 
@@ -49,7 +49,7 @@ def resized(batch: Any, sizes: Mapping[str, int]) -> tuple[tuple[Any, ...], dict
 def resized_call(
     args: Sequence[Any], kwargs: Mapping[str, Any], sizes: Mapping[str, int]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """As `resized`, of the arguments of a call."""
+    """Give the arguments of a call other sizes (see `resized`)."""
     example = sizes_of_call(args, kwargs)
 
     def resize(leaf: torch.Tensor) -> torch.Tensor:

@@ -44,12 +44,12 @@ class Again:
 
     @property
     def count(self) -> int:
-        """Of the layers that compute more again."""
+        """The number of the layers that compute more again."""
         return sum(end - begin for begin, end in self.ranges)
 
     @property
     def policies(self) -> dict[str, str]:
-        """As `recompute=` has it: by pattern of modules."""
+        """The policies as `recompute=` has them: by pattern of modules."""
         stack, dot, number = self.first.rpartition(".")
         at = int(number)
         named = {f"{stack}{dot}{at + begin}-{at + end - 1}": self.more for begin, end in self.ranges}
@@ -86,7 +86,7 @@ class Candidate(NamedTuple):  # of which there are a million: made and hashed in
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
-        """Those with more than one rank, outermost first: the last ones lie within a node."""
+        """The axes with more than one rank, outermost first: the last ones lie within a node."""
         return _axes(self.order, (self.dp, self.fsdp, self.cp, self.ulysses, self.tp, self.pp))
 
     @property
@@ -109,19 +109,19 @@ class Candidate(NamedTuple):  # of which there are a million: made and hashed in
 
     @property
     def policies(self) -> tuple[str, str]:
-        """Of recomputation: of most of the model, and of the layers that compute more again, "" if there are none."""
+        """The policies of most of the model, and of the layers that compute more again, "" if there are none."""
         if self.again is None:
             return self.recompute, ""
         return self.again.less, self.again.more if self.again.ranges else ""
 
     @property
     def ranges(self) -> Ranges:
-        """Of the layers that compute more again."""
+        """The ranges of the layers that compute more again."""
         return self.again.ranges if self.again else ()
 
     @property
     def twin(self) -> Candidate | None:
-        """The same with the ranks of ulysses as ranks of cp; None if it has none, or they do not lie inside of cp."""
+        """The plan with the ranks of ulysses as ranks of cp; None if it has none, or they do not lie inside of cp."""
         if self.ulysses == 1:
             return None
         names = [axis for axis, _ in self.axes]
@@ -164,7 +164,7 @@ class Candidate(NamedTuple):  # of which there are a million: made and hashed in
 
     @property
     def parts(self) -> int:
-        """Of which a rank keeps one of each gradient, once it has moved."""
+        """The parts of which a rank keeps one of each gradient, once it has moved."""
         return self.shards if self.zero >= 2 or self.is_alone else 1
 
     @property
@@ -342,14 +342,14 @@ class Space:
         return self.model.again is not None and (pp == 1 or self.fixed.get("recompute") == LAYERS)
 
     def _open(self, name: str, choices: Iterable[T]) -> list[T]:
-        """Those that what is fixed allows."""
+        """The choices that what is fixed allows."""
         return [choice for choice in choices if self._may(name, choice)]
 
     def _may(self, name: str, value: Any) -> bool:
         return bool(self.fixed.get(name, value) == value)
 
     def _rows(self, own: int) -> list[int]:
-        """Of a micro-batch, of those of a rank: as many as one of all devices has, if that is more."""
+        """The rows of a micro-batch, of those of a rank: as many as one of all devices has, if that is more."""
         return [own] if self.model.coupled else divisors(own, max(MOST_ROWS, self.batch // self.gpus))
 
     def _is_best(self, rows: int, context: int) -> bool:

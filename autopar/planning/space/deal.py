@@ -86,7 +86,7 @@ class Section:
         return cls(time, stored, saved, line.transfer[part], tuple(placed))
 
     def at(self, longer: float, crossing: float, moved: Sequence[float]) -> Section:
-        """The same at other times, as of `Rates`."""
+        """The section at other times, as of `Rates`."""
         time = self.time * longer
         for weight, us in zip(self.weights, moved, strict=True):
             time[weight.place + 1 :] += us
@@ -94,7 +94,7 @@ class Section:
 
     @property
     def places(self) -> np.ndarray:
-        """Those where a cut may be best, the last one left out: where another one makes the stages on both sides no
+        """Where a cut may be best, the last place left out: where another one makes the stages on both sides no
         longer, none is. The ends of the model, which nothing crosses, are no cuts."""
         time, crossing = self.time, self.crossing
         less = crossing[:, None] - crossing
@@ -191,7 +191,7 @@ def _before(
 
 
 def _is_again(layers: int, ranges: Ranges) -> Iterator[bool]:
-    """Of each layer."""
+    """Say of each layer whether it computes more again."""
     return (any(begin <= i < end for begin, end in ranges) for i in range(layers))
 
 

@@ -30,7 +30,7 @@ class Split(NamedTuple):
     @staticmethod
     @cache  # many plans differ in nothing else
     def of(tp: int, sequence: bool, cp: int, ulysses: int, axes: Axes) -> Split:
-        """As it lies in a mesh of these axes, outermost first."""
+        """The split as it lies in a mesh of these axes, outermost first."""
         found = Split(tp, sequence, cp, ulysses)
         inner = tuple(_inner(axes)) if tp * found.context > 1 else ()
         return found if not inner or inner == found.mesh.axes else found._replace(around=inner)
@@ -42,13 +42,13 @@ class Split(NamedTuple):
 
     @property
     def mesh(self) -> Mesh:
-        """Of the program: where its ranks lie decides no layout."""
+        """The mesh of the program: where its ranks lie decides no layout."""
         sizes = (min(self.data, 2), self.cp, self.ulysses, self.tp)
         axes = tuple((name, size) for name, size in zip((DATA, *INNER), sizes, strict=True) if size > 1)
         return Mesh(axes or ((DATA, 1),))
 
     def summed(self, axes: Axes) -> Split:
-        """Of a model that takes rows together, in a mesh of these axes: those that divide rows count as one."""
+        """Split a model that takes rows together, in a mesh of these axes: those that divide rows count as one."""
         ranks = math.prod(size for name, size in axes if name in (DATA, SHARDED))
         if ranks == 1:
             return self
@@ -67,7 +67,7 @@ class Split(NamedTuple):
 
     @property
     def near(self) -> Split:
-        """The same with nothing between its ranks."""
+        """The split with nothing between its ranks."""
         return self._replace(around=()) if self.around else self
 
     @property
