@@ -457,20 +457,20 @@ class _Capture:
 
     def _guards(self) -> list[torch.Tensor]:
         """The tensors whose values were taken from the example batch; they leave last."""
-        found = list(self.reads.tensors) if self.reads is not None else []
-        self.outputs += [Output("guard", str(i)) for i in range(len(found))]
-        return found
+        guards = list(self.reads.tensors) if self.reads is not None else []
+        self.outputs += [Output("guard", str(i)) for i in range(len(guards))]
+        return guards
 
     def _buffers(self) -> list[tuple[str, torch.Tensor]]:
         known = {entry.name for entry, _ in self.state.entries if entry.kind == "buffer"}
-        found = dict(tables.named_buffers(self.model))
+        named_buffers = dict(tables.named_buffers(self.model))
         for partner in self.partners.known.values():
-            found.update(tables.named_buffers(partner.traced, prefix=partner.name))
-        self.new_buffers = [(name, tensor) for name, tensor in found.items() if name in known]
+            named_buffers.update(tables.named_buffers(partner.traced, prefix=partner.name))
+        self.new_buffers = [(name, tensor) for name, tensor in named_buffers.items() if name in known]
         for position, ((entry, tensor), (given, version)) in enumerate(
             zip(self.state.entries, self.given, strict=False)
         ):
-            is_replaced = entry.kind == "buffer" and found.get(entry.name) is not given
+            is_replaced = entry.kind == "buffer" and named_buffers.get(entry.name) is not given
             if is_replaced or (entry.kind == "buffer" and given._version != version):
                 self.calls.wrote(behind_of(position, entry, tensor), is_replaced)
         return self.new_buffers

@@ -64,10 +64,10 @@ def captured(run: Run, specialize: bool) -> Captured:
             elif not forks.lines:
                 raise
             else:
-                found = _of_all_sides(run, sized if specialize else None)
-                if found is None:
+                captured = _of_all_sides(run, sized if specialize else None)
+                if captured is None:
                     raise
-                return found
+                return captured
 
 
 def _of_all_sides(run: Run, sized: frozenset[Line | None] | None) -> Captured | None:

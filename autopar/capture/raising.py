@@ -356,8 +356,8 @@ class Raise(TorchFunctionMode):
         if func in READERS:
             self.may_specialize = not call.before.kinds & ~STEADY
             return None
-        found, self.may_specialize = specialised(func, args, kwargs, self.reads, self.known, call.line)
-        return found
+        specialized, self.may_specialize = specialised(func, args, kwargs, self.reads, self.known, call.line)
+        return specialized
 
     def _is_sized(self, call: _Call) -> bool:
         """True where the number of rows is taken from the example batch."""

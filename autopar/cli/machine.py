@@ -71,17 +71,17 @@ def measure(
     on_ranks(f"dp={count}", arguments, measure_as_rank)
 
 
-def _report(found: MeasuredMachine, path: Path, ranks: int, device: str) -> None:
+def _report(measured_machine: MeasuredMachine, path: Path, ranks: int, device: str) -> None:
     """Write the machine, and say how well it tells what was measured."""
-    known = fits(found.machine, found.samples)
+    known = fits(measured_machine.machine, measured_machine.samples)
     units = f"CPU process of {_count(torch.get_num_threads(), 'thread')}" if device == "cpu" else "GPU"
     notes = [f"Measured on {date.today()} by autopar machine measure: {ranks} x {units}, torch {torch.__version__}."]
-    write_machine(found.machine, path, [*notes, *found.remarks])
+    write_machine(measured_machine.machine, path, [*notes, *measured_machine.remarks])
     show("what the machine says of what was measured: mean error, the largest, and where that is")
     for kind in (PRODUCT, *SHARED, STREAM, UPDATE, *KINDS):
         if kind in known:
-            show(f"  {_line(kind, known[kind], found)}")
-    for remark in found.remarks:
+            show(f"  {_line(kind, known[kind], measured_machine)}")
+    for remark in measured_machine.remarks:
         show(remark)
     out.print(f"{path}: show it with autopar machine show {path}", markup=False, highlight=False)
 
@@ -90,9 +90,9 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number > 1)}"
 
 
-def _line(kind: str, fit: Fit, found: MeasuredMachine) -> str:
+def _line(kind: str, fit: Fit, measured_machine: MeasuredMachine) -> str:
     item = fit.worst.item
-    said = f"{item.us_on(found.machine):.4g} us for {fit.worst.us:.4g}"
+    said = f"{item.us_on(measured_machine.machine):.4g} us for {fit.worst.us:.4g}"
     name = f"{item.name} {item.dtype}" if item.dtype else ""
     size = f"{item.size:.3g} FLOPs" if getattr(item, "flops", 0) else human(item.size)
     return f"{kind:15}{fit.count:4} measured {fit.mean:7.1%} {fit.most:7.1%}  {name} {size}: {said}".replace("  :", ":")

@@ -144,10 +144,10 @@ def _check_files(sizes: Sequence[int], *files: Path | None) -> None:
             raise TargetError(f"{flag} {file}: there is no folder '{file.parent}'; make it first.")
 
 
-def _write(path: Path, found: Planned, command: str, fix: Sequence[str] | None) -> None:
+def _write(path: Path, planned: Planned, command: str, fix: Sequence[str] | None) -> None:
     """Write the best plan, with the command and what is predicted as comments."""
-    best = found.found.best[0].candidate
-    notes = (" ".join((command, *(f"--fix {text}" for text in fix or ()))), plan_line(found))
+    best = planned.found.best[0].candidate
+    notes = (" ".join((command, *(f"--fix {text}" for text in fix or ()))), plan_line(planned))
     write_plan(path, best.mesh, best.options(), notes)
 
 

@@ -47,14 +47,14 @@ def best_sliced(lower: Callable[[int], Lowered]) -> Lowered:
     spans, said = {1: span_us(best)}, ""
     for count in COUNTS:
         try:
-            found = lower(count)
+            lowered = lower(count)
         except BatchError:
             continue  # it does not divide the positions
         except LayoutError as error:  # nor would another number do
             said = f": {error}"
             break
-        spans[count] = span_us(found)
-        best = found if spans[count] < span_us(best) else best
+        spans[count] = span_us(lowered)
+        best = lowered if spans[count] < span_us(best) else best
     took = ", ".join(f"{count} of them {span:.3g} us" for count, span in spans.items())
     return best.with_note(f"slices='auto' is {best.plan.slices} (simulated: {took}){said}")
 

@@ -39,10 +39,10 @@ def parse_shard(shard: Mapping[str, str | Layout] | None, program: Program, mesh
             faults.append(_nothing(pattern, [name for entry, _, _ in parameters for name in entry.names]))
         for entry, type_, used in matched:
             origin = f'From shard={{"{pattern}": "{text}"}}{used}'
-            found = _misfit(entry, type_, layout, mesh, origin)
-            faults += found
+            misfit = _misfit(entry, type_, layout, mesh, origin)
+            faults += misfit
             before = chosen.get(entry.name)
-            if not found and before is not None and before[1] != layout:
+            if not misfit and before is not None and before[1] != layout:
                 faults.append(
                     f"'{entry.name}' is given two layouts: {before[1]} by shard pattern '{before[0]}' and {layout} by "
                     f"'{pattern}'{_tied(entry)}. Keep one of them."
@@ -69,12 +69,12 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _parameters(program: Program) -> list[tuple[Input, TensorType, str]]:
-    found = []
+    parameters = []
     for node, entry in program.entries:
         if entry.kind == "parameter":
             sources = [record(user).source for user in node.users if record(user).source]
-            found.append((entry, record(node).type, f", used at {sources[0]}" if sources else ""))
-    return found
+            parameters.append((entry, record(node).type, f", used at {sources[0]}" if sources else ""))
+    return parameters
 
 
 def _nothing(pattern: str, names: list[str]) -> str:

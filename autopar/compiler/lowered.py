@@ -220,16 +220,16 @@ def _moves(program: Program) -> Iterator[tuple[fx.Node, Collective]]:
             yield node, _row(name, str(node.args[1]), operand, moved_type(node, program.mesh), record(node))
 
 
-def _row(name: str, axis: str, operand: fx.Node, moved: TensorType, found: Record) -> Collective:
+def _row(name: str, axis: str, operand: fx.Node, moved: TensorType, known: Record) -> Collective:
     return Collective(
         op=name,
         axis=axis,
         bytes=moved.bytes_,
         shape=moved.shape,
         value=operand.name,
-        module=found.module,
-        source=found.source,
-        reason=found.reason,
-        phase=found.phase,
+        module=known.module,
+        source=known.source,
+        reason=known.reason,
+        phase=known.phase,
         dtype=moved.dtype,
     )

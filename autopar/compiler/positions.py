@@ -51,20 +51,20 @@ def with_positions(plan: Plan, program: Program) -> Plan:
     )
 
 
-def _with_lengths(plan: Plan, found: Sequence[Positions]) -> Plan:
+def _with_lengths(plan: Plan, positions: Sequence[Positions]) -> Plan:
     """The plan with the lengths of slices that were asked for; without slices for what is not as long as they are.
 
     Raises BatchError if that may be refused."""
     lengths = plan.options.slices
-    if isinstance(lengths, (int, str)) or plan.slices == 1 or not found:
+    if isinstance(lengths, (int, str)) or plan.slices == 1 or not positions:
         return plan
-    if any(one.count == sum(lengths) for one in found):
+    if any(one.count == sum(lengths) for one in positions):
         return replace(plan, slice_lengths=tuple(lengths) if len(set(lengths)) > 1 else ())
     if plan.fixed.uneven:
         return _unsliced(plan)
     raise BatchError(
-        f"slices={list(lengths)} are {sum(lengths)} positions, but there are {found[0].count} ({found[0].where}). Give "
-        f"lengths that add up to {found[0].count}, or slices={len(lengths)}."
+        f"slices={list(lengths)} are {sum(lengths)} positions, but there are {positions[0].count} "
+        f"({positions[0].where}). Give lengths that add up to {positions[0].count}, or slices={len(lengths)}."
     )
 
 

@@ -182,12 +182,12 @@ class Cut:
 
     def halos(self) -> list[tuple[Halo, int]]:
         """The halos of the names that are cut, with the number of runs of consecutive rows in the whole."""
-        rule, found = self.trial.rule, []
+        rule, halos = self.trial.rule, []
         for halo in rule.halos:
             if halo.name in self.cuts:
                 *outer, _ = name_factors(rule.sizes[halo.name], self.cuts[halo.name])
-                found.append((halo, math.prod(self.mesh[f] if isinstance(f, str) else abs(f) for f in outer)))
-        return found
+                halos.append((halo, math.prod(self.mesh[f] if isinstance(f, str) else abs(f) for f in outer)))
+        return halos
 
     def arguments(self, coord: Mapping[str, int]) -> Arguments:
         """The arguments of a piece, but for the tensors."""

@@ -250,9 +250,9 @@ def _whole_gradients(own: OwnRule, trial: OpTrial, seeds: Tensors) -> list[Any] 
     try:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            found = gradients_of(trial, (trial.call.args, dict(trial.call.kwargs)), trial.operands, seeds)
+            gradients = gradients_of(trial, (trial.call.args, dict(trial.call.kwargs)), trial.operands, seeds)
         # What an op of torch.library.define without an autograd kernel gives is chance.
-        return None if any("autograd kernel was not registered" in str(one.message) for one in said) else found
+        return None if any("autograd kernel was not registered" in str(one.message) for one in said) else gradients
     except Exception as error:
         if "no autograd formula" in str(error) or isinstance(error, NotImplementedError):
             return None

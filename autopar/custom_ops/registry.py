@@ -130,14 +130,14 @@ def check_calls(program: Program, registry: CustomOps = CUSTOM_OPS) -> Program:
 
 def _values(known: Registered, node: fx.Node) -> dict[str, Any]:
     """The arguments of a call that may change what the op does, where they are not those of the examples."""
-    signature, found = known.rule.signature, {}
+    signature, values = known.rule.signature, {}
     sizes = {argument for _, argument in known.rule.size_args}
     for name, value in signature.bound(node.args, node.kwargs).items():
         example = known.examples.args.get(name, signature.defaults.get(name))
         plain = isinstance(value, (bool, int, str, list, tuple)) and not isinstance(example, float)
         if plain and name in signature.others and name not in sizes and value != example:
-            found[name] = value
-    return found
+            values[name] = value
+    return values
 
 
 def _said(own: OwnRule) -> str:

@@ -157,8 +157,8 @@ def parse_condition(text: str) -> Condition:
             raise PlanError(f"condition '{text}': cannot read '{text[at:]}'; write it like 'c0<=r0 & ~c1'.")
         tokens.append(match[1])
         at = match.end()
-    found = _Reader(text, tokens).alternatives()
-    return found
+    alternatives = _Reader(text, tokens).alternatives()
+    return alternatives
 
 
 @dataclass(slots=True)

@@ -17,22 +17,22 @@ _RANGE = re.compile(r"(\d+)-(\d+)\Z")
 
 def module_paths(program: Program, nodes: Iterable[fx.Node]) -> list[str]:
     """The modules that some nodes belong to or that have parameters, and those around them."""
-    found: dict[str, None] = {}
+    module_paths: dict[str, None] = {}
     own = [name.rpartition(".")[0] for entry in program.inputs if entry.kind == "parameter" for name in entry.names]
     for path in [*(record(node).module for node in nodes), *own]:
         parts = path.split(".") if path else []
-        found.update(dict.fromkeys(".".join(parts[: i + 1]) for i in range(len(parts))))
-    return list(found)
+        module_paths.update(dict.fromkeys(".".join(parts[: i + 1]) for i in range(len(parts))))
+    return list(module_paths)
 
 
 def spelled_out(pattern: str) -> list[str]:
     """`blocks.0-3` as its four patterns."""
-    found = [""]
+    spelled_out = [""]
     for word in pattern.split("."):
         match = _RANGE.match(word)
         words = [str(i) for i in range(int(match[1]), int(match[2]) + 1)] if match else [word]
-        found = [f"{path}.{one}" if path else one for path in found for one in words]
-    return found
+        spelled_out = [f"{path}.{one}" if path else one for path in spelled_out for one in words]
+    return spelled_out
 
 
 def in_module(path: str, pattern: str) -> bool:

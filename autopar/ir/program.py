@@ -98,9 +98,9 @@ class Record:
 
 def record(node: fx.Node) -> Record:
     """The record of a node."""
-    found = node.meta[_KEY]
-    assert isinstance(found, Record)
-    return found
+    record = node.meta[_KEY]
+    assert isinstance(record, Record)
+    return record
 
 
 def set_record(node: fx.Node, value: Record) -> None:
@@ -113,25 +113,25 @@ def has_record(node: fx.Node) -> bool:
 
 def operand_nodes(node: fx.Node) -> tuple[fx.Node, ...]:
     """The tensor-valued arguments in the order of args, then kwargs, lists flattened, duplicates kept."""
-    found: list[fx.Node] = []
-    _find_tensors(node.args, found)
+    operand_nodes: list[fx.Node] = []
+    _find_tensors(node.args, operand_nodes)
     if node.kwargs:
-        _find_tensors(node.kwargs.values(), found)
-    return tuple(found)
+        _find_tensors(node.kwargs.values(), operand_nodes)
+    return tuple(operand_nodes)
 
 
-def _find_tensors(args: Iterable[Any], found: list[fx.Node]) -> None:
+def _find_tensors(args: Iterable[Any], nodes: list[fx.Node]) -> None:
     for arg in args:
         if isinstance(arg, fx.Node):
             known: Record = arg.meta[_KEY]
             if not known.several and known.types[0] is not None:
-                found.append(arg)
+                nodes.append(arg)
         elif arg is None or isinstance(arg, (int, float, str)):
             continue  # most of what is no node
         elif isinstance(arg, (tuple, list)):
-            _find_tensors(arg, found)
+            _find_tensors(arg, nodes)
         elif isinstance(arg, dict):
-            _find_tensors(arg.values(), found)
+            _find_tensors(arg.values(), nodes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,10 +158,10 @@ class _Table:
         return int(number)
 
     def flag(self, key: str) -> bool:
-        found = self.values.pop(key, False)
-        if not isinstance(found, bool):
-            raise self._wrong(key, found, "true or false")
-        return found
+        flag = self.values.pop(key, False)
+        if not isinstance(flag, bool):
+            raise self._wrong(key, flag, "true or false")
+        return flag
 
     def curve(self, key: str) -> Curve:
         """Points [size, share], sizes ascending; a share of 1 at all sizes if the key is missing."""

@@ -17,8 +17,8 @@ def machine_here(device: torch.device) -> Machine:
     """The built-in machine of a device. Raises MachineError where there is none of its name and memory."""
     if device.type == "cpu":
         return named("cpu")
-    found = torch.cuda.get_device_properties(device)
-    return machine_of(found.name, found.total_memory)
+    device_properties = torch.cuda.get_device_properties(device)
+    return machine_of(device_properties.name, device_properties.total_memory)
 
 
 def machine_of(name: str, memory: int) -> Machine:

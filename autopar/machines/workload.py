@@ -37,8 +37,8 @@ def values(device: torch.device, dtype: str, *shape: int) -> torch.Tensor:
 
 def dtype_of(name: str) -> torch.dtype:
     """The dtype of the operands of a product."""
-    found: torch.dtype = getattr(torch, "float32" if name == "tfloat32" else name)
-    return found
+    dtype: torch.dtype = getattr(torch, "float32" if name == "tfloat32" else name)
+    return dtype
 
 
 def products(dtype: str, sizes: Iterable[int]) -> list[MeasuredCall]:

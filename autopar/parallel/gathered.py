@@ -145,11 +145,11 @@ class _Plain:
         if not self.is_here:
             return {}
         model = self.store.model
-        found: dict[str, torch.Tensor] = dict(tables.named_parameters(model, remove_duplicate=False))
-        found |= tables.named_buffers(model, remove_duplicate=False)
+        named_parameters: dict[str, torch.Tensor] = dict(tables.named_parameters(model, remove_duplicate=False))
+        named_parameters |= tables.named_buffers(model, remove_duplicate=False)
         self._put({id(swap.plain): swap.held for swap in self.swaps})
         self.store.structure.meanwhile = ""
-        return found
+        return named_parameters
 
     def changed(self, values: Mapping[str, torch.Tensor]) -> list[str]:
         return [swap.entry.name for swap in self.swaps if swap.is_changed(values.get(swap.entry.name))]

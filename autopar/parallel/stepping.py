@@ -57,11 +57,11 @@ def own_rows(outputs: tuple[torch.Tensor, ...], running: Running, given: Given) 
     """The outputs; of those with a row for each sample of a batch, of which ranks have parts, this rank's rows."""
     if running.rows is None or given.portion is None:
         return outputs
-    found = list(outputs)
+    rows = list(outputs)
     for at, row in enumerate(running.rows.outputs):
-        if row is not None and found[at] is not None:
-            found[at] = given.portion.part(found[at], row.leaf, *row.split)
-    return tuple(found)
+        if row is not None and rows[at] is not None:
+            rows[at] = given.portion.part(rows[at], row.leaf, *row.split)
+    return tuple(rows)
 
 
 def run_step(session: Session, running: Running, given: Given, is_step: bool) -> tuple[torch.Tensor, ...]:

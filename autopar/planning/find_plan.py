@@ -75,7 +75,7 @@ def search(
     def plans(alike: Alike, done: int) -> int:
         return len(alike) * (1 + len(space.parts(alike[0])) * (done < SHARED))
 
-    found, bounds = FoundPlans(), Bounds(layers, work, machine, equal)
+    found_plans, bounds = FoundPlans(), Bounds(layers, work, machine, equal)
     bounds.limit = limit
     memories, last = bounds.memories, len(bounds.steps) - 1
     known = [tuple(alike) for _, alike in groupby(space.drawn(), ALIKE[0])]
@@ -90,10 +90,10 @@ def search(
             queue, later = later, []
             heapq.heapify(queue)
         bound, _, step, alike = heapq.heappop(queue)
-        slowest = bounds.slowest = found.best[-1].total if len(found.best) >= top else math.inf
+        slowest = bounds.slowest = found_plans.best[-1].total if len(found_plans.best) >= top else math.inf
         if bound >= slowest:
             queue, slower = [], [(bound, 0, step, alike), *queue]
-            found.counts["slower by a bound"] += sum(plans(each, at - 1) for _, _, at, each in slower)
+            found_plans.counts["slower by a bound"] += sum(plans(each, at - 1) for _, _, at, each in slower)
             continue
         left -= plans(alike, step - 1)
         for shared in zip(*map(space.shared, alike), strict=True) if step == SHARED else ():
@@ -102,51 +102,53 @@ def search(
         for each in _parts(alike, step):
             try:
                 if step in memories and all(memories[step](one) > limit for one in reversed(each)):
-                    found.counts["larger by a bound"] += plans(each, step)
+                    found_plans.counts["larger by a bound"] += plans(each, step)
                 elif step == last and bounds.is_larger(each[0], limit):
                     larger += each
-                    found.counts["larger by a bound"] += plans(each, step)
+                    found_plans.counts["larger by a bound"] += plans(each, step)
                 elif step <= last:
                     more = max(bound, bounds.steps[step](each[0]))
                     heapq.heappush(queue, (more, next(number), step + 1, each))
                     left += plans(each, step)
                 else:
-                    _try(each[0], found, layers, machine, limit, top, equal, slowest)
+                    _try(each[0], found_plans, layers, machine, limit, top, equal, slowest)
             except AutoparError as error:
-                found.counts[f"refused ({first_sentence(str(error))})"] += plans(each, step)
+                found_plans.counts[f"refused ({first_sentence(str(error))})"] += plans(each, step)
         tell(total - left, total)
-    _refine(found, space, layers, machine, limit, top)
-    if not found.best:
-        every = [] if found.least else chain.from_iterable(known)
+    _refine(found_plans, space, layers, machine, limit, top)
+    if not found_plans.best:
+        every = [] if found_plans.least else chain.from_iterable(known)
         larger.sort(key=lambda each: (bounds.held(each), _places(each)))
         smallest = [*larger[:SMALL], *heapq.nsmallest(SMALL, every, bounds.memory)]
         for small in smallest:
             with suppress(AutoparError):  # it is counted already
                 decided = with_fewest(small, layers, machine, limit)
                 if decided is not None:
-                    _keep_least(found, predict(decided, layers, machine))
-    return found
+                    _keep_least(found_plans, predict(decided, layers, machine))
+    return found_plans
 
 
-def _refine(found: FoundPlans, space: Space, layers: Layers, machine: Machine, limit: float, top: int) -> None:
+def _refine(found_plans: FoundPlans, space: Space, layers: Layers, machine: Machine, limit: float, top: int) -> None:
     """Let of the fastest pipelines that compute all layers again as few do so as fit; and where a plan was found
     before it was known how fast others are, look again for the best layers."""
-    found.best = _one_of_each(improved(made, layers, machine, limit) for made in found.best)
+    found_plans.best = _one_of_each(improved(made, layers, machine, limit) for made in found_plans.best)
     again, is_open = space.model.again, "recompute" not in space.fixed
     uniform = [
-        made for made in found.tried if made.candidate.pp > 1 and made.candidate.recompute in ("selective", "full")
+        made
+        for made in found_plans.tried
+        if made.candidate.pp > 1 and made.candidate.recompute in ("selective", "full")
     ]
-    for made in sorted(uniform, key=lambda made: made.total)[: REFINED * bool(again and is_open and found.best)]:
-        slowest = found.best[-1].total if len(found.best) >= top else math.inf
+    for made in sorted(uniform, key=lambda made: made.total)[: REFINED * bool(again and is_open and found_plans.best)]:
+        slowest = found_plans.best[-1].total if len(found_plans.best) >= top else math.inf
         mix = made.candidate._replace(recompute=LAYERS, again=again)
         with suppress(AutoparError):  # of a program that no candidate asked for
             decided = with_fewest(mix, layers, machine, limit, min(slowest, made.total))
             if decided is not None and decided.ranges:
-                found.refined += 1
+                found_plans.refined += 1
                 other = predict(decided, layers, machine)
                 if other.memory <= limit and other.total < made.total:
-                    found.tried.append(other)
-                    found.best = _one_of_each([*found.best, other])[:top]
+                    found_plans.tried.append(other)
+                    found_plans.best = _one_of_each([*found_plans.best, other])[:top]
 
 
 def _parts(alike: Alike, step: int) -> Iterator[Alike]:
@@ -154,30 +156,30 @@ def _parts(alike: Alike, step: int) -> Iterator[Alike]:
     if step not in ALIKE or len(alike) == 1:
         yield alike
         return
-    found: dict[Hashable, list[Candidate]] = {}
+    candidates: dict[Hashable, list[Candidate]] = {}
     for one in alike:
-        found.setdefault(ALIKE[step](one), []).append(one)
-    yield from map(tuple, found.values())
+        candidates.setdefault(ALIKE[step](one), []).append(one)
+    yield from map(tuple, candidates.values())
 
 
 def _try(
-    candidate: Candidate, found: FoundPlans, layers: Layers, machine: Machine, limit: float, top: int, equal: int,
+    candidate: Candidate, found_plans: FoundPlans, layers: Layers, machine: Machine, limit: float, top: int, equal: int,
     slowest: float,
 ) -> None:  # fmt: skip
     decided = with_fewest(candidate, layers, machine, limit, slowest, is_last=False)
     if decided is None:
-        found.counts[SAME] += 1
+        found_plans.counts[SAME] += 1
         return
     made = predict(decided, layers, machine, slowest, limit)
     if candidate.pp == 1 or (made.total < slowest and made.memory <= limit):  # of others no pipeline was simulated
-        found.tried.append(made)
-    _keep_least(found, made)
+        found_plans.tried.append(made)
+    _keep_least(found_plans, made)
     if made.memory > limit:
         is_slow = candidate.again is not None and least_us(decided, layers) >= slowest  # no more layers were tried
-        found.counts["slower by a bound" if is_slow else "larger than the memory"] += 1
+        found_plans.counts["slower by a bound" if is_slow else "larger than the memory"] += 1
         return
-    found.counts["simulated"] += 1
-    found.best = _one_of_each([*found.best, made])[:top]
+    found_plans.counts["simulated"] += 1
+    found_plans.best = _one_of_each([*found_plans.best, made])[:top]
 
 
 def _one_of_each(plans: Iterable[Prediction]) -> list[Prediction]:
@@ -194,6 +196,6 @@ def _places(candidate: Candidate) -> list[int]:
     return [ORDER.index(axis) for axis, _ in candidate.axes]
 
 
-def _keep_least(found: FoundPlans, made: Prediction) -> None:
-    if found.least is None or made.memory < found.least.memory:
-        found.least = made
+def _keep_least(found_plans: FoundPlans, made: Prediction) -> None:
+    if found_plans.least is None or made.memory < found_plans.least.memory:
+        found_plans.least = made

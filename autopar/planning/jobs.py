@@ -42,8 +42,8 @@ def layers_of_call(
     def capture(count: int, of: nn.Module = model) -> Captured:
         return capture_step(of, loss_fn, *resized_call(args, kwargs, {"b": count}), free)
 
-    def fewer(found: Shallow) -> Capture | None:
-        small = with_fewer(model, found)
+    def fewer(shallow: Shallow) -> Capture | None:
+        small = with_fewer(model, shallow)
         return None if small is None else partial(capture, of=small)
 
     return Layers(Captures(capture, fewer), free, machine)

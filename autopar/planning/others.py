@@ -23,19 +23,19 @@ MOST = 12  # plans of a frontier
 SAME = 0.001  # of a step: not worth a reason
 
 
-def best_with(found: Planned, changes: Mapping[str, Any], limit: float | None = None) -> FoundPlans:
+def best_with(planned: Planned, changes: Mapping[str, Any], limit: float | None = None) -> FoundPlans:
     """The fastest plan of those with some fields decided; `best` is empty where none fits in `limit` bytes."""
-    asked = replace(found.asked, fixed={**found.asked.fixed, **changes})
-    space = space_of(asked, found.model)
+    asked = replace(planned.asked, fixed={**planned.asked.fixed, **changes})
+    space = space_of(asked, planned.model)
     most = asked.limit if limit is None else limit
-    return search(space, found.programs, found.work, asked.machine, most, 1, found.model.layers)
+    return search(space, planned.programs, planned.work, asked.machine, most, 1, planned.model.layers)
 
 
-def frontier(found: Planned) -> list[Prediction]:
+def frontier(planned: Planned) -> list[Prediction]:
     """Plans of which each is the fastest of those that hold as little: from the best one down."""
-    made = [found.found.best[0]]
+    made = [planned.found.best[0]]
     while len(made) < MOST:
-        less = best_with(found, {}, made[-1].memory * LESS).best
+        less = best_with(planned, {}, made[-1].memory * LESS).best
         if not less:
             break
         made += less
@@ -45,24 +45,24 @@ def frontier(found: Planned) -> list[Prediction]:
 # -- why the others lost --------------------------------------------------------------------------------------------
 
 
-def reasons(found: Planned) -> Iterator[str]:
+def reasons(planned: Planned) -> Iterator[str]:
     """Why each of the obvious other plans is not the best, a line each: `no pipeline: 612 GB > 80 GB`."""
-    best = found.found.best[0]
-    for words, changes in _changes(best.candidate, found):
-        if not changes.keys() & found.asked.fixed.keys():
-            yield f"{words}: {_reason(best, best_with(found, changes), found)}"
+    best = planned.found.best[0]
+    for words, changes in _changes(best.candidate, planned):
+        if not changes.keys() & planned.asked.fixed.keys():
+            yield f"{words}: {_reason(best, best_with(planned, changes), planned)}"
 
 
-def _changes(best: Candidate, found: Planned) -> Iterator[tuple[str, dict[str, Any]]]:
+def _changes(best: Candidate, planned: Planned) -> Iterator[tuple[str, dict[str, Any]]]:
     """What a person would ask about first."""
     if best.pp > 1:
         yield "no pipeline", {"pp": 1}
-    elif found.model.layers > 1 and not found.model.coupled and found.asked.gpus % 2 == 0:
+    elif planned.model.layers > 1 and not planned.model.coupled and planned.asked.gpus % 2 == 0:
         yield "pp=2", {"pp": 2}
     if best.tp > 1:
         yield "no tensor parallelism", {"tp": 1}
-    for tp in sorted({2 * best.tp, best.tp // 2, *_odd(found.asked.gpus)} - {0, 1, best.tp}):
-        if found.asked.gpus % tp == 0:
+    for tp in sorted({2 * best.tp, best.tp // 2, *_odd(planned.asked.gpus)} - {0, 1, best.tp}):
+        if planned.asked.gpus % tp == 0:
             yield f"tp={tp}", {"tp": tp}
     if best.context > 1:
         yield "no context parallelism", {CONTEXT: 1, ULYSSES: 1}
@@ -73,7 +73,7 @@ def _changes(best: Candidate, found: Planned) -> Iterator[tuple[str, dict[str, A
         yield f"zero={other}", {"zero": other}
     if best.gathers_again:
         yield "parameters gathered once a step (zero=2)", {"zero": 2}
-    yield from _placings(best, found)
+    yield from _placings(best, planned)
     if best.pp > 1:
         schedule = "zb-h1" if best.schedule == "1f1b" else "1f1b"
         yield f"{schedule} instead of {best.schedule}", {"schedule": schedule}
@@ -83,14 +83,14 @@ def _changes(best: Candidate, found: Planned) -> Iterator[tuple[str, dict[str, A
         yield "all layers computed again", {"recompute": "full"}
 
 
-def _placings(best: Candidate, found: Planned) -> Iterator[tuple[str, dict[str, Any]]]:
+def _placings(best: Candidate, planned: Planned) -> Iterator[tuple[str, dict[str, Any]]]:
     """The same axes elsewhere, and states that a node holds by itself."""
-    node = found.asked.machine.ranks
+    node = planned.asked.machine.ranks
     if best.fsdp > 1:
         yield "states split over all of the data axes", {"fsdp": 1}
     elif best.zero and best.dp > node:
         yield f"fsdp={node} beside dp", {"fsdp": node}
-    if found.asked.gpus <= node or len(best.axes) < 2:
+    if planned.asked.gpus <= node or len(best.axes) < 2:
         return
     names, sizes = [axis for axis, _ in best.axes], dict(best.axes)
     for axis in names[:-1]:
@@ -105,24 +105,24 @@ def _odd(gpus: int) -> Iterator[int]:
     return (size for size in (3, 6) if gpus % size == 0)
 
 
-def _reason(best: Prediction, other: FoundPlans, found: Planned) -> str:
+def _reason(best: Prediction, other: FoundPlans, planned: Planned) -> str:
     if not other.best:
-        return _refused(other, found)
+        return _refused(other, planned)
     made = other.best[0]
     more = made.total / best.total - 1
     if more < SAME:
         return f"as fast ({made.candidate})"
     name, us = max(_differences(best, made), key=lambda pair: pair[1])
-    return f"+{more:.1%} ({made.candidate}), {name} +{time_text(us)}{_why(name, made.candidate, found)}"
+    return f"+{more:.1%} ({made.candidate}), {name} +{time_text(us)}{_why(name, made.candidate, planned)}"
 
 
-def _refused(other: FoundPlans, found: Planned) -> str:
-    asked = found.asked
+def _refused(other: FoundPlans, planned: Planned) -> str:
+    asked = planned.asked
     if other.least is not None and other.least.memory > asked.limit:
         return f"{human(other.least.memory)} > {human(asked.limit)} at least ({other.least.candidate})"
     if other.counts:
         return other.counts.most_common(1)[0][0].replace(":)", ")")
-    return f"no such plan for {asked.gpus} devices, {asked.batch} rows and {found.model.layers} equal layers"
+    return f"no such plan for {asked.gpus} devices, {asked.batch} rows and {planned.model.layers} equal layers"
 
 
 def _differences(best: Prediction, made: Prediction) -> Iterator[tuple[str, float]]:
@@ -141,11 +141,11 @@ PARTS_OF_A_STEP: Mapping[str, Callable[[Prediction], float]] = {
 }
 
 
-def _why(name: str, candidate: Candidate, found: Planned) -> str:
-    if name == WAITS and candidate.tp > found.asked.machine.ranks:
-        return f": crosses nodes of {found.asked.machine.ranks}"
+def _why(name: str, candidate: Candidate, planned: Planned) -> str:
+    if name == WAITS and candidate.tp > planned.asked.machine.ranks:
+        return f": crosses nodes of {planned.asked.machine.ranks}"
     if name == "computing":
-        notes = found.programs.notes(candidate.split, candidate.rows)
+        notes = planned.programs.notes(candidate.split, candidate.rows)
         return "".join(f": {note.partition(': %')[0]}" for note in notes if note.startswith("axis 'tp'"))
     return ""
 

@@ -180,26 +180,26 @@ def _rows_text(asked: Asked) -> str:
     return ""
 
 
-def _none_fits(asked: Asked, found: FoundPlans, model: Model) -> PlanError:
-    if found.counts[SAME]:  # of what is fixed: else they were there without recomputation
+def _none_fits(asked: Asked, found_plans: FoundPlans, model: Model) -> PlanError:
+    if found_plans.counts[SAME]:  # of what is fixed: else they were there without recomputation
         return PlanError(
-            f"no plan for {asked.gpus} devices with {fixed_text(asked.fixed)}: {found.counts[SAME]} fit in "
+            f"no plan for {asked.gpus} devices with {fixed_text(asked.fixed)}: {found_plans.counts[SAME]} fit in "
             f"{human(asked.limit)} a device with no layer computed again. Write recompute=none, or less memory."
         )
-    if found.least is None:
-        reasons = "; ".join(f"{count} {what.replace(':)', ')')}" for what, count in found.counts.most_common(3))
+    if found_plans.least is None:
+        reasons = "; ".join(f"{count} {what.replace(':)', ')')}" for what, count in found_plans.counts.most_common(3))
         return PlanError(
             f"no plan for {asked.gpus} devices: of the candidates {reasons}. {_capital(_room(asked, model))}"
         )
-    least = found.least
+    least = found_plans.least
     return PlanError(
         f"no plan fits in {human(asked.limit)} a device on {asked.gpus} devices: the least memory is "
         f"{human(least.memory)}, with {least.candidate}. About {-(-asked.gpus * least.memory // asked.limit):.0f} "
-        f"devices, a smaller batch, or a device with more memory would do.{_freed(asked, found)}"
+        f"devices, a smaller batch, or a device with more memory would do.{_freed(asked, found_plans)}"
     )
 
 
-def _freed(asked: Asked, found: FoundPlans) -> str:
+def _freed(asked: Asked, found_plans: FoundPlans) -> str:
     """What is fixed and takes memory."""
     recompute, reshard = asked.fixed.get("recompute", "full"), asked.fixed.get(RESHARD, True)
     text = f" recompute={recompute} is fixed: full keeps less." if recompute not in ("full", LAYERS) else ""

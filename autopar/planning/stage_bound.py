@@ -95,14 +95,14 @@ def stored_apart(layer: Section) -> float:
 
 def apart(layers: Iterable[Section]) -> float:
     """How much of a layer a stage may have more of its time than of its bytes, by where a layer may be cut."""
-    found = 0.0
+    apart = 0.0
     for layer in layers:
         at = layer.places
         for values in (layer.saved, layer.stored):
             if values[-1]:
                 differ = layer.time[at] / layer.time[-1] - values[at] / values[-1]
-                found = max(found, float(max(differ.max(), 0.0) - min(differ.min(), 0.0)))
-    return found
+                apart = max(apart, float(max(differ.max(), 0.0) - min(differ.min(), 0.0)))
+    return apart
 
 
 @cache

@@ -213,10 +213,10 @@ def _starts(made: Pipelined) -> Counts:
 
 def _joined(ranges: Iterable[tuple[int, int]]) -> Ranges:
     """Ranges of layers in their order, those that touch as one."""
-    found: list[tuple[int, int]] = []
+    joined: list[tuple[int, int]] = []
     for begin, end in ranges:
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
         else:
-            found.append((begin, end))
-    return tuple(found)
+            joined.append((begin, end))
+    return tuple(joined)

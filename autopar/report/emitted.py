@@ -25,13 +25,13 @@ LARGER = "larger than the memory as emitted"
 
 
 @uncollected()
-def checked(found: Planned, tell: Tell = lambda done, all_: None, of_time: bool = True) -> Planned:
+def checked(planned: Planned, tell: Tell = lambda done, all_: None, of_time: bool = True) -> Planned:
     """The plans of a search, with what their emitted programs take: of the first one, and of those that are near the
     limit of memory or near the first. What does not fit then, or is refused, is dropped, and the next is looked at.
 
     tell: of progress, (done, all). of_time: False if nobody asks but whether plans fit. Raises PlanError if none does.
     """
-    return _Check(found, tell, of_time).run()
+    return _Check(planned, tell, of_time).run()
 
 
 @dataclass(slots=True)

@@ -57,10 +57,10 @@ def _count(scale: BestPlan, of: str) -> int:
     return scale.asked.gpus if of == "devices" else scale.asked.batch
 
 
-def _scale_row(found: Planned, tokens: float | None) -> tuple[str, ...]:
-    best, gpus, rate = found.found.best[0], found.asked.gpus, found.rate
+def _scale_row(planned: Planned, tokens: float | None) -> tuple[str, ...]:
+    best, gpus, rate = planned.found.best[0], planned.asked.gpus, planned.rate
     row = (
-        str(best.candidate), time_text(best.total), f"{rate:,.0f}", f"{rate / gpus:,.0f}", f"{_mfu(found, best):.1%}",
+        str(best.candidate), time_text(best.total), f"{rate:,.0f}", f"{rate / gpus:,.0f}", f"{_mfu(planned, best):.1%}",
         human(best.memory),
     )  # fmt: skip
     if tokens is None:
@@ -69,14 +69,14 @@ def _scale_row(found: Planned, tokens: float | None) -> tuple[str, ...]:
     return (*row, f"{hours / 24:,.1f}", f"{hours * gpus:,.0f}")
 
 
-def _longer(found: Prediction, best: Prediction) -> str:
-    return f"{found.total / best.total - 1:.1%} longer"
+def _longer(prediction: Prediction, best: Prediction) -> str:
+    return f"{prediction.total / best.total - 1:.1%} longer"
 
 
-def _mfu(planned: Planned, found: Prediction) -> float:
+def _mfu(planned: Planned, prediction: Prediction) -> float:
     flops = planned.asked.machine.device.flops
     peak = planned.asked.gpus * flops.get(planned.work.dtype, flops["float32"])
-    return planned.work.flops / peak / found.total * 1e6
+    return planned.work.flops / peak / prediction.total * 1e6
 
 
 def head_line(planned: Planned) -> str:
@@ -95,11 +95,11 @@ def _lines(planned: Planned) -> Iterator[str]:
     yield planned.certificate
 
 
-def row_of(planned: Planned, found: Prediction) -> tuple[str, ...]:
+def row_of(planned: Planned, prediction: Prediction) -> tuple[str, ...]:
     """A row of the table of plans."""
-    parts = (found.bubble, found.exposed, found.data, found.optimizer)
+    parts = (prediction.bubble, prediction.exposed, prediction.data, prediction.optimizer)
     return (
-        str(found.candidate), time_text(found.total), f"{planned.tokens / found.total * 1e6:,.0f}",
-        f"{_mfu(planned, found):.1%}", human(found.memory),
-        *(f"{us / found.total:.1%}" for us in parts), FIGURES[found.is_emitted],
+        str(prediction.candidate), time_text(prediction.total), f"{planned.tokens / prediction.total * 1e6:,.0f}",
+        f"{_mfu(planned, prediction):.1%}", human(prediction.memory),
+        *(f"{us / prediction.total:.1%}" for us in parts), FIGURES[prediction.is_emitted],
     )  # fmt: skip

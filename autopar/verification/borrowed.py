@@ -23,7 +23,7 @@ class Borrowed:
         self.values = {name: cast(tensor.detach().clone(), dtype) for name, tensor in self.tensors.items()}
 
     @contextmanager
-    def used(self, found: Values) -> Iterator[None]:
+    def used(self, values: Values) -> Iterator[None]:
         """Run a step in the context; `found` is given the gradients and buffers that it leaves."""
         saved = {name: (tensor.data, tensor.grad) for name, tensor in self.tensors.items()}
         for name, tensor in self.tensors.items():
@@ -33,9 +33,9 @@ class Borrowed:
             for name, tensor in self.tensors.items():
                 self.values[name] = tensor.data
                 if tensor.grad is not None:
-                    found["gradient", name] = tensor.grad.clone()
+                    values["gradient", name] = tensor.grad.clone()
                 if not isinstance(tensor, nn.Parameter):
-                    found["buffer", name] = tensor.clone()
+                    values["buffer", name] = tensor.clone()
         finally:
             for name, (data, grad) in saved.items():
                 self.tensors[name].data = data

@@ -35,7 +35,7 @@ def copied(model: nn.Module) -> nn.Module:
     computed = (value for value in kept if isinstance(value, torch.Tensor) and value.grad_fn is not None)
     memo: dict[int, Any] = {id(value): value.detach().clone().requires_grad_() for value in computed}
     try:
-        found = copy.deepcopy(model, memo)
+        copied = copy.deepcopy(model, memo)
     except Exception as error:
         first = first_sentence(str(error))
         raise CaptureError(
@@ -43,7 +43,7 @@ def copied(model: nn.Module) -> nn.Module:
             f"{type(error).__name__}: {first}. {_KEEPS if 'graph leaves' in first else _HOLDS}"
         ) from error
     _Rebound(memo).run()
-    return found
+    return copied
 
 
 class _Rebound:

@@ -39,9 +39,9 @@ def locate(
     with default_dtype(dtype):
         parts = _parts(final, whole, expected, device)
     leaving = {(out.kind, out.name): expected[node.name] for node, out in captured.leaving if node}
-    found = _wrong_value(final, parts, expected, tolerance, norm_of(leaving, "gradient")) or _wrong_layout(final)
-    if found is not None:
-        return found
+    mismatch = _wrong_value(final, parts, expected, tolerance, norm_of(leaving, "gradient")) or _wrong_layout(final)
+    if mismatch is not None:
+        return mismatch
     text = "every node agrees with the captured program: the captured program itself differs from the plain module"
     if compiled.pipeline is not None:
         text += ", or the pipeline from the program that was cut"
@@ -50,29 +50,29 @@ def locate(
 
 def _values(captured: Program, whole: Whole, device: torch.device) -> dict[str, torch.Tensor]:
     """The value of every node on one device, by name."""
-    found: dict[str, torch.Tensor] = {}
+    values: dict[str, torch.Tensor] = {}
 
     def keep(_rank: int, node: fx.Node, value: Any) -> None:
         if isinstance(value, torch.Tensor):
-            found[node.name] = value
+            values[node.name] = value
 
     inputs = [whole(entry) for entry in captured.inputs]
     VirtualMesh(Mesh(())).run(Executable(captured.graph, device=device), [inputs], keep)
-    return found
+    return values
 
 
 def _parts(final: Program, whole: Whole, expected: Mapping[str, torch.Tensor], device: torch.device) -> Parts:
     """The values of all ranks of the nodes that stand for an expected one."""
-    found: Parts = {}
+    parts: Parts = {}
 
     def collect(rank: int, node: fx.Node, value: Any) -> None:
         if isinstance(value, torch.Tensor) and record(node).origin in expected:
-            found.setdefault(node, [None] * final.mesh.size)[rank] = value  # type: ignore[list-item]
+            parts.setdefault(node, [None] * final.mesh.size)[rank] = value  # type: ignore[list-item]
 
     inputs = [given.values() for given in scattered(final, None, final.mesh, [whole])]
     with suppress(RuntimeError):  # the values up to there say enough
         VirtualMesh(final.mesh).run(Executable(final.graph, device=device), inputs, collect)
-    return found
+    return parts
 
 
 def _wrong_value(

@@ -53,11 +53,11 @@ def batches_of(
                 f"verify(ddp=True): the list has {len(batch)} batches, but mesh '{mesh}' has {places} places on its "
                 f"data axes. Write a batch for each, or a tuple or dict with a batch of all, which is cut."
             )
-        found: Batches = tuple(batch_arguments(one) for one in batch)
+        cut: Batches = tuple(batch_arguments(one) for one in batch)
     else:
-        found = _cut(*batch_arguments(batch), options, function, behind, places)
-    _check_alike(found)
-    return found
+        cut = _cut(*batch_arguments(batch), options, function, behind, places)
+    _check_alike(cut)
+    return cut
 
 
 def _cut(

@@ -79,23 +79,23 @@ class Plain:
             with torch.autocast(parameter.device.type, low) if low else nullcontext():
                 loss, aux = self._forward(args, kwargs, dtype)
             backward(loss * scale if scale != 1.0 else loss)
-        found: Values = {("loss", "loss"): loss.detach(), **values_of(aux if self.loss_fn else None)}
+        values: Values = {("loss", "loss"): loss.detach(), **values_of(aux if self.loss_fn else None)}
         for name, parameter in tables.named_parameters(self.model):
             if parameter.grad is not None:
                 parameter.grad /= scale
-                found["gradient", name] = parameter.grad.clone()
-        return found
+                values["gradient", name] = parameter.grad.clone()
+        return values
 
     def update(self) -> Values:
         """Step the optimizer: the new weights, and the buffers."""
         self.optimizer.step()
-        found: Values = {}
+        values: Values = {}
         for name, parameter in tables.named_parameters(self.model):
-            found["weight", name] = parameter.detach().clone()
+            values["weight", name] = parameter.detach().clone()
         for name, tensor in tables.named_buffers(self.model):
             if name in self.buffers:
-                found["buffer", name] = tensor.clone()
-        return found
+                values["buffer", name] = tensor.clone()
+        return values
 
     def take_buffers(self, other: Plain) -> None:
         """Take the buffers of another replica, as DistributedDataParallel sends them before a forward pass."""
@@ -106,11 +106,11 @@ class Plain:
                     tensor.copy_(known[name])
         self.borrowed.take_buffers(other.borrowed)
 
-    def take_gradients(self, found: Values) -> None:
+    def take_gradients(self, values: Values) -> None:
         """Take gradients in place of those of the last backward pass."""
         for name, parameter in tables.named_parameters(self.model):
-            if ("gradient", name) in found:
-                parameter.grad = found["gradient", name].clone()
+            if ("gradient", name) in values:
+                parameter.grad = values["gradient", name].clone()
 
     def _forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], dtype: torch.dtype) -> tuple[Any, Any]:
         """The loss, and what is returned beside it. Raises CaptureError where the module does not run in this dtype."""

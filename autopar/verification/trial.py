@@ -58,18 +58,18 @@ class Trial:
         reference, steps = self.compare()
         rows, table = reference.table.rows(), reference.table
         told = f"{self.compiled.mesh}{', as DistributedDataParallel' * bool(self.others)}"
-        found = Report(told, reference.dtype, self.steps, table.tolerance, rows, None, reference.note, self._sums())
-        if not found.is_longest:
-            found = replace(found, exact=self._exact())
-        if found.exact is not None and found.exact.is_wrong:  # no noise excuses that
-            return replace(found, mismatch=found.exact.mismatch)
+        changed = Report(told, reference.dtype, self.steps, table.tolerance, rows, None, reference.note, self._sums())
+        if not changed.is_longest:
+            changed = replace(changed, exact=self._exact())
+        if changed.exact is not None and changed.exact.is_wrong:  # no noise excuses that
+            return replace(changed, mismatch=changed.exact.mismatch)
         if not all(row.ok for row in rows):
             trained = self._trained(reference, steps)
-            if found.exact is not None and not found.exact.failed:
+            if changed.exact is not None and not changed.exact.failed:
                 trained = replace(trained, limits=trained.limits.after_float64())
-            found = replace(found, rows=judged(rows, trained, self._elsewhere))
-        is_right = all(row.ok for row in found.rows)
-        return found if is_right else replace(found, mismatch=self.locate(table.of_nodes))
+            changed = replace(changed, rows=judged(rows, trained, self._elsewhere))
+        is_right = all(row.ok for row in changed.rows)
+        return changed if is_right else replace(changed, mismatch=self.locate(table.of_nodes))
 
     def _exact(self) -> Exact:
         try:
@@ -99,10 +99,14 @@ class Trial:
         seeds = seeds_of(self._seeds()[0], len(self.batches))
         for (captured, compiled), batch, seed in zip(first.programs, self.batches, seeds, strict=True):
             whole = first.whole(*batch, seed)
-            found = locate(captured.program, compiled, whole, tolerance, first.dtype, first.device)
-            if found.node:
-                return found
-        return replace(found, text=found.text + ", or the means over all places are wrong") if self.others else found
+            mismatch = locate(captured.program, compiled, whole, tolerance, first.dtype, first.device)
+            if mismatch.node:
+                return mismatch
+        return (
+            replace(mismatch, text=mismatch.text + ", or the means over all places are wrong")
+            if self.others
+            else mismatch
+        )
 
     def _elsewhere(self) -> Trained | None:
         """What both sides give away from here; None if the model takes no other numbers: with specialize=True it is

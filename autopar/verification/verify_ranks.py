@@ -140,15 +140,15 @@ class _Trial:
     def judged_by_noise(self, rows: tuple[ComparedRow, ...], trained: Trained) -> tuple[ComparedRow, ...]:
         """The rows, of which those are right that differ by rounding alone, here and elsewhere: on rank 0, but every
         rank must call this."""
-        found = rows
+        compared_rows = rows
         if dist.get_rank() == 0:
             if not all(row.ok for row in rows):
-                found = judged(rows, trained, self._elsewhere)
+                compared_rows = judged(rows, trained, self._elsewhere)
             _agreed(False)  # nothing more
         else:
             while _agreed(False):
                 self._train_away()
-        return found
+        return compared_rows
 
     def _elsewhere(self) -> Trained | None:
         """What both sides give away from here, asked for by rank 0; None if the model takes no other numbers."""
@@ -180,11 +180,11 @@ class _Trial:
         """What a step on all ranks gives, with the state behind it."""
         args, kwargs = self._own()
         optimizer.zero_grad()
-        found: Values = {("loss", "loss"): parallel.forward_backward(*args, **kwargs).detach()}
-        found.update(self._aux(values_of(parallel.last_aux if self.job.loss_fn is not None else None)))
-        found.update({("gradient", name): value for name, value in parallel.full_gradients().items()})
+        values: Values = {("loss", "loss"): parallel.forward_backward(*args, **kwargs).detach()}
+        values.update(self._aux(values_of(parallel.last_aux if self.job.loss_fn is not None else None)))
+        values.update({("gradient", name): value for name, value in parallel.full_gradients().items()})
         optimizer.step()
-        return {**found, **{("state", name): value for name, value in parallel.full_state_dict().items()}}
+        return {**values, **{("state", name): value for name, value in parallel.full_state_dict().items()}}
 
     def _places(self) -> list[int]:
         """The place of each rank, of whose batch it computes the step."""

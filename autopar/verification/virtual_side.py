@@ -57,7 +57,7 @@ class Virtual:
         program, plan = self.compiled.program, self.compiled.plan
         with default_dtype(self.dtype):  # a number and a bool add up to it
             outputs = self._run(self.compiled, batches, seed) if len(batches) == 1 else self._run_own(batches, seed)
-        found: Values = {}
+        values: Values = {}
         layouts = record(program.graph.output_node()).operands
         shapes = {name: tensor.shape for name, tensor in (*self.parameters.items(), *self.partners.items())}
         for i, (out, layout) in enumerate(zip(program.outputs, layouts, strict=True)):
@@ -70,14 +70,14 @@ class Virtual:
                 self.captured.reads[int(out.name)].check(combine(parts, layout, held))
                 continue
             whole_ = combine(parts, layout, held)
-            found[out.kind, out.name] = beginning(whole_, shapes[out.name]) if out.kind == "gradient" else whole_
+            values[out.kind, out.name] = beginning(whole_, shapes[out.name]) if out.kind == "gradient" else whole_
             self.replicas[out.kind, out.name] = replica_error(parts, layout, held)
             if out.kind == "gradient" and any(entry.kind == "scale" for entry in program.inputs):
-                found[out.kind, out.name] /= SCALE
+                values[out.kind, out.name] /= SCALE
         if len(batches) > 1:
-            found.update(self._of_places(outputs))
-        self._update(found)
-        return found
+            values.update(self._of_places(outputs))
+        self._update(values)
+        return values
 
     def _run(self, compiled: Lowered, batches: Batches, seed: torch.Tensor) -> list[Outputs]:
         """The outputs of every rank, None for those that other stages have."""
@@ -102,7 +102,7 @@ class Virtual:
 
     def _of_places(self, outputs: Sequence[Outputs]) -> Values:
         """What comes beside the loss at each place; what the program of the place reads of its batch is checked."""
-        found: Values = {}
+        values: Values = {}
         by_rank = places_of(self.compiled.mesh)
         for place, (captured, compiled) in enumerate(self.programs):
             layouts = record(compiled.program.graph.output_node()).operands
@@ -117,22 +117,22 @@ class Virtual:
                     captured.reads[int(out.name)].check(combine(parts, layout, held))
                     continue
                 key = aux_at((out.kind, out.name), place)
-                found[key], self.replicas[key] = combine(parts, layout, held), replica_error(parts, layout, held)
-        return found
+                values[key], self.replicas[key] = combine(parts, layout, held), replica_error(parts, layout, held)
+        return values
 
-    def _update(self, found: Values) -> None:
+    def _update(self, values: Values) -> None:
         for name, parameter in self.parameters.items():
-            gradient = found.get(("gradient", name))
+            gradient = values.get(("gradient", name))
             parameter.grad = None if gradient is None else gradient.clone()  # an optimizer may clip it in place
         self.optimizer.step()
         for name, parameter in self.parameters.items():
-            found["weight", name] = parameter.detach().clone()
+            values["weight", name] = parameter.detach().clone()
         for name, tensor in self.buffers.items():
-            new = found.setdefault(("buffer", name), tensor.clone())
+            new = values.setdefault(("buffer", name), tensor.clone())
             tensor.copy_(new)
         for name in self.partners:
-            if ("buffer", name) in found:
-                self.partners[name] = found["buffer", name].clone()
+            if ("buffer", name) in values:
+                self.partners[name] = values["buffer", name].clone()
 
     def whole(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: torch.Tensor) -> Whole:
         """The whole values of the inputs of a step."""

@@ -144,13 +144,13 @@ class _Search:
 
     def _spread(self, choice: Choice) -> dict[fx.Node, Taken]:
         """All that can be cut as the head is cut, by what hangs on it; of products that read it no more than these."""
-        found: dict[fx.Node, Taken] = {}
+        spread: dict[fx.Node, Taken] = {}
         for node in self.program.nodes[self.order[self.head] :]:
-            if node is self.head or any(operand in found for operand in self._passing(node)):
-                taken = self._take(node, found, choice if node is self.head else None)
+            if node is self.head or any(operand in spread for operand in self._passing(node)):
+                taken = self._take(node, spread, choice if node is self.head else None)
                 if taken is not None:
-                    found[node] = taken
-        return found
+                    spread[node] = taken
+        return spread
 
     def _passing(self, node: fx.Node) -> list[fx.Node]:
         """The operands but for products, behind which a region ends."""

@@ -27,28 +27,28 @@ def check_rules(program: Program, plan: Plan) -> None:
     for node in program.calls():
         if is_getitem(node):
             continue
-        found = record(node)
-        layouts = tuple(layout for layout in found.layouts if layout is not None)
-        if all(layout.is_replicated for layout in (*layouts, *found.operands)):
+        known = record(node)
+        layouts = tuple(layout for layout in known.layouts if layout is not None)
+        if all(layout.is_replicated for layout in (*layouts, *known.operands)):
             continue
         call = call_of(node)
-        key = form_of(call), found.operands, layouts
+        key = form_of(call), known.operands, layouts
         if key in right:
             continue
         right.add(key)
         pair = rules.of(call)
         rule = pair[0] if pair else replicated_rule(call)
-        cuts = cuts_of(rule, found.operands, layouts, program.mesh)
+        cuts = cuts_of(rule, known.operands, layouts, program.mesh)
         axes = {axis: name for name, cut in cuts.items() for _, _, axis in cut}
-        operands = [_names(*pair, rule, program.mesh) for pair in zip(rule.operands, found.operands, strict=True)]
+        operands = [_names(*pair, rule, program.mesh) for pair in zip(rule.operands, known.operands, strict=True)]
         results = [_names(*pair, rule, program.mesh) for pair in zip(rule.results, layouts, strict=True)]
         for axis in program.mesh.names:
             given = tuple(states.get(axis) for states in operands)
             made = tuple(states.get(axis) for states in results)
             if not _is_right(rule, axes.get(axis), given, made):
-                wanted = ", ".join(map(str, found.operands))
+                wanted = ", ".join(map(str, known.operands))
                 raise VerificationError(
-                    f"%{node.name} = {node.target} at {found.source} ({found.module}) breaks its rule on axis "
+                    f"%{node.name} = {node.target} at {known.source} ({known.module}) breaks its rule on axis "
                     f"'{axis}': operands {wanted} cannot give {', '.join(map(str, layouts))}."
                 )
 

@@ -69,30 +69,30 @@ class _Partition:
         self.coords: dict[str, fx.Node] = {}
 
     def run(self) -> Program:
-        found = self.build.rewrite(self.program, self._put, level=Level.LOCAL)
+        rewritten = self.build.rewrite(self.program, self._put, level=Level.LOCAL)
         if self.sized is not None:
-            found = found.with_(mesh=self.sized.mesh)
+            rewritten = rewritten.with_(mesh=self.sized.mesh)
             for old, new in self.build.value.items():
                 set_record(new, self.sized.record(record(new), self.sized.dims[old]))
         for coord in self.coords.values():
             if not coord.users:  # of a reading that no argument needed
-                found.graph.erase_node(coord)
-        return found
+                rewritten.graph.erase_node(coord)
+        return rewritten
 
     def _is_cut(self, node: fx.Node) -> bool:
-        found = record(node)
-        return any(any(layout.dims) for layout in (*found.operands, *found.layouts) if layout is not None)
+        known = record(node)
+        return any(any(layout.dims) for layout in (*known.operands, *known.layouts) if layout is not None)
 
     def _put(self, node: fx.Node) -> fx.Node | None:
         if node.op != "call_function" or is_getitem(node) or is_mesh_op(node.target) or not self._is_cut(node):
             return None
-        call, found = call_of(node), record(node)
+        call, known = call_of(node), record(node)
         pair = self.rules.of(call)
         assert pair is not None, f"{node} has no rule, so it cannot be split"
         rule, row = pair
-        layouts = [layout for layout in found.layouts if layout is not None]
+        layouts = [layout for layout in known.layouts if layout is not None]
         # Which axes cut which names of the rule, and how large the names are then.
-        cuts = cuts_of(rule, found.operands, tuple(layouts), self.mesh)
+        cuts = cuts_of(rule, known.operands, tuple(layouts), self.mesh)
         sizes = {
             name: size // math.prod(self.mesh[axis] for _, _, axis in cuts.get(name, ()))
             for name, size in rule.sizes.items()
@@ -106,18 +106,18 @@ class _Partition:
         indexed = [name for name in rule.indexed if name in cuts]
         assert len(indexed) <= 1, (node, indexed)
         halos = halos_of(rule, cuts, self.mesh)
-        offset = self._offset(cuts[indexed[0]][0][2], sizes[indexed[0]], found) if indexed else None
+        offset = self._offset(cuts[indexed[0]][0][2], sizes[indexed[0]], known) if indexed else None
         read = cuts.keys() if row.local else cuts.keys() & rule.positional
-        readings = {name: self._reading(rule.sizes[name], cuts[name], found) for name in cuts if name in read}
+        readings = {name: self._reading(rule.sizes[name], cuts[name], known) for name in cuts if name in read}
         starts = [
-            self._position(one, found) for name in rule.positional & cuts.keys() for one in starts_of(readings[name])
+            self._position(one, known) for name in rule.positional & cuts.keys() for one in starts_of(readings[name])
         ]
         args, kwargs = local_call(call, row, rule, shapes, sizes, offset, readings, starts)
         # What the call reads beyond its own rows is fetched, and what it gives beyond them is added where it belongs.
         value = dict(self.build.value) if halos.operands else self.build.value
         for i, edges in halos.operands.items():
             operand = operand_nodes(node)[i]
-            value[operand] = self._with_halos(value[operand], found.operands[i], edges, found)
+            value[operand] = self._with_halos(value[operand], known.operands[i], edges, known)
         made = self.build.copy(node)
         made.args, made.kwargs = fx.node.map_arg((args, dict(kwargs)), lambda old: value.get(old, old))
         for edges in halos.results.values():
@@ -176,12 +176,12 @@ class _Partition:
         """A number that differs from rank to rank."""
         first, terms = position
         scalar = Record((None,), module=like.module, source=like.source, phase=like.phase)
-        found: Any = first
+        node: Any = first
         for factor, offset in terms:
             term = self.build.call(operator.mul, offset, factor, like=scalar, name="offset")
-            found = self.build.call(operator.add, found, term, like=scalar, name="start") if found else term
-        assert isinstance(found, fx.Node)
-        return found
+            node = self.build.call(operator.add, node, term, like=scalar, name="start") if node else term
+        assert isinstance(node, fx.Node)
+        return node
 
     def _coord(self, axis: str, like: Record) -> fx.Node:
         if axis not in self.coords:

@@ -167,14 +167,14 @@ class _Reshard:
     def _in_order(self, steps: list[ReshardMove], node: fx.Node, user: fx.Node) -> list[ReshardMove]:
         """The moves, of which those over slices that go from each to the next wait for no other slice."""
         key, back = self._key(node, user), carried_back(node)
-        found = []
+        reshard_moves = []
         for step in steps:
             if key and step.name == "all_gather" and step.args[0] == SLICE:
                 step = ReshardMove("earlier", (*step.args, key), step.layout)
             if back and step.name == "reduce_scatter" and step.args[0] == SLICE:
                 step = ReshardMove("later", (*step.args[:-1], back), step.layout)
-            found.append(step)
-        return found
+            reshard_moves.append(step)
+        return reshard_moves
 
     def _key(self, node: fx.Node, user: fx.Node) -> str | None:
         """The key of keys or values that slices keep for causal attention `user`."""

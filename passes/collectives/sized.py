@@ -98,15 +98,15 @@ def by_layout(layouts: Iterable[Layout | None]) -> tuple[frozenset[int], ...]:
 
 def _sliced_dims(program: Program) -> tuple[dict[fx.Node, tuple[frozenset[int], ...]], frozenset[fx.Node]]:
     """The dims of each node's results that slices cut, or that lie within what they cut; and the latter's nodes."""
-    found: dict[fx.Node, tuple[frozenset[int], ...]] = {}
+    nodes: dict[fx.Node, tuple[frozenset[int], ...]] = {}
     inside: dict[fx.Node, int] = {}  # of logits in chunks: the dim of the tokens of a chunk of a slice
     for node in program.graph.nodes:
         layouts = record(node).layouts if node.op != "output" else ()
-        found[node] = by_layout(layouts)
+        nodes[node] = by_layout(layouts)
         dim = _tokens_of_chunk(node, inside, program.mesh)
         if dim is not None:
-            inside[node], found[node] = dim, (frozenset({dim}),)
-    return found, frozenset(inside)
+            inside[node], nodes[node] = dim, (frozenset({dim}),)
+    return nodes, frozenset(inside)
 
 
 def _tokens_of_chunk(node: fx.Node, inside: Mapping[fx.Node, int], mesh: Mesh) -> int | None:

@@ -116,8 +116,8 @@ class _Zero:
         self.leaving = self._gradients()
 
     def run(self) -> Program:
-        found = self.build.rewrite(self.program, self._put)
-        return found.with_(notes=(*self.program.notes, *self._notes()))
+        rewritten = self.build.rewrite(self.program, self._put)
+        return rewritten.with_(notes=(*self.program.notes, *self._notes()))
 
     def _put(self, node: fx.Node) -> fx.Node:
         made = self._made(node)
@@ -150,12 +150,12 @@ class _Zero:
 
     def _as_stored(self, node: fx.Node) -> fx.Node:
         """A parameter as it lies; its cast too, so that what moves is as short as what computes."""
-        found, layout = record(node), self.kept[node if node.op == "placeholder" else node.all_input_nodes[0]]
-        type_ = TensorType(padded_shape(found.type.shape, layout, self.mesh), found.type.dtype)
-        if type_ != found.type:
+        known, layout = record(node), self.kept[node if node.op == "placeholder" else node.all_input_nodes[0]]
+        type_ = TensorType(padded_shape(known.type.shape, layout, self.mesh), known.type.dtype)
+        if type_ != known.type:
             self.short[node] = {}
         operands = (layout,) * len(node.all_input_nodes)
-        return self.build.copy(node, like=found.with_(types=(type_,), layouts=(layout,), operands=operands))
+        return self.build.copy(node, like=known.with_(types=(type_,), layouts=(layout,), operands=operands))
 
     def _is_late(self, node: fx.Node) -> bool:
         """True for the cast of a sum in a short float, by which a gradient of a split parameter leaves. A cast that is
@@ -170,10 +170,10 @@ class _Zero:
     def _scatter_first(self, node: fx.Node) -> fx.Node:
         """So that the sum is scattered, and this rank's part is cast."""
         (layout,) = self.leaving[node]
-        found, source = record(node), node.all_input_nodes[0]
-        type_ = TensorType(padded_shape(found.type.shape, layout, self.mesh), found.type.dtype)
-        part = self.build.value[source] if type_ == found.type else self._padded(source, type_.shape)
-        like = found.with_(types=(type_,), layouts=(layout,), operands=(layout,))
+        known, source = record(node), node.all_input_nodes[0]
+        type_ = TensorType(padded_shape(known.type.shape, layout, self.mesh), known.type.dtype)
+        part = self.build.value[source] if type_ == known.type else self._padded(source, type_.shape)
+        like = known.with_(types=(type_,), layouts=(layout,), operands=(layout,))
         made = self.padded[node, layout] = self.build.copy(node, lambda _: part, like)
         return made
 
@@ -199,19 +199,19 @@ class _Zero:
 
     def _gradients(self) -> dict[fx.Node, dict[Layout, None]]:
         """The nodes that leave as gradients of split parameters, with the layouts in which they leave."""
-        found: dict[fx.Node, dict[Layout, None]] = {}
+        gradients: dict[fx.Node, dict[Layout, None]] = {}
         for result, out in self.program.leaving:
             if result is not None and out.kind == "gradient" and out.name in self.stored:
-                found.setdefault(result, {})[self.stored[out.name]] = None
-        return found
+                gradients.setdefault(result, {})[self.stored[out.name]] = None
+        return gradients
 
     def _padded(self, node: fx.Node, shape: tuple[int, ...]) -> fx.Node:
-        found = record(node)
-        missing = [wanted - has for wanted, has in zip(shape, found.type.shape, strict=True)]
-        dims = tuple(() if more else dim for dim, more in zip(found.layout.dims, missing, strict=True))
-        layout = Layout(dims, found.layout.partial)
-        like = found.with_(
-            types=(TensorType(shape, found.type.dtype),), several=False, layouts=(layout,), operands=(layout,), flops=0,
+        known = record(node)
+        missing = [wanted - has for wanted, has in zip(shape, known.type.shape, strict=True)]
+        dims = tuple(() if more else dim for dim, more in zip(known.layout.dims, missing, strict=True))
+        layout = Layout(dims, known.layout.partial)
+        like = known.with_(
+            types=(TensorType(shape, known.type.dtype),), several=False, layouts=(layout,), operands=(layout,), flops=0,
             origin="", reason=f"the gradient is stored with {max(missing)} of padding",
         )  # fmt: skip
         pads = [edge for more in reversed(missing) for edge in (0, more)]

@@ -149,13 +149,13 @@ def loads_of(program: Program, adds: bool = False) -> dict[fx.Node, Load | None]
     """What every call of a LOCAL program asks for on one micro-batch; None of those that take no time. adds: of one
     that reads what earlier micro-batches made of the values that it leaves as parts of sums."""
     sizes = _Sizes(program.mesh)
-    found = {node: _load(node, program.mesh, sizes) for node in program.calls()}
+    loads = {node: _load(node, program.mesh, sizes) for node in program.calls()}
     parts = (node for node, out in program.leaving if adds and out.kind == "part")
     for node in parts:
-        load = found.get(node) if node is not None else None
+        load = loads.get(node) if node is not None else None
         if node is not None and load is not None and not load.link:
-            found[node] = load._replace(total=float(sizes[node]))
-    return found
+            loads[node] = load._replace(total=float(sizes[node]))
+    return loads
 
 
 class LazyTimes(dict[fx.Node, float]):
@@ -274,8 +274,8 @@ def _results(node: fx.Node, mesh: Mesh, sizes: Mapping[fx.Node, int]) -> tuple[f
 
 def ranks_of(node: fx.Node, mesh: Mesh) -> int:
     """The ranks among which a product is divided."""
-    found = record(node)
-    layouts = [layout for layout in (*found.layouts, *found.operands) if layout is not None]
+    known = record(node)
+    layouts = [layout for layout in (*known.layouts, *known.operands) if layout is not None]
     return math.prod(mesh[axis] for axis in {axis for layout in layouts for axis in layout.axes})
 
 

@@ -125,12 +125,12 @@ class KernelFit:
 
     def operands(self) -> dict[fx.Node, list[ViewedRead]]:
         """What is read from outside, by value."""
-        found: dict[fx.Node, list[ViewedRead]] = {}
+        operands: dict[fx.Node, list[ViewedRead]] = {}
         for node in self.calls:
             for read in self.facts.reads[node]:
                 if read.value not in self.inside:
-                    found.setdefault(read.value, []).append(read)
-        return found
+                    operands.setdefault(read.value, []).append(read)
+        return operands
 
     def moved(self) -> int:
         """The bytes of operands and results."""

@@ -131,7 +131,7 @@ def reason_of(groups: Groups, unit: Unit) -> str:
 
 def ends_of(groups: Groups, unit: Unit) -> dict[str, fx.Node]:
     """Why a group is no larger, with a node of each reason."""
-    found: dict[str, fx.Node] = {}
+    ends: dict[str, fx.Node] = {}
     assert unit.fit is not None
     around = [*unit.fit.operands(), *(user for value in unit.fit.results for user in groups.facts.users[value])]
     for node in around:
@@ -139,8 +139,8 @@ def ends_of(groups: Groups, unit: Unit) -> dict[str, fx.Node]:
             continue
         why = _why(groups, unit, node)
         if why:
-            found.setdefault(why, node)
-    return found
+            ends.setdefault(why, node)
+    return ends
 
 
 def _why(groups: Groups, unit: Unit, node: fx.Node) -> str:

@@ -101,15 +101,15 @@ class GroupWriter:
 
     def _results(self, fit: KernelFit) -> list[fx.Node]:
         """The results of a group. What is only read turned leaves turned, so that no one turns it by a copy."""
-        found = []
+        results = []
         for value in fit.results:
             users = [user for user in value.users if user not in fit.calls]
             while len(users) == 1 and value not in self.seen and _turns(users[0], value):
                 self.turned.add(value)
                 value = users[0]
                 users = list(value.users)
-            found.append(value)
-        return found
+            results.append(value)
+        return results
 
 
 def _turns(view: fx.Node, value: fx.Node) -> bool:
@@ -140,16 +140,16 @@ class GroupBody:
 
     def _needed(self) -> set[fx.Node]:
         """The calls that a result depends on."""
-        found: set[fx.Node] = set()
+        needed: set[fx.Node] = set()
         todo = [self.facts.value_of(value) for value in self.results]
         while todo:
             node = todo.pop()
             call = node.args[0] if is_getitem(node) else node
-            if call in found or node not in self.fit.inside:
+            if call in needed or node not in self.fit.inside:
                 continue
-            found.add(call)  # type: ignore[arg-type]
+            needed.add(call)  # type: ignore[arg-type]
             todo += [read.value for read in self.facts.reads[call]]  # type: ignore[index]
-        return found
+        return needed
 
     def _operand(self, node: fx.Node) -> None:
         """A placeholder for what a call reads from outside."""

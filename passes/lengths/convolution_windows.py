@@ -52,8 +52,8 @@ def windows(program: Program, plan: Plan) -> Program:
     size = math.prod(size for _, size in context_axes(plan.mesh))
     if size == 1:
         return program
-    found = _Windows(program, table_of(plan), size)
-    return found.run(program) if found.places else program
+    windows = _Windows(program, table_of(plan), size)
+    return windows.run(program) if windows.places else program
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +149,9 @@ class _Windows:
         chain = [node]
         while len(chain[-1].users) == 1:
             (user,) = chain[-1].users
-            found = window_of(user)
-            if found is not None:
-                return chain, user if found[0] >= 2 and found[1].short < found[1].long else None
+            window = window_of(user)
+            if window is not None:
+                return chain, user if window[0] >= 2 and window[1].short < window[1].long else None
             if not self._is_added(user, chain[-1]):
                 break
             chain.append(user)
@@ -225,9 +225,9 @@ class _Windows:
 
     def _inside(self, grad: Any) -> fx.Node:
         """A gradient without the zeros around it."""
-        found = grad if _zeros_around(grad) is None else grad.args[0]
-        assert isinstance(found, fx.Node)
-        return found
+        inside = grad if _zeros_around(grad) is None else grad.args[0]
+        assert isinstance(inside, fx.Node)
+        return inside
 
     def _sum(self, node: fx.Node) -> fx.Node:
         """A sum over zeros, too, is one over the rest."""
@@ -268,8 +268,8 @@ def _zeros_around(grad: Any) -> tuple[int, Window] | None:
     """The dim of space along which a gradient has zeros around it, and which rows are none."""
     if grad.target is aten.constant_pad_nd.default and any(grad.args[2:]):
         return None
-    found = pad_of(grad)
-    return found if found is not None and found[0] >= 2 and found[1].short < found[1].long else None
+    pad = pad_of(grad)
+    return pad if pad is not None and pad[0] >= 2 and pad[1].short < pad[1].long else None
 
 
 def _crops(user: fx.Node, padded: fx.Node, inside: fx.Node) -> bool:

@@ -59,16 +59,16 @@ def by_rule(node: fx.Node, rows: Mapping[fx.Node, LongerRows], short: int, long:
     return Longer(tuple(dims), results, *resize(found, short, long).arguments)
 
 
-def _are_dims(found: Through, short: int) -> bool:
+def _are_dims(through: Through, short: int) -> bool:
     """Whether the rows are a dim of each tensor that has them, and never a part of one."""
-    types = (*found.call.operands, *found.call.results)
-    places: tuple[Split | None, ...] = (*found.operands, *found.results)
+    types = (*through.call.operands, *through.call.results)
+    places: tuple[Split | None, ...] = (*through.operands, *through.results)
     return all(at is None or type_.shape[at[0]] == short for type_, at in zip(types, places, strict=True))
 
 
-def _stays_zero(found: Through, zero: list[bool]) -> bool:
+def _stays_zero(through: Through, zero: list[bool]) -> bool:
     """Whether rows of zeros in some operands make zeros of the results."""
-    return any(group and all(zero[i] for i in group) for group in found.linear)
+    return any(group and all(zero[i] for i in group) for group in through.linear)
 
 
 def _is_zero(operand: fx.Node, dim: int | None, rows: Mapping[fx.Node, LongerRows]) -> bool:

@@ -116,8 +116,10 @@ def _rows_of(node: fx.Node, known: Known) -> Rows | None:
         case "getitem":
             return _part(*args)
         case "slice":
-            found = window_of(node)
-            return None if found is None else Rows(args[0], found[0], found[1].start, found[1].start + found[1].short)
+            window = window_of(node)
+            return (
+                None if window is None else Rows(args[0], window[0], window[1].start, window[1].start + window[1].short)
+            )
         case "constant_pad_nd":
             return _cut(args[0], args[1])
     return None

@@ -46,10 +46,10 @@ def scans(program: Program, plan: Plan) -> Program:
     build, fed = Builder("scans"), of_parameters(program)
 
     def put(node: fx.Node) -> fx.Node | None:
-        found = _scan(node)
-        if found is None or node not in fed or record(node).type.shape[found[1]] % size:
+        scan = _scan(node)
+        if scan is None or node not in fed or record(node).type.shape[scan[1]] % size:
             return None
-        x, dim, reverse = found
+        x, dim, reverse = scan
         return build.call(op("running_sum"), build.value[x], dim, reverse, like=record(node), name="running_sum")
 
     if size == 1 or not any(map(_scan, program.calls())):
@@ -61,11 +61,11 @@ def scans(program: Program, plan: Plan) -> Program:
 
 def of_parameters(program: Program) -> set[fx.Node]:
     """The nodes that hang on a parameter."""
-    found = {node for node, _ in program.parameters()}
+    nodes = {node for node, _ in program.parameters()}
     for node in program.calls():
-        if any(operand in found for operand in node.all_input_nodes):
-            found.add(node)
-    return found
+        if any(operand in nodes for operand in node.all_input_nodes):
+            nodes.add(node)
+    return nodes
 
 
 def _scan(node: fx.Node) -> Scan | None:
@@ -79,10 +79,10 @@ def _scan(node: fx.Node) -> Scan | None:
     if node.target is not aten.flip.default:
         return None
     (inner,) = operand_nodes(node)
-    found = _scan(inner)
-    if found is None or _flipped(node) != [found[1]] or _flipped(found[0]) != [found[1]]:
+    scan = _scan(inner)
+    if scan is None or _flipped(node) != [scan[1]] or _flipped(scan[0]) != [scan[1]]:
         return None
-    return operand_nodes(found[0])[0], found[1], not found[2]
+    return operand_nodes(scan[0])[0], scan[1], not scan[2]
 
 
 def _flipped(node: fx.Node) -> list[int] | None:

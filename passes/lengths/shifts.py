@@ -50,10 +50,10 @@ def shifts(program: Program, plan: Plan) -> Program:
         if rolled is not None:
             is_cut = any(record(node).type.shape[dim] % size == 0 for dim, _ in rolled[1])
             return _rolled(build, node, *rolled) if is_cut and node in fed else None
-        found = _shift(node)
-        if found is None or record(node).type.shape[found[1]] % size:
+        shift = _shift(node)
+        if shift is None or record(node).type.shape[shift[1]] % size:
             return None
-        x, dim, by = found
+        x, dim, by = shift
         return build.call(op("pad_rows"), build.value[x], dim, by, -by, like=record(node), name="pad_rows")
 
     if size == 1 or not any(_shift(node) or _roll(node) for node in program.calls()):
@@ -81,10 +81,10 @@ def _shorter(by: int, rows: int) -> int:
 
 
 def _rolled(build: Builder, node: fx.Node, x: fx.Node, moves: list[tuple[int, int]]) -> fx.Node:
-    found = build.value[x]
+    rolled = build.value[x]
     for dim, by in moves:
-        found = build.call(op("pad_rows"), found, dim, by, -by, like=record(node), name="pad_rows", wrap=True)
-    return found
+        rolled = build.call(op("pad_rows"), rolled, dim, by, -by, like=record(node), name="pad_rows", wrap=True)
+    return rolled
 
 
 def _shift(node: fx.Node) -> Shift | None:

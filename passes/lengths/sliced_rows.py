@@ -88,21 +88,21 @@ class SlicedRows:
         """The calls that read a value: of what hangs on no parameter those that hang on none, too."""
         return [one for one in readers(value) if value[0] not in self.alone or one in self.alone]
 
-    def _is_edge(self, node: fx.Node, found: Followed) -> bool:
-        return self._is_whole(node, found) or self._is_end(node, found)
+    def _is_edge(self, node: fx.Node, followed: Followed) -> bool:
+        return self._is_whole(node, followed) or self._is_end(node, followed)
 
-    def _is_whole(self, node: fx.Node, found: Followed) -> bool:
+    def _is_whole(self, node: fx.Node, followed: Followed) -> bool:
         kept = window_of(node)
         return (
             kept is not None
             and kept[1] == self.window
-            and found.places.get((node, 0)) == (kept[0], 1)
+            and followed.places.get((node, 0)) == (kept[0], 1)
             and node not in self.alone
         )
 
-    def _is_end(self, node: fx.Node, found: Followed) -> bool:
+    def _is_end(self, node: fx.Node, followed: Followed) -> bool:
         padded = pad_of(node)
-        return padded is not None and padded[1] == self.window and found.at(operand_nodes(node)[0]) == (padded[0], 1)
+        return padded is not None and padded[1] == self.window and followed.at(operand_nodes(node)[0]) == (padded[0], 1)
 
     def is_whole(self, node: fx.Node) -> bool:
         """True for a slice of these rows: the whole stands for it."""
@@ -137,14 +137,14 @@ class SlicedRows:
 
     def _checks(self, value: Value) -> list[fx.Node]:
         """The checks of an index that a value is, as it is or after a view."""
-        found, pending = [], [value]
+        checks, pending = [], [value]
         while pending:
             for user in readers(pending.pop()):
                 if user.target is op("checked_index"):
-                    found.append(user)
+                    checks.append(user)
                 elif user in self.calls and facts_of(user.target).moves in _VIEWS:
                     pending.append((user, 0))
-        return found
+        return checks
 
     def _rest(self, node: fx.Node) -> Any:
         """The number in the dropped rows of a call's result; None where it is not known."""

@@ -121,15 +121,15 @@ class _Unslice:
 
     def _read_short(self) -> set[fx.Node]:
         """The calls made long of which somebody reads what they are without: their result, or their operands'."""
-        found: set[fx.Node] = set()
+        short: set[fx.Node] = set()
         for node in reversed(self.rows.slice.graph.nodes):
             values = [value for value in self.rows.places if value[0] is node]
             is_read = any(
-                self.rows.is_short_too(value) or any(user in found for user in readers(value)) for value in values
+                self.rows.is_short_too(value) or any(user in short for user in readers(value)) for value in values
             )
             if node in self.rows.calls and node in self.rows.alone and is_read:
-                found.add(node)
-        return found
+                short.add(node)
+        return short
 
     def _put(self, node: fx.Node) -> fx.Node | None:
         if node.op != "call_function":
@@ -151,10 +151,10 @@ class _Unslice:
         """The rows back in the whole: zeros, or what a pad says, where the slice has none."""
         fill = node.args[2] if node.target is aten.constant_pad_nd.default and len(node.args) > 2 else 0
         source = operand_nodes(node)[0]
-        found = self._filled(source, fill, record(node), name=node.name)
-        if found is not self.long[source]:
-            set_record(found, record(node).with_(made_by=MADE_BY))
-        return found
+        filled = self._filled(source, fill, record(node), name=node.name)
+        if filled is not self.long[source]:
+            set_record(filled, record(node).with_(made_by=MADE_BY))
+        return filled
 
     def _call(self, node: fx.Node) -> fx.Node:
         """A call on long operands."""

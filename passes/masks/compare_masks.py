@@ -150,22 +150,29 @@ class _Write:
     build: Builder
     vectors: MaskVectors
 
-    def call(self, node: fx.Node, found: MaskCondition, sizes: Sizes) -> fx.Node:
+    def call(self, node: fx.Node, mask_condition: MaskCondition, sizes: Sizes) -> fx.Node:
         at, scale, like = _MASK_AT[node.target], node.args[-1], record(node)
         before, after = self.build.new((node.args[:at], node.args[at + 1 : -2]))
         more: dict[str, int] = {}
-        if _is_plain(found):
-            mask = self.vectors.mask(found.columns[0], sizes, like) if found.columns else None
-            args, target = (*before, mask, *after, found.causal, scale), node.target
+        if _is_plain(mask_condition):
+            mask = self.vectors.mask(mask_condition.columns[0], sizes, like) if mask_condition.columns else None
+            args, target = (*before, mask, *after, mask_condition.causal, scale), node.target
         else:
-            sides = found.rows, found.columns
+            sides = mask_condition.rows, mask_condition.columns
             rows, columns = ([self.vectors.node(one, sizes, like) for one in side] for side in sides)
-            args, target = (*before, rows, columns, *after, str(found.condition), found.causal, scale), _OPS[at]
-            more = {} if found.reach is None else {"reach": found.reach}
+            args, target = (
+                (*before, rows, columns, *after, str(mask_condition.condition), mask_condition.causal, scale),
+                _OPS[at],
+            )
+            more = {} if mask_condition.reach is None else {"reach": mask_condition.reach}
         return self.build.call(target, *args, like=like, name=node.name, **more)  # type: ignore[arg-type]
 
 
-def _is_plain(found: MaskCondition) -> bool:
+def _is_plain(mask_condition: MaskCondition) -> bool:
     """True if a mask is a vector of bools over the keys, or hides nothing but what is causal: plain attention does."""
-    is_vector = isinstance(found.condition, BoolVector) and found.condition.is_true and bool(found.columns)
-    return found.condition == TRUE or (is_vector and not found.causal)
+    is_vector = (
+        isinstance(mask_condition.condition, BoolVector)
+        and mask_condition.condition.is_true
+        and bool(mask_condition.columns)
+    )
+    return mask_condition.condition == TRUE or (is_vector and not mask_condition.causal)

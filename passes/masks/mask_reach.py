@@ -43,7 +43,7 @@ def _elements(vector: Vector, length: int, known: Known) -> torch.Tensor | None:
     """Compute a vector of integers that hangs on no input and is the same for all samples and heads."""
     if vector.node is None:
         return torch.arange(length) + vector.shift
-    found = known.value(vector.node)
-    if found is None or found.numel() != length or found.dtype.is_floating_point or max(found.shape) != length:
+    value = known.value(vector.node)
+    if value is None or value.numel() != length or value.dtype.is_floating_point or max(value.shape) != length:
         return None
-    return found.flatten() + vector.shift
+    return value.flatten() + vector.shift

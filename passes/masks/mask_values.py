@@ -111,21 +111,21 @@ class MaskValues:
     def _flag(self, vector: Vector) -> Cases:
         """A vector of bools; one that hangs on no input and is the same everywhere is a number."""
         assert vector.node is not None
-        found = self.known.value(vector.node)
-        if found is not None and found.numel() and bool((found == found.flatten()[0]).all()):
-            return Cases(((bool(found.flatten()[0]), TRUE),))
+        value = self.known.value(vector.node)
+        if value is not None and value.numel() and bool((value == value.flatten()[0]).all()):
+            return Cases(((bool(value.flatten()[0]), TRUE),))
         name = self._name(vector)
         return Cases(((True, BoolVector(name)), (False, BoolVector(name, False))))
 
     def _counted(self, vector: Vector) -> Vector:
         """The positions, if that is what a vector holds."""
         assert vector.node is not None
-        found, axes = self.known.value(vector.node), self._axes(vector)
-        if found is None or len(axes) != 1 or not axes <= {"s", "t"} or not found.numel():
+        value, axes = self.known.value(vector.node), self._axes(vector)
+        if value is None or len(axes) != 1 or not axes <= {"s", "t"} or not value.numel():
             return vector
         letter = next(iter(axes))
-        first = int(found.flatten()[0])
-        if not torch.equal(found.flatten(), torch.arange(first, first + self.sizes[letter], dtype=found.dtype)):
+        first = int(value.flatten()[0])
+        if not torch.equal(value.flatten(), torch.arange(first, first + self.sizes[letter], dtype=value.dtype)):
             return vector
         return Vector(None, (letter,), first)
 
@@ -171,8 +171,8 @@ class MaskValues:
         if not rest or rest[0] is None:
             return None
         if name in SIGNS:
-            found = self._compared(x, SIGNS[name], rest[0])
-            return None if found is None else Cases(((True, found), (False, opposite(found))))
+            compared = self._compared(x, SIGNS[name], rest[0])
+            return None if compared is None else Cases(((True, compared), (False, opposite(compared))))
         if name in ("add", "sub", "rsub") and not (x.is_magnitude or rest[0].is_magnitude):
             first, second = (rest[0], x) if name == "rsub" else (x, rest[0])
             return _sum(first, second, 1 if name == "add" else -1)

@@ -224,12 +224,12 @@ def _operand(node: fx.Node) -> fx.Node:
 
 def _names_of_sums(program: Program) -> dict[fx.Node, str]:
     """The parameter whose gradient each sum belongs to."""
-    found: dict[fx.Node, str] = {}
+    names: dict[fx.Node, str] = {}
     for result, out in program.leaving:
-        while result is not None and result not in found:
-            found[result] = out.name
+        while result is not None and result not in names:
+            names[result] = out.name
             result = result.args[0] if result.target in (*SUMS, CAST) else None  # type: ignore[assignment]
-    return found
+    return names
 
 
 def _is_lone_sum(node: fx.Node) -> bool:

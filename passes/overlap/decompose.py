@@ -143,13 +143,13 @@ class _Decompose:
         """The users of a gathered value that compute each row of `dim` by itself, and can where the first stands."""
         first = min(self.position[user] for user in node.users)
         waiting = {*self.products, *self.gathers}
-        found = []
+        takers = []
         for user in sorted(node.users, key=self.position.__getitem__):
             others = [operand for operand in user.all_input_nodes if operand is not node]
             is_ready = all(self.position[other] < first and other not in waiting for other in others)
             if others and is_ready and user not in waiting and _row(user, node, dim) is not None:
-                found.append(user)
-        return found
+                takers.append(user)
+        return takers
 
     def _best(self, node: fx.Node, moved: Any, gain: Callable[[_Cut], float]) -> _Cut | None:
         """The cut that saves most, along the first dim that has one: not the collective's own."""
@@ -216,17 +216,17 @@ class _Decompose:
         """Wait for the chunks of a gathered value one by one, and compute with each before the next."""
         cut, users = self.gathers[gather], self.chunked[gather]
         waits: list[fx.Node] = []
-        found: dict[fx.Node, list[fx.Node]] = {user: [] for user in users}
+        nodes: dict[fx.Node, list[fx.Node]] = {user: [] for user in users}
         dims = {user: _row(user, gather, cut.dim) or 0 for user in users}
         others = {user: self._operands(user, _Cut(dims[user], cut.count), {gather: waits}) for user in users}
         for i, start in enumerate(self.under_way.pop(gather)):
             waits.append(self._wait(start))
             for user in users:
-                found[user].append(self._product(user, next(others[user]), _Cut(dims[user], cut.count), i))
+                nodes[user].append(self._product(user, next(others[user]), _Cut(dims[user], cut.count), i))
         if len(users) < len(gather.users):
             self.build.value[gather] = self._whole(gather, waits, cut.dim)
         for user in users:
-            self.build.value[user] = self._whole(user, found[user], dims[user])
+            self.build.value[user] = self._whole(user, nodes[user], dims[user])
 
     def _operands(
         self, product: fx.Node, cut: _Cut, known: Mapping[fx.Node, Sequence[fx.Node]]

@@ -174,11 +174,11 @@ def _gradients_of_weights(program: Program) -> set[fx.Node]:
     """The products that nothing reads before the end of the step: what is made of them is no product."""
     output = program.graph.output_node()
     others = {node for node, out in program.leaving if out.kind not in ("gradient", "part")}
-    found, after = set[fx.Node](), {output}  # what stands between a product and the end
+    gradients, after = set[fx.Node](), {output}  # what stands between a product and the end
     for node in reversed(program.nodes):
         if node.op == "call_function" and node.users and node not in others and after.issuperset(node.users):
-            (found if _is_product(node) else after).add(node)
-    return found
+            (gradients if _is_product(node) else after).add(node)
+    return gradients
 
 
 def _is_product(node: fx.Node) -> bool:

@@ -128,10 +128,10 @@ def _rewritten(pipeline: Pipeline, plan: Plan) -> Pipeline:
     """Rewrite the graphs of a pipeline by the passes that come after the cut."""
 
     def rewritten(graphs: Mapping[Key, Program]) -> dict[Key, Program]:
-        found = dict(graphs)
+        rewritten = dict(graphs)
         for step in (prefetch, overlap, decompose, bucket, fuse):
-            found = {key: step(graph, plan) for key, graph in found.items()}
-        return found
+            rewritten = {key: step(graph, plan) for key, graph in rewritten.items()}
+        return rewritten
 
     sized = {length: rewritten(graphs) for length, graphs in pipeline.sized.items()}
     return pipeline.with_(graphs=rewritten(pipeline.graphs), sized=sized)

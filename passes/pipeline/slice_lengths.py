@@ -36,14 +36,14 @@ def terapipe(time: Time, units: int, slices: int, ranks: int, sequences: int = 1
     limits = sorted({t for row in table for t in row if t < math.inf})
     least, _ = _least_sum(table, units, slices, math.inf)
     first = bisect.bisect_left(limits, True, key=lambda limit: _least_sum(table, units, slices, limit)[0] < math.inf)
-    best, found = math.inf, tuple[int, ...]()
+    best, lengths = math.inf, tuple[int, ...]()
     for longest in limits[first:]:
         if sequences * least + (ranks - 1) * longest >= best:
             break  # as TeraPipe does: a longer one gains nothing
         total, cuts = _least_sum(table, units, slices, longest)
         if sequences * total + (ranks - 1) * longest < best:
-            best, found = sequences * total + (ranks - 1) * longest, _lengths(cuts, units)
-    return found
+            best, lengths = sequences * total + (ranks - 1) * longest, _lengths(cuts, units)
+    return lengths
 
 
 def _least_sum(table: Sequence[Sequence[float]], units: int, slices: int, longest: float) -> tuple[float, list[int]]:

@@ -174,24 +174,24 @@ class _Partition:
         }
 
     def _stages_that_use(self, node: fx.Node) -> set[int]:
-        known, pending, found = {node}, [node], set()
+        known, pending, stages_that_use = {node}, [node], set()
         while pending:
             for user in pending.pop().users:
                 if user in self.stages:
-                    found.add(self.stages[user])
+                    stages_that_use.add(self.stages[user])
                 elif user not in known and user.op != "output" and self.times.of[user] is When.INVARIANT:
                     known.add(user)
                     pending.append(user)
-        return found
+        return stages_that_use
 
     def _ranks_needed(self, node: fx.Node) -> set[int]:
         """The ranks that keep the parameters of which a value of the step is made."""
-        found = set()
+        ranks_needed = set()
         for known in reach([node], ()):
             entry = self.entries.get(known)
             if entry is not None and entry.kind == "parameter":
-                found.add(self.ranks[self.owners[entry.name]])
-        return found
+                ranks_needed.add(self.ranks[self.owners[entry.name]])
+        return ranks_needed
 
     # -- what each action takes from others ---------------------------------------------------------------------
 

@@ -27,17 +27,17 @@ def gradient_terms(program: Program, table: Table) -> dict[fx.Node, list[fx.Node
     from the gradients on.
     """
     fed = _fed_by_batch(program)
-    rules, found = Rules(table), dict[fx.Node, list[fx.Node]]()
+    rules, gradient_terms = Rules(table), dict[fx.Node, list[fx.Node]]()
     pending = [node for node, out in program.leaving if node is not None and out.kind == "gradient"]
     while pending:
         node = pending.pop()
-        if node in found or node.op != "call_function":
+        if node in gradient_terms or node.op != "call_function":
             continue
         terms = [i for i, operand in enumerate(operand_nodes(node)) if operand in fed]
         if _passes_on(node, frozenset(terms), rules):
-            found[node] = [operand_nodes(node)[i] for i in terms]
-            pending += found[node]
-    return found
+            gradient_terms[node] = [operand_nodes(node)[i] for i in terms]
+            pending += gradient_terms[node]
+    return gradient_terms
 
 
 def check_sums(program: Program, plan: Plan) -> None:
@@ -65,11 +65,11 @@ def is_short(dtype: torch.dtype, sums: torch.dtype) -> bool:
 
 
 def _fed_by_batch(program: Program) -> set[fx.Node]:
-    found = {node for node, entry in program.entries if entry.kind == "batch"}
+    fed = {node for node, entry in program.entries if entry.kind == "batch"}
     for node in program.calls():
-        if any(operand in found for operand in node.all_input_nodes):
-            found.add(node)
-    return found
+        if any(operand in fed for operand in node.all_input_nodes):
+            fed.add(node)
+    return fed
 
 
 def _passes_on(node: fx.Node, terms: frozenset[int], rules: Rules) -> bool:

@@ -37,14 +37,14 @@ class ResultTypes:
 
     def of(self, node: fx.Node) -> Types:
         """The types of a node's results. The shapes are those that its record has."""
-        found = record(node)
+        known = record(node)
         if is_getitem(node):
             producer, index = node.args
             assert isinstance(producer, fx.Node) and isinstance(index, int)
             return (record(producer).types[index],)
         return tuple(
             TensorType(type_.shape, dtype) if type_ is not None and dtype is not None else type_
-            for type_, dtype in zip(found.types, self._dtypes(node), strict=True)
+            for type_, dtype in zip(known.types, self._dtypes(node), strict=True)
         )
 
     def _dtypes(self, node: fx.Node) -> tuple[torch.dtype | None, ...]:
@@ -64,9 +64,9 @@ def _types_of(node: fx.Node) -> Any:
 
 def _empty(node: fx.Node) -> Any:
     """A tensor without data, or a tuple of them."""
-    found = record(node)
-    made = [None if t is None else torch.empty(t.shape, dtype=t.dtype, device="meta") for t in found.types]
-    return tuple(made) if found.several else made[0]
+    known = record(node)
+    made = [None if t is None else torch.empty(t.shape, dtype=t.dtype, device="meta") for t in known.types]
+    return tuple(made) if known.several else made[0]
 
 
 MADE_BY = "precision"
@@ -124,9 +124,9 @@ class _Precision:
         self.terms = _wide_terms(program, table, sums is not low)
 
     def run(self) -> Program:
-        found = self.build.rewrite(self.program, self._put)
-        erase_unused(found.graph)
-        return found.with_(notes=(*self.program.notes, *self._note()))
+        rewritten = self.build.rewrite(self.program, self._put)
+        erase_unused(rewritten.graph)
+        return rewritten.with_(notes=(*self.program.notes, *self._note()))
 
     def _put(self, node: fx.Node) -> fx.Node:
         if node.op == "placeholder":
@@ -252,8 +252,8 @@ class _Precision:
 
     def _as(self, value: fx.Node, dtype: torch.dtype | None, user: fx.Node) -> fx.Node:
         """A value in a dtype, None for its own; made once for all users."""
-        found = record(value)
-        if dtype is None or found.type.dtype is dtype:
+        known = record(value)
+        if dtype is None or known.type.dtype is dtype:
             return value
         if value in self.widened and record(self.widened[value]).type.dtype is dtype:
             return self.widened[value]
@@ -264,17 +264,17 @@ class _Precision:
         return self.casts[value, dtype]
 
     def _cast(self, value: fx.Node, dtype: torch.dtype, user: fx.Node) -> fx.Node:
-        found, where = record(value), record(user)
+        known, where = record(value), record(user)
         is_input = value.op == "placeholder"
-        like = found.with_(
-            types=(TensorType(found.type.shape, dtype),),
-            module=where.module if is_input else found.module,
-            source=where.source if is_input else found.source,
-            phase=found.phase if user.op == "output" else where.phase,
+        like = known.with_(
+            types=(TensorType(known.type.shape, dtype),),
+            module=where.module if is_input else known.module,
+            source=where.source if is_input else known.source,
+            phase=known.phase if user.op == "output" else where.phase,
             reason=f"%{user.name} takes it in {dtype_name(dtype)}" if user.op != "output" else "",
         )
         made = self.build.call(aten._to_copy.default, value, dtype=dtype, like=like, name="cast")
-        if dtype.itemsize > found.type.dtype.itemsize:
+        if dtype.itemsize > known.type.dtype.itemsize:
             self.widened[made] = value
         return made
 
@@ -297,20 +297,20 @@ class _Precision:
 
     def _on(self, view: fx.Node, source: fx.Node, dtype: torch.dtype) -> fx.Node:
         """The same view of another value."""
-        found = record(view)
-        types = tuple(None if type_ is None else TensorType(type_.shape, dtype) for type_ in found.types)
-        like = found.with_(types=types)
+        known = record(view)
+        types = tuple(None if type_ is None else TensorType(type_.shape, dtype) for type_ in known.types)
+        like = known.with_(types=types)
         return self.build.call(view.target, source, *view.args[1:], like=like, **view.kwargs)  # type: ignore[arg-type]
 
     # -- what leaves --------------------------------------------------------------------------------------------
 
     def _leaving(self) -> dict[fx.Node, list[str]]:
         """What leaves the program, and as what."""
-        found: dict[fx.Node, list[str]] = {}
+        leaving: dict[fx.Node, list[str]] = {}
         for node, out in self.program.leaving:
             assert node is not None
-            found.setdefault(node, []).append(out.kind)
-        return found
+            leaving.setdefault(node, []).append(out.kind)
+        return leaving
 
     def _left(self, node: fx.Node, kind: str) -> fx.Node:
         """What leaves in place of a node."""
@@ -338,11 +338,11 @@ def _name(node: fx.Node) -> str:
 
 def _weighted(program: Program) -> set[fx.Node]:
     """The nodes that hang on a parameter, and all of the backward pass: what hangs on none has no gradient."""
-    found = {node for node, entry in program.parameters()}
+    weighted = {node for node, entry in program.parameters()}
     for node in program.calls():
-        if record(node).is_backward or any(operand in found for operand in node.all_input_nodes):
-            found.add(node)
-    return found
+        if record(node).is_backward or any(operand in weighted for operand in node.all_input_nodes):
+            weighted.add(node)
+    return weighted
 
 
 def _exceeds(node: fx.Node, low: torch.dtype) -> bool:

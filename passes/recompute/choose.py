@@ -75,13 +75,15 @@ class _Choice:
 
     def run(self) -> dict[fx.Node, RecomputedCall]:
         self.groups = self._groups()
-        found = {node: RecomputedCall(group, f"recomputed: full ('{group}')") for node, group in self.whole.items()}
+        recomputed_calls = {
+            node: RecomputedCall(group, f"recomputed: full ('{group}')") for node, group in self.whole.items()
+        }
         for rule in self.policies.rules:
             if rule.policy == "selective":
-                found |= self._selective(rule)
+                recomputed_calls |= self._selective(rule)
             elif not isinstance(rule.policy, str):
-                found |= self._budget(rule, rule.policy)
-        return found
+                recomputed_calls |= self._budget(rule, rule.policy)
+        return recomputed_calls
 
     def _whole(self) -> dict[fx.Node, str]:
         """The calls in modules that are computed again as a whole, with the module."""
@@ -103,7 +105,7 @@ class _Choice:
         A call that only one group needs can be computed again there, and dies there. One that several need would live
         as long as if it were kept, and so would all that is computed of it.
         """
-        found: dict[fx.Node, frozenset[str]] = {}
+        nodes: dict[fx.Node, frozenset[str]] = {}
         for call in reversed(self.forward.calls):
             groups: set[str] = set()
             for value in call.values:
@@ -111,10 +113,10 @@ class _Choice:
                 for user in self.forward.users.get(value, ()):
                     if user.node in self.whole:
                         groups.add(self.whole[user.node])
-                    elif self._may(user, found[user.node]):
-                        groups |= found[user.node]
-            found[call.node] = frozenset(groups)
-        return found
+                    elif self._may(user, nodes[user.node]):
+                        groups |= nodes[user.node]
+            nodes[call.node] = frozenset(groups)
+        return nodes
 
     def _may(self, call: ForwardCall, groups: frozenset[str]) -> bool:
         """True for a call that may be computed again where that is worth it."""
@@ -147,13 +149,13 @@ class _Choice:
             groups = self.groups[call.node]
             if len(groups) == 1 and self.policies.rule(record(call.node).module) is rule:
                 members.setdefault(next(iter(groups)), []).append(call)
-        found = []
+        layers = []
         for group, calls in members.items():
             core = frozenset(call.node for call in calls if call.node in self.core)
             layer = self._layer(group, calls, core if rule.policy == "selective" else frozenset())
             if any(time is not None for time in layer.problem.times):
-                found.append(layer)
-        return found
+                layers.append(layer)
+        return layers
 
     def _layer(self, group: str, calls: list[ForwardCall], core: frozenset[fx.Node]) -> Layer:
         """core: the only calls that may be computed again; empty for all cheap ones."""
@@ -188,13 +190,13 @@ class _Choice:
     # -- the policies -------------------------------------------------------------------------------------------
 
     def _selective(self, rule: PolicyRule) -> dict[fx.Node, RecomputedCall]:
-        found: dict[fx.Node, RecomputedCall] = {}
+        selective: dict[fx.Node, RecomputedCall] = {}
         solved: dict[LayerProblem, CutChoice] = {}
         for layer in self._layers(rule):
             point = solved.get(layer.problem) or least(layer.problem)
             solved[layer.problem] = point
-            found |= _again(layer, point, "selective, attention core" if layer.is_core else "selective")
-        return found
+            selective |= _again(layer, point, "selective, attention core" if layer.is_core else "selective")
+        return selective
 
     def _budget(self, rule: PolicyRule, policy: int | float) -> dict[fx.Node, RecomputedCall]:
         mine = (value for value in self.forward.needed if self.policies.rule(record(value).module) is rule)
@@ -202,10 +204,10 @@ class _Choice:
         budget = int(policy * kept) if isinstance(policy, float) else policy
         if budget >= kept:
             return {}
-        found: dict[fx.Node, RecomputedCall] = {}
+        recomputed_calls: dict[fx.Node, RecomputedCall] = {}
         for layer, point in within(budget, kept, self._layers(rule), rule, self.full):
-            found |= _again(layer, point, f"budget of {budget} bytes")
-        return found
+            recomputed_calls |= _again(layer, point, f"budget of {budget} bytes")
+        return recomputed_calls
 
 
 def _again(layer: Layer, point: CutChoice, what: str) -> dict[fx.Node, RecomputedCall]:

@@ -44,19 +44,19 @@ class Policies:
         return self._rules[path]
 
     def policy(self, path: str) -> Policy:
-        found = self.rule(path)
-        return "none" if found is None else found.policy
+        rule = self.rule(path)
+        return "none" if rule is None else rule.policy
 
     def whole(self, path: str) -> str:
         """The module that "full" computes again as a whole, and in which a module lies: its layer, or the module that a
         pattern names if that is no layer; "" if there is none."""
-        found = self.rule(path)
-        if found is None or found.policy != "full":
+        rule = self.rule(path)
+        if rule is None or rule.policy != "full":
             return ""
         layer = layer_of(path)
-        if found.patterns == (ALL,):
+        if rule.patterns == (ALL,):
             return layer if layer in self.layers else ""
-        named = ".".join(path.split(".")[: found.depth(path)])
+        named = ".".join(path.split(".")[: rule.depth(path)])
         return layer if len(layer) >= len(named) else named
 
     def group(self, path: str) -> str:

@@ -44,10 +44,10 @@ class _Rematerialize:
                 self.recomputed.setdefault(node, self.recomputed[source])
 
     def run(self) -> Program:
-        found = self.build.rewrite(self.program, self._put)
+        rewritten = self.build.rewrite(self.program, self._put)
         for node in sorted(self.recomputed, key=self.position.__getitem__, reverse=True):
             self._drop(self.build.value[node])
-        return found
+        return rewritten
 
     def _put(self, node: fx.Node) -> fx.Node | None:
         if not is_backward(node):
@@ -69,14 +69,14 @@ class _Rematerialize:
 
     def _missing(self, node: fx.Node, group: str) -> list[fx.Node]:
         """What has to be computed again before a node, in the order of the program."""
-        found: set[fx.Node] = set()
+        missing: set[fx.Node] = set()
         pending = [node]
         while pending:
             for old in pending.pop().all_input_nodes:
-                if old not in found and old not in self.made and self._is_recomputed(old, group):
-                    found.add(old)
+                if old not in missing and old not in self.made and self._is_recomputed(old, group):
+                    missing.add(old)
                     pending.append(old)
-        return sorted(found, key=self.position.__getitem__)
+        return sorted(missing, key=self.position.__getitem__)
 
     def _copy(self, node: fx.Node, group: str, recomputed: bool) -> fx.Node:
         """A node that reads the clones of its group. What was gathered again is not gathered twice."""

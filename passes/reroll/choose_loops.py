@@ -64,57 +64,57 @@ class Chosen:
 
 def choose(families: Families, table: Table) -> Chosen:
     """What of a program is rolled up."""
-    found = Chosen(families.reading, Slots(families, set(families.all)), table)
-    _order_steps(found)
-    _find_states(found)
-    _drop_split(found)
-    _find_collected(found)
-    placed = [family for family in found.slots.rolled if family.placed is not None]
-    lost = [family for family in placed if not _is_summed(family, found)]
+    chosen = Chosen(families.reading, Slots(families, set(families.all)), table)
+    _order_steps(chosen)
+    _find_states(chosen)
+    _drop_split(chosen)
+    _find_collected(chosen)
+    placed = [family for family in chosen.slots.rolled if family.placed is not None]
+    lost = [family for family in placed if not _is_summed(family, chosen)]
     if lost:
-        found.slots.rolled.difference_update(lost)
-        found.sums.clear()
-        found.collected.clear()
-        _find_collected(found)
-    _find_rows(found)
-    return found
+        chosen.slots.rolled.difference_update(lost)
+        chosen.sums.clear()
+        chosen.collected.clear()
+        _find_collected(chosen)
+    _find_rows(chosen)
+    return chosen
 
 
-def _find_states(found: Chosen) -> None:
+def _find_states(chosen: Chosen) -> None:
     """Find what is carried. What has no form for all steps at once stays in one by one, or is part of a chain."""
-    rolled, inside = found.slots.rolled, {one for loop in _loops(found) for one in loop}
-    rolled -= {family for family in rolled if family not in inside and not _has_form(family, found)}
-    while False in [_is_state(loop, found) for loop in _loops(found)]:
-        found.states.clear()
-        found.chains.clear()
+    rolled, inside = chosen.slots.rolled, {one for loop in _loops(chosen) for one in loop}
+    rolled -= {family for family in rolled if family not in inside and not _has_form(family, chosen)}
+    while False in [_is_state(loop, chosen) for loop in _loops(chosen)]:
+        chosen.states.clear()
+        chosen.chains.clear()
 
 
-def _is_state(loop: list[Unit], found: Chosen) -> bool:
+def _is_state(loop: list[Unit], chosen: Chosen) -> bool:
     """Note the recurrence or the chain that a loop is; if it is none, it has fewer families from then on."""
     inside = [one for one in loop if isinstance(one, Family)]
-    formless = {family for family in inside if not _has_form(family, found)}
+    formless = {family for family in inside if not _has_form(family, chosen)}
     is_whole = len(inside) == len(loop)
-    state = recurrence_of(inside, found.slots) if is_whole and not formless else None
-    chain = chain_of(inside, found.slots) if is_whole and state is None else None
+    state = recurrence_of(inside, chosen.slots) if is_whole and not formless else None
+    chain = chain_of(inside, chosen.slots) if is_whole and state is None else None
     if state is not None:
-        found.states[state.state] = state
+        chosen.states[state.state] = state
     elif chain is not None:
-        found.chains.update(dict.fromkeys(chain.families, chain))
+        chosen.chains.update(dict.fromkeys(chain.families, chain))
     else:
-        found.slots.rolled.difference_update(formless or inside)
+        chosen.slots.rolled.difference_update(formless or inside)
     return state is not None or chain is not None or not inside
 
 
-def _drop_split(found: Chosen) -> None:
+def _drop_split(chosen: Chosen) -> None:
     """Leave out what reads several results of nodes that stay, or of another step: none stacks or moves them."""
-    rolled, count = found.slots.rolled, -1
+    rolled, count = chosen.slots.rolled, -1
     while count != len(rolled):
         count = len(rolled)
-        lost = {family for family in rolled if any(map(_is_split, found.slots.of(family)))}
-        broken = {chain for family, chain in found.chains.items() if family in lost or family not in rolled}
+        lost = {family for family in rolled if any(map(_is_split, chosen.slots.of(family)))}
+        broken = {chain for family, chain in chosen.chains.items() if family in lost or family not in rolled}
         lost.update(family for chain in broken for family in chain.families)
         rolled.difference_update(lost)
-        found.chains = {family: chain for family, chain in found.chains.items() if family not in lost}
+        chosen.chains = {family: chain for family, chain in chosen.chains.items() if family not in lost}
 
 
 def _is_split(slot: FamilySlot) -> bool:
@@ -122,17 +122,17 @@ def _is_split(slot: FamilySlot) -> bool:
     return not is_own and any(record(value).several for value in slot.values.values())
 
 
-def _order_steps(found: Chosen) -> None:
+def _order_steps(chosen: Chosen) -> None:
     """Settle which step is which, and what belongs to the first and the last."""
-    slots, order = found.slots, found.reading.order
+    slots, order = chosen.slots, chosen.reading.order
     families = sorted(slots.families.all, key=lambda one: min(map(order.__getitem__, one.members.values())))
-    for loop in _families_in_loops(found):
+    for loop in _families_in_loops(chosen):
         for _ in range(ROUNDS):
             for family in families:
                 if family in loop:
                     count_anew(family, slots)
     for _ in range(COUNTS):
-        loops = _families_in_loops(found)
+        loops = _families_in_loops(chosen)
         for loop in loops:
             if is_miscounted(loop, slots):
                 count_in_order(loop, slots)
@@ -150,83 +150,83 @@ def _order_steps(found: Chosen) -> None:
                 drop_ends(family, loop, slots)
 
 
-def _families_in_loops(found: Chosen) -> list[list[Family]]:
-    return [[one for one in loop if isinstance(one, Family)] for loop in _loops(found)]
+def _families_in_loops(chosen: Chosen) -> list[list[Family]]:
+    return [[one for one in loop if isinstance(one, Family)] for loop in _loops(chosen)]
 
 
-def _loops(found: Chosen) -> list[list[Unit]]:
+def _loops(chosen: Chosen) -> list[list[Unit]]:
     """The families and nodes that hang on each other."""
     graph: dict[Unit, dict[Unit, None]] = {}
-    for node, first in found.reading.same.items():
+    for node, first in chosen.reading.same.items():
         if node is first:
-            unit = found.unit(node)
+            unit = chosen.unit(node)
             piece = unit.piece if isinstance(unit, Family) else None
             read: Iterable[fx.Node] = node.all_input_nodes if piece is None else [piece.source]
-            graph.setdefault(unit, {}).update((found.unit(one), None) for one in read)
+            graph.setdefault(unit, {}).update((chosen.unit(one), None) for one in read)
     return [each for each in components(graph) if len(each) > 1 or each[0] in graph[each[0]]]
 
 
-def _has_form(family: Family, found: Chosen) -> bool:
+def _has_form(family: Family, chosen: Chosen) -> bool:
     if family.piece is not None or family.placed is not None:
         return True
-    stacked = [slot.always is None for slot in found.slots.of(family)]
-    return any(stacked) and form_of(family.sample, stacked, family.length, found.table) is not None
+    stacked = [slot.always is None for slot in chosen.slots.of(family)]
+    return any(stacked) and form_of(family.sample, stacked, family.length, chosen.table) is not None
 
 
-def _find_collected(found: Chosen) -> None:
+def _find_collected(chosen: Chosen) -> None:
     """Find what adds up, joins or writes the members of a family."""
-    for node, leaves in found.reading.sums.items():
-        summed = _summed(leaves, found)
+    for node, leaves in chosen.reading.sums.items():
+        summed = _summed(leaves, chosen)
         if summed:
-            found.sums[node] = summed
-    for node in found.reading.program.calls():
-        joined = _joined(node, found)
+            chosen.sums[node] = summed
+    for node in chosen.reading.program.calls():
+        joined = _joined(node, chosen)
         if joined is not None:
-            found.collected[node] = joined
+            chosen.collected[node] = joined
 
 
-def _summed(leaves: tuple[fx.Node, ...], found: Chosen) -> list[Family]:
+def _summed(leaves: tuple[fx.Node, ...], chosen: Chosen) -> list[Family]:
     """The families of which each member is added once."""
     steps: dict[Family, list[int]] = {}
     for leaf in leaves:
-        at = found.slots.at(leaf)
+        at = chosen.slots.at(leaf)
         if at is not None:
             steps.setdefault(at[0], []).append(at[1])
     return [family for family, each in steps.items() if sorted(each) == list(family.steps)]
 
 
-def _joined(node: fx.Node, found: Chosen) -> tuple[int, FamilySlot] | None:
+def _joined(node: fx.Node, chosen: Chosen) -> tuple[int, FamilySlot] | None:
     """The dim along which a node has the values of all steps, and these."""
     values: dict[int, fx.Node] = {}
-    written = found.reading.written.get(node)
+    written = chosen.reading.written.get(node)
     if written is not None:
         dim = written.dim
         values = {t: row for t in written.rows if (row := written.row(t)) is not None}
     elif node.target in (aten.stack.default, aten.cat.default):
         parts, *rest = node.args
         dim = rest[0] if rest else 0  # type: ignore[assignment]
-        values = {t: found.reading.same[part] for t, part in enumerate(parts)}  # type: ignore[union-attr, arg-type]
-    slot = found.slots.read(values) if len(values) > 3 else None
+        values = {t: chosen.reading.same[part] for t, part in enumerate(parts)}  # type: ignore[union-attr, arg-type]
+    slot = chosen.slots.read(values) if len(values) > 3 else None
     is_whole = slot is not None and slot.family is not None and slot.by == 0 and slot.family.length == len(values)
     return (dim, slot) if is_whole and slot is not None else None
 
 
-def _is_summed(family: Family, found: Chosen) -> bool:
+def _is_summed(family: Family, chosen: Chosen) -> bool:
     """Whether all that reads the members is one sum."""
-    reading, own = found.reading, set(family.members.values())
+    reading, own = chosen.reading, set(family.members.values())
     readers = {user for node in own for user in reading.users.get(node, ())}
-    sums = [node for node, summed in found.sums.items() if family in summed]
+    sums = [node for node, summed in chosen.sums.items() if family in summed]
     return len(sums) == 1 and readers <= reading.inner | set(sums)
 
 
-def _find_rows(found: Chosen) -> None:
+def _find_rows(chosen: Chosen) -> None:
     """Find the members that something reads alone."""
-    reading = found.reading
+    reading = chosen.reading
     for node, first in reading.same.items():
-        is_other = node is not first or node in reading.inner or node in reading.written or found.slots.at(node)
-        if is_other or node in found.sums or node in found.collected:
+        is_other = node is not first or node in reading.inner or node in reading.written or chosen.slots.at(node)
+        if is_other or node in chosen.sums or node in chosen.collected:
             continue
         for operand in node.all_input_nodes:
-            at = found.slots.at(reading.same[operand])
+            at = chosen.slots.at(reading.same[operand])
             if at is not None:
-                found.rows.setdefault(at[0], set()).add(at[1])
+                chosen.rows.setdefault(at[0], set()).add(at[1])

@@ -84,10 +84,10 @@ class Families:
         count = counts.most_common(1)[0][0] if counts else 0
         for j in range(count):
             members = {t: users[j] for t, users in sorted(by_step.items()) if len(users) == count}
-            found = Family(length, members, placed=coarse[1])
+            family = Family(length, members, placed=coarse[1])
             is_new = not any(node in self.at for node in members.values())
-            if is_new and len(members) >= length - 2 and len(found.steps) == len(members):
-                self._add(found)
+            if is_new and len(members) >= length - 2 and len(family.steps) == len(members):
+                self._add(family)
 
     def _collects(self, user: fx.Node, length: int) -> bool:
         """True for what reads a value of each step."""

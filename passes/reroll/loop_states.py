@@ -153,7 +153,7 @@ def _applied(node: fx.Node, parts: list[Affine]) -> Affine:
     facts = facts_of(target)
     if facts.moves == "same":
         return args[0]
-    if len(args) == 1 and facts.pointwise and (found := rule_of(call_of(node))) and found[0].linear == FIRST:
+    if len(args) == 1 and facts.pointwise and (rule := rule_of(call_of(node))) and rule[0].linear == FIRST:
         return _each(target, args[0])
     if target in (aten.add.Tensor, aten.sub.Tensor) and len(args) == 2:
         (a, b), (c, d) = args[0], args[1] if target is aten.add.Tensor else _each(aten.neg.default, args[1])

@@ -90,10 +90,10 @@ class _Layers:
         for bias in (b, c) if has_biases else ():
             gates = self.build.infer(aten.add.Tensor, gates, bias, like=like, name="add")
         types = [TensorType((length, *_shape(h0)), record(h0).type.dtype)] * 7
-        found = self._chain([h0, c0], [gates], u, STEP.format(width=width), reverse, types, like)
-        self.forwards[node] = found
+        chain = self._chain([h0, c0], [gates], u, STEP.format(width=width), reverse, types, like)
+        self.forwards[node] = chain
         last = 0 if reverse else length - 1
-        results = [found[0], self._row(found[0], last, like), self._row(found[1], last, like)]
+        results = [chain[0], self._row(chain[0], last, like), self._row(chain[1], last, like)]
         return [*(self._cast(one, dtype, like) for one in results), None]
 
     def _backward(self, node: fx.Node) -> list[fx.Node | None]:

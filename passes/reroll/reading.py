@@ -99,11 +99,11 @@ class Reading:
 
     def seeds(self) -> Iterator[dict[int, fx.Node]]:
         """The rows of each value of which all, but perhaps one at each end, are taken one by one."""
-        found: dict[tuple[fx.Node, int, bool], dict[int, fx.Node]] = {}
+        nodes: dict[tuple[fx.Node, int, bool], dict[int, fx.Node]] = {}
         for node, piece in self.pieces.items():
             if piece.length in self.lengths:
-                found.setdefault((piece.source, piece.dim, piece.keep), {})[piece.index] = node
-        for rows in found.values():
+                nodes.setdefault((piece.source, piece.dim, piece.keep), {})[piece.index] = node
+        for rows in nodes.values():
             if len(rows) >= next(self.pieces[node].length for node in rows.values()) - 2:
                 yield rows
 

@@ -129,7 +129,7 @@ def components(graph: Mapping[T, Collection[T]]) -> list[list[T]]:
     low: dict[T, int] = {}
     stack: list[T] = []
     on_stack: set[T] = set()
-    found: list[list[T]] = []
+    components: list[list[T]] = []
     for root in graph:
         if root in place:
             continue
@@ -148,7 +148,7 @@ def components(graph: Mapping[T, Collection[T]]) -> list[list[T]]:
                 # Nothing below reads something above: all that was pushed since `unit` is one component.
                 if low[unit] == place[unit]:
                     at = next(i for i in range(len(stack) - 1, -1, -1) if stack[i] == unit)
-                    found.append(stack[at:])
+                    components.append(stack[at:])
                     on_stack.difference_update(stack[at:])
                     del stack[at:]
             elif step in place:
@@ -158,4 +158,4 @@ def components(graph: Mapping[T, Collection[T]]) -> list[list[T]]:
                 stack.append(step)
                 on_stack.add(step)
                 work.append((step, iter(graph[step])))
-    return found
+    return components

@@ -35,8 +35,8 @@ class StepForm:
 
 def form_of(node: fx.Node, stacked: Sequence[bool], length: int, table: Table) -> StepForm | None:
     """A call for all steps, whose operands are `stacked` or the same for all. None if it has none."""
-    found = _form(node, stacked, length)
-    return found if found is not None and _gives(node, found, stacked, length, table) else None
+    form = _form(node, stacked, length)
+    return form if form is not None and _gives(node, form, stacked, length, table) else None
 
 
 def _form(node: fx.Node, stacked: Sequence[bool], length: int) -> StepForm | None:
@@ -133,9 +133,9 @@ def with_step(equation: str, stacked: Sequence[bool], summed: bool = False) -> s
 
 def slots_of(node: fx.Node) -> list[fx.Node]:
     """The operands of a node as they stand in its arguments, those of several results too."""
-    found: list[fx.Node] = []
-    fx.node.map_arg((node.args, dict(node.kwargs)), found.append)
-    return found
+    slots: list[fx.Node] = []
+    fx.node.map_arg((node.args, dict(node.kwargs)), slots.append)
+    return slots
 
 
 def with_slots(args: Any, values: Sequence[Any]) -> Any:

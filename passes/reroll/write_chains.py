@@ -77,10 +77,10 @@ class _Step:
             key = slot.family, slot.by, *(slot.values if slot.is_listed else slot.others).items()
             return self._operand(ROWS, key, lambda: self.writer.operand(slot, self.known))
         others = dict(slot.others)
-        found = self._state(slot, others) if slot.by else self.values[slot.family]
+        chosen = self._state(slot, others) if slot.by else self.values[slot.family]
         for t, node in others.items():
-            found = self._chosen(t, self._fixed(node), found)
-        return found
+            chosen = self._chosen(t, self._fixed(node), chosen)
+        return chosen
 
     def _state(self, slot: FamilySlot, others: dict[int, fx.Node]) -> fx.Node:
         """What the step before has of a family. What the first step reads in its place is taken out of `others`."""

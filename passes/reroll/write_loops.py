@@ -151,13 +151,13 @@ class FamilyWriter:
             known = record(family.members.get(t, family.sample))
             rows = self.chosen.rows.get(family, set())
             if family.piece is not None:
-                found = self._piece(family, t, known)
+                piece = self._piece(family, t, known)
             elif known.type.dtype.is_floating_point and len(rows) <= ROWS:
                 alone = self.calls.chosen(family.length, t, self.all[family], self.calls.number(0, known), known)
-                found = self.build.infer(aten.sum.dim_IntList, alone, [0], like=known, name="row")
+                piece = self.build.infer(aten.sum.dim_IntList, alone, [0], like=known, name="row")
             else:
-                found = self.build.infer(aten.select.int, self.all[family], 0, t, like=known, name="row")
-            self.rows[family, t] = found
+                piece = self.build.infer(aten.select.int, self.all[family], 0, t, like=known, name="row")
+            self.rows[family, t] = piece
         return self.rows[family, t]
 
     def _piece(self, family: Family, t: int, known: Record) -> fx.Node:
@@ -213,11 +213,11 @@ class FamilyWriter:
             first = next(iter(slot.values.values()))
             rows = [self._value(slot.values.get(t, first)) for t in range(slot.length)]
             return self.build.infer(aten.stack.default, rows, 0, like=like, name="steps")
-        found = self.calls.moved(self.all[slot.family], slot.by, like)
+        moved = self.calls.moved(self.all[slot.family], slot.by, like)
         for t, node in slot.others.items():
             if not (is_zeros(node) and not 0 <= t + slot.by < slot.length):
-                found = self.calls.chosen(slot.length, t, self._value(node), found, like)
-        return found
+                moved = self.calls.chosen(slot.length, t, self._value(node), moved, like)
+        return moved
 
     # --- what collects
 
@@ -249,8 +249,8 @@ class FamilyWriter:
         slots = self.chosen.slots.of(family)
         viewed = _viewed(family, slots)
         if viewed is not None:  # the view of the sum: what is summed need not be there for each step
-            found = self._summed(viewed, typed(like, record(viewed.sample)))
-            args, kwargs = with_slots((family.sample.args, dict(family.sample.kwargs)), [found])
+            summed = self._summed(viewed, typed(like, record(viewed.sample)))
+            args, kwargs = with_slots((family.sample.args, dict(family.sample.kwargs)), [summed])
             target: Any = family.sample.target
             return self.build.call(target, *args, like=like, name="sum", **kwargs)
         equation = equation_of(family.sample)

@@ -46,16 +46,16 @@ def follow(
     the calls that are not looked at, by what is known when it is their turn; what becomes of them is the caller's
     matter. twins: pairs of values that have the rows at the same place though no call says so.
     """
-    found, pending = Followed(), dict[fx.Node, None]()
+    followed, pending = Followed(), dict[fx.Node, None]()
     pairs = list(twins)
 
     def locate(value: Value, at: Split) -> None:
         """Note where a value has the rows: what makes it and what reads it is looked at, again where it was before."""
-        if value in found.places:
-            if found.places[value] != at:
-                found.torn.add(value)
+        if value in followed.places:
+            if followed.places[value] != at:
+                followed.torn.add(value)
             return
-        found.places[value] = at
+        followed.places[value] = at
         pending.update(dict.fromkeys(one for one in (value[0], *readers(value)) if one.op == "call_function"))
         for one, other in pairs:
             if value in (one, other):
@@ -63,23 +63,23 @@ def follow(
 
     for value, at in seeds.items():
         locate(value, at)
-    while pending and not found.torn:
+    while pending and not followed.torn:
         node = next(iter(pending))
         del pending[node]
-        if node in found.closed or is_end(node, found):
+        if node in followed.closed or is_end(node, followed):
             continue
         # A call is asked again whenever one more of its tensors has rows: what it said before is then forgotten.
         values = tensors_of(node)
-        way = step(node, {i: found.places[value] for i, value in enumerate(values) if value in found.places})
+        way = step(node, {i: followed.places[value] for i, value in enumerate(values) if value in followed.places})
         if isinstance(way, str):
-            found.closed[node] = way
-            found.calls.pop(node, None)
+            followed.closed[node] = way
+            followed.calls.pop(node, None)
             continue
-        found.calls[node] = way
+        followed.calls[node] = way
         for value, at_ in zip(values, (*way.operands, *way.results), strict=True):
             if at_ is not None:
                 locate(value, at_)
-    return found
+    return followed
 
 
 def readers(value: Value) -> list[fx.Node]:

@@ -122,13 +122,13 @@ def _is_mask(call: Call, first: int, last: int) -> bool:
 def _index(call: Call) -> Rule:
     if _is_mask(call, 1, len(call.operands)):
         return replicated_rule(call)
-    found = _indexed(call, 1)
-    return build(call, [found.dims, *found.operands], [found.result], replicated=found.replicated, linear=FIRST)
+    indexed = _indexed(call, 1)
+    return build(call, [indexed.dims, *indexed.operands], [indexed.result], replicated=indexed.replicated, linear=FIRST)
 
 
 def _index_of_rows(call: Call) -> Rule:
-    found = _indexed(call, 1, call.args[2])
-    return build(call, [found.dims, *found.operands], [found.result], replicated=found.replicated, linear=FIRST)
+    indexed = _indexed(call, 1, call.args[2])
+    return build(call, [indexed.dims, *indexed.operands], [indexed.result], replicated=indexed.replicated, linear=FIRST)
 
 
 def _index_put(call: Call) -> Rule:

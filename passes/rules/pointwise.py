@@ -133,11 +133,11 @@ def _log_sigmoid(call: Call) -> Rule:
 
 
 def _overloads(names: str) -> list[str]:
-    found = []
+    overloads = []
     for name in names.split():
         base, _, overload = name.partition(":")
-        found.append(f"aten.{base}.{overload or 'default'}")
-    return found
+        overloads.append(f"aten.{base}.{overload or 'default'}")
+    return overloads
 
 
 ROWS: Mapping[str, Row] = {

@@ -143,7 +143,7 @@ def starts_of(reading: Reading) -> tuple[Position, ...]:
     from 4 c and from 12 + 4 c.
     """
     *dims, (stride, _, _) = reading  # the last one is the run itself
-    found: list[Position] = [(0, ())]
+    starts: list[Position] = [(0, ())]
     mirror: tuple[int, int, Any] | None = None  # (size, stride, offset)
     for size, part, offset in reversed(dims):
         if size < 0:
@@ -151,17 +151,17 @@ def starts_of(reading: Reading) -> tuple[Position, ...]:
         elif part < size:
             assert part <= 1, reading
             stride //= abs(part)
-            found = [(first, (*terms, (stride, offset))) for first, terms in found]
+            starts = [(first, (*terms, (stride, offset))) for first, terms in starts]
         else:
-            found = [
+            starts = [
                 (first + i * stride + more, (*terms, *term))
                 for i in range(size)
                 for more, term in [_mirrored(mirror, i)]
-                for first, terms in found
+                for first, terms in starts
             ]
             mirror = None
         stride *= abs(size)
-    return tuple(found)
+    return tuple(starts)
 
 
 def _mirrored(mirror: tuple[int, int, Any] | None, place: int) -> Position:

@@ -153,14 +153,16 @@ def states_of(layout: Layout, mesh: Mesh) -> dict[str, State]:
 def choices_of(dims: Dims, layout: Layout, sizes: Mapping[str, int], mesh: Mesh) -> dict[str, Choice]:
     """The name that each axis of a layout splits, of a tensor with these names: what an axis finds of a name that
     those before it have not taken to pieces. Raises VerificationError if one splits no name."""
-    found: dict[str, Choice] = {}
+    choices: dict[str, Choice] = {}
     for names, factors in zip(dims, layout.dims, strict=True):
-        if factors and not _choose(found, names, list(factors), sizes, mesh):
+        if factors and not _choose(choices, names, list(factors), sizes, mesh):
             raise VerificationError(f"{layout} of dims {dims} splits a name of {dict(sizes)} not into whole pieces")
-    return found
+    return choices
 
 
-def _choose(found: dict[str, Choice], names: Dim, factors: list[Factor], sizes: Mapping[str, int], mesh: Mesh) -> bool:
+def _choose(
+    choices: dict[str, Choice], names: Dim, factors: list[Factor], sizes: Mapping[str, int], mesh: Mesh
+) -> bool:
     """Give each axis of a dim its name; False if one has none."""
     for name in names:
         position = run = 1
@@ -181,7 +183,7 @@ def _choose(found: dict[str, Choice], names: Dim, factors: list[Factor], sizes: 
                     return False
                 if isinstance(previous, str) and mesh.names.index(previous) > mesh.names.index(factor):
                     run = position
-                found[factor] = name, run
+                choices[factor] = name, run
                 position *= mesh[factor]
             previous = factor
     return not factors

@@ -106,12 +106,14 @@ class Resized:
         return self.args, self.kwargs
 
 
-def resize(found: Through, short: int, long: int) -> Resized:
+def resize(through: Through, short: int, long: int) -> Resized:
     """The call with `long` rows in the place of `short`."""
-    sizes = dict(found.rule.sizes)
-    sizes[found.choice[0]] = sizes[found.choice[0]] // short * long
-    types = tuple(resized(type_, at, short, long) for type_, at in zip(found.call.results, found.results, strict=True))
-    return Resized(*local_call(found.call, found.row, found.rule, [type_.shape for type_ in types], sizes), types)
+    sizes = dict(through.rule.sizes)
+    sizes[through.choice[0]] = sizes[through.choice[0]] // short * long
+    types = tuple(
+        resized(type_, at, short, long) for type_, at in zip(through.call.results, through.results, strict=True)
+    )
+    return Resized(*local_call(through.call, through.row, through.rule, [type_.shape for type_ in types], sizes), types)
 
 
 def resized(type_: TensorType, at: Split | None, short: int, long: int) -> TensorType:
@@ -122,10 +124,10 @@ def resized(type_: TensorType, at: Split | None, short: int, long: int) -> Tenso
     return TensorType((*type_.shape[:dim], type_.shape[dim] // short * long, *type_.shape[dim + 1 :]), type_.dtype)
 
 
-def gives(node: fx.Node, found: Through, short: int, long: int) -> bool:
+def gives(node: fx.Node, through: Through, short: int, long: int) -> bool:
     """Whether torch gives the types of `resize`: an argument that no rule knows may hold the number of rows."""
-    wanted = resize(found, short, long)
-    types = (resized(one, at, short, long) for one, at in zip(found.call.operands, found.operands, strict=True))
+    wanted = resize(through, short, long)
+    types = (resized(one, at, short, long) for one, at in zip(through.call.operands, through.operands, strict=True))
     empty = {
         operand: torch.empty(type_.shape, dtype=type_.dtype, device="meta")
         for operand, type_ in zip(operand_nodes(node), types, strict=True)

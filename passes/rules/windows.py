@@ -98,13 +98,13 @@ class _Convolution:
 
     def space(self, pieces: Pieces) -> list[int]:
         """The local sizes of the input's dims of space, with their halos."""
-        found = []
+        space = []
         for i, one in enumerate(self.windows):
             reading = pieces.readings.get(f"y{i}")
             runs = 0 if reading is None else len(starts_of(reading))
             rows = one.rows if reading is None else pieces.sizes[f"y{i}"] * one.stride
-            found.append(rows + runs * sum(one.halo))
-        return found
+            space.append(rows + runs * sum(one.halo))
+        return space
 
 
 def _forward(call: Call) -> _Convolution:

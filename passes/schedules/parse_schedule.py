@@ -109,9 +109,9 @@ def _read(name: str, spots: Iterable[Iterable[tuple[str, object]]]) -> Orders:
     for row in spots:
         order: list[Action] = []
         for where, cell in row:
-            found = list(_actions(cell))
-            order += [action for action in found if action is not None]
-            if None in found:
+            actions = list(_actions(cell))
+            order += [action for action in actions if action is not None]
+            if None in actions:
                 faults.append(f"{where}: {cell!r} is not an action such as '0F1' (stage, F, B, I or W, micro-batch)")
         orders.append(tuple(order))
     _raise(name, faults)

@@ -60,9 +60,9 @@ def _form(node: fx.Node) -> Hashable:
 
 
 def _fits(node: fx.Node, layouts: tuple[Layout | None, ...], operands: tuple[Layout, ...], plan: Plan) -> bool:
-    found: Record = record(node)
+    known: Record = record(node)
     mesh = plan.layout_mesh
-    pairs = [(type_, layout) for type_, layout in zip(found.types, layouts, strict=False) if type_ and layout]
+    pairs = [(type_, layout) for type_, layout in zip(known.types, layouts, strict=False) if type_ and layout]
     pairs += [(record(operand).type, layout) for operand, layout in zip(operand_nodes(node), operands, strict=True)]
     return all(fits(type_.shape, layout, mesh) for type_, layout in pairs)
 

@@ -217,10 +217,10 @@ class _Question:
             return SIZE, "; ".join(splits)
         return RULE, "no op that uses it can take a piece of it"
 
-    def _decider(self, found: list[Alternative]) -> tuple[str, str]:
+    def _decider(self, alternatives: list[Alternative]) -> tuple[str, str]:
         if self.pinned:
             return USER, "the user's layout"
-        possible = [one for one in found if one.verdict == POSSIBLE and one.cost is not None]
+        possible = [one for one in alternatives if one.verdict == POSSIBLE and one.cost is not None]
         if possible:
             nearest = min(possible, key=lambda one: one.cost or 0.0)
             tie = "" if nearest.cost else " (equally cheap: the first is taken)"
@@ -230,10 +230,10 @@ class _Question:
         only = [strategy.results[self.result] for strategy, _ in self.options[self.number]]
         if self.entry is not None and only == [None]:
             return self.unsplit()
-        if any(one.verdict == FORBIDDEN for one in found):
+        if any(one.verdict == FORBIDDEN for one in alternatives):
             return INTENT, f"'{self.axis.axis}' {self._intent()}"
-        reasons = "; ".join(dict.fromkeys(one.why for one in found if one.why))
-        return (SIZE if found[1:] and all("divisible" in one.why for one in found[1:]) else RULE), reasons
+        reasons = "; ".join(dict.fromkeys(one.why for one in alternatives if one.why))
+        return (SIZE if alternatives[1:] and all("divisible" in one.why for one in alternatives[1:]) else RULE), reasons
 
     def _subject(self) -> str:
         if self.axis.intent.context:

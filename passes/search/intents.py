@@ -171,27 +171,27 @@ INTENTS = {
 def intent_of(axis: str, mesh: Mesh, sequence_parallel: bool, attention: str, lengths: Collection[int] = ()) -> Intent:
     """The meaning of an axis in a plan. Sequence parallelism splits the pieces that context parallelism leaves; where
     it could split those of a sequence of one of `lengths` in order but not mirrored, they lie in order."""
-    found = INTENTS[axis]
+    changed = INTENTS[axis]
     split, sizes = [size for _, size in context_axes(mesh)], dict(mesh.axes)
     if split and sequence_parallel:
         split += [size for name, size in mesh.axes if name in INTENTS and INTENTS[name].weights_split]
     pieces = 2 * math.prod(split)
     in_order = any(length % (pieces // 2) == 0 for length in lengths) and all(length % pieces for length in lengths)
     blocks = 0 if sequence_parallel and in_order else 2 * sizes.get(SLICE, 1)  # two in each slice
-    if found.weights_split:
+    if changed.weights_split:
         mirrored = blocks if sizes.get(CONTEXT, 1) > 1 else 0
-        return replace(found, sequence_split=sequence_parallel, mirrored=mirrored, pieces=pieces)
-    if found.mirrored:
-        found = replace(found, mirrored=blocks, pieces=pieces)
-    if not found.context or axis == SLICE:
-        return found
+        return replace(changed, sequence_split=sequence_parallel, mirrored=mirrored, pieces=pieces)
+    if changed.mirrored:
+        changed = replace(changed, mirrored=blocks, pieces=pieces)
+    if not changed.context or axis == SLICE:
+        return changed
     if axis == CONTEXT and attention in ("gather", "ring"):
-        return replace(found, no_heads=True)
+        return replace(changed, no_heads=True)
     if attention == "gather" or (axis == CONTEXT and ULYSSES in mesh):
-        return found
+        return changed
     later = mesh.names[mesh.names.index(axis) + 1 :]
     heads = math.prod(mesh[name] for name in later if INTENTS[name].weights_split)
-    return replace(found, heads=heads, only_heads=found.only_heads or attention == "ulysses")
+    return replace(changed, heads=heads, only_heads=changed.only_heads or attention == "ulysses")
 
 
 BatchDims = Mapping[str, int | None]  # the dim that counts the samples, by the name of a batch tensor

@@ -100,8 +100,8 @@ def _result_layouts(program: Program, classes: Classes, results: Composed) -> li
     """A gradient leaves in its parameter's layout, everything else whole."""
     by_name = {entry.name: results[classes.of[node]][0] for node, entry in program.parameters()}
     output = program.graph.output_node()
-    found = []
+    result_layouts = []
     for node, out in zip(operand_nodes(output), program.outputs, strict=True):
         ndim = len(record(node).type.shape)
-        found.append(by_name[out.name] if out.kind == "gradient" else replicated(ndim))
-    return found
+        result_layouts.append(by_name[out.name] if out.kind == "gradient" else replicated(ndim))
+    return result_layouts

@@ -162,7 +162,7 @@ def options_of(
 def edge_bytes(item: Item, choice: Choice | None, size: int, sizes: Mapping[str, int]) -> float:
     """The bytes that a rank gets of the rows beside its pieces, when a call is split: those at the ends of its runs, or
     the pieces of all ranks where that is more than a run."""
-    found = 0.0
+    edge_bytes = 0.0
     for halo in item.rule.halos if item.rule and choice else ():
         assert choice is not None and item.rule is not None
         if halo.name != choice[0]:
@@ -170,17 +170,17 @@ def edge_bytes(item: Item, choice: Choice | None, size: int, sizes: Mapping[str,
         for i in halo.operands:
             source = operand_types(item.node)[i]
             rows = source.shape[halo.dim(item.rule.operands[i])]
-            found += halo_share(halo, rows, choice[1], size) * _bytes(source, item.wanted[i], sizes)
+            edge_bytes += halo_share(halo, rows, choice[1], size) * _bytes(source, item.wanted[i], sizes)
         for i in halo.results:
             rows = item.types[i].shape[halo.dim(item.rule.results[i])]
-            found += halo_share(halo, rows, choice[1], size) * _bytes(item.types[i], item.states[i], sizes)
+            edge_bytes += halo_share(halo, rows, choice[1], size) * _bytes(item.types[i], item.states[i], sizes)
     if choice and item.rule and item.rule.scan and item.rule.scan[0] == choice[0]:  # a row of each run is gathered
         rows = abs(choice[1]) * (size - 1) * (1 if item.rule.factor is None else 2)
-        found += rows / item.rule.sizes[choice[0]] * _bytes(item.types[0], item.states[0], sizes)
+        edge_bytes += rows / item.rule.sizes[choice[0]] * _bytes(item.types[0], item.states[0], sizes)
     if choice and item.rule and item.rule.turns == choice[0]:  # each run sends the states on
         states = zip(operand_types(item.node), item.wanted, range(len(item.node.args[0])), strict=False)  # type: ignore[arg-type]
-        found += abs(choice[1]) * size * sum(_bytes(type_, wanted, sizes) for type_, wanted, _ in states)
-    return found
+        edge_bytes += abs(choice[1]) * size * sum(_bytes(type_, wanted, sizes) for type_, wanted, _ in states)
+    return edge_bytes
 
 
 def halo_share(halo: Halo, rows: int, outer: int, size: int) -> float:
@@ -222,12 +222,12 @@ Values = dict[tuple[int, int], set[Split]]  # the splits of each (item, result)
 
 def _candidates(classes: Classes, intent: Intent) -> Names:
     """The splits of each name that are worth a thought: those that spread from what the intent splits."""
-    found = _spread(classes, lambda i, role: intent.seeds(used_role(classes, i, role)), intent.sequence_outers)[0]
-    for item, names in zip(classes.items, found, strict=True):
+    candidates = _spread(classes, lambda i, role: intent.seeds(used_role(classes, i, role)), intent.sequence_outers)[0]
+    for item, names in zip(classes.items, candidates, strict=True):
         if intent.heads and item.node.target in ATTENTION:
             for name in HEADS:
                 names.setdefault(name, set()).add(intent.heads if name == HEADS[0] else 1)
-    return found
+    return candidates
 
 
 def sequences_of(classes: Classes, intent: Intent) -> Values:
@@ -248,7 +248,7 @@ def _spread(
     compound dim `(c n)` that is split on n is seen by its neighbours at outer = size(c): so the fused weight of a
     chunked projection learns of its sub-split from the attention behind it.
     """
-    found: Names = [{} for _ in classes.items]
+    names: Names = [{} for _ in classes.items]
     values: Values = {}
     users: dict[tuple[int, int], list[int]] = {}
     inputs: dict[int, list[tuple[int, tuple[int, int]]]] = {}
@@ -268,7 +268,7 @@ def _spread(
             i = attending.pop(0)
             rule = classes.items[i].rule
             assert rule is not None
-            if not found[i].get("s"):
+            if not names[i].get("s"):
                 values.setdefault((i, 0), set()).update(
                     filter(None, (place(rule.results[0], ("s", outer), dict(rule.sizes)) for outer in of_sequences))
                 )
@@ -293,7 +293,7 @@ def _spread(
                 choice = choice_at(dims, split, sizes)
                 if choice is None or choice[0] in rule.replicated:
                     continue
-                outers = found[i].setdefault(choice[0], set())
+                outers = names[i].setdefault(choice[0], set())
                 if choice[1] not in outers and len(outers) < MAX_OUTERS:
                     outers.add(choice[1])
                     new = True
@@ -302,14 +302,14 @@ def _spread(
         # then all dims of operands and results that have these names: their users are looked at again.
         for value, dims in tensors:
             known = values.setdefault(value, set())
-            for name, outers in found[i].items():
+            for name, outers in names[i].items():
                 for outer in outers:
                     placed = place(dims, (name, outer), sizes)
                     if placed is not None and placed not in known:
                         known.add(placed)
                         touched = [value[0], *users.get(value, ())]
                         pending.update(dict.fromkeys(t for t in touched if classes.items[t].rule is not None))
-    return found, values
+    return names, values
 
 
 def problem_of(
@@ -381,15 +381,15 @@ def _shared(classes: Classes, options: Options) -> tuple[int, ...]:
 
 def _products(classes: Classes, i: int) -> frozenset[int]:
     """The products that multiply a value, as it is or after what is computed of parameters alone."""
-    known, pending, found = {i}, [i], set[int]()
+    known, pending, products = {i}, [i], set[int]()
     while pending:
         for user, _ in classes.users(pending.pop()):
             if classes.items[user].is_product:
-                found.add(user)
+                products.add(user)
             elif user in classes.of_parameters and user not in known:
                 known.add(user)
                 pending.append(user)
-    return frozenset(found)
+    return frozenset(products)
 
 
 def _factor(

@@ -45,11 +45,11 @@ def unsort(program: Program, plan: Plan) -> Program:
     known: set[fx.Node] = set()  # a sort of an order is part of what is known of the sort that made the order
     for node in program.calls():
         if facts_of(node.target).moves == "sorted" and node not in known:
-            found = SortedRows(node, table_of(plan))
-            if found.is_unseen():
-                instead |= found.instead
-                known |= {*found.facts, *found.sorts}
-                moved |= {value for value, fact in found.facts.items() if isinstance(fact, RowsInOrder)}
+            sorted_rows = SortedRows(node, table_of(plan))
+            if sorted_rows.is_unseen():
+                instead |= sorted_rows.instead
+                known |= {*sorted_rows.facts, *sorted_rows.sorts}
+                moved |= {value for value, fact in sorted_rows.facts.items() if isinstance(fact, RowsInOrder)}
     if not instead:
         return program
     build = Builder(MADE_BY)

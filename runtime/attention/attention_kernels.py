@@ -143,16 +143,16 @@ def _of_eight(widest: int) -> int:
 
 
 def _op(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensors:
-    found: Tensors = op("attention")(*_dense(q, k, v, call.mask), call.causal, call.scale)
-    return found
+    tensors: Tensors = op("attention")(*_dense(q, k, v, call.mask), call.causal, call.scale)
+    return tensors
 
 
 def _op_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: AttentionCall
 ) -> Tensors:
     operands = _dense(grad, q, k, v, call.mask, out, lse)
-    found: Tensors = op("attention_backward")(*operands, call.causal, call.scale)
-    return found
+    tensors: Tensors = op("attention_backward")(*operands, call.causal, call.scale)
+    return tensors
 
 
 def _dense(*tensors: Mask) -> Iterator[Mask]:

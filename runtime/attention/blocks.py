@@ -156,13 +156,13 @@ def _of_runs(row: int, rows: slice, key: int, keys: slice) -> Iterator[Block]:
 
 def _joined(pairs: Iterable[tuple[slice, slice]]) -> list[tuple[slice, slice]]:
     """Pairs whose first side is the same and whose second ones lie side by side, as one."""
-    found: list[tuple[slice, slice]] = []
+    joined: list[tuple[slice, slice]] = []
     for alike, side in sorted(pairs, key=lambda pair: [(one.start, one.stop) for one in pair]):
-        if found and found[-1][0] == alike and found[-1][1].stop == side.start:
-            found[-1] = alike, slice(found[-1][1].start, side.stop)
+        if joined and joined[-1][0] == alike and joined[-1][1].stop == side.start:
+            joined[-1] = alike, slice(joined[-1][1].start, side.stop)
         else:
-            found.append((alike, side))
-    return found
+            joined.append((alike, side))
+    return joined
 
 
 def _from_the_top(block: Block) -> tuple[int, bool, int]:

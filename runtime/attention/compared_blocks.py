@@ -172,10 +172,10 @@ def _apart(x: Tensor, width: int, size: int) -> Tensor:
 
 def _merged(keys: Sequence[slice], codes: Sequence[int], wanted: int) -> tuple[slice, ...]:
     """The blocks of keys with the code that is wanted; neighbours as one."""
-    found: list[slice] = []
+    merged: list[slice] = []
     for one, code in zip(keys, codes, strict=True):
-        if code == wanted and found and found[-1].stop == one.start:
-            found[-1] = slice(found[-1].start, one.stop)
+        if code == wanted and merged and merged[-1].stop == one.start:
+            merged[-1] = slice(merged[-1].start, one.stop)
         elif code == wanted:
-            found.append(one)
-    return tuple(found)
+            merged.append(one)
+    return tuple(merged)

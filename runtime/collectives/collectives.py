@@ -71,12 +71,12 @@ def _apart(results: list[Tensor]) -> list[Tensor]:
     if len(results) == 1:  # also one without memory, whose place nobody may ask for
         return results
     seen: set[int] = set()
-    found = []
+    apart = []
     for result in results:
         place = id(result.untyped_storage())  # torch keeps this object for as long as the memory
-        found.append(result.clone() if place in seen else result)
+        apart.append(result.clone() if place in seen else result)
         seen.add(place)
-    return found
+    return apart
 
 
 def _all_reduce(x: Tensor, member: Member, owned: bool, kind: str) -> Step:

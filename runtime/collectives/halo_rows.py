@@ -53,11 +53,11 @@ def halo_sum(x: Tensor, member: Member, owned: bool, dim: int, outer: int, befor
     lasts = [run.narrow(dim, before + long, after) for run in runs]
 
     def then(ends: _Ends) -> Tensor:
-        found = own.clone() if len(runs) == 1 else own
+        then = own.clone() if len(runs) == 1 else own
         for i, run in enumerate(_runs(member, outer)):
-            found.narrow(dim, i * long, after).add_(ends.before(run))
-            found.narrow(dim, (i + 1) * long - before, before).add_(ends.behind(run))
-        return found
+            then.narrow(dim, i * long, after).add_(ends.before(run))
+            then.narrow(dim, (i + 1) * long - before, before).add_(ends.behind(run))
+        return then
 
     return _exchanged(firsts, lasts, member, outer, then)
 

@@ -222,13 +222,13 @@ class _Graph:
 
     def pieces(self, slice_: int) -> dict[str, list[TensorType]]:
         """The types of the pieces of the slices before one, of each value of which it reads those."""
-        found = {}
+        pieces = {}
         for node in self.program.calls():
             if node.target == _EARLIER:
                 x, _, dim, _, key = schema_arguments(node)
                 own = local_type(x, self.program.mesh)
-                found[key] = [self._sized(own, dim, slice_, length) for length in self.lengths[:slice_]]
-        return found
+                pieces[key] = [self._sized(own, dim, slice_, length) for length in self.lengths[:slice_]]
+        return pieces
 
     def _sized(self, piece: TensorType, dim: int, slice_: int, length: int) -> TensorType:
         """The type of a piece of so many positions, of that of a slice."""
@@ -239,13 +239,13 @@ class _Graph:
         """The type of what later slices left, of each sum; nothing for the last slice."""
         if slice_ == self.slices - 1:
             return {}
-        found = {}
+        tensor_types = {}
         for node in self.program.calls():
             if node.target == _LATER:
                 _, _, dim, _, key = schema_arguments(node)
                 piece = self._sized(local_type(node, self.program.mesh), dim, slice_, sum(self.lengths[: slice_ + 1]))
-                found[key] = TensorType(piece.shape, wide(piece.dtype))
-        return found
+                tensor_types[key] = TensorType(piece.shape, wide(piece.dtype))
+        return tensor_types
 
 
 def _totals(program: Program, pipeline: Pipeline) -> dict[str, TensorType]:

@@ -306,7 +306,7 @@ def _terms(graph: fx.Graph, lives: Lifetimes, totals: Collection[fx.Node]) -> di
     """Calls whose result the next node adds to what calls of the same op made, with that sum: the call can do so itself
     (`Kernel.adding`), and a sum of many large terms needs no memory but its own. Two terms stay as they are: where they
     cancel, they do so to the last bit."""
-    found: dict[fx.Node, fx.Node] = {}
+    nodes: dict[fx.Node, fx.Node] = {}
     firsts: dict[fx.Node, fx.Node] = {}  # of a sum, the call that made its first term
     for node in graph.nodes:
         total, term = (*node.args, None, None)[:2]
@@ -320,9 +320,9 @@ def _terms(graph: fx.Graph, lives: Lifetimes, totals: Collection[fx.Node]) -> di
         alike = has_record(node) and record(first).types == record(term).types and record(first).is_tensor
         reads = any(lives.share[operand] is lives.share[total] for operand in term.all_input_nodes)
         if is_same and alike and not reads and adding_variant(term.target) and lives.may_overwrite(total, node):
-            found[term], firsts[node] = total, first
+            nodes[term], firsts[node] = total, first
     many = Counter(firsts.values())
-    return {term: total for term, total in found.items() if many[firsts[term.next]] > 1}
+    return {term: total for term, total in nodes.items() if many[firsts[term.next]] > 1}
 
 
 def _term(writer: _Writer, node: fx.Node, total: fx.Node) -> str:
@@ -331,8 +331,8 @@ def _term(writer: _Writer, node: fx.Node, total: fx.Node) -> str:
 
 def _inplace(node: fx.Node, lives: Lifetimes) -> Callable[..., Any] | None:
     """A variant that writes the result over a dying operand of the same type: fresh memory costs page faults."""
-    found = _variant(node, lives)
-    return found and found[1]
+    variant = _variant(node, lives)
+    return variant and variant[1]
 
 
 def _variant(node: fx.Node, lives: Lifetimes) -> tuple[fx.Node, Callable[..., Any]] | None:
@@ -354,7 +354,7 @@ def written_over(graph: fx.Graph, given: Collection[fx.Node]) -> dict[fx.Node, f
     given: the placeholders that may be written over."""
     lives = lifetimes(graph, given)
     calls = (node for node in graph.nodes if node.op == "call_function" and fused_of(node) is None)
-    return {node: found[0] for node in calls if (found := _variant(node, lives)) is not None}
+    return {node: variant[0] for node in calls if (variant := _variant(node, lives)) is not None}
 
 
 def schema_arguments(node: fx.Node) -> tuple[Any, ...]:
@@ -365,10 +365,10 @@ def schema_arguments(node: fx.Node) -> tuple[Any, ...]:
 
 
 def _attribute(node: fx.Node) -> Any:
-    found: Any = node.graph.owning_module
+    attribute: Any = node.graph.owning_module
     for part in str(node.target).split("."):
-        found = getattr(found, part)
-    return found
+        attribute = getattr(attribute, part)
+    return attribute
 
 
 # -- gathers that start together --------------------------------------------------------------------------------------
@@ -378,19 +378,19 @@ def joined(graph: fx.Graph) -> frozenset[fx.Node]:
     """The starts of gathers that may wait for the next start, which is over the same axis: what stands between makes
     only the operand of that one (a cast of a parameter). NCCL moves what is launched together side by side, without the
     copies that a flat buffer takes: one launch for the parameters of a layer."""
-    found: set[fx.Node] = set()
+    joined: set[fx.Node] = set()
     last: fx.Node | None = None
     between: set[fx.Node] = set()
     for node in graph.nodes:
         if node.target is _GATHER:
             if last is not None and _axis(node) == _axis(last) and _feeds(between, node):
-                found.add(last)
+                joined.add(last)
             last, between = node, set()
         elif is_mesh_op(node.target) or is_ring(node.target):
             last = None
         elif node.op == "call_function":
             between.add(node)
-    return frozenset(found)
+    return frozenset(joined)
 
 
 def _axis(node: fx.Node) -> object:

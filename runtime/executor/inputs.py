@@ -37,17 +37,17 @@ def slots_of(program: Program, pipeline: Pipeline | None, coord: Mapping[str, in
 
     program: the whole step, which `pipeline` was cut of.
     """
-    found = []
+    slots = []
     for node, entry in program.entries:
         layout = record(node).layout
         if pipeline is None:
-            found.append(Slot((node.name, ONCE), entry, layout, coord))
+            slots.append(Slot((node.name, ONCE), entry, layout, coord))
         elif entry.kind == "batch":
             places = [{**coord, **place} for place in pipeline.time.coords()]
-            found += [Slot((node.name, i), entry, layout, place) for i, place in enumerate(places)]
+            slots += [Slot((node.name, i), entry, layout, place) for i, place in enumerate(places)]
         elif entry.kind != "parameter" or pipeline.rank_of(entry.name) == coord.get(PIPELINE, 0):
-            found.append(Slot((node.name, ONCE), entry, layout, {**coord, **dict.fromkeys(pipeline.time.names, 0)}))
-    return tuple(found)
+            slots.append(Slot((node.name, ONCE), entry, layout, {**coord, **dict.fromkeys(pipeline.time.names, 0)}))
+    return tuple(slots)
 
 
 def inputs_of(slots: tuple[Slot, ...], source: Source) -> StepInputs:

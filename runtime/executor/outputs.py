@@ -13,16 +13,16 @@ def shared_outputs(outputs: Outputs, inputs: Iterable[torch.Tensor]) -> frozense
     """The outputs that lie in the memory of an input or of an earlier output, or are expanded: the same at each run."""
     given = {_place(tensor)[0] for tensor in inputs}
     seen: set[tuple[int, int]] = set()
-    found = set()
+    shared_outputs = set()
     for i, value in enumerate(outputs):
         if value is None:
             continue
         memory, start = _place(value)
         alone = memory not in given and (memory, start) not in seen
         if not (alone and value.is_contiguous()):
-            found.add(i)
+            shared_outputs.add(i)
         seen.add((memory, start))
-    return frozenset(found)
+    return frozenset(shared_outputs)
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int]:

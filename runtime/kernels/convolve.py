@@ -78,8 +78,8 @@ def _padded(x: torch.Tensor, rows: Sequence[tuple[int, int]]) -> torch.Tensor:
     """x with rows of zeros at the ends of its dims of space, or without some of its rows."""
     if not any(map(any, rows)):
         return x
-    found: torch.Tensor = _aten.constant_pad_nd(x, [size for pair in reversed(rows) for size in pair])
-    return found
+    padded: torch.Tensor = _aten.constant_pad_nd(x, [size for pair in reversed(rows) for size in pair])
+    return padded
 
 
 def _apart(x: torch.Tensor, runs: Ints) -> torch.Tensor:

@@ -12,8 +12,8 @@ aten = torch.ops.aten
 
 def index_of_rows(x: torch.Tensor, indices: Indices, rows: list[int]) -> torch.Tensor:
     """x[0..n-1, indices], with as many rows as this rank holds."""
-    found: torch.Tensor = aten.index.Tensor(x, row_indices(x, indices, rows))
-    return found
+    index: torch.Tensor = aten.index.Tensor(x, row_indices(x, indices, rows))
+    return index
 
 
 def index_put_of_rows(

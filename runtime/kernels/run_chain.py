@@ -39,13 +39,13 @@ def run_steps(
     """What the steps give, and the states after them."""
     function, states = compiled_step(step), list(start)
     given = list(zip(*(one.unbind(0) for one in rows), strict=True))
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for t in reversed(range(len(given))) if reverse else range(len(given)):
         made, states = function(states, given[t], fixed, start[0].device)
-        found = found or [torch.empty((len(given), *one.shape), dtype=one.dtype, device=one.device) for one in made]
-        for all_, one in zip(found, made, strict=True):
+        tensors = tensors or [torch.empty((len(given), *one.shape), dtype=one.dtype, device=one.device) for one in made]
+        for all_, one in zip(tensors, made, strict=True):
             all_[t] = one
-    return found, states
+    return tensors, states
 
 
 @functools.lru_cache(maxsize=256)
@@ -63,8 +63,8 @@ def compiled_step(text: str) -> Step:
     ends = (f"[{', '.join(one.name for one in nodes)}]" for nodes in (body.rows, body.next))
     lines.append(f"    return {', '.join(ends)}")
     exec(compile("\n".join(lines), "<autopar chain>", "exec"), names)
-    found: Step = names["step"]
-    return found
+    compiled_step: Step = names["step"]
+    return compiled_step
 
 
 def _argument(arg: Any, names: dict[str, Any]) -> str:
@@ -118,7 +118,7 @@ def _handed_on(
 ) -> Generator[Any, list[Any], Tensors]:
     """The states as the rank whose turn comes gets them; of the others each keeps its own. Every rank sends, as in all
     that ranks do together, and what the others send is not looked at."""
-    found = list(states)
+    handed = list(states)
     for dtype in dict.fromkeys(one.dtype for one in states):
         some = [i for i, one in enumerate(states) if one.dtype == dtype]
         message = torch.cat([states[i].reshape(-1) for i in some])
@@ -127,8 +127,8 @@ def _handed_on(
         if place == after.place:
             pieces = message.split([states[i].numel() for i in some])
             for i, piece in zip(some, pieces, strict=True):
-                found[i] = piece.view(states[i].shape)
-    return found
+                handed[i] = piece.view(states[i].shape)
+    return handed
 
 
 # Opaque: traced, it would be as long as the sequence.

@@ -14,13 +14,13 @@ ROW = 1024  # elements of a row: to call for a shorter one costs more than to co
 
 
 def linear_scan(a: Tensor, b: Tensor, start: Tensor | None, dim: int, reverse: bool, *, runs: int = 1) -> Tensor:
-    found = torch.empty(b.shape, dtype=b.dtype, device=b.device)
-    a, b, out = (x.unflatten(dim, (runs, -1)).movedim(dim + 1, 0) for x in (a, b, found))
+    empty = torch.empty(b.shape, dtype=b.dtype, device=b.device)
+    a, b, out = (x.unflatten(dim, (runs, -1)).movedim(dim + 1, 0) for x in (a, b, empty))
     if not host.on_host(b) or b[0].numel() < ROW:
         _scan_blocks(a, b, start, out, reverse)
     else:
         _scan_rows(a, b, start, out, reverse)
-    return found
+    return empty
 
 
 def _scan_rows(a: Tensor, b: Tensor, start: Tensor | None, out: Tensor, reverse: bool) -> None:

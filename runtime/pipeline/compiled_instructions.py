@@ -164,15 +164,15 @@ def _executable(graph: StageGraph) -> Executable:
 
 def _inputs(program: Program, microbatch: int) -> tuple[Key, ...]:
     """The values of a graph's placeholders. What is not split is the same in all micro-batches."""
-    found: list[Key] = []
+    inputs: list[Key] = []
     for node, entry in program.entries:
         if entry.kind == "saved":
-            found.append((entry.name, microbatch))
+            inputs.append((entry.name, microbatch))
         elif entry.kind == "batch":
-            found.append((node.name, max(microbatch, 0)))
+            inputs.append((node.name, max(microbatch, 0)))
         else:
-            found.append((entry.name if entry.kind == "step" else node.name, ONCE))
-    return tuple(found)
+            inputs.append((entry.name if entry.kind == "step" else node.name, ONCE))
+    return tuple(inputs)
 
 
 def _write(kind: str, name: str, action: Action, sums: tuple[str, ...]) -> Write:

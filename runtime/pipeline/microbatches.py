@@ -66,12 +66,12 @@ class Totals:
 
     def take(self, name: str) -> torch.Tensor:
         """The whole, which is then no longer here."""
-        how, found = self.reductions[name], self.parts.pop(name)
+        how, joined = self.reductions[name], self.parts.pop(name)
         if how.is_sum(self.time):
-            return found
+            return joined
         for one in how.joins if how.joins[0].kind == "gather" else how.joins[1:]:
-            found = _joined(found, one, self.time)
-        (whole,) = found.values()
+            joined = _joined(joined, one, self.time)
+        (whole,) = joined.values()
         return whole
 
 
@@ -92,13 +92,13 @@ def _grouped(time: Mesh, microbatches: Mapping[int, Any], axis: str) -> dict[int
 def _joined(parts: Mapping[int, torch.Tensor], how: Join, time: Mesh) -> dict[int, torch.Tensor]:
     groups = _grouped(time, parts, how.axis)
     if how.kind == "gather":
-        return {first: laid_side_by_side(found, how.dim, how.outer) for first, found in groups.items()}
-    found = {}
+        return {first: laid_side_by_side(joined, how.dim, how.outer) for first, joined in groups.items()}
+    joined = {}
     for first, (total, *rest) in groups.items():
         for part in rest:
             total = reduce_two(total, part, how.kind)
-        found[first] = total
-    return found
+        joined[first] = total
+    return joined
 
 
 @dataclass(frozen=True, slots=True)

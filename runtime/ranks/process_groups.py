@@ -78,7 +78,7 @@ def make_groups(
     rank = dist.get_rank()
     if dist.get_world_size() != mesh.size:
         raise RankError(f"mesh '{mesh}' has {mesh.size} ranks, but {dist.get_world_size()} processes are running.")
-    found: dict[str, Group] = {}
+    groups: dict[str, Group] = {}
     for axis in axes:
         members = axis_group(mesh, rank, axis)
         if device_mesh is not None and axis in (device_mesh.mesh_dim_names or ()):
@@ -91,8 +91,8 @@ def make_groups(
         order = tuple(stored.index(member) for member in members)
         second = _new_group(mesh, axis, members, timeout, is_urgent=True) if axis in twice else None
         assert second is None or dist.get_process_group_ranks(second) == stored
-        found[axis] = Group(handle, len(members), None if order == tuple(range(len(members))) else order, second)
-    return found
+        groups[axis] = Group(handle, len(members), None if order == tuple(range(len(members))) else order, second)
+    return groups
 
 
 def _new_group(

@@ -113,8 +113,8 @@ class FusedKernel:
             return torch.empty(shape, dtype=wide(result.type.dtype), device=self.device)
         over = self.over[which]
         if over is not None and over in launch.kernel.in_place[which]:
-            found: torch.Tensor = operands[over].view(result.type.shape)
-            return found
+            view: torch.Tensor = operands[over].view(result.type.shape)
+            return view
         return torch.empty(result.type.shape, dtype=result.type.dtype, device=self.device)
 
     def _start(self, launch: Launch, operands: Sequence[Any], results: Sequence[torch.Tensor]) -> None:

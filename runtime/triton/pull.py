@@ -72,9 +72,9 @@ class BodyWriter:
 
     def put(self, word: str, text: str, axes: frozenset[str], comment: str = "") -> TileTerm:
         """A line `word = text`, in the loop only if it changes there; what has this text already, if something has."""
-        found = self.find(text)
-        if found is not None:
-            return found
+        tile_term = self.find(text)
+        if tile_term is not None:
+            return tile_term
         name = self.name(word)
         self.line(f"{name} = {text}", axes, comment)
         return self.keep(text, TileTerm(name, axes))
@@ -135,10 +135,10 @@ class Puller:
         if value.op in REDUCTIONS:
             return self._reduction(value, index)
         key = (id(value), index, guard)
-        found = self.writer.find(key)
-        if found is None:
-            found = self.writer.keep(key, self._written(value, index, guard))
-        return found
+        tile_term = self.writer.find(key)
+        if tile_term is None:
+            tile_term = self.writer.keep(key, self._written(value, index, guard))
+        return tile_term
 
     def _written(self, value: Value, index: Index, guard: Guard) -> TileTerm:
         if value.op == "load":
@@ -184,14 +184,14 @@ class Puller:
         """Choose the part at the place; from the last to the first, which are chosen first."""
         dim, starts, fill = value.data
         is_covered = sum(part.shape[dim] for part in value.args) == value.shape[dim]
-        found = None if is_covered else TileTerm(_literal_of(fill, value.dtype))
+        chosen = None if is_covered else TileTerm(_literal_of(fill, value.dtype))
         for part, start in reversed(list(zip(value.args, starts, strict=True))):
             within = self._within(index[dim], start, start + part.shape[dim], value.shape[dim])
             moved = (*index[:dim], index[dim] + -start if part.shape[dim] > 1 else ZERO, *index[dim + 1 :])
             term = self.pull(part, moved, (*guard, *within))
-            found = self._chosen(within, term, found, value.name)
-        assert found is not None
-        return found
+            chosen = self._chosen(within, term, chosen, value.name)
+        assert chosen is not None
+        return chosen
 
     def _chosen(self, within: Guard, yes: TileTerm, no: TileTerm | None, comment: str) -> TileTerm:
         if no is None or not within:

@@ -21,11 +21,11 @@ Count = Callable[[Tensor, Tensor], int]
 def places(mask: Tensor, count: Count, source: Tensor | None = None) -> list[Tensor]:
     """Where a mask holds, that was made of `source`: a tensor a dim, in torch's order."""
     at = _places(mask.reshape(-1), count, mask if source is None else source)
-    found = []
+    places = []
     for dim, size in enumerate(mask.shape):
         place = at // math.prod(mask.shape[dim + 1 :]) if dim + 1 < mask.ndim else at
-        found.append(place % size if dim and size else place)
-    return found
+        places.append(place % size if dim and size else place)
+    return places
 
 
 def _places(flat: Tensor, count: Count, source: Tensor) -> Tensor:

@@ -95,16 +95,16 @@ class Values:
 
     def operands(self, args: Any, kwargs: Any) -> Operands:
         """What a call is about to be given."""
-        found = Operands()
+        operands = Operands()
         for leaf in leaves((args, kwargs)):
             if isinstance(leaf, Tensor):
-                found.tensors.append(leaf)
-                found.versions.append(version_of(leaf))
+                operands.tensors.append(leaf)
+                operands.versions.append(version_of(leaf))
                 known = self._entered(leaf)
-                found.kinds, found.outside = found.kinds | known.kinds, found.outside | known.outside
+                operands.kinds, operands.outside = operands.kinds | known.kinds, operands.outside | known.outside
             elif not isinstance(leaf, _PLAIN) and type(leaf) not in _ARRAYS:
-                found.kinds |= OTHER
-        return found
+                operands.kinds |= OTHER
+        return operands
 
     def saw(
         self, function: Any, args: Any, kwargs: Any, before: Operands, result: Any,

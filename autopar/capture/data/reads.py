@@ -151,11 +151,11 @@ class Reads:
         self.tensors.append(tensor.detach())
         return read.value
 
-    def learn(self, found: Unknown, traced: Traced, inputs: Sequence[Tensor | None]) -> None:
+    def learn(self, unknown: Unknown, traced: Traced, inputs: Sequence[Tensor | None]) -> None:
         """Compute the value that ended a trace; `traced` returns its tensor."""
         with torch.no_grad():
             tensor = traced.run(*inputs)[0]
-        self.known.append(Read(found.function, found.line, _reader(found.function)[1](tensor)))
+        self.known.append(Read(unknown.function, unknown.line, _reader(unknown.function)[1](tensor)))
 
 
 def needed(traced: Traced) -> list[int]:
@@ -175,14 +175,14 @@ def known_inputs(
 ) -> tuple[Traced, list[torch.Tensor | None]]:
     """The trace without what an unknown value does not need, and the data that it needs. given: the inputs,
     each with what it stands for."""
-    found: list[torch.Tensor | None] = [None] * len(given)
+    tensors: list[torch.Tensor | None] = [None] * len(given)
     for position in needed(traced):
         entry, tensor = given[position]
         if entry.kind in STEADY and tensor is not None and not fake_like(tensor):
-            found[position] = tensor.to(device)  # the trace makes its own tensors there
+            tensors[position] = tensor.to(device)  # the trace makes its own tensors there
             continue
         raise refusal(not_steady(entry.kind, entry.name, unknown.function), unknown.line)
-    return traced, found
+    return traced, tensors
 
 
 def fake_like(value: Any) -> bool:

@@ -91,9 +91,9 @@ class RecordedCalls:
 
     def by_values(self) -> RecordedCalls:
         """For a first run that is compared by values, of the step that these are of."""
-        found = RecordedCalls(by_value=True)
-        found.changing |= self.rebound
-        return found
+        recorded_calls = RecordedCalls(by_value=True)
+        recorded_calls.changing |= self.rebound
+        return recorded_calls
 
     def _enter(self, tensor: torch.Tensor, key: int, behind: int, is_new: bool) -> None:
         """`is_new`: what its memory holds is."""

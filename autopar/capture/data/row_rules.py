@@ -175,12 +175,12 @@ def follow_rows(nodes: Iterable[fx.Node], places: Mapping[Value, Split], count: 
     """Where the results of some calls have rows, in the order in which torch ran them. places: of what they read.
 
     Raises Refused where one does not take each row by itself."""
-    found = dict(places)
+    splits = dict(places)
     for node in nodes:
         if node.op != "call_function" or is_getitem(node):
             continue
         operands = [source_of(one) for one in _tensors_in((node.args, node.kwargs))]
-        known = {i: found[value] for i, value in enumerate(operands) if value in found}
+        known = {i: splits[value] for i, value in enumerate(operands) if value in splits}
         if not known or (filled(node) is not None and not _is_alike(node)):
             continue
         way = through(_call_of(node), known, TABLE, count)
@@ -190,8 +190,8 @@ def follow_rows(nodes: Iterable[fx.Node], places: Mapping[Value, Split], count: 
             raise Refused("it adds the rows up")
         if any(at is not None and i not in known for i, at in enumerate(way.operands)):
             raise Refused("another tensor has as many rows of its own")
-        found |= {(node, i): at for i, at in enumerate(way.results) if at is not None}
-    return found
+        splits |= {(node, i): at for i, at in enumerate(way.results) if at is not None}
+    return splits
 
 
 def are_views(nodes: Iterable[fx.Node]) -> bool:
@@ -232,9 +232,9 @@ def _type(value: Tensor) -> TensorType:
 
 def _tensors_in(args: Any) -> list[fx.Node]:
     """The tensors among the arguments of a node, in order."""
-    found: list[fx.Node] = []
-    fx.node.map_arg(args, lambda one: found.append(one) if isinstance(one.meta.get("val"), Tensor) else None)
-    return found
+    tensors: list[fx.Node] = []
+    fx.node.map_arg(args, lambda one: tensors.append(one) if isinstance(one.meta.get("val"), Tensor) else None)
+    return tensors
 
 
 def only_valid(rows: Tensor, valid: Tensor, dim: int, number: int = 0) -> Tensor:

@@ -40,9 +40,9 @@ class _Numbers:
         self.sources.append(source)
         if self.reads is None:
             raise _NotAllowed
-        found = self.reads.take(COUNT, tensor, self.line)
-        assert isinstance(found, int)
-        return found
+        count = self.reads.take(COUNT, tensor, self.line)
+        assert isinstance(count, int)
+        return count
 
     def places(self, mask: Tensor) -> list[Tensor]:
         """Where a mask holds."""

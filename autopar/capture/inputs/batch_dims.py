@@ -99,14 +99,14 @@ def shown(parts: Parts, dims: Sequence[Any]) -> str:
 
 def guessed(parts: Parts) -> list[Any]:
     """What may be meant, by leaf: the dim whose size most tensors have in front; UNKNOWN where that does not tell."""
-    found: list[Any] = [None] * len(parts.leaves)
+    guessed: list[Any] = [None] * len(parts.leaves)
     sizes = [leaf.shape[0] for _, leaf in parts.tensors() if leaf.ndim]
     size = max(sizes, key=sizes.count, default=None)
     for i, leaf in parts.tensors():
         fits = [dim for dim, each in enumerate(leaf.shape) if each == size]
         if leaf.ndim:
-            found[i] = fits[0] if len(fits) == 1 else UNKNOWN
-    return found
+            guessed[i] = fits[0] if len(fits) == 1 else UNKNOWN
+    return guessed
 
 
 @dataclass(slots=True)

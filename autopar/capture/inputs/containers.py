@@ -284,13 +284,13 @@ def _items(value: Any) -> list[Any]:
 
 def _attributes(value: Any) -> dict[str, Any]:
     """The attributes of the object itself, in its `__dict__` and in slots."""
-    found = dict(getattr(value, "__dict__", {}))
+    attributes = dict(getattr(value, "__dict__", {}))
     for kind in type(value).__mro__:
         for name, slot in vars(kind).items():
             if isinstance(slot, MemberDescriptorType) and name != "__dict__":
                 with suppress(AttributeError):  # not set
-                    found[name] = slot.__get__(value)
-    return found
+                    attributes[name] = slot.__get__(value)
+    return attributes
 
 
 def _base(kind: type) -> Any:

@@ -29,7 +29,7 @@ class State:
 
 def state_of(model: nn.Module, partners: Mapping[str, nn.Module] | None = None) -> State:
     """Parameters, buffers and plain tensor attributes of `model`, then those of its partners, by identity."""
-    found: dict[int, tuple[str, list[str], torch.Tensor]] = {}
+    tensors: dict[int, tuple[str, list[str], torch.Tensor]] = {}
     for prefix, module in {"": model, **(partners or {})}.items():
         for kind, named in (
             ("parameter", tables.named_parameters(module, prefix, remove_duplicate=False)),
@@ -37,8 +37,8 @@ def state_of(model: nn.Module, partners: Mapping[str, nn.Module] | None = None) 
             ("constant", _tensor_attributes(module, prefix)),
         ):
             for name, tensor in named:
-                found.setdefault(id(tensor), (kind, [], tensor))[1].append(name)
-    return State(tuple((Input(kind, tuple(names)), tensor) for kind, names, tensor in found.values()))
+                tensors.setdefault(id(tensor), (kind, [], tensor))[1].append(name)
+    return State(tuple((Input(kind, tuple(names)), tensor) for kind, names, tensor in tensors.values()))
 
 
 def _tensor_attributes(model: nn.Module, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -51,11 +51,11 @@ def _tensor_attributes(model: nn.Module, prefix: str) -> Iterator[tuple[str, tor
 def once_each(step: nn.Module, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """One name for each attribute: those of a module that is registered under two names have two, and to swap them
     twice would leave the first stand-in there when they are put back."""
-    found: dict[tuple[int, str], tuple[str, torch.Tensor]] = {}
+    tensors: dict[tuple[int, str], tuple[str, torch.Tensor]] = {}
     for name, value in values.items():
         path, _, attribute = name.rpartition(".")
-        found.setdefault((id(tables.submodule(step, path)), attribute), (name, value))
-    return dict(found.values())
+        tensors.setdefault((id(tables.submodule(step, path)), attribute), (name, value))
+    return dict(tensors.values())
 
 
 @contextmanager
@@ -120,12 +120,12 @@ def fakes_of(
 ) -> list[torch.Tensor]:
     """Tensors without data for the inputs of a step; given: what each stands for, None of the scale and the seed."""
     forms: dict[str, tuple[tuple[int, ...], torch.dtype | None]] = {"scale": ((), None), "seed": ((2,), torch.int64)}
-    found = []
+    fakes = []
     with fake:
         for entry, tensor in given:
             if tensor is None:
                 shape, dtype = forms[entry.kind]
-                found.append(torch.empty(shape, dtype=dtype, device=device))
+                fakes.append(torch.empty(shape, dtype=dtype, device=device))
             else:
-                found.append(torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device))
-    return found
+                fakes.append(torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device))
+    return fakes

@@ -80,8 +80,8 @@ def inlined(parallel: Inlined) -> nn.Module | None:
     """The module to run in place of a parallel one that is called while a step is traced; None outside of traces."""
     if not is_traced(parallel):
         return None
-    found: nn.Module | None = handle_torch_function(inlined, (), parallel)
-    return found
+    module: nn.Module | None = handle_torch_function(inlined, (), parallel)
+    return module
 
 
 def is_traced(parallel: Inlined) -> bool:

@@ -74,17 +74,17 @@ def submodule(model: nn.Module, path: str) -> nn.Module:
 def parameter(model: nn.Module, name: str) -> nn.Parameter:
     """Look a parameter up by its name, as `Module.get_parameter` does."""
     path, _, attribute = name.rpartition(".")
-    found = submodule(model, path)._parameters[attribute]
-    assert found is not None, name
-    return found
+    parameter = submodule(model, path)._parameters[attribute]
+    assert parameter is not None, name
+    return parameter
 
 
 def buffer(model: nn.Module, name: str) -> torch.Tensor:
     """Look a buffer up by its name, as `Module.get_buffer` does."""
     path, _, attribute = name.rpartition(".")
-    found = submodule(model, path)._buffers[attribute]
-    assert found is not None, name
-    return found
+    buffer = submodule(model, path)._buffers[attribute]
+    assert buffer is not None, name
+    return buffer
 
 
 def functional_call(

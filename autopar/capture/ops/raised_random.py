@@ -182,8 +182,8 @@ def _multinomial(
     p = input.detach()
     if replacement and num_samples > 1:
         shape = (*p.shape[:-1], num_samples, p.shape[-1])
-        found: Tensor = (p.unsqueeze(-2) / mode.draw("exponential", shape, p.dtype)).max(-1)[1]
-        return found
+        multinomial: Tensor = (p.unsqueeze(-2) / mode.draw("exponential", shape, p.dtype)).max(-1)[1]
+        return multinomial
     speed = p / mode.draw("exponential", p.shape, p.dtype)
     return speed.max(-1, keepdim=True)[1] if num_samples == 1 else speed.topk(num_samples)[1]
 

@@ -100,13 +100,13 @@ class Guards:
         """What has changed. Where nothing has, equal values in other objects are those to look at from now on."""
         walk = self._walk()
         old, new = self.index, _by_name(walk.spots)
-        found = [
+        changes = [
             Change(spot, new.get(key), key) for key, spot in old.items() if not self._same(key, spot, new.get(key))
         ]
-        found += [Change(None, spot, key) for key, spot in new.items() if key not in old]
-        if not found:
+        changes += [Change(None, spot, key) for key, spot in new.items() if key not in old]
+        if not changes:
             self._anchor(walk)
-        return found
+        return changes
 
     def _is_given(self) -> bool:
         """The arguments have the same numbers: looked at first, as they may well be others at each call."""

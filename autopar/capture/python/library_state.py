@@ -60,7 +60,7 @@ def _is_of(kind: type, modules: tuple[str, ...]) -> bool:
 def attributes_read(kind: type, names: frozenset[str]) -> frozenset[str]:
     """The names in the code that names a method of a class, and in the methods that are called there. names: those in
     the user's code."""
-    found, seen = set(names), set[str]()
+    attributes_read, seen = set(names), set[str]()
     pending = [*names, *(name for cls in kind.__mro__[:-1] for name in vars(cls) if name[:2] == name[-2:] == "__")]
     while pending:
         name = pending.pop()
@@ -68,9 +68,9 @@ def attributes_read(kind: type, names: frozenset[str]) -> frozenset[str]:
             continue
         seen.add(name)
         for code in _codes(next((vars(cls)[name] for cls in kind.__mro__ if name in vars(cls)), None)):
-            found.update(code.co_names)
+            attributes_read.update(code.co_names)
             pending += code.co_names
-    return frozenset(found)
+    return frozenset(attributes_read)
 
 
 def _codes(member: Any) -> Iterator[CodeType]:

@@ -215,12 +215,12 @@ class Ran:
 
     def names(self) -> set[str]:
         """Every name and text in the code: among them those of all attributes that it reads."""
-        found: set[str] = {"forward"}
+        names: set[str] = {"forward"}
         for code, _ in self._codes.values():
             for inner in _with_nested(code):
-                found.update(inner.co_names)
-                found.update(_texts(inner.co_consts))
-        return found
+                names.update(inner.co_names)
+                names.update(_texts(inner.co_consts))
+        return names
 
     def computes_names(self) -> bool:
         """True if code reads an attribute by a name that does not stand in it."""

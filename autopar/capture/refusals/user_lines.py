@@ -14,12 +14,12 @@ from autopar.capture.refusals.location import Line, is_user_file
 
 def line_that_changes(run: Callable[[], object], state: Callable[[], object]) -> Line | None:
     """The first line of the user's that makes `state()` another. Slow: only for a message."""
-    found: list[Line] = []
+    lines: list[Line] = []
     last: dict[FrameType, Line] = {}
     seen: list[object] = []
 
     def look(frame: FrameType, event: str, _argument: Any) -> Any:
-        if found or not is_user_file(frame.f_code.co_filename):
+        if lines or not is_user_file(frame.f_code.co_filename):
             return None
         now = state()
         if seen and now != seen[-1]:  # by the line before, here or in the nearest caller
@@ -27,7 +27,7 @@ def line_that_changes(run: Callable[[], object], state: Callable[[], object]) ->
             while caller is not None and caller not in last:
                 caller = caller.f_back
             if caller is not None:
-                found.append(last[caller])
+                lines.append(last[caller])
                 return None
         seen[:] = [now]
         last[frame] = (frame.f_code.co_filename, frame.f_lineno)
@@ -40,7 +40,7 @@ def line_that_changes(run: Callable[[], object], state: Callable[[], object]) ->
             run()
     finally:
         sys.settrace(tracer)
-    return found[0] if found else None
+    return lines[0] if lines else None
 
 
 def quoted(line: Line) -> str:

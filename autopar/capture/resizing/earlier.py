@@ -179,15 +179,15 @@ def _are_apart(samples: Sequence[SizedCapture], sizes: tuple[int, ...]) -> bool:
 def _known(samples: Sequence[SizedCapture], forward: TracedForward) -> dict[Vector, Number] | None:
     """The numbers of the forward pass that change, by what they were in the samples, with what they are now; None if
     one is not what it should be."""
-    found: dict[Vector, Number] = {}
+    known: dict[Vector, Number] = {}
     columns = zip(*(sample.forward for sample in samples), strict=True)
     for was, now in zip(columns, forward.skeleton.numbers, strict=True):
         if all(number == was[0] for number in was):
             if now != was[0]:
                 return None
-        elif found.setdefault(was, now) != now or any(map(_is_special, (*was, now))):
+        elif known.setdefault(was, now) != now or any(map(_is_special, (*was, now))):
             return None
-    return found
+    return known
 
 
 def _follows(was: Vector, now: Number, samples: Sequence[SizedCapture], forward: TracedForward) -> bool:

@@ -103,10 +103,10 @@ def of_program(program: Program) -> Skeleton:
     return Skeleton(whole, tuple(taker.numbers))
 
 
-def _taken(found: Record, taker: _Taker) -> Hashable:
-    types = tuple([type_ and (type_.dtype, taker.take(type_.shape)) for type_ in found.types])
-    taker.numbers.append(found.flops)
-    return types, found.exact, found.with_(types=(), flops=0)
+def _taken(known: Record, taker: _Taker) -> Hashable:
+    types = tuple([type_ and (type_.dtype, taker.take(type_.shape)) for type_ in known.types])
+    taker.numbers.append(known.flops)
+    return types, known.exact, known.with_(types=(), flops=0)
 
 
 def with_numbers(program: Program, numbers: Sequence[Number]) -> Program:
@@ -120,10 +120,10 @@ def with_numbers(program: Program, numbers: Sequence[Number]) -> Program:
     return program.with_(graph=graph)
 
 
-def _with_numbers(found: Record, left: Iterator[Number]) -> Record:
-    types = tuple([type_ and TensorType(_put(type_.shape, left, _no_node), type_.dtype) for type_ in found.types])
+def _with_numbers(known: Record, left: Iterator[Number]) -> Record:
+    types = tuple([type_ and TensorType(_put(type_.shape, left, _no_node), type_.dtype) for type_ in known.types])
     flops: Any = next(left)
-    return found if types == found.types and flops == found.flops else found.with_(types=types, flops=flops)
+    return known if types == known.types and flops == known.flops else known.with_(types=types, flops=flops)
 
 
 def _put(value: Any, left: Iterator[Number], node_of: Callable[[fx.Node], fx.Node]) -> Any:

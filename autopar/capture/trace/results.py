@@ -105,11 +105,11 @@ class Results:
             result = call(*args, **kwargs)
         finally:
             self._fake.cache_enabled = before
-        found = self._results(result, operands)
-        if found is not None:
+        results = self._results(result, operands)
+        if results is not None:
             if len(self._memory) > _MOST:
                 self._memory.clear()
-            self._memory[key] = found
+            self._memory[key] = results
         return result
 
     def _add_forms(self, values: Any, key: list[Any], operands: list[FakeTensor]) -> None:

@@ -60,12 +60,12 @@ STEP = {each.name: each for each in fields(StepOptions) if each.metadata["flag"]
 
 def _flags() -> list[tuple[str, Any, Any]]:
     """Name, annotation and default of each option of a command. What is True by default is turned off by "no_"."""
-    found = [_typed(name, flag, default) for name, (default, flag) in OWN.items()]
+    flags = [_typed(name, flag, default) for name, (default, flag) in OWN.items()]
     for name, each in STEP.items():
         is_on = each.default is True
         text = f"do not {short_text(name)}" if is_on else short_text(name)
-        found.append(_typed(f"no_{name}" if is_on else name, each.metadata["flag"], None, text))
-    return found
+        flags.append(_typed(f"no_{name}" if is_on else name, each.metadata["flag"], None, text))
+    return flags
 
 
 def _typed(name: str, flag: Flag, default: Any, text: str = "") -> tuple[str, Any, Any]:
@@ -108,13 +108,13 @@ class CommandOptions:
     def arguments(self) -> list[str]:
         """The same options for the process of a rank."""
         StepOptions(**self._step())  # what is wrong is said before anything starts
-        found = [] if self.plan is None else ["--plan", self.plan.file]
+        arguments = [] if self.plan is None else ["--plan", self.plan.file]
         for name, value in self._said().items():
             flag = f"--{name.replace('_', '-')}"
             if isinstance(value, (list, tuple)):
                 value = ";".join(read_stages(value))
-            found += [flag] if value is True else [flag, str(value)]
-        return found
+            arguments += [flag] if value is True else [flag, str(value)]
+        return arguments
 
     def _step(self) -> dict[str, Any]:
         """What is said of a step, by the names of `StepOptions`."""
@@ -122,13 +122,13 @@ class CommandOptions:
 
     def flags(self) -> dict[str, Any]:
         """What the flags alone say of a step."""
-        found: dict[str, Any] = {}
+        flags: dict[str, Any] = {}
         for name, value in self._said().items():
             if name.startswith("no_"):
-                found[name.removeprefix("no_")] = False
+                flags[name.removeprefix("no_")] = False
             elif name in STEP:
-                found[name] = STEP[name].metadata["flag"].read(value)
-        return found
+                flags[name] = STEP[name].metadata["flag"].read(value)
+        return flags
 
     def _said(self) -> dict[str, Any]:
         return {name: value for name, value in self.given.items() if value is not None and value is not False}

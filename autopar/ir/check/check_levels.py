@@ -77,8 +77,8 @@ def _of_stages(program: Program) -> set[str]:
 
 
 def _fail(node: fx.Node, text: str) -> None:
-    found = record(node)
-    raise VerificationError(f"%{node.name} ({node.target}, made by {found.made_by}, {found.source}): {text}")
+    known = record(node)
+    raise VerificationError(f"%{node.name} ({node.target}, made by {known.made_by}, {known.source}): {text}")
 
 
 def _check_graph(program: Program, level: Level) -> None:
@@ -98,12 +98,12 @@ def _check_graph(program: Program, level: Level) -> None:
 
 
 def _check_layouts(node: fx.Node, program: Program) -> None:
-    found = record(node)
+    known = record(node)
     if node.op == "output":
         return
-    if len(found.layouts) != len(found.types) and any(type_ is not None for type_ in found.types):
-        _fail(node, f"{len(found.types)} results, but {len(found.layouts)} layouts")
-    for type_, layout in zip(found.types, found.layouts, strict=False):
+    if len(known.layouts) != len(known.types) and any(type_ is not None for type_ in known.types):
+        _fail(node, f"{len(known.types)} results, but {len(known.layouts)} layouts")
+    for type_, layout in zip(known.types, known.layouts, strict=False):
         if (type_ is None) != (layout is None):
             _fail(node, f"type {type_} with layout {layout}")
         if type_ is not None and layout is not None and not fits(type_.shape, layout, program.mesh):

@@ -87,11 +87,11 @@ def group_of(mesh: Mesh, name: str, ranks: int) -> RankGroup:
 
 def inside_of(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
     """How many ranks of each axis lie in one node of so many. sizes: of the axes of a mesh, outermost first."""
-    found, stride = dict[str, int](), 1
+    inside, stride = dict[str, int](), 1
     for axis, count in reversed(list(sizes.items())):
-        found[axis] = max(1, min(count, ranks // stride))
+        inside[axis] = max(1, min(count, ranks // stride))
         stride *= count
-    return found
+    return inside
 
 
 def human(bytes_: float) -> str:

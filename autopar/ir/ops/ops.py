@@ -204,8 +204,8 @@ Indices = Sequence[torch.Tensor | None]
 def index_of_rows(x: torch.Tensor, indices: Indices, rows: list[int]) -> torch.Tensor:
     """x[indices], in which each row has an index of its own: where rows[dim] is -k, the index of `dim` counts 0, 1, ...
     along the k-th last dim of the indices, and is not given."""
-    found: torch.Tensor = torch.ops.aten.index.Tensor(x, row_indices(x, indices, rows))
-    return found
+    index: torch.Tensor = torch.ops.aten.index.Tensor(x, row_indices(x, indices, rows))
+    return index
 
 
 @semantic(

@@ -30,7 +30,7 @@ def kept_values(program: Program) -> dict[fx.Node, tuple[fx.Node, ...]]:
     Views are no values of their own: what they lie in is kept. Inputs of the program, gathered or not, are no values of
     the forward pass.
     """
-    found: dict[fx.Node, dict[fx.Node, None]] = {}
+    nodes: dict[fx.Node, dict[fx.Node, None]] = {}
     for node in program.calls():
         if record(node).phase != "backward":
             continue
@@ -38,8 +38,8 @@ def kept_values(program: Program) -> dict[fx.Node, tuple[fx.Node, ...]]:
             root = root_of(operand)
             is_made = root.op == "call_function" and not is_gathered_input(root)
             if is_made and record(root).phase != "backward" and _has_tensors(root):
-                found.setdefault(root, {})[node] = None
-    return {root: tuple(users) for root, users in found.items()}
+                nodes.setdefault(root, {})[node] = None
+    return {root: tuple(users) for root, users in nodes.items()}
 
 
 def _has_tensors(node: fx.Node) -> bool:

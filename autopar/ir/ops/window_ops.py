@@ -76,12 +76,12 @@ def out_space(
     runs: Ints = (),
 ) -> tuple[int, ...]:  # fmt: skip
     """The sizes of the dims of space of what a convolution gives."""
-    found = []
+    out_space = []
     for i, size in enumerate(space):
         run = runs[i] if runs else 1
         read = size // run + before[i] + after[i] - dilation[i] * (kernel[i] - 1)
-        found.append(run * ((read - 1) // stride[i] + 1))
-    return tuple(found)
+        out_space.append(run * ((read - 1) // stride[i] + 1))
+    return tuple(out_space)
 
 
 SEMANTIC = (

@@ -216,8 +216,8 @@ class Agreement:
         """The highest of each number over all ranks."""
         sent = torch.tensor(numbers, dtype=torch.int64)
         dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=self._group)
-        found: list[int] = sent.tolist()
-        return found
+        highest: list[int] = sent.tolist()
+        return highest
 
 
 def _host_group() -> Any:
@@ -290,19 +290,19 @@ def _check_calls(said: Sequence[_Said]) -> None:
 
 
 def _alike(said: Sequence[_Said], text: Callable[[_Said], str]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
+    alike: dict[str, list[int]] = {}
     for rank, each in enumerate(said):
-        found.setdefault(text(each), []).append(rank)
-    return found
+        alike.setdefault(text(each), []).append(rank)
+    return alike
 
 
 def _aligned(a: tuple[str, ...], b: tuple[str, ...]) -> list[tuple[str, str]]:
     """The lines that differ, side by side; 'nothing' beside what only one has."""
-    found: list[tuple[str, str]] = []
+    aligned: list[tuple[str, str]] = []
     for kind, i, i_end, j, j_end in difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
         if kind != "equal":
-            found += itertools.zip_longest(a[i:i_end], b[j:j_end], fillvalue="nothing")
-    return found
+            aligned += itertools.zip_longest(a[i:i_end], b[j:j_end], fillvalue="nothing")
+    return aligned
 
 
 # -- calls announce themselves ----------------------------------------------------------------------------------------

@@ -62,13 +62,13 @@ def means(outputs: Outputs, together: AveragedOutputs, world: BatchWorld) -> Out
             for axis in world.axes:
                 dist.all_reduce(on_wire(flat), group=world.device_mesh.get_group(axis))
         together.write(outputs, sums)
-        found = list(outputs)
+        means = list(outputs)
         for at in together.buffers:
-            found[at] = found[at].contiguous()
+            means[at] = means[at].contiguous()
             for axis in world.axes:
                 group = world.device_mesh.get_group(axis)
-                dist.broadcast(on_wire(found[at]), src=dist.get_global_rank(group, 0), group=group)
-    return tuple(found)
+                dist.broadcast(on_wire(means[at]), src=dist.get_global_rank(group, 0), group=group)
+    return tuple(means)
 
 
 def seed_of(drawn: torch.Tensor, place: int) -> torch.Tensor:

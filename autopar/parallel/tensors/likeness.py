@@ -239,11 +239,11 @@ def _method_like(user: Callable[..., Any], function: Callable[..., Any], paralle
         return function(parallel, *args, **kwargs)
 
     with suppress(TypeError, ValueError):  # some have none
-        found = inspect.signature(inner or user)
+        signature = inspect.signature(inner or user)
         if inner is None:  # no method of the module's, but what stands there
             first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-            found = found.replace(parameters=[first, *found.parameters.values()])
-        method.__signature__ = found  # type: ignore[attr-defined]
+            signature = signature.replace(parameters=[first, *signature.parameters.values()])
+        method.__signature__ = signature  # type: ignore[attr-defined]
     return types.MethodType(method, parallel)
 
 

@@ -64,10 +64,10 @@ def _over_ranks(call: SplitCall, items: Sequence[Any], order: float) -> list[tor
 def _as(dtypes: Sequence[torch.dtype], vectors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Element i of vector i in dtype i; each vector is cast once."""
     cast: dict[tuple[int, torch.dtype], tuple[torch.Tensor, ...]] = {}
-    found = []
+    tensors = []
     for i, (dtype, vector) in enumerate(zip(dtypes, vectors, strict=True)):
         key = id(vector), dtype
         if key not in cast:
             cast[key] = vector.to(dtype).unbind()
-        found.append(cast[key][i])
-    return found
+        tensors.append(cast[key][i])
+    return tensors

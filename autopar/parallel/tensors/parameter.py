@@ -337,16 +337,16 @@ class PartRun:
 
 def chunks(tensor: PlacedTensor) -> dict[torch.Size, tuple[ChunkStorageMetadata, torch.Tensor]]:
     """By offset in the whole: each block, and the piece of this rank's memory that holds it."""
-    found: dict[torch.Size, tuple[ChunkStorageMetadata, torch.Tensor]] = {}
+    chunks: dict[torch.Size, tuple[ChunkStorageMetadata, torch.Tensor]] = {}
     if not tensor.place.is_here:
-        return found
+        return chunks
     for runs in itertools.product(*(_runs(tensor, dim) for dim in range(tensor.ndim))):
         offsets, sizes = torch.Size(run.whole for run in runs), torch.Size(run.size for run in runs)
         piece = local_of(tensor)
         for dim, run in enumerate(runs):
             piece = piece.narrow(dim, run.part, run.size)
-        found[offsets] = ChunkStorageMetadata(offsets, sizes), piece.detach()
-    return found
+        chunks[offsets] = ChunkStorageMetadata(offsets, sizes), piece.detach()
+    return chunks
 
 
 def write_items(name: str, tensor: PlacedTensor) -> list[WriteItem]:

@@ -268,7 +268,7 @@ class Place:
 
     def _ranks_that_count(self, shape: torch.Size) -> list[int]:
         world = self.world
-        found = []
+        ranks_that_count = []
         for rank, coord in enumerate(world.mesh.coords()):
             if self.owner is not None and coord[PIPELINE] != self.owner:
                 continue
@@ -277,8 +277,8 @@ class Place:
             if self.owner is None and coord.get(PIPELINE, 0) and PIPELINE not in self.layout.axes:
                 continue
             if all(self._size_at(dim, size, coord) for dim, size in enumerate(shape)):
-                found.append(rank)
-        return found
+                ranks_that_count.append(rank)
+        return ranks_that_count
 
     def _size_at(self, dim: int, size: int, coord: Mapping[str, int]) -> int:
         """How many of a dim's elements the rank at a coordinate has."""
@@ -291,10 +291,10 @@ class _Blocks(StridedShard):
     """The placement of a part that is several blocks of the whole, for which some functions of torch take one block."""
 
     def _local_shard_size_and_offset(self, *args: Any, **options: Any) -> Any:
-        found = super()._local_shard_size_and_offset(*args, **options)
-        if isinstance(found[1], list):
+        shard = super()._local_shard_size_and_offset(*args, **options)
+        if isinstance(shard[1], list):
             raise refused_blocks()
-        return found
+        return shard
 
 
 def _is_fused(factors: Sequence[str | int]) -> bool:
@@ -317,7 +317,7 @@ def placements(layout: Layout, mesh: Mesh) -> list[Placement]:
     integer, or behind an axis that is later in the mesh, splits each of so many pieces: a strided shard.
     """
     names = mesh.names
-    found: list[Placement] = [Replicate()] * len(names)
+    placements: list[Placement] = [Replicate()] * len(names)
     for dim, factors in enumerate(layout.dims):
         for at, axis in enumerate(factors):
             if isinstance(axis, str):
@@ -327,8 +327,8 @@ def placements(layout: Layout, mesh: Mesh) -> list[Placement]:
                     for factor in factors[:at]
                     if isinstance(factor, int) or names.index(factor) > index
                 )
-                found[index] = Shard(dim) if outer == 1 else StridedShard(dim, split_factor=outer)
-    return found
+                placements[index] = Shard(dim) if outer == 1 else StridedShard(dim, split_factor=outer)
+    return placements
 
 
 def _meshes_of_stages(mesh: Mesh, device_mesh: DeviceMesh, mine: int) -> tuple[DeviceMesh, ...]:
@@ -338,13 +338,13 @@ def _meshes_of_stages(mesh: Mesh, device_mesh: DeviceMesh, mine: int) -> tuple[D
     if not names:  # a mesh of this rank alone, with a group: torch's functions ask for one
         names, ranks = (PIPELINE,), ranks.reshape(-1, 1)
         device_mesh = DeviceMesh(device_mesh.device_type, ranks, mesh_dim_names=("stage", PIPELINE))
-    found = []
+    meshes = []
     for owner, inside in enumerate(ranks):
         if owner == mine:
-            found.append(device_mesh[names])
+            meshes.append(device_mesh[names])
         else:
-            found.append(mesh_elsewhere(device_mesh.device_type, inside.contiguous(), names))
-    return tuple(found)
+            meshes.append(mesh_elsewhere(device_mesh.device_type, inside.contiguous(), names))
+    return tuple(meshes)
 
 
 def _as_bytes(value: torch.Tensor) -> torch.Tensor:

@@ -141,18 +141,18 @@ def place_of(tensor: DTensor, world: World) -> Place | None:
 def _factors(axes: list[tuple[int, int]], mesh: Any) -> tuple[Any, ...]:
     """The factors of a dim that some axes split, each behind so many pieces."""
     outer = dict(axes)
-    found: list[Any] = []
+    factors: list[Any] = []
     # The last of the mesh first; an earlier one goes behind as many as its split factor has room for.
     for index in sorted(outer, reverse=True):
         room, at = outer[index], 0
-        while at < len(found):
-            size = found[at] if isinstance(found[at], int) else mesh[found[at]]
+        while at < len(factors):
+            size = factors[at] if isinstance(factors[at], int) else mesh[factors[at]]
             if room % size or room < size:
                 break
             room //= size
             at += 1
-        found[at:at] = [room, mesh.names[index]] if room > 1 else [mesh.names[index]]
-    return tuple(found)
+        factors[at:at] = [room, mesh.names[index]] if room > 1 else [mesh.names[index]]
+    return tuple(factors)
 
 
 def _owner_of(mesh: Any, world: World) -> int | str | None:

@@ -58,11 +58,11 @@ class SplitCall:
 
     def written(self) -> list[torch.Tensor]:
         """What the op writes."""
-        found = []
+        written = []
         for key in self.op.writes:
             value = self.kwargs.get(key) if isinstance(key, str) else self.args[key] if key < len(self.args) else None
-            found += [value] if isinstance(value, torch.Tensor) else list(value or ())
-        return found
+            written += [value] if isinstance(value, torch.Tensor) else list(value or ())
+        return written
 
     def map(self, change: Callable[[torch.Tensor], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with other tensors, each changed once."""

@@ -46,17 +46,17 @@ class Distributor:
         Rows in the order of the ranks, if they can be: what is gathered is then the whole value, without a copy.
         """
         mesh, axes = self.mesh, tuple(axis for axis, size in self.mesh.axes if size > 1)
-        found = replicated(len(shape))
+        waiting = replicated(len(shape))
         if shape.numel() < max(least, mesh.size) or not axes:
-            return found
+            return waiting
         dim = next((dim for dim, size in enumerate(shape) if size % mesh.size == 0), None)
         if dim is None and len(axes) == 1:
             dim = max(range(len(shape)), key=lambda dim: (shape[dim] >= mesh.size, -dim))
         if dim is not None:
-            return Layout((*found.dims[:dim], axes, *found.dims[dim + 1 :]))
+            return Layout((*waiting.dims[:dim], axes, *waiting.dims[dim + 1 :]))
         for axis in sorted(axes, key=lambda axis: -mesh[axis]):
-            found = stored_layout(tuple(shape), found, mesh, axis) or found
-        return found
+            waiting = stored_layout(tuple(shape), waiting, mesh, axis) or waiting
+        return waiting
 
     def made_alike(self, part: torch.Tensor, layout: Layout, shape: torch.Size) -> ParameterTensor:
         """Make a parameter of a part that every rank made itself from one seed. Ranks that hold the same part take

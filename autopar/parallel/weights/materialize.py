@@ -163,10 +163,12 @@ class _Filling:
 
 def _generators(device: torch.device) -> list[tuple[Callable[[torch.Tensor], Any], torch.Tensor]]:
     """How to set the generators that an initialisation draws from, each with its state."""
-    found: list[tuple[Callable[[torch.Tensor], Any], torch.Tensor]] = [(torch.set_rng_state, torch.get_rng_state())]
+    generators: list[tuple[Callable[[torch.Tensor], Any], torch.Tensor]] = [
+        (torch.set_rng_state, torch.get_rng_state())
+    ]
     if device.type == "cuda":
-        found.append((lambda state: torch.cuda.set_rng_state(state, device), torch.cuda.get_rng_state(device)))
-    return found
+        generators.append((lambda state: torch.cuda.set_rng_state(state, device), torch.cuda.get_rng_state(device)))
+    return generators
 
 
 def _check_filled(made: Made, device: torch.device) -> None:
@@ -242,8 +244,8 @@ class Weights:
             name = self._known(names)
             if name is None:
                 missing.append(f"'{names[0]}'")
-            elif (found := list(self.file_of[name].get_slice(name).get_shape())) != list(tensor.shape):
-                faults.append(f"'{name}' is {found} there and {list(tensor.shape)} in the model")
+            elif (shape := list(self.file_of[name].get_slice(name).get_shape())) != list(tensor.shape):
+                faults.append(f"'{name}' is {shape} there and {list(tensor.shape)} in the model")
         if missing:
             faults.append(
                 f"{', '.join(missing[:3])}{f' and {len(missing) - 3} more' if missing[3:] else ''} "
@@ -267,9 +269,9 @@ class Weights:
 
 def _rows(place: Place, shape: torch.Size) -> tuple[slice, ...]:
     """Where a part lies in the whole: one block, of what no integer splits."""
-    found = []
+    rows = []
     for dim, size in enumerate(shape):
         mine = padded_part(torch.arange(1, size + 1), Layout((place.layout.dims[dim],)), place.mesh, place.world.coord)
         mine = mine[mine > 0]  # the rest is padding
-        found.append(slice(int(mine[0]) - 1, int(mine[-1])) if len(mine) else slice(0, 0))
-    return tuple(found)
+        rows.append(slice(int(mine[0]) - 1, int(mine[-1])) if len(mine) else slice(0, 0))
+    return tuple(rows)

@@ -66,7 +66,7 @@ class Replicas:
     def _parts(self) -> list[_Part]:
         """In an order that is the same on every rank."""
         store, where = self._store, self._store.distributor
-        found = []
+        parts = []
         for entry, tensor in store.entries():
             owner = store.owners.get(entry.name)
             layout = store.layouts.get(entry.name)
@@ -75,8 +75,8 @@ class Replicas:
             value = local_of(tensor) if entry.kind == "parameter" else tensor
             if not where.is_owner(owner):
                 value = value.new_empty(0)
-            found.append(_Part(f"{entry.kind} '{' = '.join(entry.names)}'", value.detach(), axes, owner))
-        return found
+            parts.append(_Part(f"{entry.kind} '{' = '.join(entry.names)}'", value.detach(), axes, owner))
+        return parts
 
     def _differing(self, axis: str, parts: list[_Part], digests: torch.Tensor) -> list[int]:
         """Which of the parts that `axis` replicates differ along it; the same on all ranks of its group."""

@@ -174,14 +174,14 @@ class ParameterStore:
 
     def whole_gradients(self) -> dict[str, torch.Tensor]:
         """Whole CPU gradients by parameter name on rank 0; empty on the others. Every rank must call it."""
-        found = {}
+        whole_gradients = {}
         for name in self.with_gradients():
             gradient = tables.parameter(self.model, name).grad
             assert gradient is not None
             value = self._gather(name, gradient)
             if value is not None:
-                found[name] = value
-        return found
+                whole_gradients[name] = value
+        return whole_gradients
 
     def refuse_assign(self, _module: Any, state: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
         """Keep the parameters that programs and optimizers hold: a hook of load_state_dict."""

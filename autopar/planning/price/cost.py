@@ -164,11 +164,11 @@ class Cost:
 
     def _pace(self, name: str) -> Pace:
         busy, launched = self._of_pace(name)
-        found = tuple(zip(busy.sections, launched.sections, strict=True))
+        pace = tuple(zip(busy.sections, launched.sections, strict=True))
         if self.again is None:
-            return found
+            return pace
         busy, launched = self.again._of_pace(name)
-        return (*found, (busy.each, launched.each))
+        return (*pace, (busy.each, launched.each))
 
     def _of_pace(self, name: str) -> tuple[Linear, Linear]:
         return getattr(self, f"{name}_busy"), getattr(self, f"{name}_launched")

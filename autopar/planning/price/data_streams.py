@@ -92,14 +92,14 @@ class Data:
         A parameter of ZeRO-3 is gathered while the layer before it computes (`passes/overlap/prefetch.py`), and with
         ZeRO-2 and ZeRO-3 gradients are scattered in buckets (`passes/overlap/bucket.py`).
         """
-        found: dict[str, MovingGraph] = {}
+        graphs: dict[str, MovingGraph] = {}
         freed = cost.freed(self.candidate.halves)
         for kind, pace in cost.paces(self.candidate.halves).items():
             is_read, is_left = self.candidate.gathers_again and kind != "W", self.is_each and kind in "BW"
             order = slots if is_read or is_left else merged(share)
-            found[kind] = MovingGraph(self, order if kind == "F" else order[::-1], is_read, is_left, kind != "F")
-            found[kind].run(pace, freed[kind])
-        return found
+            graphs[kind] = MovingGraph(self, order if kind == "F" else order[::-1], is_read, is_left, kind != "F")
+            graphs[kind].run(pace, freed[kind])
+        return graphs
 
     def first(self, slots: Sequence[WeightSlot], once: float) -> Moving:
         """What a rank does before its first micro-batch. once: us of what it computes then, of whole parameters."""
@@ -244,13 +244,13 @@ def slots_of(
 ) -> tuple[tuple[WeightSlot, ...], ...]:
     """The slots of each stage, in the order of the forward pass. shares: of all stages, in a row. layers: of the
     model, equal ones; ranges: those of them that compute more again."""
-    found: list[tuple[WeightSlot, ...]] = []
+    slots: list[tuple[WeightSlot, ...]] = []
     begin = Part(0.0, 0.0, 0.0)
     for share in shares:
         end = begin + share.time
-        found.append(tuple(_slots(sections, begin, end, layers, ranges)))
+        slots.append(tuple(_slots(sections, begin, end, layers, ranges)))
         begin = end
-    return tuple(found)
+    return tuple(slots)
 
 
 def few(slots: Sequence[WeightSlot], enough: float) -> tuple[Sequence[WeightSlot], int, int]:

@@ -102,14 +102,14 @@ class Layers:
             if self.micros.low < rows < HIGH and self.micros.is_alike(split.program):
                 for end in (self.micros.low, HIGH) if split.program not in self._apart else ():
                     self.sheets(split, end, recompute, halves)
-                found = _between(made, rows)
-                if found is not None:
-                    return found
+                between = _between(made, rows)
+                if between is not None:
+                    return between
                 self._apart.add(split.program)
             micro = self.micros.micro(split.program, rows, recompute, halves)
             is_placed = split.around and split.data == 1  # ranks that divide rows are others than the program has
-            found = Sheets.of(micro.placed(split.placed) if is_placed else micro, self._rest, self._once)
-            made[rows] = found.on(split.placed) if split.data > 1 else found
+            between = Sheets.of(micro.placed(split.placed) if is_placed else micro, self._rest, self._once)
+            made[rows] = between.on(split.placed) if split.data > 1 else between
         return made[rows]
 
     def notes(self, split: Split, rows: int) -> tuple[str, ...]:
@@ -202,8 +202,8 @@ class Layers:
         """What was made of these costs before, by a key that says all that it follows from."""
         if key not in self._made:
             self._made[key] = make()
-        found: T = self._made[key]
-        return found
+        kept: T = self._made[key]
+        return kept
 
 
 def _between(made: Mapping[int, Sheets], rows: int) -> Sheets | None:

@@ -159,8 +159,8 @@ class Moving:
     def most(self) -> float:
         """Bytes alive at most since this was asked before."""
         self._mark()
-        found, self.peak = self.peak, -math.inf
-        return found
+        peak, self.peak = self.peak, -math.inf
+        return peak
 
     def _gather(self, bundle: Together[Gather[ParameterPlace]]) -> None:
         over = str(bundle.members[0].over)
@@ -258,10 +258,10 @@ def sums_of(
         kinds.insert(0, (SUM, COPIES, part))
     if candidate.data > 1 and over_data:
         kinds.insert(0, (SCATTER, SHARDS, bytes_) if candidate.zero else (SUM, COPIES, bytes_))
-    found: tuple[Sum[ParameterPlace], ...] = ()
+    sums: tuple[Sum[ParameterPlace], ...] = ()
     for kind, ranks, size in reversed(kinds):
-        found = (Sum(place, kind, ranks, dtype, size, found),)
-    return found
+        sums = (Sum(place, kind, ranks, dtype, size, sums),)
+    return sums
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,8 +87,8 @@ def pipelined(candidate: Candidate, layers: Layers) -> Pipelined:
     def make() -> Pipelined:
         return _pipelined(candidate, layers.kept(("stages", *model), lambda: _stages(candidate, layers)))
 
-    found: Pipelined = layers.kept((*model, *_order(candidate)), make)
-    return found
+    kept: Pipelined = layers.kept((*model, *_order(candidate)), make)
+    return kept
 
 
 def with_least_memory(candidate: Candidate, layers: Layers) -> Pipelined:
@@ -102,8 +102,8 @@ def with_least_memory(candidate: Candidate, layers: Layers) -> Pipelined:
         cost = layers.cost(near, candidate.rows, policy, more=more).kept.in_stages()
         return _pipelined(candidate, [Stage(share, cost, {}) for share in _shares(candidate, layers)])
 
-    found: Pipelined = layers.kept(key, make)
-    return found
+    kept: Pipelined = layers.kept(key, make)
+    return kept
 
 
 def least_us(candidate: Candidate, layers: Layers) -> float:
@@ -165,14 +165,14 @@ def _stages(candidate: Candidate, layers: Layers) -> Sequence[Stage]:
     cost, data, shares = cost.in_stages(), data_of(candidate, layers), _shares(candidate, layers)
     sections = _sections(candidate, layers)
     slots = slots_of(sections, shares, layers.equal, candidate.ranges)
-    found = []
+    stages = []
     for share, own in zip(shares, slots, strict=True):
         graphs = data.graphs(share, own, cost)
         least = cost.on(share).us(share.time.layers, candidate.halves)
         us = {kind: max(graph.moving.streams.device, least[kind]) for kind, graph in graphs.items()}
         backward = (graph.alive for kind, graph in graphs.items() if kind != "F")
-        found.append(Stage(share, cost, us, own, tuple(map(max, zip(*backward, strict=True)))))
-    return found
+        stages.append(Stage(share, cost, us, own, tuple(map(max, zip(*backward, strict=True)))))
+    return stages
 
 
 def _shares(candidate: Candidate, layers: Layers) -> Sequence[Share]:
@@ -187,8 +187,8 @@ def _shares(candidate: Candidate, layers: Layers) -> Sequence[Share]:
         cost, few = (layers.cost(near, rows, policy, more=more) for rows in (candidate.rows, layers.micros.low))
         return sections.stages(layers.equal, count, data.rates(sections, cost, few), ranges)
 
-    found: Sequence[Share] = layers.kept(("shares", near, *_model(candidate, layers)), make)
-    return found
+    kept: Sequence[Share] = layers.kept(("shares", near, *_model(candidate, layers)), make)
+    return kept
 
 
 def _sections(candidate: Candidate, layers: Layers) -> Sections:
@@ -199,8 +199,8 @@ def _sections(candidate: Candidate, layers: Layers) -> Sections:
 def cost_of(candidate: Candidate, layers: Layers) -> Cost:
     """Price a micro-batch on the ranks of tp and cp, with the whole model. Raises AutoparError as `Micros.local`."""
     policy, more = candidate.policies
-    found = layers.cost(candidate.ranks_of(layers.micros.coupled), candidate.rows, policy, candidate.halves, more)
-    return found if candidate.adds else found.alone
+    cost = layers.cost(candidate.ranks_of(layers.micros.coupled), candidate.rows, policy, candidate.halves, more)
+    return cost if candidate.adds else cost.alone
 
 
 def schedule_of(candidate: Candidate, stages: int) -> tuple[Schedule, tuple[Moments, ...]]:

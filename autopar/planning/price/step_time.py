@@ -49,15 +49,15 @@ def _check_has_flops(compiled: Lowered) -> None:
 
 def _states(compiled: Lowered) -> dict[int, float]:
     """The bytes that AdamW reads and writes on a rank, by its place on pp."""
-    found = dict.fromkeys(range(dict(compiled.mesh.axes).get(PIPELINE, 1)), 0.0)
+    states = dict.fromkeys(range(dict(compiled.mesh.axes).get(PIPELINE, 1)), 0.0)
     owners, frozen = compiled.owners, compiled.plan.frozen
     for node, entry in compiled.program.parameters():
         if entry.name in frozen:
             continue
         known = record(node)
         part = TensorType(local_shape(known.type.shape, known.layout, compiled.program.mesh), known.type.dtype)
-        found[owners[entry.name] or 0] += ADAMW * part.bytes_
-    return found
+        states[owners[entry.name] or 0] += ADAMW * part.bytes_
+    return states
 
 
 def _flops(compiled: Lowered) -> tuple[float, float, str]:
@@ -71,11 +71,11 @@ def _flops(compiled: Lowered) -> tuple[float, float, str]:
 
 def products(program: Program) -> Counter[str]:
     """The FLOPs of the products of a program, by the dtype of their operands."""
-    found: Counter[str] = Counter()
+    products: Counter[str] = Counter()
     for node in program.calls():
         if flops := record(node).flops:
-            found[str(record(operand_nodes(node)[0]).type.dtype).removeprefix("torch.")] += flops
-    return found
+            products[str(record(operand_nodes(node)[0]).type.dtype).removeprefix("torch.")] += flops
+    return products
 
 
 def tokens_of(program: Program) -> int:

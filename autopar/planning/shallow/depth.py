@@ -68,15 +68,15 @@ class Rest:
     entry: frozenset[tuple[str, str]] = frozenset()
 
     @classmethod
-    def of(cls, found: Shallow) -> Rest:
+    def of(cls, shallow: Shallow) -> Rest:
         """Beside the layer that has one of its like on both sides."""
-        paths, first = _paths(found.program), found.border[0]
-        before = takewhile(lambda node: not first or paths.get(node) != first, found.program.calls())
+        paths, first = _paths(shallow.program), shallow.border[0]
+        before = takewhile(lambda node: not first or paths.get(node) != first, shallow.program.calls())
         entry = frozenset((record(node).module, record(node).source) for node in before if first)
-        stack, _, number = found.border[1].rpartition(".")
-        last = f"{stack}.{int(number) + 1}" if found.middle else found.border[1]
-        equal = frozenset((*found.border, last)) - {""}
-        return cls(found.middle, {node.name: path for node, path in paths.items()}, first, equal, entry)
+        stack, _, number = shallow.border[1].rpartition(".")
+        last = f"{stack}.{int(number) + 1}" if shallow.middle else shallow.border[1]
+        equal = frozenset((*shallow.border, last)) - {""}
+        return cls(shallow.middle, {node.name: path for node, path in paths.items()}, first, equal, entry)
 
     @property
     def layers(self) -> list[str]:
@@ -236,9 +236,9 @@ class _Layers:
 
 def _operands(node: fx.Node) -> list[fx.Node]:
     """In their order, each as often as it is read."""
-    found: list[fx.Node] = []
-    fx.node.map_arg((node.args, node.kwargs), found.append)
-    return found
+    operands: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), operands.append)
+    return operands
 
 
 def _paths(program: Program) -> dict[fx.Node, str]:
@@ -246,16 +246,16 @@ def _paths(program: Program) -> dict[fx.Node, str]:
     reads what they made (a sum that the module around them takes)."""
     own = {node: layer_of(record(node).module) for node in program.calls()}
     last = {(path.rpartition(".")[0], record(node).phase): node for node, path in own.items() if path}
-    found: dict[fx.Node, str] = {}
+    paths: dict[fx.Node, str] = {}
     before, end = "", None
     for node, path in own.items():
         if path:
             before, end = path, last[path.rpartition(".")[0], record(node).phase]
-        if path or (before and any(operand in found for operand in node.all_input_nodes)):
-            found[node] = path or before
+        if path or (before and any(operand in paths for operand in node.all_input_nodes)):
+            paths[node] = path or before
         if node is end:
             before, end = "", None
-    return found
+    return paths
 
 
 def _longest(program: Program) -> list[_Layer] | None:

@@ -18,11 +18,11 @@ from autopar.torch_shortcuts import children_of, with_children
 Capture = Callable[[int], Captured]  # of a step, by the rows of its batch
 
 
-def with_fewer(model: nn.Module, found: Shallow) -> nn.Module | None:
+def with_fewer(model: nn.Module, shallow: Shallow) -> nn.Module | None:
     """The model without most of the equal layers that `found` leaves out: one more than it keeps, so that they are
     found again. It shares all modules that stay, and `model` is as it was. None where the layers lie in no ModuleList
     or Sequential, and where two captures of it would cost as much as one of the model."""
-    (path, _, first), (_, _, behind) = (layer.rpartition(".") for layer in found.border)
+    (path, _, first), (_, _, behind) = (layer.rpartition(".") for layer in shallow.border)
     return _without(model, path.split("."), range(int(first) + 1, int(behind) - 1))
 
 

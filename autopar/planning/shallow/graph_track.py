@@ -88,7 +88,7 @@ def _steady(second: Calls, last: Calls, order: tuple[int, int, int]) -> Calls:
     late = [i for i, (call, _) in enumerate(last) if call.layer == own]
     if sum(call.layer == before for call, _ in second) == len(late):
         return second
-    found: list[tuple[SheetCall, TrackStep]] = []
+    steady: list[tuple[SheetCall, TrackStep]] = []
     at = {sum(call.layer == behind for call, _ in last[:i]): list[tuple[SheetCall, TrackStep]]() for i in late}
     for i in late:
         at[sum(call.layer == behind for call, _ in last[:i])].append(last[i])
@@ -96,11 +96,11 @@ def _steady(second: Calls, last: Calls, order: tuple[int, int, int]) -> Calls:
     for call, step in second:
         if call.layer == before:
             continue
-        found.append((call, step))
+        steady.append((call, step))
         if call.layer == own:
             count += 1
-            found += [(each, _earlier(step, own, before)) for each, step in at.get(count, ())]
-    return found
+            steady += [(each, _earlier(step, own, before)) for each, step in at.get(count, ())]
+    return steady
 
 
 def _earlier(step: TrackStep, own: int, before: int) -> TrackStep:
@@ -135,17 +135,17 @@ def _steps(sheet: Sheet, times: Sequence[float], machine: Machine) -> Iterator[t
 
 def _joined(steps: Calls) -> Steps:
     """Steps one behind the other as one, where nothing is read or given between them."""
-    found: list[TrackStep] = []
+    joined: list[TrackStep] = []
     for _, step in steps:
-        before = found[-1] if found else None
+        before = joined[-1] if joined else None
         if before is None or before.events.gives or before.events.ends or step.events.reads:
-            found.append(step)
+            joined.append(step)
             continue
         events = Events(before.events.reads, step.events.ends, step.events.gives)
         most, left, last = max(before.most, before.left + step.most), before.left + step.left, before.left + step.last
         busy, waits, launched = (one + other for one, other in zip(before[1:4], step[1:4], strict=True))
-        found[-1] = TrackStep(events, busy, waits, launched, most, left, last)
-    return tuple(found)
+        joined[-1] = TrackStep(events, busy, waits, launched, most, left, last)
+    return tuple(joined)
 
 
 @dataclass(frozen=True, slots=True)

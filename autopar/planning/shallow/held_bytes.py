@@ -161,14 +161,14 @@ class _Readers:
 def _readers(program: Program) -> dict[str, _Readers]:
     """Find the readers of each parameter that the forward pass reads, by name."""
     place = {node: i for i, node in enumerate(program.calls()) if not record(node).is_backward}
-    found: dict[str, _Readers] = {}
+    readers: dict[str, _Readers] = {}
     for node, entry in program.parameters():
         casts = [reader for user in node.users if user.target is CAST for reader in user.users]
         direct = [user for user in node.users if user.target is not CAST]
         read = _Readers(*([place[user] for user in users if user in place] for users in (direct, casts)))
         if read.all:
-            found[entry.name] = read
-    return found
+            readers[entry.name] = read
+    return readers
 
 
 def _ends(program: Program, rest: Rest) -> tuple[int, int]:

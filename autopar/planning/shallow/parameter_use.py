@@ -37,7 +37,7 @@ def weights_of(program: Program) -> Mapping[fx.Node, Weight]:
     """The weights of a LOCAL program without ZeRO, by the nodes of its parameters."""
     mesh = program.mesh
     leaving = {out.name: node for node, out in program.leaving if out.kind == "gradient" and node is not None}
-    found: dict[fx.Node, Weight] = {}
+    weights: dict[fx.Node, Weight] = {}
     for node, entry in program.parameters():
         casts = [user for user in node.users if user.target is CAST]
         read = casts[0] if casts else node
@@ -45,10 +45,10 @@ def weights_of(program: Program) -> Mapping[fx.Node, Weight]:
         known = [record(reader) for reader in readers if reader.op != "output"]
         again, unit = any(each.is_backward for each in known), next((unit_of(each.module) for each in known), "")
         gradient = local_bytes(leaving[entry.name], mesh) if entry.name in leaving else 0
-        found[node] = Weight(
+        weights[node] = Weight(
             local_bytes(read, mesh), str(record(read).type.dtype), gradient, again, unit, name=entry.name
         )
-    return found
+    return weights
 
 
 def tied_weights(

@@ -277,12 +277,12 @@ def _kept(
     if LEFT.get(kind) == SAVED:
         made = {root_of(node) for node, out in program.leaving if out.kind == SAVED and node is not None}
         changes += [(node, node, 1) for node in program.calls() if node in made]
-    found: dict[fx.Node, Kept] = {}
+    kept: dict[fx.Node, Kept] = {}
     for at, node, sign in changes:
         bytes_ = float(sign * local_bytes(node, program.mesh))
         more = bytes_, bytes_ * rest.counts(node), bytes_ * (side_of(node, rest) == BEHIND)
-        found[at] = _sum((found.get(at, NONE), more))
-    return found
+        kept[at] = _sum((kept.get(at, NONE), more))
+    return kept
 
 
 def still(load: Load | None) -> Load | None:

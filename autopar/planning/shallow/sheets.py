@@ -59,7 +59,7 @@ class Sheets:
         """The sheets at a share of the way to others, 0 to 1; None where the graphs are not alike."""
         if self.sheets.keys() != other.sheets.keys():
             return None
-        found: dict[str, tuple[Sheet, Sheet]] = {}
+        sheets: dict[str, tuple[Sheet, Sheet]] = {}
         for kind, low in self.sheets.items():
             high = other.sheets[kind]
             whole = low[0].between(high[0], share)
@@ -67,9 +67,9 @@ class Sheets:
             less = whole if is_one else low[1].between(high[1], share)
             if whole is None or less is None:
                 return None
-            found[kind] = whole, less
+            sheets[kind] = whole, less
         message = self.message + (other.message - self.message) * share
-        return Sheets(found, self.stored, message)
+        return Sheets(sheets, self.stored, message)
 
     def costs(self, machine: Machine, has_less: bool, is_still: bool = False) -> tuple[Costs, Costs, Costs]:
         """What the programs cost: the whole, the same without one of the layers, and the part of some of these that
@@ -101,16 +101,16 @@ class Sheets:
 
     def _entry(self, machine: Machine, times: Mapping[str, list[float]]) -> Costs:
         whole = {kind: pair[False] for kind, pair in self.sheets.items()}
-        found = held_of_entry(self.stored[False], whole)
+        held = held_of_entry(self.stored[False], whole)
         for name, kinds in OF_KINDS.items():
             own = {kind: sheet for kind, sheet in whole.items() if kind in kinds}
             busy = sum(sheet.entry_us(times[kind]) for kind, sheet in own.items())
             launched = machine.launch_us * sum(sheet.entry_calls for sheet in own.values())
-            found[name] = busy + launched * machine.is_host
-            found |= {f"{name}_busy": busy, f"{name}_launched": launched}
+            held[name] = busy + launched * machine.is_host
+            held |= {f"{name}_busy": busy, f"{name}_launched": launched}
         adding = "W" if "W" in whole else "B"
-        found["adds"] = whole[adding].adds_us(times[adding], machine, is_less=False, is_entry=True)
-        return found
+        held["adds"] = whole[adding].adds_us(times[adding], machine, is_less=False, is_entry=True)
+        return held
 
 
 def _both(micro: Micro, kind: str, rest: Rest, named: Named, given: set[str]) -> tuple[Sheet, Sheet]:

@@ -27,21 +27,21 @@ def sides_of(kind: str, program: Program, rest: Rest) -> dict[fx.Node, int]:
     they add that comes from behind: a backward pass holds these terms from its beginning to its end. Stages do not:
     each adds up its own (passes/pipeline/cuts/sums.py).
     """
-    found = {node: side_of(node, rest) for node in program.calls()}
-    place = {node: i for i, node in enumerate(found)}
-    inside = [place[node] for node, side in found.items() if side == INSIDE]
+    sides = {node: side_of(node, rest) for node in program.calls()}
+    place = {node: i for i, node in enumerate(sides)}
+    inside = [place[node] for node, side in sides.items() if side == INSIDE]
     if kind not in BODIES or not inside:
-        return found
+        return sides
     if kind == "F":
         outer = {node for node, i in place.items() if i < inside[0]}
     else:
         outer = {node for node, i in place.items() if i > inside[-1]}
-        found |= dict.fromkeys((node for node in outer if found[node] == BEHIND), BEFORE)
-    found |= {node: INSIDE for node, side in found.items() if side == BEFORE and node not in outer}  # views, made again
+        sides |= dict.fromkeys((node for node in outer if sides[node] == BEHIND), BEFORE)
+    sides |= {node: INSIDE for node, side in sides.items() if side == BEFORE and node not in outer}  # views, made again
     for node, out in program.leaving:
         if out.kind == "part" and node in outer and record(node).is_backward:
-            found |= dict.fromkeys(_joined(node, found), JOINED)
-    return found
+            sides |= dict.fromkeys(_joined(node, sides), JOINED)
+    return sides
 
 
 def terms_of(sides: Mapping[fx.Node, int]) -> Iterator[tuple[fx.Node, int]]:

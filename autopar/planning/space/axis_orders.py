@@ -51,5 +51,5 @@ def _from_inside(
 def _levels(inner: Sequence[str], sizes: Mapping[str, int], node: int) -> tuple[int, ...]:
     """How many ranks of each axis lie in one node; of a pipeline, whose neighbours speak with each other, whether all
     of them do."""
-    found = inside_of({axis: sizes[axis] for axis in reversed(inner)}, node)
-    return tuple(found.get(axis, 1) if axis != PIPELINE else found.get(axis, 1) == sizes[axis] for axis in ORDER)
+    inside = inside_of({axis: sizes[axis] for axis in reversed(inner)}, node)
+    return tuple(inside.get(axis, 1) if axis != PIPELINE else inside.get(axis, 1) == sizes[axis] for axis in ORDER)

@@ -37,13 +37,13 @@ def batches_between(low: int, high: int, gpus: int) -> Sequence[int]:
         whole = {unit * times for times in _short(-(-low // unit), high // unit, digits)}
         return whole | {gpus // part for part in parts if part in _short(part, part, digits)}
 
-    found = batches(1)
+    batches_between = batches(1)
     for digits in range(2, high.bit_length() + 1):
         more = batches(digits)
         if len(more) > MOST:
             break
-        found = more
-    return sorted(found)
+        batches_between = more
+    return sorted(batches_between)
 
 
 def _short(low: int, high: int, digits: int) -> set[int]:

@@ -19,13 +19,13 @@ def sizes_of(batch: Any) -> dict[str, int]:
 
 def sizes_of_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, int]:
     """The sizes of the arguments of a call (see `sizes_of`)."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for _, leaf in take_call_apart(args, kwargs).tensors():
         if leaf.ndim:
-            found.setdefault("b", leaf.shape[0])
-            if leaf.ndim == 2 and not leaf.is_floating_point() and leaf.shape[0] == found["b"]:
-                found.setdefault("s", leaf.shape[1])
-    return found
+            sizes.setdefault("b", leaf.shape[0])
+            if leaf.ndim == 2 and not leaf.is_floating_point() and leaf.shape[0] == sizes["b"]:
+                sizes.setdefault("s", leaf.shape[1])
+    return sizes
 
 
 def rows_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
@@ -60,5 +60,5 @@ def resized_call(
             shape[1] = sizes["s"]
         return torch.empty(shape, dtype=leaf.dtype, device="meta")
 
-    found: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(resize, (tuple(args), dict(kwargs)))
-    return found
+    resized_call: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(resize, (tuple(args), dict(kwargs)))
+    return resized_call

@@ -174,20 +174,20 @@ class Candidate(NamedTuple):  # of which there are a million: made and hashed in
 
     def options(self) -> dict[str, Any]:
         """The options of `parallelize` beside the mesh."""
-        found: dict[str, Any] = {"recompute": self.again.policies if self.again else self.recompute}
+        options: dict[str, Any] = {"recompute": self.again.policies if self.again else self.recompute}
         if self.data > 1:
-            found["zero"] = self.zero
+            options["zero"] = self.zero
         if not self.reshard_after_forward:
-            found["reshard_after_forward"] = False
+            options["reshard_after_forward"] = False
         if self.microbatches > 1:
-            found["microbatches"] = self.microbatches
+            options["microbatches"] = self.microbatches
         if self.pp > 1:
-            found["schedule"] = self.schedule
+            options["schedule"] = self.schedule
         if self.chunks > 1:
-            found["chunks"] = self.chunks
+            options["chunks"] = self.chunks
         if self.tp > 1:
-            found["sequence_parallel"] = self.sequence
-        return found
+            options["sequence_parallel"] = self.sequence
+        return options
 
     def __str__(self) -> str:
         words = [self.mesh, f"zero={self.zero}" if self.data > 1 else "", SHORT[self.recompute]]

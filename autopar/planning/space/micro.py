@@ -41,9 +41,9 @@ class Micros:
     @cached_property
     def coupled(self) -> str:
         """Why the rows of a batch cannot be computed some at a time; empty if they can."""
-        found = self._lowered(Split(), LOW, PARTS)
+        lowered = self._lowered(Split(), LOW, PARTS)
         try:
-            made = cut_at(found, "none", self.captures.shallow().border, halves=False)
+            made = cut_at(lowered, "none", self.captures.shallow().border, halves=False)
             sums = {out.name for out in made.graphs["F"].outputs if out.kind == "part"}
             if "M" in made.graphs or any(entry.name in sums for entry in made.graphs["B"].inputs):
                 return (
@@ -51,7 +51,7 @@ class Micros:
                 )
         except CoupledError as error:
             return str(error)
-        self._local[Split(), LOW] = found
+        self._local[Split(), LOW] = lowered
         return ""
 
     @property
@@ -75,10 +75,10 @@ class Micros:
                 self._local[split, rows] = self.lowered(split, rows)
             except AutoparError as error:  # a candidate of many asks for such a split
                 self._local[split, rows] = error
-        found = self._local[split, rows]
-        if isinstance(found, AutoparError):
-            raise found.with_traceback(None)
-        return found
+        local = self._local[split, rows]
+        if isinstance(local, AutoparError):
+            raise local.with_traceback(None)
+        return local
 
     def lowered(self, split: Split, rows: int, like: Lowered | None = None) -> Lowered:
         """like: a program whose layouts it takes over."""
@@ -131,8 +131,8 @@ class Micros:
         layouts lies above the chord of its ends, nearly, and these lie on a chord that is hardly above that one.
         """
         if split not in self._low:
-            found, best = self.lowered(split, self.low, like=self.local(split, HIGH)), self.local(split, self.low)
-            took = [run(each.program, self.machine).total for each in (found, best)]
+            lowered, best = self.lowered(split, self.low, like=self.local(split, HIGH)), self.local(split, self.low)
+            took = [run(each.program, self.machine).total for each in (lowered, best)]
             is_good = took[0] <= GOOD * took[1]
-            self._low[split] = found if is_good else None
+            self._low[split] = lowered if is_good else None
         return self._low[split]

@@ -31,9 +31,9 @@ class Split(NamedTuple):
     @cache  # many plans differ in nothing else
     def of(tp: int, sequence: bool, cp: int, ulysses: int, axes: Axes) -> Split:
         """The split as it lies in a mesh of these axes, outermost first."""
-        found = Split(tp, sequence, cp, ulysses)
-        inner = tuple(_inner(axes)) if tp * found.context > 1 else ()
-        return found if not inner or inner == found.mesh.axes else found._replace(around=inner)
+        split = Split(tp, sequence, cp, ulysses)
+        inner = tuple(_inner(axes)) if tp * split.context > 1 else ()
+        return split if not inner or inner == split.mesh.axes else split._replace(around=inner)
 
     @property
     def context(self) -> int:

@@ -153,23 +153,23 @@ def _graphs(
     names: Sequence[str], flow: Flow, graphs: Graphs
 ) -> tuple[dict[Key, Program], dict[int, dict[Key, Program]]]:
     """The graphs by what they are, and those of slices of other lengths than the first."""
-    found: dict[Key, Program] = {}
+    programs: dict[Key, Program] = {}
     others: dict[int, dict[Key, Program]] = {length: {} for length in flow.lengths if length != flow.lengths[0]}
     for text in names:
         key = _key(text)
         named = graphs[flow.rank_of(Action(*key))]
-        found[key] = named[graph_name(*key)]
+        programs[key] = named[graph_name(*key)]
         for length, of_length in others.items():
             if key[1] not in ONCE_KINDS:
                 of_length[key] = named[graph_name(*key, length)]
-        for one in (found, *others.values()):
+        for one in (programs, *others.values()):
             if key in flow.works and key in one:
                 _check_work(text, flow.works[key], one[key])
-    every = [graph for one in (found, *others.values()) for graph in one.values()]
+    every = [graph for one in (programs, *others.values()) for graph in one.values()]
     if missing := [f"'{name}' of rank {rank}" for rank, named in enumerate(graphs) for name, graph in named.items()
                    if not any(graph is known for known in every)]:  # fmt: skip
         raise ValueError(f"no action runs the graph {missing[0]}")
-    return found, others
+    return programs, others
 
 
 def _check_work(text: str, work: Work, graph: Program) -> None:

@@ -79,13 +79,13 @@ def states_formula(
 
 def saved_by_module(compiled: Lowered, rank: int = 0, device: str = GPU_DEVICE) -> dict[str, int]:
     """Bytes that the forward pass leaves to the backward pass, by layer: a module's path up to its first number."""
-    trace, found = _count(compiled, rank, None, device), {WHOLE: 0}
+    trace, saved = _count(compiled, rank, None, device), {WHOLE: 0}
     for block in sorted(trace.saved, key=lambda block: block.born):
         node = getattr(block.place, "node", None)
         layer = unit_of(record(node).module) if node is not None else "received from other stages"
-        found[layer] = found.get(layer, 0) + block.bytes
-        found[WHOLE] += block.bytes
-    return found
+        saved[layer] = saved.get(layer, 0) + block.bytes
+        saved[WHOLE] += block.bytes
+    return saved
 
 
 def activation_formulas(
@@ -99,20 +99,20 @@ def activation_formulas(
     """A polynomial for each layer and for all; the last of the points is the example. Layers alike are one."""
     samples = [saved_by_module(build(point), rank, device) for point in points]
     index = {tuple(sorted(point.items())): i for i, point in enumerate(points)}
-    found: list[Formula] = []
+    formulas: list[Formula] = []
     for layer in samples[-1]:
 
         def counts(point: Sizes, layer: str = layer) -> int:
             return samples[index[tuple(sorted(point.items()))]].get(layer, 0)
 
         expression = fit(counts, symbols, monomials, points)
-        found.append(Formula(layer or "outside of modules", expression, counts(points[-1])))
-    return _alike(found)
+        formulas.append(Formula(layer or "outside of modules", expression, counts(points[-1])))
+    return _alike(formulas)
 
 
-def _alike(found: list[Formula]) -> list[Formula]:
+def _alike(formulas: list[Formula]) -> list[Formula]:
     by: dict[tuple[str, sympy.Expr], list[Formula]] = {}
-    for each in found:
+    for each in formulas:
         kind = ".".join("*" if part.isdigit() else part for part in each.name.split("."))
         by.setdefault((kind, each.expression), []).append(each)
     return [Formula(group[0].name, expression, group[0].value, len(group)) for (_, expression), group in by.items()]

@@ -144,9 +144,9 @@ class _Rank:
     def _shared(self) -> frozenset[int]:
         """The outputs that are copied. A rank knows them after its first step, and so does this."""
         inputs = self.state.inputs()
-        found = shared_outputs(self._outputs(inputs), inputs.values())
+        shared = shared_outputs(self._outputs(inputs), inputs.values())
         self.trace.saved.clear()
-        return found
+        return shared
 
     def _outputs(self, inputs: StepInputs) -> Outputs:
         self.position.start()
@@ -264,10 +264,10 @@ class FakeGroup(dist.ProcessGroup):
 
 def fake_groups(mesh: Mesh, rank: int, axes: Iterable[str], copies: bool) -> dict[str, Group]:
     """The groups of a rank, as `make_groups` makes them where there are processes."""
-    found = {}
+    fake_groups = {}
     for axis in axes:
         members = axis_group(mesh, rank, axis)
         order = tuple(sorted(members).index(member) for member in members)
         handle = FakeGroup(members.index(rank), len(members), copies)
-        found[axis] = Group(handle, len(members), None if order == tuple(range(len(members))) else order)
-    return found
+        fake_groups[axis] = Group(handle, len(members), None if order == tuple(range(len(members))) else order)
+    return fake_groups

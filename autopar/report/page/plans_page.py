@@ -24,36 +24,36 @@ NARROW = 5.0  # scales of which the ends are closer than by this factor have tic
 LABEL = 90  # pixels of the longest one beside the limit
 
 
-def plans_page(found: Planned, title: str, reasons: Sequence[str]) -> str:
+def plans_page(planned: Planned, title: str, reasons: Sequence[str]) -> str:
     """The whole page; it needs no network and no script. reasons: why other plans lost, a line each."""
-    best, line = found.found.best, frontier(found)
+    best, line = planned.found.best, frontier(planned)
     shown = list(dict.fromkeys([*best, *line]))
     places = {made: f"plan-{i}" for i, made in enumerate(shown)}
     parts = {
         "TITLE": escape(f"Plans of {title}"),
-        "HEAD": escape(head_line(found)),
-        "CERTIFICATE": escape(found.certificate),
+        "HEAD": escape(head_line(planned)),
+        "CERTIFICATE": escape(planned.certificate),
         "MOST": str(MOST),
-        "PARETO": pareto_svg(list(dict.fromkeys([*found.found.tried, *shown])), line, found.asked.limit, places),
-        "TABLE": "\n".join(_table(found, shown, places)),
+        "PARETO": pareto_svg(list(dict.fromkeys([*planned.found.tried, *shown])), line, planned.asked.limit, places),
+        "TABLE": "\n".join(_table(planned, shown, places)),
         "REASONS": "\n".join(f"<li>{escape(reason)}</li>" for reason in reasons),
-        "TIMELINES": "\n".join(_timeline(found, made, place) for made, place in places.items()),
+        "TIMELINES": "\n".join(_timeline(planned, made, place) for made, place in places.items()),
     }
     page = resources.files(__package__).joinpath("plans.html").read_text(encoding="utf-8")
     return re.sub(r"\{([A-Z]+)\}", lambda match: parts[match[1]], page)  # at once: a title may hold anything
 
 
-def _table(found: Planned, shown: Sequence[Prediction], places: dict[Prediction, str]) -> Iterator[str]:
+def _table(planned: Planned, shown: Sequence[Prediction], places: dict[Prediction, str]) -> Iterator[str]:
     yield f"<table><tr>{''.join(f'<th>{escape(head)}</th>' for head in HEADS)}</tr>"
     for made in shown:
-        first, *others = row_of(found, made)
+        first, *others = row_of(planned, made)
         cells = "".join(f"<td>{escape(cell)}</td>" for cell in others)
         yield f'<tr><td><a href="#{places[made]}">{escape(first)}</a></td>{cells}</tr>'
     yield "</table>"
 
 
-def _timeline(found: Planned, made: Prediction, place: str) -> str:
-    picture = planned_picture(found, made)
+def _timeline(planned: Planned, made: Prediction, place: str) -> str:
+    picture = planned_picture(planned, made)
     name, *captions = picture.captions  # outside of the picture, where they break into lines
     heading = f"<h3>{escape(name)}</h3>{''.join(f'<p>{escape(caption)}</p>' for caption in captions)}"
     lanes = timeline_svg(replace(picture, captions=()))

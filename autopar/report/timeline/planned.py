@@ -17,14 +17,14 @@ from autopar.report.timeline.picture import Lane, Picture, TimeBlock, time_text
 FIRST = 8  # micro-batches that are drawn without a pipeline
 
 
-def planned_picture(found: Planned, made: Prediction) -> Picture:
+def planned_picture(planned: Planned, made: Prediction) -> Picture:
     """A lane for each rank of the pipeline, or one for all ranks without."""
     plan = made.candidate
     if plan.pp == 1:
         count = min(plan.microbatches, FIRST)
-        lanes = [Lane(0, tuple(_one_by_one(cost_of(plan, found.programs), found.model.layers, count)), (), 0.0)]
+        lanes = [Lane(0, tuple(_one_by_one(cost_of(plan, planned.programs), planned.model.layers, count)), (), 0.0)]
     else:
-        timeline, count = pipeline_of(plan, found.programs, found.asked.machine)
+        timeline, count = pipeline_of(plan, planned.programs, planned.asked.machine)
         lanes = [Lane(rank, _blocks(timeline, rank, plan), (), timeline.bubble(rank)) for rank in range(plan.pp)]
     end = max(block.end_us for lane in lanes for block in lane.blocks)
     once = f"sums and gathers over the data axes {time_text(made.data)}, AdamW {time_text(made.optimizer)}"

@@ -57,11 +57,11 @@ def _cells(lane: Lane, end_us: float, count: int) -> list[TimeBlock | None]:
             share = min(block.end_us, (cell + 1) * size) - max(block.start_us, cell * size)
             if share > 0:
                 shares[cell][i] = share
-    found: list[TimeBlock | None] = []
+    cells: list[TimeBlock | None] = []
     for split in shares:
         best = max(split, key=split.__getitem__, default=None)
-        found.append(lane.blocks[best] if best is not None and sum(split.values()) >= size / 2 else None)
-    return found
+        cells.append(lane.blocks[best] if best is not None and sum(split.values()) >= size / 2 else None)
+    return cells
 
 
 def _runs(cells: list[TimeBlock | None]) -> list[tuple[TimeBlock | None, int, int]]:

@@ -255,10 +255,10 @@ class Table:
 def sizes_of(values: Values) -> dict[str, float]:
     """The size of all tensors of each kind: their norm. That of the loss is by how much it changes with the weights,
     since one that is zero on paper has none of its own; and what is returned beside it is of the same size."""
-    found = {kind: norm_of(values, kind) for kind in {*KINDS, *(kind for kind, _ in values)}}
-    found["loss"] = found["gradient"] * found["weight"]
-    found["aux"] = max(found["loss"], norm_of(values, "loss"))
-    return found
+    sizes = {kind: norm_of(values, kind) for kind in {*KINDS, *(kind for kind, _ in values)}}
+    sizes["loss"] = sizes["gradient"] * sizes["weight"]
+    sizes["aux"] = max(sizes["loss"], norm_of(values, "loss"))
+    return sizes
 
 
 def norm_of(values: Values, kind: str) -> float:

@@ -94,16 +94,16 @@ class Trained:
     def _errors(self, seed: int) -> Iterator[Noise]:
         """The errors of a sample. What a model refuses to compute, or what overflows, is made up for by others."""
         for mode, change, is_short in self._ways(seed):
-            found = Table(0.0, zero=self.table.zero)
+            table = Table(0.0, zero=self.table.zero)
             try:
                 with mode:
                     rounded = self.again(change, is_short)
             except Exception:
                 continue
             for expected, given in zip(self.steps, rounded, strict=True):
-                found.compare(expected, given, {})
-            yield found.errors
-            if all(error < float("inf") for error in found.errors.values()):
+                table.compare(expected, given, {})
+            yield table.errors
+            if all(error < float("inf") for error in table.errors.values()):
                 return
 
     def _ways(self, seed: int) -> Iterator[tuple[AbstractContextManager[Any], Callable[[nn.Module], None], bool]]:

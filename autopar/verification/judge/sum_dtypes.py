@@ -39,16 +39,16 @@ def wrong_sums(compiled: Lowered) -> tuple[str, ...]:
     options = compiled.plan.options
     if options.sums_dtype is None:
         return ()
-    asked, found = options.reduce_dtype, []
+    asked, wrong_sums = options.reduce_dtype, []
     for node in sums_of_gradients(compiled.program):
         dtype = record(operand_nodes(node)[0]).type.dtype
         if dtype.is_floating_point and dtype != asked:
             where = record(node).module or "no module"
-            found.append(
+            wrong_sums.append(
                 f"%{node.name} ({where}) sums gradients over '{node.args[1]}' in {dtype_name(dtype)}, but "
                 f"reduce_dtype is {dtype_name(asked)}"
             )
-    return tuple(found)
+    return tuple(wrong_sums)
 
 
 def _moves(node: fx.Node) -> bool:

@@ -49,8 +49,8 @@ class FromOutside:
 
 def is_copied(node: fx.Node) -> bool:
     """True for what every piece makes for itself, since it costs nothing: views, and numbers of this rank."""
-    found = record(node)
-    return is_view(node) or not (found.is_tensor or found.several)
+    known = record(node)
+    return is_view(node) or not (known.is_tensor or known.several)
 
 
 def build(program: Program, piece: Piece, outside: dict[fx.Node, FromOutside]) -> Program:
@@ -92,15 +92,15 @@ def _placeholder(maker: Builder, name: str, known: Record) -> fx.Node:
 def reach(nodes: Iterable[fx.Node], outside: Iterable[fx.Node]) -> set[fx.Node]:
     """All that some nodes need, up to what comes from outside (with that)."""
     border = set(outside)
-    found: set[fx.Node] = set()
+    reach: set[fx.Node] = set()
     pending = list(nodes)
     while pending:
         node = pending.pop()
-        if node not in found:
-            found.add(node)
+        if node not in reach:
+            reach.add(node)
             if node not in border:
                 pending += node.all_input_nodes
-    return found
+    return reach
 
 
 def is_before(times: NodeTimes, node: fx.Node) -> bool:

@@ -46,11 +46,11 @@ class Staged:
 
 def staged(program: Program, plan: Plan, places: Places) -> Staged:
     """The program with its stages, of which each gathers parameters and adds up micro-batches for itself."""
-    found = _assign(program, plan, places)
+    staged = _assign(program, plan, places)
     if len(places.ranks) > 1:
         for step in (_keep_across, _gather_per_stage, _accumulate_per_stage):
-            found = step(found, plan)
-    return found
+            staged = step(staged, plan)
+    return staged
 
 
 def _assign(program: Program, plan: Plan, places: Places) -> Staged:

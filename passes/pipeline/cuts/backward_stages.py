@@ -76,13 +76,13 @@ def _carriers(program: Program, stages: Stages) -> Stages:
     """The stages of what takes over from slices of a sequence in the backward pass, and of what its attention gives:
     where the forward pass kept it. The keys of all begin with the attention's name."""
     kept = {_attention_of(node): stage for node, stage in stages.items() if node.target is EARLIER}
-    found: Stages = {}
+    carriers: Stages = {}
     for node in program.calls():
         if node.target not in CARRIES or not record(node).is_backward or _attention_of(node) not in kept:
             continue
         behind = node.users if node.target is EARLIER else (node.args[0], node.args[0].args[0])  # type: ignore[union-attr]
-        found.update(dict.fromkeys((node, *behind), kept[_attention_of(node)]))  # type: ignore[arg-type]
-    return found
+        carriers.update(dict.fromkeys((node, *behind), kept[_attention_of(node)]))  # type: ignore[arg-type]
+    return carriers
 
 
 def _attention_of(node: fx.Node) -> str:
@@ -90,35 +90,35 @@ def _attention_of(node: fx.Node) -> str:
 
 
 def _lower(
-    node: fx.Node, found: Stages, present: dict[fx.Node, frozenset[int]], owners: dict[fx.Node, int], mesh: Mesh
+    node: fx.Node, stages: Stages, present: dict[fx.Node, frozenset[int]], owners: dict[fx.Node, int], mesh: Mesh
 ) -> None:
     """Put a node on the stage of its users if less is sent so: a mask on a gradient that is sent anyway, not a sum."""
-    users = [found[user] for user in node.users if user in found]
-    stage = max(users, default=found[node])
-    if stage == found[node] or node in owners or is_getitem(node) or record(node).several:
+    users = [stages[user] for user in node.users if user in stages]
+    stage = max(users, default=stages[node])
+    if stage == stages[node] or node in owners or is_getitem(node) or record(node).several:
         return
     if any(stage not in present.get(operand, {stage}) for operand in node.all_input_nodes):
         return
-    gradients = [operand for operand in node.all_input_nodes if operand in found and operand not in present]
-    more = [one for one in gradients if all(found.get(user) != stage for user in one.users)]
+    gradients = [operand for operand in node.all_input_nodes if operand in stages and operand not in present]
+    more = [one for one in gradients if all(stages.get(user) != stage for user in one.users)]
     if sum(local_bytes(one, mesh) for one in more) < local_bytes(node, mesh):
-        found[node] = stage
+        stages[node] = stage
 
 
 def _present(program: Program, times: NodeTimes, stages: Stages) -> dict[fx.Node, frozenset[int]]:
     """The stages that have a value after the forward pass: where it is made and where it is used."""
-    found: dict[fx.Node, frozenset[int]] = {}
+    present: dict[fx.Node, frozenset[int]] = {}
     for node in reversed(program.nodes):
         if node.op == "output" or record(node).is_backward or node in times.second:
             continue
         where = frozenset(stages[user] for user in node.users if user in stages and user not in times.renewed)
         if node in stages and node not in times.renewed:
-            found[node] = where | {stages[node]}
+            present[node] = where | {stages[node]}
         elif _goes_along(node, times):  # parameters, and what is computed of them, go with their users
-            where = where.union(*(found[user] for user in node.users if user in found and _goes_along(user, times)))
+            where = where.union(*(present[user] for user in node.users if user in present and _goes_along(user, times)))
             if where:
-                found[node] = where
-    return found
+                present[node] = where
+    return present
 
 
 def _goes_along(node: fx.Node, times: NodeTimes) -> bool:
@@ -132,18 +132,18 @@ def _owners(
     """The stage of what leads, one gradient at a time, to one parameter and to nothing else. Of a bias no forward value
     is needed, so only this tells where it belongs."""
     by_name = {entry.name: node for node, entry in program.entries}
-    found: dict[fx.Node, int] = {}
+    owners: dict[fx.Node, int] = {}
     for result, out in program.leaving:
         where = present.get(by_name[out.name], frozenset()) if out.kind == "gradient" else frozenset()
         if result is None or len(where) != 1:
             continue
         node: fx.Node | None = result
         while node is not None:
-            found[node] = next(iter(where))
+            owners[node] = next(iter(where))
             gradients = [arg for arg in node.all_input_nodes if _is_backward(arg) and arg not in original]
             alone = len(gradients) == 1 and set(gradients[0].users) == {node}
             node = gradients[0] if alone else None
-    return found
+    return owners
 
 
 def _is_backward(node: fx.Node) -> bool:

@@ -112,5 +112,5 @@ def _rule_hint(node: fx.Node) -> str:
 
 
 def _place(node: fx.Node) -> str:
-    found = record(node)
-    return " at ".join(part for part in (f"'{found.module}'" if found.module else "", found.source) if part) or "an op"
+    known = record(node)
+    return " at ".join(part for part in (f"'{known.module}'" if known.module else "", known.source) if part) or "an op"

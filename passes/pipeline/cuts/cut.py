@@ -110,19 +110,19 @@ class ForwardLine:
     ) -> np.ndarray:
         """The time of what the last of several uses of a weight has done for itself, on a stage of its own: a gather,
         and what happens to its gradient before that is added to the others."""
-        found = np.zeros(len(self.nodes))
+        far_ends = np.zeros(len(self.nodes))
         lines = {_line(node): i for i, node in enumerate(self.nodes)}
         order = {node: i for i, node in enumerate(program.nodes)}
         for node in times.renewed:
             uses = [position[user] for user in node.users if user in position]
             if uses and node in position and _line(self.nodes[max(uses)]) != _line(self.nodes[min(uses)]):
-                found[max(uses)] += cost[node]
+                far_ends[max(uses)] += cost[node]
         for part in (join.args[0] for join in times.reductions):
             if isinstance(part, fx.Node) and (late := sums_of(part)):
                 term, steps = min(paths_to_terms(part, late), key=lambda path: order[start_of(path[0])])
                 if _line(term) in lines:
-                    found[lines[_line(term)]] += sum(cost[step] for step in steps if _line(step) != _line(term))
-        return found
+                    far_ends[lines[_line(term)]] += sum(cost[step] for step in steps if _line(step) != _line(term))
+        return far_ends
 
     def _values(
         self, program: Program, position: Mapping[fx.Node, int], machine: Machine, renewed: AbstractSet[fx.Node]
@@ -148,7 +148,7 @@ class ForwardLine:
 
     def _first_uses(self, program: Program, position: Mapping[fx.Node, int]) -> dict[fx.Node, tuple[str, int]]:
         """The first forward node that needs each parameter, maybe by way of what is computed before."""
-        found: dict[fx.Node, tuple[str, int]] = {}
+        first_uses: dict[fx.Node, tuple[str, int]] = {}
         for node, entry in program.entries:
             if entry.kind != "parameter":
                 continue
@@ -161,8 +161,8 @@ class ForwardLine:
                         known.add(user)
                         pending.append(user)
             if first < len(position):
-                found[node] = entry.name, first
-        return found
+                first_uses[node] = entry.name, first
+        return first_uses
 
     def _parameters(self, program: Program) -> np.ndarray:
         held = np.zeros(len(self.nodes))
@@ -223,14 +223,14 @@ class ForwardLine:
 
     def stages(self, borders: list[int]) -> Stages:
         """The stage of each node; the results of a call stay with it."""
-        found: Stages = {}
+        stages: Stages = {}
         stage = 0
         for i, node in enumerate(self.nodes):
             while i >= self.places[borders[stage]]:
                 stage += 1
             source = node.args[0] if is_getitem(node) else None
-            found[node] = found[source] if isinstance(source, fx.Node) and source in found else stage
-        return found
+            stages[node] = stages[source] if isinstance(source, fx.Node) and source in stages else stage
+        return stages
 
 
 def _line(node: fx.Node) -> tuple[str, str]:

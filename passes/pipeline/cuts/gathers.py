@@ -56,12 +56,12 @@ def gathered_by_stage(
 
 def _stages_of_users(program: Program, renewed: AbstractSet[fx.Node], stages: Stages) -> dict[fx.Node, set[int]]:
     """Find the stages that use each value that is gathered anew."""
-    found: dict[fx.Node, set[int]] = {}
+    nodes: dict[fx.Node, set[int]] = {}
     for node in reversed(program.nodes):
         if node in renewed and node in stages:
-            uses = [found.get(user) or {stages[user]} for user in node.users if user in stages]
-            found[node] = set().union(*uses) or {stages[node]}
-    return found
+            uses = [nodes.get(user) or {stages[user]} for user in node.users if user in stages]
+            nodes[node] = set().union(*uses) or {stages[node]}
+    return nodes
 
 
 def _copied(build: Builder, node: fx.Node, stage: int, copies: Mapping[tuple[fx.Node, int], fx.Node]) -> fx.Node:

@@ -43,14 +43,14 @@ def gathered_late(program: Program, times: NodeTimes) -> Program:
 
 def _read_early(program: Program, times: NodeTimes) -> set[fx.Node]:
     """Find the late values that micro-batches read too, by themselves or by way of one another."""
-    found: set[fx.Node] = set()
+    early: set[fx.Node] = set()
     for node in reversed(program.nodes):
-        if node in times.late and any(_is_early(user, times, found) for user in node.users):
-            found.add(node)
-    return found
+        if node in times.late and any(_is_early(user, times, early) for user in node.users):
+            early.add(node)
+    return early
 
 
-def _is_early(user: fx.Node, times: NodeTimes, found: set[fx.Node]) -> bool:
+def _is_early(user: fx.Node, times: NodeTimes, nodes: set[fx.Node]) -> bool:
     if user in times.late:
-        return user in found
+        return user in nodes
     return user.op != "output" and times.of[user] not in (When.MIDDLE, When.AFTER)

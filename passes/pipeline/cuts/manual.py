@@ -51,14 +51,14 @@ def manual(program: Program, times: NodeTimes, stages: Sequence[str]) -> Stages:
 
 
 def _assign(nodes: list[fx.Node], stage_of: dict[str, int]) -> Stages:
-    found: Stages = {}
+    stages: Stages = {}
     faults: list[str] = []
     for node in nodes:
         source = node.args[0] if is_getitem(node) else None
-        before = [(found[operand], operand) for operand in node.all_input_nodes if operand in found]
+        before = [(stages[operand], operand) for operand in node.all_input_nodes if operand in stages]
         needs = max((stage for stage, _ in before), default=0)
-        if isinstance(source, fx.Node) and source in found:
-            found[node] = found[source]
+        if isinstance(source, fx.Node) and source in stages:
+            stages[node] = stages[source]
             continue
         wanted = stage_of.get(record(node).module)
         if wanted is not None and wanted < needs:
@@ -67,7 +67,7 @@ def _assign(nodes: list[fx.Node], stage_of: dict[str, int]) -> Stages:
             faults.append(f"'{mine.module}' ({mine.source}) is in stage {wanted}, but needs a value of '{its.module}' "
                           f"({its.source}) in stage {needs}: values flow forwards only.")  # fmt: skip
             needs = wanted  # said once, and not again of all that follows
-        found[node] = max(needs, wanted if wanted is not None else 0)
+        stages[node] = max(needs, wanted if wanted is not None else 0)
     if faults:
         raise LayoutError("stages: " + "\n".join(dict.fromkeys(faults[:5])))
-    return found
+    return stages

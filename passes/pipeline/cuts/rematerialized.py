@@ -14,20 +14,20 @@ MADE_BY = "recompute"  # the pass that makes clones
 
 def originals(program: Program) -> dict[fx.Node, fx.Node]:
     """The forward node that each clone repeats: the same call of the same values, for the same captured node."""
-    found: dict[fx.Node, fx.Node] = {}
+    originals: dict[fx.Node, fx.Node] = {}
     calls: dict[tuple[object, ...], fx.Node] = {}
     for node in program.calls():
         is_clone = record(node).made_by == MADE_BY
         if record(node).is_backward and not is_clone:
             continue
-        args = fx.node.map_arg((node.args, dict(node.kwargs)), lambda old: found.get(old, old))
+        args = fx.node.map_arg((node.args, dict(node.kwargs)), lambda old: originals.get(old, old))
         known = record(node)
         key = (node.target, str(args), known.origin, known.module, known.source)
         if not is_clone:
             calls.setdefault(key, node)
         elif key in calls:
-            found[node] = calls[key]
-    return found
+            originals[node] = calls[key]
+    return originals
 
 
 def kept_across(
@@ -62,8 +62,8 @@ def kept_across(
 
         return build.copy(node, seen)
 
-    found = build.rewrite(program, put)
+    rewritten = build.rewrite(program, put)
     for node in reversed(original):
         if not build.value[node].users:
-            found.graph.erase_node(build.value.pop(node))
-    return found, build.value
+            rewritten.graph.erase_node(build.value.pop(node))
+    return rewritten, build.value

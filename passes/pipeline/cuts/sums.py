@@ -127,8 +127,8 @@ def sums_by_stage(
             return _total(build, node, parts[node], sums[node], totals)
         return build.value.get(node)
 
-    found = build.rewrite(program, put, later=passed)
-    return found, build.value, placed
+    rewritten = build.rewrite(program, put, later=passed)
+    return rewritten, build.value, placed
 
 
 def with_steps_of_terms(times: NodeTimes, stages: Stages) -> Stages:
@@ -179,6 +179,6 @@ def _total(
     return build.lay(ADD, *args, like=like, name=total.name)
 
 
-def _summed(found: Record, axes: str) -> Record:
-    partial = tuple((axis, kind) for axis, kind in found.layout.partial if axis not in axes_of_group(axes))
-    return found.with_(layouts=(Layout(found.layout.dims, partial),), flops=0)
+def _summed(known: Record, axes: str) -> Record:
+    partial = tuple((axis, kind) for axis, kind in known.layout.partial if axis not in axes_of_group(axes))
+    return known.with_(layouts=(Layout(known.layout.dims, partial),), flops=0)

@@ -29,11 +29,11 @@ def terms_of(sums: AbstractSet[fx.Node]) -> set[fx.Node]:
 
 def steps_behind(node: fx.Node) -> list[fx.Node]:
     """What happens to one value alone and happens to a sum as it does to its terms, the last first."""
-    found = []
+    steps_behind = []
     while _is_linear(node) and len(node.users) == 1:
-        found.append(node)
+        steps_behind.append(node)
         node = node.all_input_nodes[0]
-    return found
+    return steps_behind
 
 
 def start_of(node: fx.Node) -> fx.Node:

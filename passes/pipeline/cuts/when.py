@@ -159,14 +159,14 @@ def _only_late(nodes: set[fx.Node], of: dict[fx.Node, When]) -> bool:
 
 def made_among(operands: Iterable[fx.Node], among: AbstractSet[fx.Node]) -> set[fx.Node]:
     """Find the members of a set that some nodes are, or are made of."""
-    found: set[fx.Node] = set()
+    nodes: set[fx.Node] = set()
     pending = list(operands)
     while pending:
         node = pending.pop()
-        if node in among and node not in found:
-            found.add(node)
+        if node in among and node not in nodes:
+            nodes.add(node)
             pending += node.all_input_nodes
-    return found
+    return nodes
 
 
 def _gathers(node: fx.Node, axes: Collection[str]) -> bool:

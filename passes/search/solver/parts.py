@@ -63,14 +63,19 @@ def parts_of(
 
 
 def _part(
-    whole: Programme, found: ProgrammeSolution, k: int, of_item: np.ndarray, of_variable: np.ndarray, of_row: np.ndarray
+    whole: Programme,
+    solution: ProgrammeSolution,
+    k: int,
+    of_item: np.ndarray,
+    of_variable: np.ndarray,
+    of_row: np.ndarray,
 ) -> ProgrammePart:
     rows, columns = np.flatnonzero(of_row == k), np.flatnonzero(of_variable == k)
     number = np.full(len(whole.costs), -1)
     number[columns] = np.arange(len(columns))
-    costs = (whole.costs - whole.matrix.T @ np.where(of_row == k, 0.0, found.prices))[columns]
+    costs = (whole.costs - whole.matrix.T @ np.where(of_row == k, 0.0, solution.prices))[columns]
     chosen = [number[own] if part == k else NONE for own, part in zip(whole.chosen, of_item, strict=True)]
     deciding = frozenset(item for item in whole.deciding if of_item[item] == k)
     matrix = whole.matrix[rows][:, columns]
     programme = Programme(matrix, whole.low[rows], whole.high[rows], costs, chosen, deciding)
-    return ProgrammePart(programme, columns, float(costs @ found.shares[columns]))
+    return ProgrammePart(programme, columns, float(costs @ solution.shares[columns]))

@@ -86,30 +86,33 @@ class Programme:
         Once that would be more than MOST variables, what was whole stays as it came out, and the plan may cost more
         than its `bound`."""
         whole, least = set(self.deciding), None
-        found = self._milp(whole, closed)
-        while found is not None and (divided := sorted(self.divided(found) - whole)):
+        solution = self._milp(whole, closed)
+        while solution is not None and (divided := sorted(self.divided(solution) - whole)):
             most = MOST if least is None else PIECE
             if whole and self._size({*whole, *divided}) > most:
-                least = least or found
+                least = least or solution
                 kept = (self.chosen[item] for item in whole)
-                closed = {*closed, *(variable for own in kept for variable in own[found.shares[own] < WHOLE].tolist())}
+                closed = {
+                    *closed,
+                    *(variable for own in kept for variable in own[solution.shares[own] < WHOLE].tolist()),
+                }
                 whole = set()
             else:
                 sizes = itertools.accumulate(len(self.chosen[item]) for item in divided)
                 fitting = [item for item, size in zip(divided, sizes, strict=True) if size <= most]
                 whole.update(fitting or divided[:1])
-            found = self._milp(whole, closed)
+            solution = self._milp(whole, closed)
         if least is None:
-            return found
-        return replace(found, bound=least.cost) if found else replace(least, cost=np.inf)
+            return solution
+        return replace(solution, bound=least.cost) if solution else replace(least, cost=np.inf)
 
     def _size(self, items: Collection[int]) -> int:
         """The number of their variables."""
         return sum(len(self.chosen[item]) for item in items)
 
-    def divided(self, found: ProgrammeSolution) -> set[int]:
+    def divided(self, solution: ProgrammeSolution) -> set[int]:
         """The items of which a solution takes several strategies in part."""
-        return {i for i, own in enumerate(self.chosen) if len(own) and found.shares[own].max() < WHOLE}
+        return {i for i, own in enumerate(self.chosen) if len(own) and solution.shares[own].max() < WHOLE}
 
     def misfits(self, shares: np.ndarray) -> np.ndarray:
         """The variables of the rows that shares break."""
@@ -117,14 +120,14 @@ class Programme:
         broken = (sums < self.low - (1 - WHOLE)) | (sums > self.high + (1 - WHOLE))
         return np.unique(self.matrix[np.flatnonzero(broken)].indices)
 
-    def preferred(self, item: int, found: ProgrammeSolution) -> int:
+    def preferred(self, item: int, solution: ProgrammeSolution) -> int:
         """The variable of the strategy of which a solution takes most; of equal ones the first."""
         own = self.chosen[item]
-        return int(own[np.argmax(found.shares[own].round(6))])  # whatever the last digits
+        return int(own[np.argmax(solution.shares[own].round(6))])  # whatever the last digits
 
-    def choice(self, found: ProgrammeSolution) -> list[int]:
+    def choice(self, solution: ProgrammeSolution) -> list[int]:
         """The strategy of each item in a solution that divides none."""
-        return [int(np.argmax(found.shares[variables])) for variables in self.chosen]
+        return [int(np.argmax(solution.shares[variables])) for variables in self.chosen]
 
     def _milp(self, whole: Collection[int], closed: Collection[int]) -> ProgrammeSolution | None:
         """The optimum among those that divide none of the items in `whole`."""
@@ -156,8 +159,8 @@ def programme_of(problem: Problem) -> tuple[Programme, np.ndarray]:
     matrix = csr_array((rows.values, (rows.rows, rows.columns)), shape=shape)
     costs = np.array(rows.costs) / (max(max(rows.costs, default=1.0), 1e-9) / LARGEST)
     chosen = [np.array(variables) for variables in rows.chosen]
-    found = Programme(matrix, np.array(rows.low), np.array(rows.high), costs, chosen, problem.deciding)
-    return found, np.array(rows.owner)
+    programme = Programme(matrix, np.array(rows.low), np.array(rows.high), costs, chosen, problem.deciding)
+    return programme, np.array(rows.owner)
 
 
 class _Rows:
@@ -197,10 +200,10 @@ class _Rows:
 
     def _shares(self, item: int, states: tuple[Hashable, ...]) -> dict[Hashable, list[int]]:
         """By state, the strategies that have it."""
-        found: dict[Hashable, list[int]] = {}
+        shares: dict[Hashable, list[int]] = {}
         for variable, state in zip(self.chosen[item], states, strict=True):
-            found.setdefault(state, []).append(variable)
-        return found
+            shares.setdefault(state, []).append(variable)
+        return shares
 
     def _value(self, edges: list[Edge]) -> None:
         """The moves of a value, and the rows of each of its users."""

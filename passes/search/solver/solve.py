@@ -197,9 +197,11 @@ class _Search:
         for reach in REACHES:
             items = within(self.neighbours, items, reach)
             kept = [own for i, own in enumerate(self.programme.chosen) if i not in items]
-            found = self.programme.solve(closed.union(*(own[shares[own] < WHOLE].tolist() for own in kept)))
-            if found is not None and found.cost <= bound + EQUAL:
-                return found
+            solution = self.programme.solve(
+                closed.union(*(own[shares[own] < WHOLE].tolist() for own in kept))
+            )
+            if solution is not None and solution.cost <= bound + EQUAL:
+                return solution
         return None
 
     def _leave(self, node: _Node, taken: Taken, bound: float, others: Sequence[_Other]) -> None:

@@ -106,11 +106,11 @@ def _select(types: Types, x: Value, dim: int, place: int) -> Value:
 
 def _split(types: Types, x: Value, sizes: int | Sequence[int], dim: int = 0) -> tuple[Value, ...]:
     dim %= len(x.shape)
-    found, start = [], 0
+    split, start = [], 0
     for type_ in types:
-        found.append(cut(x, dim, start, type_.shape[dim]))
+        split.append(cut(x, dim, start, type_.shape[dim]))
         start += type_.shape[dim]
-    return tuple(found)
+    return tuple(split)
 
 
 def _slice_backward(types: Types, grad: Value, sizes: Any, dim: int, start: int, *_: Any) -> Value:
