@@ -1,4 +1,4 @@
-"""Which calls become one kernel? `facts`, `fits`, `groups`, `merge`, `again`, `write_groups`, in this order."""
+"""Which calls become one kernel? `facts`, `fits`, `groups`, `fuse`, `again`, `write_groups`, in this order."""
 
 from autopar.passes.fuse.fuse import fuse, fused
 

@@ -150,6 +150,36 @@ def test_no_function_is_long() -> None:
     assert found == []
 
 
+# Functions of more than `ARGUMENTS` arguments: what torch's function, an op's schema or a kernel of Triton takes, the
+# options of a command, and what users call.
+ARGUMENTS = 8
+MANY_ARGUMENTS = {
+    "signatures of torch": (
+        "attention", "multi_head_attention", "embedding_bag", "linear_cross_entropy", "raised", "stft", "istft",
+    ),
+    "schemas of ops": (
+        "attention_backward", "compared_attention_backward", "convolution_input_backward",
+        "convolution_weight_backward", "random", "forward",
+    ),
+    "kernels of Triton, and calls of them": ("_dropout", "_bits", "_elements", "_random", "_layer_norm_backward"),
+    "options": ("inspect", "plan_", "parallelize", "verify", "register_rule", "capture", "__init__", "compile_step"),
+    "a table in code": ("instantiate", "in_turns"),
+}  # fmt: skip
+
+
+def test_a_function_has_few_arguments() -> None:
+    """Those of a call that many functions hand on are one object."""
+    allowed = {name for names in MANY_ARGUMENTS.values() for name in names}
+    many = []
+    for name, path in sources().items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name not in allowed:
+                given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                count = sum(one.arg not in ("self", "cls") for one in given)
+                many += [f"{name}:{node.lineno} {node.name}: {count} arguments"] if count > ARGUMENTS else []
+    assert many == []
+
+
 WITHOUT_SUBJECT = re.compile(
     r"(Of|As|Those) |The same([,.:]| (with|without|as|by|for|of|on|in|to|where|while|at|from)\b)"
 )
