@@ -312,12 +312,20 @@ def _errors(out_BTD: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(out_BTD.transpose(1, 2), y, reduction="none")
 
 
+def _is_coupled(setup: Values) -> bool:
+    """True for losses that take samples together, where parts of a batch are a rank's or a micro-batch's alike."""
+    goes_forward_first = (
+        setup["options"].get("schedule", "1f1b") in ("1f1b", "gpipe") and "slices" not in setup["options"]
+    )
+    return setup["width"] == 6 and "batch" not in setup and goes_forward_first
+
+
 @on_data()  # what rounding does to numbers of a generator is nobody's noise
 def build(setup: Values) -> Built:
     """The model of a setup: the same weights at every call."""
     torch.manual_seed(setup.get("seed", 0))
     beta, is_tokens, auxiliary = 0.1, setup["head"] != "regress", setup.get("aux", False)
-    odd = setup.get("odd", "")
+    odd, is_coupled = setup.get("odd", ""), _is_coupled(setup)
     if setup["head"] == "gpt":
         from gpt import GPT, GPTConfig
 
@@ -339,6 +347,9 @@ def build(setup: Values) -> Built:
         else:
             error = F.cross_entropy(out.flatten(0, 1), y.flatten()) if is_tokens else F.mse_loss(out, y[..., :3])
         loss = temperature * error + beta * out.pow(2).mean()
+        if is_coupled:
+            share = out.softmax(-1).flatten(0, -2).mean(0)  # as a mixture's balance: of all samples, for each of them
+            loss = loss + 0.1 * share.square().sum()
         if weight is not None:
             loss = loss + weight * out.mean()
         for critic in critics:

@@ -197,9 +197,7 @@ class _Search:
         for reach in REACHES:
             items = within(self.neighbours, items, reach)
             kept = [own for i, own in enumerate(self.programme.chosen) if i not in items]
-            solution = self.programme.solve(
-                closed.union(*(own[shares[own] < WHOLE].tolist() for own in kept))
-            )
+            solution = self.programme.solve(closed.union(*(own[shares[own] < WHOLE].tolist() for own in kept)))
             if solution is not None and solution.cost <= bound + EQUAL:
                 return solution
         return None
