@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from verified import verified
 
 import autopar
+import autopar.passes.lengths.lengthen as lengthening
 from autopar.compiled import Compiled
 from autopar.ir.program import record
-from autopar.passes.lengths import longer_rows
 from autopar.runtime.attention import compared_blocks
 
 ROWS, PIXELS, WIDTH = 4, 16, 32
@@ -152,6 +152,6 @@ def test_a_key_that_was_added_and_is_seen_is_found(monkeypatch: pytest.MonkeyPat
 
 def test_rows_that_are_not_zero_in_a_sum_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradients of a largest element are no zeros in a row that is there twice."""
-    monkeypatch.setattr(longer_rows, "_stays_zero", lambda *_: True)
+    monkeypatch.setattr(lengthening, "_stays_zero", lambda *_: True)
     report = autopar.verify(made("largest"), "cp=2", loss_fn=loss, batch=batch())
     assert not report.ok
