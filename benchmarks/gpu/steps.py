@@ -162,5 +162,5 @@ def memory(device: str) -> None:
             error = (estimated - held) / held
             print(f"| {name} | {said} | {human(estimated)} | {human(held)} | {error:+.1%} |", flush=True)
             wrong += [f"{name} {said}"] * (abs(error) > 0.05)
-            del model, optimizer, made
+            del model, optimizer, made, batch
     assert not wrong, f"more than 5 % beside what was held: {wrong}"

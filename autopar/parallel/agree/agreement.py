@@ -6,6 +6,7 @@ import difflib
 import hashlib
 import itertools
 import sys
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -322,8 +323,8 @@ class Announcer:
         self._progress = _Progress(())
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Follow these parameters from now on."""
-        self._progress = _Progress(tuple(parameters))
+        """Follow these parameters from now on, as long as they are somebody's."""
+        self._progress = _Progress(tuple(map(weakref.ref, parameters)))
 
     def call(
         self, name: str, lines: Sequence[str] = (), what: str = "arguments", data: Sequence[int] | None = None,
@@ -353,11 +354,18 @@ class Announcer:
 
 
 class _Progress:
-    """Steps since the weights changed, and since `.grad` was empty."""
+    """Steps since the weights changed, and since `.grad` was empty.
 
-    def __init__(self, parameters: tuple[nn.Parameter, ...]) -> None:
-        self._parameters, self._version = parameters, -1
+    Parameters know the announcer, which therefore does not own them: they would be freed by no `del`.
+    """
+
+    def __init__(self, parameters: tuple[weakref.ref[nn.Parameter], ...]) -> None:
+        self._references, self._version = parameters, -1
         self._steps = self._added = 0
+
+    @property
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for reference in self._references if (parameter := reference()) is not None]
 
     def read(self) -> None:
         """Notice what the user changed since the last step."""
@@ -377,4 +385,5 @@ class _Progress:
 
     def _versions(self) -> int:
         """A number that grows with each write in place, by whichever way to a parameter."""
-        return sum(map(_version_of, self._parameters)) + sum(map(_version_of, map(local_of, self._parameters)))
+        parameters = self._parameters
+        return sum(map(_version_of, parameters)) + sum(map(_version_of, map(local_of, parameters)))
