@@ -320,11 +320,13 @@ class Announcer:
 
     def __init__(self, agreement: Agreement) -> None:
         self._agreement = agreement
-        self._progress = _Progress(())
+        self._progress = _Progress(lambda: None)
 
-    def watch(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Follow these parameters from now on, as long as they are somebody's."""
-        self._progress = _Progress(tuple(map(weakref.ref, parameters)))
+    def watch(self, parameters: Iterable[nn.Parameter]) -> Watched:
+        """Follow these parameters from now on, as long as the caller keeps what this gives."""
+        watched = Watched(tuple(parameters))
+        self._progress = _Progress(weakref.ref(watched))
+        return watched
 
     def call(
         self, name: str, lines: Sequence[str] = (), what: str = "arguments", data: Sequence[int] | None = None,
@@ -353,19 +355,27 @@ class Announcer:
             self._progress.stepped()
 
 
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class Watched:
+    """Parameters that an announcer follows."""
+
+    parameters: tuple[nn.Parameter, ...]
+
+
 class _Progress:
     """Steps since the weights changed, and since `.grad` was empty.
 
-    Parameters know the announcer, which therefore does not own them: they would be freed by no `del`.
+    Parameters know the announcer, which therefore does not own them: no `del` would free them.
     """
 
-    def __init__(self, parameters: tuple[weakref.ref[nn.Parameter], ...]) -> None:
-        self._references, self._version = parameters, -1
+    def __init__(self, watched: Callable[[], Watched | None]) -> None:
+        self._watched, self._version = watched, -1
         self._steps = self._added = 0
 
     @property
-    def _parameters(self) -> list[nn.Parameter]:
-        return [parameter for reference in self._references if (parameter := reference()) is not None]
+    def _parameters(self) -> tuple[nn.Parameter, ...]:
+        watched = self._watched()
+        return watched.parameters if watched else ()
 
     def read(self) -> None:
         """Notice what the user changed since the last step."""
