@@ -20,7 +20,7 @@ OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("recompute", {"recompute": "full"}),
     ("micro-batches", {"microbatches": 4}),
     ("inductor", {"compile": "inductor"}),
-    ("triton", {"compile": "triton"}),
+    ("op by op", {"compile": "executor"}),
     ("cuda graphs", {"cuda_graphs": True}),
 )
 ONE_READ = ("fp16",)  # whether gradients overflowed, as `GradScaler.step` reads it
