@@ -93,7 +93,7 @@ def _bincount(count: Count, input: Tensor, weights: Tensor | None = None, minlen
 
 
 def _least_bins(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Any:
-    """As many bins as are asked for: a number beyond them is an error of the step."""
+    """Count in as many bins as are asked for: a number beyond them is an error of the step."""
     return _bins(input, weights, minlength) if minlength else NotImplemented
 
 
