@@ -125,5 +125,6 @@ _RULES: Mapping[str, Callable[[Keys, fx.Node], Of | None]] = {
     "histc": Keys.counted,
     "cumsum": Keys.ends,
     "searchsorted": Keys.group_of,
+    "checked_index": Keys.same,
 }
 _BY_MOVES = {"same": Keys.same, "flat": Keys.same, "added": Keys.added_up}

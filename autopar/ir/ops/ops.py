@@ -104,9 +104,9 @@ def logsumexp(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty(x.shape[:-1], dtype=torch.float32 if x.dtype.itemsize == 2 else x.dtype)
 
 
-@semantic("checked_index(Tensor index, int size, int? ignored) -> Tensor", returns_operand=True)
-def checked_index(index: torch.Tensor, size: int, ignored: int | None) -> torch.Tensor:
-    """The index itself, its values known to be in 0..size-1 or `ignored`; see runtime/kernels/indices.py."""
+@semantic("checked_index(Tensor index, int size, int? ignored, int least=0) -> Tensor", returns_operand=True)
+def checked_index(index: torch.Tensor, size: int, ignored: int | None, least: int = 0) -> torch.Tensor:
+    """The index itself, its values known to be in least..size-1 or `ignored`; see runtime/kernels/indices.py."""
     return torch.empty_like(index)
 
 
