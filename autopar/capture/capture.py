@@ -21,7 +21,7 @@ from autopar.capture.forks import Forks, captured
 from autopar.capture.inputs import tables
 from autopar.capture.inputs.containers import Form, check_detached, put_together, take_apart, take_call_apart
 from autopar.capture.inputs.loss_outputs import LossFn, check_loss, has_own_backward, loss_of, split_result
-from autopar.capture.inputs.module_state import attributes, device_of, fakes_of, once_each, state_of, unmoved
+from autopar.capture.inputs.module_state import attributes, device_of, fakes_of, once_each, state_of, unmoved, unsynced
 from autopar.capture.inputs.outside import Outside, outside_fault
 from autopar.capture.inputs.partners import Partner, Partners, UnknownPartner
 from autopar.capture.leftovers import Leftovers, settled
@@ -130,7 +130,8 @@ def capture(
     `precision`: with a short float the model's own casts stay in the program even where they change nothing yet, and
     with "fp16" the gradients are those of the loss times an input of kind "scale". `statistics`: of which samples norms
     take mean and variance; those of a "rank" or a "microbatch" are told by the pass `group`. `earlier`: captures of the
-    same step at other sizes, which may tell its program. Raises CaptureError with the user's line where it cannot be captured.
+    same step at other sizes, which may tell its program. Raises CaptureError with the user's line where it cannot be
+    captured.
     """
 
     left = Leftovers()
@@ -389,8 +390,8 @@ class _Capture:
         constants.update(carried)
         args, kwargs = put_together(self.parts.form, leaves)
         step = Step(self.model, self.partners.known.values(), body(trainable), replaced)
-        state = attributes(step, constants, replaced), unmoved(tables.modules(step))
-        with mode, state[0], state[1], nullcontext() if self.train else torch.no_grad():
+        state = attributes(step, constants, replaced), unmoved(tables.modules(step)), unsynced(tables.modules(step))
+        with mode, state[0], state[1], state[2], nullcontext() if self.train else torch.no_grad():
             return tables.functional_call(step, once_each(step, swapped), args, kwargs)
 
     def _result(self, *args: Any, **kwargs: Any) -> Any:

@@ -12,6 +12,7 @@ from torch import nn
 from autopar.capture.inputs import tables
 from autopar.capture.inputs.containers import map_tensors, take_apart
 from autopar.capture.inputs.loss_outputs import LossFn, split_result
+from autopar.capture.inputs.module_state import unsynced
 from autopar.capture.inputs.partners import Partner
 from autopar.capture.raising import Raise, default_dtype
 from autopar.capture.refusals.explain_failure import line_of
@@ -81,7 +82,7 @@ class Plain:
         if self.norms is not None:
             self.norms.begin()
             mode.plain_norm = self.norms.call
-        with default_dtype(dtype), mode:
+        with default_dtype(dtype), mode, unsynced(tables.modules(self.model)):
             with torch.autocast(parameter.device.type, low) if low else nullcontext():
                 loss, aux = self._forward(args, kwargs, dtype)
             backward(loss * scale if scale != 1.0 else loss)

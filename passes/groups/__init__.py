@@ -13,7 +13,7 @@ from autopar.errors import BatchError
 from autopar.ir.ops.ops import op
 from autopar.ir.plan import Plan
 from autopar.ir.program import Builder, Program, operand_nodes, record
-from autopar.passes.groups.groups_of_samples import IN_GROUPS, SampleGroups, groups_of
+from autopar.passes.groups.groups_of_samples import IN_GROUPS, SampleGroups, groups_of, name_of
 
 __all__ = ["SampleGroups", "group", "groups_of"]
 
@@ -114,8 +114,9 @@ class _Grouping:
         old, new = (_elements(operand_nodes(one)[0]) // _elements(one) for one in (total, known))
         if divisor == old - 1 and new == 1:
             raise BatchError(
-                f"batch_statistics: a group has 1 value per channel of {old} in the batch, of which there is no "
-                f"variance, in '{record(node).module}'. Use fewer micro-batches or data ranks, or a larger batch."
+                f"batch_statistics: {name_of(node)} has 1 value per channel in each of {old} groups of samples, of "
+                f"which there is no variance. Use fewer micro-batches or data ranks, or a batch with larger parts "
+                f"(drop_last=True leaves out the last one of an epoch)."
             )
         return divisor + new - old  # type: ignore[operator, return-value]
 

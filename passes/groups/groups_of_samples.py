@@ -103,7 +103,7 @@ def _rearranged(node: fx.Node, why: str, plan: Plan) -> str:
     asked = plan.options.batch_statistics
     part = "micro-batch" if asked == "microbatch" else "data rank"
     return (
-        f"batch_statistics='{asked}': {_name(node)} takes rows that are not the samples of the batch one by one "
+        f"batch_statistics='{asked}': {name_of(node)} takes rows that are not the samples of the batch one by one "
         f"({why}), so that no part of them is a {part}'s own. Give it the samples in dim 0 and in their order, or use "
         f"batch_statistics='batch' with microbatches=1."
     )
@@ -111,13 +111,13 @@ def _rearranged(node: fx.Node, why: str, plan: Plan) -> str:
 
 def _synced(node: fx.Node, ranks: int, parts: int) -> str:
     return (
-        f"batch_statistics='microbatch': {_name(node)} is a SyncBatchNorm, which takes the samples of all {ranks} data "
-        f"ranks together, in each of {parts} micro-batches: that is not supported. Use microbatches=1, one data rank, "
+        f"batch_statistics='microbatch': {name_of(node)} is a SyncBatchNorm, which takes the samples of all {ranks} "
+        f"data ranks together, in each of {parts} micro-batches: that is not supported. Use microbatches=1, one data rank, "
         f"or nn.BatchNorm, whose statistics are those of a micro-batch on a rank."
     )
 
 
-def _name(node: fx.Node) -> str:
+def name_of(node: fx.Node) -> str:
     module = record(node).module
     return f"the norm '{module}'{_at(node)}" if module else f"a norm{_at(node)}"
 
