@@ -112,8 +112,8 @@ def _rearranged(node: fx.Node, why: str, plan: Plan) -> str:
 def _synced(node: fx.Node, ranks: int, parts: int) -> str:
     return (
         f"batch_statistics='microbatch': {name_of(node)} is a SyncBatchNorm, which takes the samples of all {ranks} "
-        f"data ranks together, in each of {parts} micro-batches: that is not supported. Use microbatches=1, one data rank, "
-        f"or nn.BatchNorm, whose statistics are those of a micro-batch on a rank."
+        f"data ranks together, in each of {parts} micro-batches: that is not supported. Use microbatches=1, one data "
+        f"rank, or nn.BatchNorm, whose statistics are those of a micro-batch on a rank."
     )
 
 
