@@ -14,6 +14,7 @@ from autopar.passes.collectives.reshard import reshard
 from autopar.passes.collectives.ring import ring
 from autopar.passes.collectives.zero import zero
 from autopar.passes.fuse import fuse
+from autopar.passes.groups import group
 from autopar.passes.lengths.convolution_windows import windows
 from autopar.passes.lengths.lengthen import lengthen
 from autopar.passes.lengths.reslice import reslice
@@ -37,6 +38,7 @@ from autopar.passes.sorts.unsort import unsort
 Pass = Callable[[Program, Plan], Program]
 
 PASSES: tuple[tuple[Pass, Level], ...] = (
+    (group, Level.CAPTURED),  # norms take the samples of a rank or a micro-batch together, where that is asked for
     (unsort, Level.CAPTURED),  # rows sorted by expert stay in their own order
     (rowwise, Level.CAPTURED),  # what a row looks up in itself is split with it
     (windows, Level.CAPTURED),  # convolutions along a sequence take in the pads and slices beside them

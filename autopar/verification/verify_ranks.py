@@ -119,7 +119,7 @@ class _Trial:
         plain = Reference(self.model, job.loss_fn, job.make_optimizer, options_of(**job.step), places=places)
         parallel = self._parallel()
         self._prepare(parallel)
-        plain.borrow(parallel.programs[-1].captured.partners)
+        plain.borrow(parallel.programs[-1].captured.partners, parallel.programs[-1].compiled)
         optimizer = job.make_optimizer(optimized(parallel))
         steps, failed = [], None
         for drawn in self._seeds():

@@ -107,6 +107,11 @@ def norm_samples() -> Samples:
     return {
         "aten.native_layer_norm.default": layer,
         "aten.native_layer_norm_backward.default": layer_back,
+        "autopar.in_groups.default": [sample(r(12, 6, 4), False), sample(r(12, 4), True, r(2, 3, 2, 4))],
+        "autopar.running_average.default": [
+            sample(r(6), r(1, 1, 1, 6, 1), None, 0.1),
+            sample(r(6), r(1, 1, 1, 6), torch.tensor(9), 0.0),
+        ],
         "autopar.rms_norm.default": [sample(x, r(12), 1e-5), sample(x, r(6, 12), 1e-5), sample(r(12), r(12), 1e-5)],
         "autopar.rms_norm_backward.default": [
             sample(r(4, 6, 12), x, r(12), r(4, 6, 1)),

@@ -255,12 +255,29 @@ def random(
     return seed.new_empty(shape, dtype=dtype)
 
 
+@semantic("in_groups(Tensor x, bool synced, Tensor? like=None) -> Tensor", moves="flat", returns_operand=True)
+def in_groups(x: torch.Tensor, synced: bool, like: torch.Tensor | None = None) -> torch.Tensor:
+    """x, whose dim 0 holds samples, with three dims in its place: [before, groups, samples of each]. A captured step,
+    which knows no mesh, has one group; the pass `group` makes more. synced: a group has the samples of all ranks. like:
+    what has the groups already."""
+    return x.view((1, 1, *x.shape) if like is None else like.shape)
+
+
+@semantic("running_average(Tensor running, Tensor values, Tensor? count, float momentum) -> Tensor", precision="high")
+def running_average(
+    running: torch.Tensor, values: torch.Tensor, count: torch.Tensor | None, momentum: float
+) -> torch.Tensor:
+    """A running statistic [c] after the values of a group, [1, 1, 1, c, ...]; the pass `group` writes what it is after
+    those of all. count: the updates until then, of which it is the mean; without it each weighs `momentum`."""
+    return torch.empty_like(running)
+
+
 SEMANTIC = (
     einsum, attention, attention_backward, dropped_attention, dropped_attention_backward, logsumexp, checked_index,
     pick, pick_backward, cross_entropy_backward, embedding, embedding_backward, expert_mm, expert_mm_backward,
     ctc_loss, ctc_loss_backward, index_of_rows, index_put_of_rows, dropout, random, rms_norm, rms_norm_backward,
     *window_ops.SEMANTIC, *chain_step.SEMANTIC, compared_attention,
-    compared_attention_backward,
+    compared_attention_backward, in_groups, running_average,
 )  # fmt: skip
 
 WAIT = "wait(Tensor x) -> Tensor"  # what a start gave, once it is done

@@ -60,8 +60,9 @@ def coupled(
 
 
 _HINT = (
-    "BatchNorm in training does this, and what takes all samples together more than once. Use microbatches=1, or a "
-    "module without it (GroupNorm, LayerNorm; BatchNorm in eval mode)."
+    "BatchNorm in training does this, and what takes all samples together more than once. Use "
+    "batch_statistics='microbatch', where BatchNorm takes the samples of each micro-batch as other trainers do, "
+    "microbatches=1, or a module without it (GroupNorm, LayerNorm; BatchNorm in eval mode)."
 )
 
 
