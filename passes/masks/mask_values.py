@@ -87,7 +87,7 @@ class MaskValues:
             if type_.dtype == torch.bool:
                 return self._flag(Vector(node, letters))
             if type_.dtype in _INTEGERS:
-                return SignedSum(((1, self._counted(Vector(node, letters))),))
+                return self._line(Vector(node, letters))
         if node.op != "call_function":
             return None
         below = under(node, letters, self.sizes)
@@ -117,17 +117,22 @@ class MaskValues:
         name = self._name(vector)
         return Cases(((True, BoolVector(name)), (False, BoolVector(name, False))))
 
-    def _counted(self, vector: Vector) -> Vector:
-        """The positions, if that is what a vector holds."""
+    def _line(self, vector: Vector) -> Value:
+        """A vector of integers; of one that hangs on no input, the number that it is everywhere, or the positions that
+        it holds, whichever sample and head it is repeated for."""
         assert vector.node is not None
-        value, axes = self.known.value(vector.node), self._axes(vector)
-        if value is None or len(axes) != 1 or not axes <= {"s", "t"} or not value.numel():
-            return vector
-        letter = next(iter(axes))
+        value, letter = self.known.value(vector.node), "".join(self._axes(vector) & {"s", "t"})
+        if value is None or not value.numel():
+            return SignedSum(((1, vector),))
         first = int(value.flatten()[0])
-        if not torch.equal(value.flatten(), torch.arange(first, first + self.sizes[letter], dtype=value.dtype)):
-            return vector
-        return Vector(None, (letter,), first)
+        if bool((value == first).all()):
+            return Cases(((first, TRUE),))
+        if letter and "".join(vector.letters).count(letter) == 1:
+            (dim,) = (i for i, one in enumerate(vector.letters) if letter in one)
+            counted = torch.arange(first, first + value.shape[dim], dtype=value.dtype)
+            if vector.letters[dim] == letter and bool((value.movedim(dim, -1) == counted).all()):
+                return SignedSum(((1, Vector(None, (letter,), first)),))
+        return SignedSum(((1, vector),))
 
     # --- values
 
