@@ -79,6 +79,16 @@ MASKS: dict[str, tuple[Any, str, bool]] = {
         lambda s, d, t: ((p := places().repeat(ROWS, 1))[:, None, :, None] >= p[:, None, None]) & s[:, None, None],
         "c0", True,
     ),
+    "places as floats": (
+        lambda s, d, t: (places().to(t)[:, None] >= places().to(t)) & s[:, None, None], "c0", True,
+    ),
+    "row by row": (lambda s, d, t: torch.stack([places() <= i for i in range(TIME)]) & s[:, None, None], "c0", True),
+    "a band by numbers": (
+        lambda s, d, t: (torch.ones(TIME, TIME).tril() - torch.ones(TIME, TIME).tril(-5)).cumsum(0).cumsum(1).diff(
+            dim=0, prepend=torch.zeros(1, TIME)
+        ).diff(dim=1, prepend=torch.zeros(TIME, 1)) > 0.5,
+        "c0>=r0 & c0<=r1", False,
+    ),
     "documents of one": (
         lambda s, d, t: causal() & ((n := torch.zeros(ROWS, TIME).long())[:, None, :, None] == n[:, None, None]) & s[
             :, None, None
@@ -189,7 +199,6 @@ UNKNOWN: dict[str, Any] = {
     "a small number": lambda s, d, t: additive(causal(), t, -1e4),
     "a bias of the distance": lambda s, d, t: (places() - places()[:, None]).to(t) * 0.1,
     "of a product": lambda s, d, t: (s.to(t)[:, :, None] @ s.to(t)[:, None] > 0)[:, None] & causal(),
-    "floats": lambda s, d, t: places().to(t)[:, None] >= places().to(t),
     "sums": lambda s, d, t: places()[:, None] + places() < 30,
     "of the keys alone": lambda s, d, t: s[:, None, None],
 }
