@@ -65,4 +65,4 @@ def _reader(gathered: fx.Node) -> fx.Node | None:
 
 def _takes_apart(node: fx.Node) -> bool:
     """Whether a call takes the rows of a batch one by one."""
-    return op_name(node.target) in ("select", "unbind") and (len(node.args) < 2 or node.args[1] == 0)
+    return op_name(node.target) in ("select", "unbind") and [*node.args[1:2]] in ([], [0])

@@ -209,16 +209,14 @@ def _joined(parts: Sequence[Rows | None], dim: int) -> Rows | None:
 def _put_back(node: fx.Node, known: Known) -> Rows | None:
     """What a call puts into zeros, and where: by an index, or joined with them."""
     args: Any = node.args
+    if facts_of(node.target).moves == "added":
+        return _put(args[3], args[1], args[2], known) if _is_zero(args[0]) and not node.kwargs else None
     match op_name(node.target):
         case "index_put" if len(args) > 3 and args[3] and _is_zero(args[0]):
             dim, index = _only(args[1])
             return _put(args[2], dim, index, known)
         case "embedding_backward" if args[3] < 0:
             return _put(args[0], 0, args[1], known)
-        case "index_add" if _is_zero(args[0]) and not node.kwargs:
-            return _put(args[3], args[1], args[2], known)
-        case "scatter_add" if _is_zero(args[0]):
-            return _put(args[3], args[1], args[2], known)
         case "cat":
             return _among_zeros(args[0], _dim(node), [record(one).type.shape[_dim(node)] for one in args[0]], known)
         case "stack":
