@@ -27,12 +27,16 @@ def with_gather_notes(program: Program) -> Program:
 
 
 def _notes(program: Program) -> Iterator[str]:
+    given = {node for node, entry in program.entries if entry.kind == "batch"}
     for node in program.calls():
         if node.target is not _GATHER or record(node).is_backward or not record(node).type.dtype.is_floating_point:
             continue
         (value,), axes = node.all_input_nodes, set(axes_of_group(str(node.args[1])))
-        of_sequence, reader = axes <= set(CONTEXT_AXES), _reader(node)
-        if reader is None or is_given(value) or not (of_sequence or (axes <= set(DATA_AXES) and _takes_apart(reader))):
+        of_sequence = axes <= set(CONTEXT_AXES)
+        if is_given(value) or not (of_sequence or axes <= set(DATA_AXES)):
+            continue
+        reader = _reader(node)
+        if reader is None or not (of_sequence or _takes_apart(reader)) or not _hangs_on(value, given):
             continue
         known, what = record(reader), "the sequence" if of_sequence else "the samples"
         if any(known.source in note for note in program.notes):
@@ -49,7 +53,8 @@ def _reader(gathered: fx.Node) -> fx.Node | None:
     elements. None for attention, whose keys are, also where it is spelled out in products, and for ops of ours, which
     know of pieces."""
     reached, nearest = {gathered}, None
-    for node in gathered.graph.nodes:
+    node = gathered
+    while (node := node.next).op != "root":
         if node.op != "call_function" or reached.isdisjoint(node.all_input_nodes):
             continue
         if node.target is _PRODUCT or places_in(node) is not None:
@@ -61,6 +66,18 @@ def _reader(gathered: fx.Node) -> fx.Node | None:
         nearest = nearest or node
         reached.add(node)
     return nearest
+
+
+def _hangs_on(value: fx.Node, given: set[fx.Node]) -> bool:
+    """Whether a value is made of one of these inputs."""
+    known, pending = {value}, [value]
+    while pending:
+        node = pending.pop()
+        if node in given:
+            return True
+        pending += [one for one in node.all_input_nodes if one not in known]
+        known.update(node.all_input_nodes)
+    return False
 
 
 def _takes_apart(node: fx.Node) -> bool:
