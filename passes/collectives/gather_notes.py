@@ -33,7 +33,7 @@ def _notes(program: Program) -> Iterator[str]:
             continue
         (value,), axes = node.all_input_nodes, set(axes_of_group(str(node.args[1])))
         of_sequence = axes <= set(CONTEXT_AXES)
-        if is_given(value) or not (of_sequence or axes <= set(DATA_AXES)):
+        if is_given(value) or _is_small(node) or not (of_sequence or axes <= set(DATA_AXES)):
             continue
         reader = _reader(node)
         if reader is None or not (of_sequence or _takes_apart(reader)) or not _hangs_on(value, given):
@@ -66,6 +66,12 @@ def _reader(gathered: fx.Node) -> fx.Node | None:
         nearest = nearest or node
         reached.add(node)
     return nearest
+
+
+def _is_small(gathered: fx.Node) -> bool:
+    """Whether a value has one number for each row."""
+    shape = record(gathered).type.shape
+    return shape[-1] == 1 or bool(gathered.args[2] == len(shape) - 1)
 
 
 def _hangs_on(value: fx.Node, given: set[fx.Node]) -> bool:

@@ -209,7 +209,7 @@ def _joined(parts: Sequence[Rows | None], dim: int) -> Rows | None:
 def _put_back(node: fx.Node, known: Known) -> Rows | None:
     """What a call puts into zeros, and where: by an index, or joined with them."""
     args: Any = node.args
-    if facts_of(node.target).moves == "added":
+    if facts_of(node.target).moves == "added" and isinstance(args[1], int):
         return _put(args[3], args[1], args[2], known) if _is_zero(args[0]) and not node.kwargs else None
     match op_name(node.target):
         case "index_put" if len(args) > 3 and args[3] and _is_zero(args[0]):
