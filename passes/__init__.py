@@ -21,6 +21,7 @@ from autopar.passes.lengths.reslice import reslice
 from autopar.passes.lengths.scans import scans
 from autopar.passes.lengths.shifts import shifts
 from autopar.passes.lengths.unslice import unslice
+from autopar.passes.masks.causal_masks import causal_masks
 from autopar.passes.masks.compare_masks import compare_masks
 from autopar.passes.masks.rowwise import rowwise
 from autopar.passes.overlap.bucket import bucket
@@ -48,6 +49,7 @@ PASSES: tuple[tuple[Pass, Level], ...] = (
     (reslice, Level.CAPTURED),  # rows of a sequence are taken by slices, however the model spells it
     (unslice, Level.CAPTURED),  # a slice of a sequence that cp splits is the whole with rows that weigh nothing
     (compare_masks, Level.CAPTURED),  # a mask that compares vectors is known by them, not by its elements
+    (causal_masks, Level.CAPTURED),  # with slices: a mask that hides what lies behind each query is causal
     (lengthen, Level.CAPTURED),  # a sequence with a class token gets rows until cp divides it
     (precision, Level.CAPTURED),  # products in a short float, with casts around them
     (propagate, Level.SHARDED),  # every value gets a layout

@@ -33,6 +33,7 @@ def semantic_examples() -> dict[str, tuple[object, ...]]:
         "attention_backward": (out, q, q, q, None, out, lse, True, 0.4),
         "compared_attention": (q, q, q, *compared, "c0>r0 & c1", True, 0.4),
         "compared_attention_backward": (out, q, q, q, *compared, seen, seen_lse, "c0>r0 & c1", True, 0.4),
+        "checked_causal": (places, [places], [places], "c0<r0"),
         "dropped_attention": (q, q, q, None, seed, True, 0.4, *drawn),
         "dropped_attention_backward": (out, q, q, q, None, dropped, dropped_lse, seed, True, 0.4, *drawn),
         "rms_norm": (q, torch.randn(6, 8), 1e-5),

@@ -16,7 +16,7 @@ import torch
 
 from autopar.ir.ops import chain_step, window_ops
 from autopar.ir.ops.collective_ops import COLLECTIVES, CollectiveOp
-from autopar.ir.ops.compared import compared_attention, compared_attention_backward
+from autopar.ir.ops.compared import checked_causal, compared_attention, compared_attention_backward
 from autopar.ir.ops.semantic import NAMESPACE, SemanticOp, name_of, semantic
 from autopar.torch_compat import schema_of
 
@@ -277,7 +277,7 @@ SEMANTIC = (
     pick, pick_backward, cross_entropy_backward, embedding, embedding_backward, expert_mm, expert_mm_backward,
     ctc_loss, ctc_loss_backward, index_of_rows, index_put_of_rows, dropout, random, rms_norm, rms_norm_backward,
     *window_ops.SEMANTIC, *chain_step.SEMANTIC, compared_attention,
-    compared_attention_backward, in_groups, running_average,
+    compared_attention_backward, checked_causal, in_groups, running_average,
 )  # fmt: skip
 
 WAIT = "wait(Tensor x) -> Tensor"  # what a start gave, once it is done
