@@ -15,8 +15,11 @@ from autopar.capture.captured import Captured
 from autopar.capture.data.determinism import Steady
 from autopar.capture.data.foreign import foreign_state
 from autopar.capture.data.item_values import check_returned
-from autopar.capture.data.reads import Reads, Unknown, fake_like, known_inputs
+from autopar.capture.data.reads import Answers, Reads, Unknown, fake_like, known_inputs
 from autopar.capture.data.recorded_calls import CHANGING, RecordedCalls, behind_of
+from autopar.capture.draws.coins import CoinFound, Coins, StepCoins
+from autopar.capture.draws.joins import Plan, Sides, plan
+from autopar.capture.draws.trail import Trail
 from autopar.capture.forks import Forks, captured
 from autopar.capture.inputs import tables
 from autopar.capture.inputs.containers import Form, check_detached, put_together, take_apart, take_call_apart
@@ -119,6 +122,7 @@ def capture(
     specialize: bool = False,
     precision: str | None = None,
     earlier: Earlier | None = None,
+    answers: Answers | None = None,
 ) -> Captured:
     """Trace one step of `model` on a batch (tensors and arrays in any containers; their values are not read).
 
@@ -128,20 +132,26 @@ def capture(
     `specialize`: values that the model reads from tensors are taken from the batch, which then needs data.
     `precision`: with a short float the model's own casts stay in the program even where they change nothing yet, and
     with "fp16" the gradients are those of the loss times an input of kind "scale". `earlier`: captures of the same step
-    at other sizes, which may tell its program. Raises CaptureError with the user's line where it cannot be captured.
+    at other sizes, which may tell its program. `answers`: what is known of the step that is meant. Raises CaptureError with the user's line where it cannot be captured.
     """
 
     left = Leftovers()
 
     def run(reads: Reads | None, forks: Forks) -> Captured:
         others = None if specialize or forks.sides is not None else earlier
-        made = _Capture(model, loss_fn, args, dict(kwargs), train, lift, reads, precision, forks, others)
+        coins = Coins((answers or Answers()).seed)
+        made = _Capture(model, loss_fn, args, dict(kwargs), train, lift, reads, precision, forks, others, coins)
         try:
             return made.run()
         finally:
             left.dismiss([calls.values for calls in made.runs], made.graphs)
 
     return settled(partial(captured, run, specialize), left, lift)
+
+
+def name_if_trained(entry: Input, tensor: torch.Tensor | None) -> str | None:
+    """The name of an input that gets a gradient; None of another one."""
+    return entry.name if entry.kind == "parameter" and tensor is not None and tensor.requires_grad else None
 
 
 Trainable = list[tuple[str, torch.Tensor]]  # parameters with their names
@@ -151,15 +161,17 @@ class _Capture:
     def __init__(
         self, model: nn.Module, loss_fn: LossFn | None, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool,
         lift: torch.dtype | None, reads: Reads | None, precision: str | None, forks: Forks,
-        earlier: Earlier | None,
+        earlier: Earlier | None, coins: Coins,
     ) -> None:  # fmt: skip
+        self.coins = coins
+        self.step_coins: StepCoins | None = None
         self.graphs, self.runs = list[fx.Graph](), list[RecordedCalls]()  # all of the capture's
         self.forks, self.resizing = forks, Resizing(earlier)
         self.model, self.loss_fn, self.train, self.lift, self.reads = model, loss_fn, train, lift, reads
         self.keeps_casts, self.is_scaled = precision in ("bf16", "fp16"), precision == "fp16" and train
         self.scale: torch.Tensor | None = None
         self.selects = (False, False)  # rows, by a mask; and they could be taken by their number
-        self.unknown: Unknown | UnknownPartner | None = None
+        self.unknown: Unknown | UnknownPartner | CoinFound | None = None
         self.partners = Partners(model, loss_fn)
         self.parts = take_call_apart(args, kwargs)
         self.leaves = self.parts.leaves
@@ -221,6 +233,7 @@ class _Capture:
         program, constants = normalise(traced, tuple(inputs), tuple(self.outputs), self.keeps_casts)
         if not self.has_random_ops:
             program = without_seed(program)
+        notes += self.step_coins.notes() if self.step_coins is not None else []
         program = program.with_(notes=(*notes, *(read.note for read in (self.reads.known if self.reads else ()))))
         if is_plain:
             self.resizing.keep(program, constants, told, self.ran)
@@ -234,7 +247,9 @@ class _Capture:
             entry.name for entry, tensor in entries if entry.kind == "parameter" and not tensor.requires_grad
         )
         reads, partners = tuple(self.reads.known) if self.reads else (), tuple(self.partners.known.values())
-        return Captured(program, {**kept, **constants}, *self.result, reads, frozen, partners, self.ran)
+        return Captured(
+            program, {**kept, **constants}, *self.result, reads, frozen, partners, self.ran, coins=self.step_coins
+        )
 
     def _steady(self, fakes: list[torch.Tensor], before: Attributes, drawn: Mapping[str, Any]) -> list[str]:
         """Notes of a second run; see `Steady.check`."""
@@ -244,6 +259,7 @@ class _Capture:
     def _is_plain(self, before: Attributes, drawn: Mapping[str, Any]) -> bool:
         """True if the graph of the step is all that there is to say of it; see `earlier.py`."""
         is_other = self.partners.known or self.forks.lines or any(self.selects) or self.calls.drawn or self.has_items
+        is_other = is_other or self.coins.is_sought
         return not (is_other or self.replaced or before.changes()) and foreign_state() == drawn
 
     def _whole_trace(self, before: Attributes) -> tuple[Traced, list[Input], list[torch.Tensor]]:
@@ -258,11 +274,15 @@ class _Capture:
                 if partner is not None:
                     before.add(partner.traced, partner.name)
                 self.state = state_of(self.model, {p.name: p.traced for p in self.partners.known.values()})
+            elif isinstance(self.unknown, CoinFound):
+                before.restore()
+                self.coins.look(partial(self._plan, fakes, before))
             elif self.reads is not None and self.unknown is not None:
                 traced = functional(traced, fakes, self.fake)
                 self.reads.learn(self.unknown, *known_inputs(traced, self.unknown, given, self.device))
                 before.restore()
             else:
+                self.step_coins = self.coins.of_step([name_if_trained(*entry) for entry in given] if self.train else [])
                 return traced, [entry for entry, _ in given], fakes
 
     def _given(self) -> list[tuple[Input, torch.Tensor | None]]:
@@ -294,12 +314,12 @@ class _Capture:
         mode = Raise(self.locator, inputs[-1], self.lift, self.calls, self.reads, self.keeps_casts, self.partners)
         self.outside = mode.outside
         mode.forks, mode.ran, mode.selected.tracer = self.forks, self.ran, self.tracer
-        self._start()
+        self._start(mode, self.tracer)
         body = self._train_body if self.train else self._forward_body
         try:
             with self.resizing.watching(self.ran):
                 result = self._run(inputs, mode, body, self.replaced, {})
-        except (Unknown, UnknownPartner) as found:
+        except (Unknown, UnknownPartner, CoinFound) as found:
             self.unknown = found
             return (found.tensor if isinstance(found, Unknown) else inputs[-1],)
         finally:
@@ -312,8 +332,10 @@ class _Capture:
         self.selects = bool(mode.selected.known), mode.selected.may_specialize
         return tuple(result)
 
-    def _start(self) -> None:
-        """A run begins."""
+    def _start(self, mode: Raise, tracer: Tracer | None = None, sides: Sides | None = None) -> None:
+        """A run begins. tracer, sides: as of `Coins.start`."""
+        mode.coins = self.coins
+        self.coins.start(mode.inputs, mode.numbered, tracer, sides)
         self.forks.start()
         if self.reads is not None:
             self.reads.start()
@@ -321,14 +343,43 @@ class _Capture:
     def _again(self, inputs: list[torch.Tensor], calls: RecordedCalls, is_watched: bool = True) -> None:
         """Forward and loss once more, on shapes alone; what the model prints is printed already. is_watched: no line is
         looked for meanwhile, which another trace function does."""
-        self._start()
         self.runs.append(calls)
         with self.fake, Unseen(Results(self.fake)), redirect_stdout(io.StringIO()):
             mode = Raise(Locator(), inputs[-1], self.lift, calls, self.reads, self.keeps_casts, self.partners, False)
             mode.forks, mode.ran = self.forks, self.ran
+            self._start(mode)
             with self.ran.watch() if is_watched else nullcontext():
-                self._run(inputs, mode, lambda _: self._result, self.replaced, dict(self.replaced))
+                self._run(inputs, mode, lambda _: self._ended, self.replaced, dict(self.replaced))
             self.ran.is_whole |= is_watched
+
+    def _ended(self, *args: Any, **kwargs: Any) -> None:
+        """The forward pass, and all that it gives."""
+        result = self._result(*args, **kwargs)
+        if self.coins.trail is not None:
+            self.coins.left([*take_apart(result, lenient=True).leaves, *(tensor for _, tensor in self._named_buffers())])
+
+    def _plan(self, inputs: list[torch.Tensor], before: Attributes, fixed: Sides) -> Plan:
+        """What to do about the coins, from runs on shapes with other sides."""
+
+        def run(sides: Sides) -> Trail | None:
+            before.restore()
+            calls = RecordedCalls()
+            self.runs.append(calls)
+            with self.fake, Unseen(Results(self.fake)), redirect_stdout(io.StringIO()):
+                mode = Raise(Locator(), inputs[-1], self.lift, calls, self.reads, self.keeps_casts, self.partners)
+                mode.forks = self.forks
+                self._start(mode, None, sides)
+                try:
+                    self._run(inputs, mode, lambda _: self._ended, {}, {})
+                except Exception:
+                    return None
+            return self.coins.trail
+
+        first = run(fixed)
+        before.restore()
+        found = plan(run, fixed, first) if first is not None else Plan({}, frozenset())
+        before.restore()
+        return found
 
     def _check_buffers(self, inputs: list[torch.Tensor]) -> None:
         old = {entry.name: tensor for (entry, _), tensor in zip(self.state.entries, inputs, strict=False)}
@@ -379,6 +430,8 @@ class _Capture:
         for extra in inputs[position:]:
             calls.values.given(extra, "seed")
         self.scale = inputs[position] if self.is_scaled else None
+        if self.coins.trail is not None:
+            self.coins.trail.given(values)
         calls.given(values, [*behind, *[CHANGING] * (len(values) - len(behind))])
         self.given = [(value, value._version) for value in values]
         constants.update(carried)
@@ -397,6 +450,8 @@ class _Capture:
         def body(*args: Any, **kwargs: Any) -> list[Any]:
             with self.partners.watch():
                 loss, aux = split_result(self._result(*args, **kwargs), self.loss_fn)
+            if self.coins.trail is not None:
+                loss, aux = self._joined(loss, aux)
             check_returned((loss,))
             check_loss(loss, self.loss_fn, bool(trainable))
             self.fault = outside_fault(loss, {id(tensor) for _, tensor in trainable}, self.untrained, self.outside)
@@ -426,6 +481,8 @@ class _Capture:
         def body(*args: Any, **kwargs: Any) -> list[Any]:
             with self.partners.watch():
                 result = self._result(*args, **kwargs)
+            if self.coins.trail is not None:
+                (result,) = self._joined(result)
             self.outputs = []
             values = self._values(result)
             buffers = self._buffers()
@@ -461,11 +518,21 @@ class _Capture:
         self.outputs += [Output("guard", str(i)) for i in range(len(guards))]
         return guards
 
+    def _joined(self, *results: Any) -> Any:
+        """What a run gave, with the sides of its coins joined."""
+        parts = take_apart(results, lenient=True)
+        buffers = [tensor for _, tensor in self._named_buffers()]
+        joined = self.coins.left([*parts.leaves, *buffers])
+        return put_together(parts.form, joined[: len(parts.leaves)])
+
+    def _named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from tables.named_buffers(self.model)
+        for partner in self.partners.known.values():
+            yield from tables.named_buffers(partner.traced, prefix=partner.name)
+
     def _buffers(self) -> list[tuple[str, torch.Tensor]]:
         known = {entry.name for entry, _ in self.state.entries if entry.kind == "buffer"}
-        named_buffers = dict(tables.named_buffers(self.model))
-        for partner in self.partners.known.values():
-            named_buffers.update(tables.named_buffers(partner.traced, prefix=partner.name))
+        named_buffers = {name: self.coins.joined(tensor) for name, tensor in self._named_buffers()}
         self.new_buffers = [(name, tensor) for name, tensor in named_buffers.items() if name in known]
         for position, ((entry, tensor), (given, version)) in enumerate(
             zip(self.state.entries, self.given, strict=False)

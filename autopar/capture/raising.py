@@ -6,7 +6,7 @@ Which ones and how: `raised.py`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,12 +20,13 @@ from autopar.capture.data.casts import TO_WIDE, lifted, of_dtype, traced
 from autopar.capture.data.coins import COMPARISONS, DrawnNumber, decided
 from autopar.capture.data.folding import FOLDED, folded
 from autopar.capture.data.item_values import Items
-from autopar.capture.data.known_values import STEADY, Operands
+from autopar.capture.data.known_values import RANDOM, STEADY, Operands
 from autopar.capture.data.reads import READERS, Reads
 from autopar.capture.data.recorded_calls import RecordedCalls
 from autopar.capture.data.same import compared, is_idle
 from autopar.capture.data.selected import Selected
 from autopar.capture.data.specialised import specialised
+from autopar.capture.draws.coins import Coins, Skip
 from autopar.capture.forks import Forks
 from autopar.capture.inputs.arrays import FROM_ARRAY, BatchArray
 from autopar.capture.inputs.outside import Outside, with_inputs
@@ -104,7 +105,9 @@ class Raise(TorchFunctionMode):
         self.notes: dict[str, None] = {}
         self.validated: dict[str, None] = {}  # lines of the user's where torch.distributions checks its arguments
         self.random_ops: set[int] = set()
-        self.items, self.forks = Items(), Forks()
+        self.items, self.forks, self.coins = Items(), Forks(), Coins()
+        self.skips: Mapping[int, Skip] = {}  # of the plain module, by the number of the read
+        self.reads_made = 0
         self.ran = Ran()
         self.inputs: dict[int, Tensor] = {}  # by the id of the parameter that each stands for
         self.outside: dict[int, Outside] = {}  # tensors of the user's that no input stands for
@@ -158,6 +161,8 @@ class Raise(TorchFunctionMode):
     # -- the call as another one --------------------------------------------------------------------------------
 
     def _put_inputs(self, call: _Call) -> Any:
+        if self.coins.trail is not None:
+            self.coins.join(lambda *sides: self.__torch_function__(torch.where, (), sides))
         call.args, call.kwargs = with_tensors(call.function, *with_inputs((call.args, call.kwargs), self.inputs))
         return NotImplemented
 
@@ -238,6 +243,8 @@ class Raise(TorchFunctionMode):
     def _give_value(self, call: _Call) -> Any:
         if call.function not in FOLDED:
             return NotImplemented
+        if call.function in READERS:
+            self.coins.has_read()
         for give in _VALUES:
             value = give(self, call)
             if value is not NotImplemented:
@@ -255,7 +262,21 @@ class Raise(TorchFunctionMode):
     def _drawn(self, call: _Call) -> Any:
         if call.function not in _OF_DRAWS or not self.known.is_draw(call.args[0]) or call.args[0].numel() != 1:
             return NotImplemented
-        return DrawnNumber() if call.function is Tensor.item else self.calls.draw(call.line)
+        if call.function is not Tensor.item:
+            return self.calls.draw(call.line)
+        return DrawnNumber(partial(self._compared, call.args[0], call.line))
+
+    def _compared(self, draw: Tensor, line: Line | None, compare: Callable[[Any, Any], Any], p: float) -> bool:
+        """The side of a comparison of a drawn number."""
+        return self.coins.take(compare(draw.reshape(()), p), line, lambda number: compare(number, p))
+
+    def _coin(self, call: _Call) -> Any:
+        """The side of what random numbers alone decide."""
+        is_truth = call.function is Tensor.__bool__ or call.args[0].dtype == torch.bool
+        if call.function not in READERS or not is_truth or not self._is_forward():
+            return NotImplemented
+        is_coin = call.before.kinds == RANDOM and call.args[0].numel() == 1
+        return self.coins.take(call.args[0], call.line) if is_coin else NotImplemented
 
     def _checked(self, call: _Call) -> Any:
         """True for what torch.distributions asks of its arguments, with a note."""
@@ -314,11 +335,25 @@ class Raise(TorchFunctionMode):
         self.locator.adopt(result, call.place)
         if self._is_forward():
             self.calls.saw(func, args, kwargs, result, self.locator.line(call.place[1]), written)
+            if self.coins.trail is not None and func not in QUERIES:
+                self.coins.trail.saw(func, args, kwargs, result, written)
         self.calling = None
         return result
 
     def _run_plain(self, call: _Call) -> Any:
-        return self._run(call, call.function, *call.args, **call.kwargs)
+        result = self._run(call, call.function, *call.args, **call.kwargs)
+        if self.skips and call.function in READERS:
+            self._skip(result)
+        return result
+
+    def _skip(self, value: Any) -> None:
+        """Count the random ops and the reads that the plain module leaves out behind a coin, as the program does."""
+        self.reads_made += 1
+        skip = self.skips.get(self.reads_made)
+        if skip is not None and skip.is_taken(value):
+            self.reads_made += skip.reads
+            self.random_ops.update(range(self.numbered() + 1, self.numbered() + skip.draws + 1))
+            torch.default_generator.manual_seed(_FIRST + self.numbered() + skip.draws)
 
     def _run(self, call: _Call, func: Any, *args: Any, **kwargs: Any) -> Any:
         """What a function gives, raised if that is known of it."""
@@ -406,10 +441,14 @@ class Raise(TorchFunctionMode):
         value: Tensor = op("random")(self.seed, self._number(), kind, sizes, dtype, sizes, sizes, [0] * len(sizes))
         return value
 
+    def numbered(self) -> int:
+        """How many random ops there were so far."""
+        return torch.default_generator.initial_seed() - _FIRST
+
     def _number(self) -> int:
         """The number of a random op, which is its key."""
         assert self.seed is not None
-        number = torch.default_generator.initial_seed() - _FIRST + 1
+        number = self.numbered() + 1
         if not 0 < number <= len(self.random_ops) + 1:
             raise refusal(SEEDED, user_frame(sys._getframe(1)))
         if self.locator and self.locator.phase == "backward" and number not in self.random_ops:
@@ -464,6 +503,7 @@ _VALUES: tuple[_Interceptor, ...] = (
     Raise._constant,  # what hangs on no input is the same in each step
     Raise._same,  # so is the comparison of a tensor with itself
     Raise._drawn,  # before `_read`: a draw is no data of the batch
+    Raise._coin,  # nor is what is computed of draws
     Raise._checked,  # before `_read`, which would take a check for a branch of the model
     Raise._read,
 )

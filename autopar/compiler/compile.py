@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from autopar.capture import Captured, Earlier, LossFn, capture, dims_of_call
+from autopar.capture.data.reads import Answers
 from autopar.compiler.constraints import (
     check_batch,
     check_slices,
@@ -72,12 +73,13 @@ WHOLE_TRIES = 8  # searches of a program in which some values turn out to be nee
 def compile_step(
     model: nn.Module, loss_fn: LossFn | None, args: tuple[Any, ...], kwargs: Mapping[str, Any], mesh: Mesh,
     options: StepOptions, *, train: bool = True, lift: torch.dtype | None = None, fixed: Fixed | None = None,
+    answers: Answers | None = None,
 ) -> tuple[Captured, Lowered]:  # fmt: skip
     """Check a model, capture its step and take that through the passes: the one way from a module to its programs.
 
-    train, lift: as of `capture`. fixed: as of `lower`.
+    train, lift, answers: as of `capture`. fixed: as of `lower`.
     """
-    captured = capture_step(model, loss_fn, args, kwargs, options, train=train, lift=lift)
+    captured = capture_step(model, loss_fn, args, kwargs, options, train=train, lift=lift, answers=answers)
     return captured, lower(captured, mesh, options, fixed)
 
 
@@ -85,12 +87,15 @@ def compile_step(
 def capture_step(
     model: nn.Module, loss_fn: LossFn | None, args: tuple[Any, ...], kwargs: Mapping[str, Any], options: StepOptions,
     *, train: bool = True, lift: torch.dtype | None = None, earlier: Earlier | None = None,
+    answers: Answers | None = None,
 ) -> Captured:  # fmt: skip
-    """Check a model and capture its step: what every way to its programs begins with. earlier: as of `capture`."""
+    """Check a model and capture its step: what every way to its programs begins with. earlier, answers: as of
+    `capture`."""
     check_model(model)
     captured = capture(
         model, loss_fn, args, kwargs,
         train=train, lift=lift, specialize=options.specialize, precision=options.precision, earlier=earlier,
+        answers=answers,
     )  # fmt: skip
     for partner in captured.partners:
         if partner.module is partner.traced:  # a parallel one is checked already

@@ -30,9 +30,10 @@ def train_step(
     """Run a training program: gradients are added to `.grad`, buffers are written. The loss, and all outputs; is_whole:
     those of all ranks, and not this rank's rows."""
     outputs = run_step(session, running, given, is_step=True)
+    unused = _unused(session, running)
     session.random.steps += 1
     running.write_buffers(outputs)
-    parameters, gradients = running.gradients(outputs)
+    parameters, gradients = running.gradients(outputs, unused)
     if session.scale is None or session.scale.take(gradients, session.settings.device):
         accumulate(parameters, gradients)
     else:
@@ -41,6 +42,16 @@ def train_step(
     (loss,) = running.losses
     loss_of_step = finished(outputs[loss])
     return loss_of_step, outputs if is_whole else own_rows(outputs, running, given)
+
+
+def _unused(session: Session, running: Running) -> frozenset[str]:
+    """The parameters that no rank used in this step, as random numbers decided: they have no gradient."""
+    coins = running.captured.coins
+    if coins is None or not coins.unused:
+        return frozenset()
+    drawn = session.random.tensor(torch.device("cpu"), True)
+    places = range(session.world.places) if session.settings.is_own else (0,)
+    return frozenset.intersection(*(coins.left_out(seed_of(drawn, place)) for place in places))
 
 
 def forward_step(session: Session, is_whole: bool, running: Running, given: Given) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.capture.draws.coins import Skip
 from autopar.capture.inputs import tables
 from autopar.capture.inputs.containers import map_tensors, take_apart
 from autopar.capture.inputs.loss_outputs import LossFn, split_result
@@ -35,6 +36,14 @@ _DTYPE = (
 )
 
 
+Skips = Callable[[torch.Tensor], Mapping[int, Skip]]  # by the seed of a step: what coins leave out
+
+
+def no_skips(_: torch.Tensor) -> Mapping[int, Skip]:
+    """A step without random branches."""
+    return {}
+
+
 def optimized(model: nn.Module) -> list[nn.Parameter]:
     """The parameters of a module that an optimizer steps."""
     return [parameter for parameter in tables.parameters(model) if parameter.requires_grad]
@@ -47,13 +56,14 @@ def values_of(aux: Any) -> Values:
 
 
 class Plain:
-    """The user's module, trained as it is; with `autocast` as under torch.autocast in that dtype."""
+    """The user's module, trained as it is; with `autocast` as under torch.autocast in that dtype. skips: of the program
+    that it is compared with."""
 
     def __init__(
         self, model: nn.Module, loss_fn: LossFn | None, make: OptimizerFactory, autocast: torch.dtype | None = None,
-        partners: tuple[Partner, ...] = (),
+        partners: tuple[Partner, ...] = (), skips: Skips = no_skips,
     ) -> None:  # fmt: skip
-        self.model, self.loss_fn, self.autocast = model, loss_fn, autocast
+        self.model, self.loss_fn, self.autocast, self.skips = model, loss_fn, autocast, skips
         self.optimizer = make(optimized(model))
         self.borrowed = Borrowed(partners, dtype_of(model))
         self.buffers = dict(tables.named_buffers(model)).keys()  # a table that a step keeps is none of the state
@@ -75,7 +85,9 @@ class Plain:
         parameter = next(tables.parameters(self.model))
         dtype, low = dtype_of(self.model), self.autocast
         scale = SCALE if low is torch.float16 else 1.0
-        with default_dtype(dtype), Raise(None, seed, None if low else dtype):
+        mode = Raise(None, seed, None if low else dtype)
+        mode.skips = self.skips(seed)
+        with default_dtype(dtype), mode:
             with torch.autocast(parameter.device.type, low) if low else nullcontext():
                 loss, aux = self._forward(args, kwargs, dtype)
             backward(loss * scale if scale != 1.0 else loss)

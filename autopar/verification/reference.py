@@ -17,7 +17,7 @@ from autopar.verification.dtypes import cast, dtype_of, module_in
 from autopar.verification.judge.comparison import Table, Values
 from autopar.verification.judge.noise import Limits, Trained
 from autopar.verification.places import Batches
-from autopar.verification.plain import OptimizerFactory, Plain, PlainReplicas
+from autopar.verification.plain import OptimizerFactory, Plain, PlainReplicas, Skips, no_skips
 
 
 class Reference:
@@ -29,10 +29,10 @@ class Reference:
 
     def __init__(
         self, model: nn.Module, loss_fn: LossFn | None, make: OptimizerFactory, options: StepOptions,
-        partners: tuple[Partner, ...] = (), places: int = 1,
+        partners: tuple[Partner, ...] = (), places: int = 1, skips: Skips = no_skips,
     ) -> None:  # fmt: skip
         self.short, self.low = short_of(options), options.low_dtype
-        self.loss_fn, self.make, self.partners, self.places = loss_fn, make, partners, places
+        self.loss_fn, self.make, self.partners, self.places, self.skips = loss_fn, make, partners, places, skips
         exact = copied(model)
         self.plain = self.anew(exact if self.short is None else module_in(exact, torch.float64), None)
         self.other = self.anew(copied(model), self.low) if self.low else None
@@ -51,7 +51,8 @@ class Reference:
 
     def anew(self, model: nn.Module, low: torch.dtype | None) -> PlainReplicas:
         """A module to train as this side does, under torch.autocast in a dtype if there is one."""
-        return PlainReplicas(lambda one: Plain(one, self.loss_fn, self.make, low, self.partners), model, self.places)
+        made = lambda one: Plain(one, self.loss_fn, self.make, low, self.partners, self.skips)  # noqa: E731
+        return PlainReplicas(made, model, self.places)
 
     def trained(
         self, model: nn.Module, batches: Batches, seeds: Sequence[torch.Tensor], steps: Sequence[Values]

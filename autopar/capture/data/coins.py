@@ -86,16 +86,22 @@ def _of_every_draw(compare: Compare, p: float, count: int) -> bool | None:
 
 
 class DrawnNumber:
-    """Stands for a draw as a Python number, which may only be compared, and with what it can be on one side of."""
+    """Stands for a draw as a Python number, which may only be compared. decide: the side that a comparison comes up as
+    which not every draw decides alike."""
 
-    __slots__ = ()
+    __slots__ = ("_decide",)
+
+    def __init__(self, decide: Callable[[Compare, float], bool]) -> None:
+        self._decide = decide
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise refusal(DRAWN_NUMBER, user_frame(sys._getframe(1)))
 
     def _compared(self, compare: Compare, p: Any) -> bool:
-        value = _of_every_draw(compare, p, 1) if type(p) in (int, float) else None
-        return self._refuse() if value is None else value
+        if type(p) not in (int, float):
+            return self._refuse()
+        value = _of_every_draw(compare, p, 1)
+        return self._decide(compare, p) if value is None else value
 
     def __lt__(self, p: Any) -> bool:
         return self._compared(operator.lt, p)

@@ -128,6 +128,15 @@ def check_reads(reads: Sequence[Read], tensors: Sequence[Tensor]) -> None:
             raise OtherValues(read, tuple(values))
 
 
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What is known of the step that a program is made for: its seed and its number, which decide random branches, and
+    what the first of its reads give."""
+
+    seed: tuple[int, int] = (0, 0)
+    values: tuple[Value, ...] = ()
+
+
 @dataclass(slots=True)
 class Reads:
     """The reads of a model in their order. `tensors`: those of the run that goes on, as far as it has come.

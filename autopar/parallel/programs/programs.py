@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from autopar.capture.data.reads import OtherValues
+from autopar.capture.data.reads import Answers, OtherValues, Value
 from autopar.capture.inputs.batch_dims import Dims
 from autopar.capture.inputs.containers import check_detached, take_call_apart
 from autopar.capture.inputs.leaves import text_of
@@ -117,7 +117,7 @@ class Programs:
             check_enabled(call)
             if session.replicas.is_due(session.random.steps):
                 session.replicas.check(session.random.steps)
-        return self._use(signature, running) if running else self._make(signature, given, train), given
+        return self._use(signature, running) if running else self._make(signature, given, train, ()), given
 
     def run(
         self, call: str, args: Any, kwargs: Any, train: bool, step: Callable[[Running, Given], T]
@@ -150,7 +150,7 @@ class Programs:
             raise other.read.refused(other.values[-1], f" {count} programs were compiled for other values already.")
         if dist.get_rank() == 0:
             _log.warning("%s is %s for this batch and was another value: compiling again", other.read, other.values[-1])
-        return self._make(signature, given, train)
+        return self._make(signature, given, train, other.values)
 
     # -- which program it is ------------------------------------------------------------------------------------
 
@@ -189,7 +189,9 @@ class Programs:
         key = self._key(given, train)
         signature = self.signatures.get(key) or CallSignature(key)
         fault = self._session.store.structure.fault()
-        running, values = (None, [fault]) if fault else signature.find(fits)
+        drawn = self._session.random.tensor(torch.device("cpu"), train)
+        fits_all = lambda one: (one.captured.coins is None or one.captured.coins.fit(drawn)) and fits(one)  # noqa: E731
+        running, values = (None, [fault]) if fault else signature.find(fits_all)
         if self._session.agreement.size > 1:
             self._compare(call, signature, given, values, is_new=running is None)
         if fault:
@@ -235,12 +237,13 @@ class Programs:
             signature.programs.sort(key=lambda each: each is not running)
         return running
 
-    def _make(self, signature: CallSignature, given: Given, train: bool) -> Running:
-        """Compile a program and keep it; forget the one unused longest."""
+    def _make(self, signature: CallSignature, given: Given, train: bool, values: tuple[Value, ...]) -> Running:
+        """Compile a program and keep it; forget the one unused longest. values: of the first of its reads."""
         self._tell(signature, given, train)
         self._made += 1  # also of one that fails: on all ranks
         with torch.inference_mode(False):  # what is made here is trained later
-            running = self._maker.make(given, self._numbers, train, is_first=not self.signatures)
+            answers = Answers(self._session.random.numbers(train), values)
+            running = self._maker.make(given, self._numbers, train, not self.signatures, answers)
         self._portions.learn(given, train)
         running.number = self._made
         # Only now are its partners known, whose modes are in its key.

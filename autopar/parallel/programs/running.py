@@ -75,7 +75,7 @@ class Running:
         self._gradients = [at for at, _ in trained]
         known = store.structure.parameters
         self._trained = [known.get(name) for _, name in trained]
-        names = [name for _, name in trained]
+        names = self._names = [name for _, name in trained]
         self._foreign = [(at, name) for at, name in enumerate(names) if name.startswith(PARTNER)]
         self._padded = [(at, name) for at, name in enumerate(names) if self._is_padded(name)]
         self._shared: frozenset[int] | None = None  # outputs that are not memory of their own, once known
@@ -94,11 +94,16 @@ class Running:
             values[at] = given(slot.entry, slot.layout, slot.coord)
         return dict(zip(self._keys, values, strict=True))
 
-    def gradients(self, outputs: Outputs) -> tuple[Sequence[nn.Parameter], list[Tensor | None]]:
-        """The parameters that a step trains, and this rank's part of each one's gradient; None on other stages."""
+    def gradients(
+        self, outputs: Outputs, unused: frozenset[str] = frozenset()
+    ) -> tuple[Sequence[nn.Parameter], list[Tensor | None]]:
+        """The parameters that a step trains, and this rank's part of each one's gradient; None on other stages, and for
+        those that the step did not use."""
         values = [outputs[at] for at in self._gradients]
         for at, name in self._padded:
             values[at] = self._owners.taken(name, values[at])
+        if unused:
+            values = [None if name in unused else value for name, value in zip(self._names, values, strict=True)]
         trained: list[Any] = self._trained
         if self._foreign:
             known = self._owners.parameters()

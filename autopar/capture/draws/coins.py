@@ -1,0 +1,264 @@
+"""The coins of a step: joined into its program, or decided before it by the seed, which all ranks have.
+
+A coin is the truth of a tensor that hangs on random numbers alone. What it comes up as at a step the counter-based
+generator says from the seed and the number of the step, before anything of the step is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autopar.capture.draws.joins import Join, Plan, Sides
+from autopar.capture.draws.trail import Place, Trail
+from autopar.capture.ops.canonical import filled
+from autopar.capture.refusals.location import Line
+from autopar.capture.trace.tracer import Tracer
+from autopar.torch_compat import on_data
+
+Tensor = torch.Tensor
+_ANY = (0, 0)  # the seed where no step is meant
+_ROUNDS = 4  # plans of a model, each with the coins decided that the one before could not join
+
+
+class CoinFound(BaseException):
+    """Ends a run that met coins of which nothing is planned yet. No error: a user's `except Exception` must not stop
+    it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Skip:
+    """What the plain module leaves out where a coin comes up as `side`: random ops and reads of values. The numbers of
+    those behind them are as in the program, which leaves out nothing."""
+
+    side: bool
+    draws: int
+    reads: int
+    of: Callable[[Any], bool] = bool  # the side of what was read
+
+    def is_taken(self, value: Any) -> bool:
+        """True if a read of this value leaves out."""
+        return self.of(value) == self.side
+
+
+@dataclass(frozen=True, slots=True)
+class StepCoins:
+    """The coins of a captured step. way: what computes them from the seed. sides: as the program has them; None for one
+    that is joined. unused: of parameters that only calls use which coins leave out, these coins, with the sides that
+    leave out. skips: by the number of the read that asks for the coin."""
+
+    way: nn.Module
+    sides: tuple[bool | None, ...]
+    lines: tuple[Line | None, ...]
+    unused: Mapping[str, tuple[tuple[int, bool], ...]]
+    skips: Mapping[int, Skip]
+
+    def now(self, seed: Tensor) -> list[bool]:
+        """What the coins come up as; those behind one with another side than the program's are not known."""
+        with torch.no_grad():
+            return [bool(coin) for coin in self.way(seed.cpu())]
+
+    def fit(self, seed: Tensor) -> bool:
+        """True for a step whose coins come up as the program has them."""
+        if all(side is None for side in self.sides):
+            return True
+        return all(side in (None, now) for side, now in zip(self.sides, self.now(seed), strict=True))
+
+    def left_out(self, seed: Tensor) -> frozenset[str]:
+        """The parameters that a step does not use."""
+        now = self.now(seed) if self.unused else []
+        return frozenset(
+            name for name, coins in self.unused.items() if all(now[coin] == side for coin, side in coins)
+        )
+
+    def notes(self) -> list[str]:
+        """What is said of them."""
+        joined = [line for line, side in zip(self.lines, self.sides, strict=True) if side is None]
+        alone = [(line, side) for line, side in zip(self.lines, self.sides, strict=True) if side is not None]
+        said = []
+        if joined:
+            said.append(
+                f"{_places(joined)}: a random number decides whether calls are left out. One program makes all of "
+                f"them, and takes their results or not; a parameter that a step leaves out has no gradient in it"
+            )
+        if alone:
+            said.append(
+                f"{_places([line for line, _ in alone])}: a random number decides which calls a step makes, which "
+                f"cannot be one program: there is one for each way ({len(alone)} decisions), compiled when it is first "
+                f"drawn"
+            )
+        return said
+
+
+@dataclass(slots=True)
+class Coins:
+    """The coins of one capture. seed: of the step that is meant. trail: of the run that goes on."""
+
+    seed: tuple[int, int] = _ANY
+    plan: Plan = field(default_factory=lambda: Plan({}, frozenset()))
+    is_final: bool = False  # the plan is
+    is_sought: bool = False  # a run met coins
+    trail: Trail | None = None
+    decided: dict[int, bool] = field(default_factory=dict)
+    _tracer: Tracer | None = None
+    _pending: dict[int, Join] = field(default_factory=dict)  # by segment
+    _inputs: dict[int, Tensor] = field(default_factory=dict)
+    _of: dict[int, Callable[[Any], bool]] = field(default_factory=dict)
+    _rounds: int = 0
+
+    def start(
+        self, inputs: dict[int, Tensor], draws: Callable[[], int], tracer: Tracer | None = None,
+        sides: Sides | None = None,
+    ) -> None:  # fmt: skip
+        """A run begins. inputs: by the ids of tensors, what calls take in their place. tracer: of a trace. sides: those
+        of a run that is compared with others."""
+        self._tracer, self._inputs, self._pending = tracer, inputs, {}
+        if not self.is_sought:
+            return
+        if tracer is not None:
+            self.decided = {}
+        self.trail = Trail(self._side if sides is None else partial(_given, sides), draws=draws)
+        if sides is None and self.is_final:
+            self._pending = {join.coin + 1: join for join in self.plan.joins.values()}
+            places: list[Place] = [place for join in self._pending.values() for pair in join.pairs for place in pair]
+            self.trail.wanted = dict.fromkeys(places)  # type: ignore[arg-type]
+
+    def take(self, tensor: Tensor, line: Line | None, of: Callable[[Any], bool] = bool) -> bool:
+        """The side of a coin. of: what it is of the value that is read. Raises CoinFound for the first of all."""
+        if self.trail is None:
+            raise CoinFound
+        side = self.trail.coin(tensor, line)
+        self._of[len(self.trail.coins) - 1] = of
+        return side
+
+    def has_read(self) -> None:
+        """A value is taken out of a tensor."""
+        if self.trail is not None:
+            self.trail.reads += 1
+
+    def join(self, where: Callable[..., Tensor]) -> None:
+        """Choose between the sides of a coin, if all is computed that one of them leaves out. where: torch's."""
+        trail = self.trail
+        if not self._pending or trail is None or trail.is_idle:
+            return
+        segment, number = trail.at
+        join = self._pending.get(segment)
+        if join is None or number < join.end:
+            return
+        del self._pending[segment]
+        trail.is_idle = True
+        coin = trail.coins[join.coin]
+        for v, u in join.pairs:
+            kept, instead = trail.wanted[v], trail.wanted[u]
+            instead = self._inputs.get(id(instead), instead)
+            sides = (kept, instead) if join.keeps else (instead, kept)
+            joined = self._inputs[id(kept)] = where(coin.reshape(()), *sides)
+            trail.joined(joined, v)
+        trail.is_idle = False
+
+    def left(self, results: Sequence[Any]) -> list[Any]:
+        """What a run gives, with the sides of its coins joined. Raises CoinFound if the plan is not made yet."""
+        if self.trail is None:
+            return list(results)
+        self.join(torch.where)
+        self.trail.leave(results)
+        if self._tracer is not None and not self.is_final:
+            raise CoinFound
+        return [self.joined(item) for item in results]
+
+    def joined(self, item: Any) -> Any:
+        """What is used in place of a tensor."""
+        return self._inputs.get(id(item), item) if self.trail is not None and isinstance(item, Tensor) else item
+
+    def look(self, planned: Callable[[Sides], Plan]) -> None:
+        """Plan what to do about the coins that a trace met. planned: the plan, if these are decided."""
+        if not self.is_sought:
+            self.is_sought = True
+            return
+        self._rounds += 1
+        self.plan = planned(self.decided) if self._rounds < _ROUNDS else Plan({}, frozenset())
+        self.is_final = not self.plan.joins or self.plan.alone == frozenset(self.decided)
+
+    def _side(self, coin: int, tensor: Tensor, _: Line | None) -> bool:
+        """As planned; of a coin that decides programs, as it comes up with the seed."""
+        is_alone = coin in self.plan.alone or (self.is_final and not self.plan.joins)
+        if not is_alone:
+            return self.plan.side(coin)
+        if coin not in self.decided and self._tracer is not None:
+            way = _way(self._tracer, [tensor])
+            try:
+                with on_data():
+                    self.decided[coin] = bool(way(torch.tensor(self.seed))[0])
+            except NotImplementedError:  # no kernels are loaded, and so no step is meant
+                self.decided[coin] = False
+        return self.decided.get(coin, False)
+
+    def of_step(self, names: Sequence[str | None]) -> StepCoins | None:
+        """The coins of the step that was traced last; None if there are none. names: of the trained parameters among
+        the inputs, by their numbers."""
+        if self.trail is None or self._tracer is None or not self.trail.coins:
+            return None
+        joins, trail = self.plan.joins, self.trail
+        sides = tuple(None if coin in joins else side for coin, side in enumerate(trail.sides))
+        skips = {
+            trail.met[coin][1]: Skip(not join.keeps, join.draws, join.reads, self._of[coin])
+            for coin, join in joins.items() if join.end > join.start
+        }  # fmt: skip
+        return StepCoins(_way(self._tracer, trail.coins), sides, tuple(trail.lines), self._unused(names), skips)
+
+    def _unused(self, names: Sequence[str | None]) -> dict[str, tuple[tuple[int, bool], ...]]:
+        assert self.trail is not None
+        users: dict[str, set[int | None]] = {}
+        for segment, steps in enumerate(self.trail.segments):
+            join = self.plan.joins.get(segment - 1)
+            for number, step in enumerate(steps):
+                is_inside = join is not None and join.start <= number < join.end
+                for place in step.operands:
+                    name = names[place[1]] if place[0] == "input" and place[1] < len(names) else None
+                    if name is not None:
+                        users.setdefault(name, set()).add(segment - 1 if is_inside else None)
+        return {
+            name: tuple((coin, not self.plan.joins[coin].keeps) for coin in sorted(coins))  # type: ignore[type-var,index]
+            for name, coins in users.items() if None not in coins
+        }  # fmt: skip
+
+
+def _given(sides: Sides, coin: int, _: Tensor, __: Line | None) -> bool:
+    return sides.get(coin, False)
+
+
+def _way(tracer: Tracer, coins: Sequence[Tensor]) -> fx.GraphModule:
+    """What computes coins from the seed, on the host."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    seed = graph.placeholder("seed")
+    wanted = [tracer.node_of(coin) for coin in coins]
+    needed, pending = set[fx.Node](), [node for node in wanted if node is not None]
+    while pending:
+        node = pending.pop()
+        if node not in needed:
+            needed.add(node)
+            pending += node.all_input_nodes
+    for node in tracer.graph.nodes:
+        if node not in needed:
+            continue
+        if node.op == "placeholder":
+            copies[node] = seed
+            continue
+        copied = copies[node] = graph.node_copy(node, copies.__getitem__)
+        call = filled(node) if node.op == "call_function" else None
+        if call is not None:
+            copied.target = call[0]
+            copied.args, copied.kwargs = fx.node.map_arg((call[1], {**call[2], "device": ""}), copies.__getitem__)
+        if "device" in copied.kwargs:
+            copied.kwargs = {**copied.kwargs, "device": "cpu"}
+    graph.output(tuple(copies[node] for node in wanted if node is not None))
+    return fx.GraphModule(tracer.root, graph)
+
+
+def _places(lines: Sequence[Line | None]) -> str:
+    return ", ".join(dict.fromkeys(f"{line[0]}:{line[1]}" if line else "an unknown line" for line in lines))

@@ -1,0 +1,59 @@
+"""The programs of a step whose branches draws or data decide: one for each way that the steps go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from autopar.capture.data.reads import Answers, OtherValues, Value
+from autopar.capture.draws.coins import Skip
+from autopar.verification.places import Made
+
+_MOST = 16  # programs that one step tries
+
+
+@dataclass(slots=True)
+class Versions:
+    """Programs of all places. known: those that there are. make: makes those of another way; None if nothing can."""
+
+    known: list[list[Made]]
+    make: Callable[[Answers], list[Made]] | None = None
+
+    def of(self, seed: torch.Tensor, values: tuple[Value, ...] = ()) -> list[Made]:
+        """The programs of a step with this seed, whose first reads give these values."""
+        for programs in self.known:
+            captured = programs[0][0]
+            fits = all(read.is_(value) for read, value in zip(captured.reads, values, strict=False))
+            if fits and (captured.coins is None or captured.coins.fit(seed)):
+                return programs
+        if self.make is None:
+            return self.known[0]
+        first, second = seed.tolist()
+        self.known.append(self.make(Answers((first, second), values)))
+        return self.known[-1]
+
+    def mapped(self, change: Callable[[list[Made]], list[Made]]) -> Versions:
+        """The same with all programs changed."""
+        known = [change(programs) for programs in self.known]
+        if self.make is None:
+            return Versions(known)
+        return Versions(known, lambda answers: change(self.of(torch.tensor(answers.seed), answers.values)))
+
+    def run(self, seed: torch.Tensor, step: Callable[[list[Made]], None]) -> None:
+        """Make a step with the programs that it asks for: again with others, where it finds other values (OtherValues)."""
+        values: tuple[Value, ...] = ()
+        for _ in range(_MOST):
+            try:
+                return step(self.of(seed, values))
+            except OtherValues as found:
+                if self.make is None or found.values == values:
+                    raise found.read.refused(found.values[-1]) from None
+                values = found.values
+        raise AssertionError("each program of a step knows one value more")
+
+    def skips(self, seed: torch.Tensor) -> Mapping[int, Skip]:
+        """What the plain module leaves out in a step, and the programs do not."""
+        coins = self.of(seed)[0][0].coins
+        return {} if coins is None else coins.skips
