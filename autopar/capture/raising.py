@@ -20,7 +20,7 @@ from autopar.capture.data.casts import TO_WIDE, lifted, of_dtype, traced
 from autopar.capture.data.coins import COMPARISONS, DrawnNumber, decided
 from autopar.capture.data.folding import FOLDED, folded
 from autopar.capture.data.item_values import Items
-from autopar.capture.data.known_values import RANDOM, STEADY, Operands
+from autopar.capture.data.known_values import RANDOM, STEADY, Operands, leaves
 from autopar.capture.data.reads import READERS, Reads
 from autopar.capture.data.recorded_calls import RecordedCalls
 from autopar.capture.data.same import compared, is_idle
@@ -106,8 +106,8 @@ class Raise(TorchFunctionMode):
         self.validated: dict[str, None] = {}  # lines of the user's where torch.distributions checks its arguments
         self.random_ops: set[int] = set()
         self.items, self.forks, self.coins = Items(), Forks(), Coins()
-        self.skips: Mapping[int, Skip] = {}  # of the plain module, by the number of the read
-        self.reads_made = 0
+        self.skips: Mapping[int, Skip] = {}  # of the plain module, by how many random ops there were before
+        self._of_chance: dict[int, Tensor] = {}  # there, by their ids: tensors that hang on random numbers alone
         self.ran = Ran()
         self.inputs: dict[int, Tensor] = {}  # by the id of the parameter that each stands for
         self.outside: dict[int, Outside] = {}  # tensors of the user's that no input stands for
@@ -243,8 +243,6 @@ class Raise(TorchFunctionMode):
     def _give_value(self, call: _Call) -> Any:
         if call.function not in FOLDED:
             return NotImplemented
-        if call.function in READERS:
-            self.coins.has_read()
         for give in _VALUES:
             value = give(self, call)
             if value is not NotImplemented:
@@ -341,17 +339,23 @@ class Raise(TorchFunctionMode):
         return result
 
     def _run_plain(self, call: _Call) -> Any:
+        before = self.numbered()
         result = self._run(call, call.function, *call.args, **call.kwargs)
-        if self.skips and call.function in READERS:
+        if not self.skips:
+            return result
+        operands = [leaf for leaf in leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)]
+        if not all(id(leaf) in self._of_chance for leaf in operands) or not (operands or self.numbered() > before):
+            return result
+        if call.function in READERS:
             self._skip(result)
+        elif isinstance(result, Tensor):
+            self._of_chance[id(result)] = result
         return result
 
     def _skip(self, value: Any) -> None:
-        """Count the random ops and the reads that the plain module leaves out behind a coin, as the program does."""
-        self.reads_made += 1
-        skip = self.skips.get(self.reads_made)
+        """Count the random ops that the plain module leaves out behind a coin, as the program does."""
+        skip = self.skips.get(self.numbered())
         if skip is not None and skip.is_taken(value):
-            self.reads_made += skip.reads
             self.random_ops.update(range(self.numbered() + 1, self.numbered() + skip.draws + 1))
             torch.default_generator.manual_seed(_FIRST + self.numbered() + skip.draws)
 

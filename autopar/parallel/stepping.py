@@ -47,7 +47,7 @@ def train_step(
 def _unused(session: Session, running: Running) -> frozenset[str]:
     """The parameters that no rank used in this step, as random numbers decided: they have no gradient."""
     coins = running.captured.coins
-    if coins is None or not coins.unused:
+    if coins is None or coins.uses is None:
         return frozenset()
     drawn = session.random.tensor(torch.device("cpu"), True)
     places = range(session.world.places) if session.settings.is_own else (0,)

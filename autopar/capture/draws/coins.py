@@ -16,6 +16,7 @@ from torch import fx, nn
 
 from autopar.capture.draws.joins import Join, Plan, Sides
 from autopar.capture.draws.trail import Place, Trail
+from autopar.capture.draws.uses import Uses
 from autopar.capture.ops.canonical import filled
 from autopar.capture.refusals.location import Line
 from autopar.capture.trace.tracer import Tracer
@@ -33,12 +34,11 @@ class CoinFound(BaseException):
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """What the plain module leaves out where a coin comes up as `side`: random ops and reads of values. The numbers of
-    those behind them are as in the program, which leaves out nothing."""
+    """What the plain module leaves out where a coin comes up as `side`: random ops. The numbers of those behind them are
+    as in the program, which leaves out nothing."""
 
     side: bool
     draws: int
-    reads: int
     of: Callable[[Any], bool] = bool  # the side of what was read
 
     def is_taken(self, value: Any) -> bool:
@@ -49,13 +49,12 @@ class Skip:
 @dataclass(frozen=True, slots=True)
 class StepCoins:
     """The coins of a captured step. way: what computes them from the seed. sides: as the program has them; None for one
-    that is joined. unused: of parameters that only calls use which coins leave out, these coins, with the sides that
-    leave out. skips: by the number of the read that asks for the coin."""
+    that is joined. uses: of parameters, where coins leave calls out and gradients are taken. skips: by how many random ops there were before the coin is asked for."""
 
     way: nn.Module
     sides: tuple[bool | None, ...]
     lines: tuple[Line | None, ...]
-    unused: Mapping[str, tuple[tuple[int, bool], ...]]
+    uses: Uses | None
     skips: Mapping[int, Skip]
 
     def now(self, seed: Tensor) -> list[bool]:
@@ -71,10 +70,7 @@ class StepCoins:
 
     def left_out(self, seed: Tensor) -> frozenset[str]:
         """The parameters that a step does not use."""
-        now = self.now(seed) if self.unused else []
-        return frozenset(
-            name for name, coins in self.unused.items() if all(now[coin] == side for coin, side in coins)
-        )
+        return frozenset() if self.uses is None else self.uses.unused(self.now(seed))
 
     def notes(self) -> list[str]:
         """What is said of them."""
@@ -135,11 +131,6 @@ class Coins:
         side = self.trail.coin(tensor, line)
         self._of[len(self.trail.coins) - 1] = of
         return side
-
-    def has_read(self) -> None:
-        """A value is taken out of a tensor."""
-        if self.trail is not None:
-            self.trail.reads += 1
 
     def join(self, where: Callable[..., Tensor]) -> None:
         """Choose between the sides of a coin, if all is computed that one of them leaves out. where: torch's."""
@@ -206,26 +197,12 @@ class Coins:
         joins, trail = self.plan.joins, self.trail
         sides = tuple(None if coin in joins else side for coin, side in enumerate(trail.sides))
         skips = {
-            trail.met[coin][1]: Skip(not join.keeps, join.draws, join.reads, self._of[coin])
-            for coin, join in joins.items() if join.end > join.start
+            trail.met[coin]: Skip(not join.keeps, join.draws, self._of[coin])
+            for coin, join in joins.items() if join.draws
         }  # fmt: skip
-        return StepCoins(_way(self._tracer, trail.coins), sides, tuple(trail.lines), self._unused(names), skips)
-
-    def _unused(self, names: Sequence[str | None]) -> dict[str, tuple[tuple[int, bool], ...]]:
-        assert self.trail is not None
-        users: dict[str, set[int | None]] = {}
-        for segment, steps in enumerate(self.trail.segments):
-            join = self.plan.joins.get(segment - 1)
-            for number, step in enumerate(steps):
-                is_inside = join is not None and join.start <= number < join.end
-                for place in step.operands:
-                    name = names[place[1]] if place[0] == "input" and place[1] < len(names) else None
-                    if name is not None:
-                        users.setdefault(name, set()).add(segment - 1 if is_inside else None)
-        return {
-            name: tuple((coin, not self.plan.joins[coin].keeps) for coin in sorted(coins))  # type: ignore[type-var,index]
-            for name, coins in users.items() if None not in coins
-        }  # fmt: skip
+        has_unused = bool(names) and any(join.pairs for join in joins.values())
+        uses = Uses.of(trail, joins, names) if has_unused else None
+        return StepCoins(_way(self._tracer, trail.coins), sides, tuple(trail.lines), uses, skips)
 
 
 def _given(sides: Sides, coin: int, _: Tensor, __: Line | None) -> bool:

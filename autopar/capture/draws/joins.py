@@ -28,7 +28,7 @@ class _Unfit(Exception):
 @dataclass(frozen=True, slots=True)
 class Join:
     """A coin whose other side leaves out some calls of its segment, from `start` to `end`. pairs: of each result of
-    theirs that is used later, what is used instead. draws, reads: of the calls that are left out."""
+    theirs that is used later, what is used instead. draws: random ops among them."""
 
     coin: int
     keeps: bool  # the side that makes the calls
@@ -36,7 +36,6 @@ class Join:
     end: int
     pairs: tuple[tuple[Place, Place], ...] = ()
     draws: int = 0
-    reads: int = 0
 
     def has(self, place: Place) -> bool:
         """True for a result of the calls that are left out, and for what torch makes of such."""
@@ -106,7 +105,7 @@ def _joins(
             raise _Unfit
     return {
         coin: Join(coin, join.keeps, join.start, join.end, tuple((v, u) for (c, v), u in pairs.items() if c == coin),
-                   join.draws, join.reads)
+                   join.draws)
         for coin, join in joins.items()
     }  # fmt: skip
 
@@ -150,14 +149,11 @@ def _left_out(coin: int, keeps: bool, whole: Trail, other: Trail) -> Join:
     else:
         raise _Unfit
     join = Join(coin, keeps, start, start + count)
-    draws, reads = whole.met[coin] if start == 0 else (steps[start - 1].draws, steps[start - 1].reads)
-    last = steps[start + count - 1] if count else None
+    draws = whole.met[coin] if start == 0 else steps[start - 1].draws
     for step in steps[start : start + count]:
         if not all(join.has(place) for place in step.written):
             raise _Unfit  # it writes into what is older
-    if last is None:
-        return join
-    return Join(coin, keeps, join.start, join.end, (), last.draws - draws, last.reads - reads)
+    return Join(coin, keeps, start, start + count, (), steps[start + count - 1].draws - draws if count else 0)
 
 
 def _compare(whole: Trail, other: Trail, dropped: Mapping[int, Join], pairs: dict[tuple[int, Place], Place]) -> None:

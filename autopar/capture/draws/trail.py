@@ -20,7 +20,7 @@ from autopar.torch_compat import OpOverload, storage_of
 Tensor = torch.Tensor
 Place = tuple[Any, ...]  # ("call", segment, number, result), ("input", number), ("outside", id), ("by", function, ...)
 _SAME = (torch.ops.aten.lift_fresh, torch.ops.aten.lift_fresh_copy, torch.ops.aten.detach, torch.ops.aten.alias)
-_UNKNOWN: Place = ("unknown",)
+UNKNOWN: Place = ("unknown",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,6 @@ class Step:
     operands: tuple[Place, ...]
     written: tuple[Place, ...]
     draws: int  # random ops so far, this call's among them
-    reads: int  # values that Python took out of tensors so far
 
 
 @dataclass(slots=True)
@@ -43,12 +42,12 @@ class Trail:
     segments: list[list[Step]] = field(default_factory=lambda: [[]])
     coins: list[Tensor] = field(default_factory=list)
     lines: list[Line | None] = field(default_factory=list)
-    met: list[tuple[int, int]] = field(default_factory=list)  # draws and reads before each coin
+    met: list[int] = field(default_factory=list)  # random ops before each coin
     sides: list[bool] = field(default_factory=list)
     shapes: dict[Place, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
+    births: dict[Place, Place] = field(default_factory=dict)  # of each place, where its memory was met first
     wanted: dict[Place, Tensor] = field(default_factory=dict)  # of those that are asked for, the tensors
     draws: Callable[[], int] = int
-    reads: int = 0
     is_idle: bool = False  # what is called is no part of the run
     _known: dict[int, tuple[Tensor, Place]] = field(default_factory=dict)
     _born: dict[Any, Place] = field(default_factory=dict)  # by memory, where it was met first
@@ -72,7 +71,7 @@ class Trail:
             self._taken[key] = self.side(number, tensor, line)
             self.coins.append(tensor)  # held, so that its id stays its own
             self.lines.append(line)
-            self.met.append((self.draws(), self.reads))
+            self.met.append(self.draws())
             self.sides.append(self._taken[key])
             self.segments.append([])
         return self._taken[key]
@@ -94,8 +93,8 @@ class Trail:
                 self._enter(tensor, operands[0] if is_same else ("by", name, i, *operands))
             return
         segment, number = self.at
-        since = tuple(self._born.get(storage_of(tensor), _UNKNOWN) for tensor in written)
-        step = Step(hash((name, owner, key)), tuple(operands), since, self.draws(), self.reads)
+        since = tuple(self._born.get(storage_of(tensor), UNKNOWN) for tensor in written)
+        step = Step(hash((name, owner, key)), tuple(operands), since, self.draws())
         self.segments[-1].append(step)
         changed = {id(tensor) for tensor in written}
         given = {id(leaf) for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)} - changed
@@ -106,7 +105,7 @@ class Trail:
     def leave(self, results: Iterable[Any]) -> None:
         """The end of the run: what it gives."""
         operands = tuple(self.place_of(leaf) for leaf in results if isinstance(leaf, Tensor))
-        self.segments[-1].append(Step(0, operands, (), self.draws(), self.reads))
+        self.segments[-1].append(Step(0, operands, (), self.draws()))
 
     def joined(self, tensor: Tensor, place: Place) -> None:
         """A tensor is used in place of what was at a place."""
@@ -117,13 +116,13 @@ class Trail:
         if known is not None:
             return known[1]
         is_outside = type(tensor) in (Tensor, torch.nn.Parameter)
-        self._enter(tensor, ("outside", id(tensor)) if is_outside else (*_UNKNOWN, tensor.shape, tensor.dtype))
+        self._enter(tensor, ("outside", id(tensor)) if is_outside else (*UNKNOWN, tensor.shape, tensor.dtype))
         return self._known[id(tensor)][1]
 
     def _enter(self, tensor: Tensor, place: Place) -> None:
         self._known[id(tensor)] = tensor, place
         self.shapes[place] = tensor.shape, tensor.dtype
-        self._born.setdefault(storage_of(tensor), place)
+        self.births[place] = self._born.setdefault(storage_of(tensor), place)
         if place in self.wanted:
             self.wanted[place] = tensor
 
