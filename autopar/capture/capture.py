@@ -146,7 +146,8 @@ def capture(
         finally:
             left.dismiss([calls.values for calls in made.runs], made.graphs)
 
-    return settled(partial(captured, run, specialize), left, lift)
+    values = answers.values if answers is not None else ()
+    return settled(partial(captured, run, specialize, values), left, lift)
 
 
 def name_if_trained(entry: Input, tensor: torch.Tensor | None) -> str | None:
@@ -323,7 +324,7 @@ class _Capture:
             self.unknown = found
             return (found.tensor if isinstance(found, Unknown) else inputs[-1],)
         finally:
-            self.calling, self.may_specialize = mode.calling, mode.may_specialize and self.reads is None
+            self.calling, self.may_specialize = mode.calling, mode.may_specialize and mode.permitted is None
             self.notes = mode.told()
             self.ran.values = mode.values
         self.has_random_ops, self.has_items = bool(mode.random_ops), bool(mode.items.found)

@@ -17,16 +17,16 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from autopar.capture.data.casts import TO_WIDE, lifted, of_dtype, traced
-from autopar.capture.data.coins import COMPARISONS, DrawnNumber, decided
+from autopar.capture.data.coins import COMPARISONS, decided
 from autopar.capture.data.folding import FOLDED, folded
 from autopar.capture.data.item_values import Items
-from autopar.capture.data.known_values import RANDOM, STEADY, Operands, leaves
-from autopar.capture.data.reads import READERS, Reads
+from autopar.capture.data.known_values import MEMORY, RANDOM, STEADY, Operands
+from autopar.capture.data.reads import ALIKE, READERS, Reads
 from autopar.capture.data.recorded_calls import RecordedCalls
 from autopar.capture.data.same import compared, is_idle
 from autopar.capture.data.selected import Selected
 from autopar.capture.data.specialised import specialised
-from autopar.capture.draws.coins import Coins, Skip
+from autopar.capture.draws.coins import Coins
 from autopar.capture.forks import Forks
 from autopar.capture.inputs.arrays import FROM_ARRAY, BatchArray
 from autopar.capture.inputs.outside import Outside, with_inputs
@@ -43,7 +43,7 @@ from autopar.capture.refusals.location import Line, Locator, Place, is_user_code
 from autopar.errors import CaptureError
 from autopar.ir.ops.op_facts import QUERIES
 from autopar.ir.ops.ops import op
-from autopar.torch_compat import in_transform
+from autopar.torch_compat import in_transform, no_function_modes
 
 Tensor = torch.Tensor
 
@@ -96,7 +96,7 @@ class Raise(TorchFunctionMode):
         self.seed = seed
         self.lift = lift
         self.calls = calls or RecordedCalls()
-        self.reads = reads
+        self.reads, self.permitted = reads, reads if reads is not None and reads.is_permitted else None
         self.keeps_casts = keeps_casts
         self.partners = partners
         self.device_type = seed.device.type if seed is not None else "cpu"
@@ -106,8 +106,7 @@ class Raise(TorchFunctionMode):
         self.validated: dict[str, None] = {}  # lines of the user's where torch.distributions checks its arguments
         self.random_ops: set[int] = set()
         self.items, self.forks, self.coins = Items(), Forks(), Coins()
-        self.skips: Mapping[int, Skip] = {}  # of the plain module, by how many random ops there were before
-        self._of_chance: dict[int, Tensor] = {}  # there, by their ids: tensors that hang on random numbers alone
+        self.skips: Mapping[int, int] = {}  # random ops that the plain module leaves out, by how many there were before
         self.ran = Ran()
         self.inputs: dict[int, Tensor] = {}  # by the id of the parameter that each stands for
         self.outside: dict[int, Outside] = {}  # tensors of the user's that no input stands for
@@ -258,23 +257,33 @@ class Raise(TorchFunctionMode):
         return NotImplemented if is_equal is None else is_equal
 
     def _drawn(self, call: _Call) -> Any:
-        if call.function not in _OF_DRAWS or not self.known.is_draw(call.args[0]) or call.args[0].numel() != 1:
+        if call.function is not Tensor.__float__ or not self.known.is_draw(call.args[0]) or call.args[0].numel() != 1:
             return NotImplemented
-        if call.function is not Tensor.item:
-            return self.calls.draw(call.line)
-        return DrawnNumber(partial(self._compared, call.args[0], call.line))
+        return self.calls.draw(call.line)
 
-    def _compared(self, draw: Tensor, line: Line | None, compare: Callable[[Any, Any], Any], p: float) -> bool:
-        """The side of a comparison of a drawn number."""
-        return self.coins.take(compare(draw.reshape(()), p), line, lambda number: compare(number, p))
-
-    def _coin(self, call: _Call) -> Any:
-        """The side of what random numbers alone decide."""
-        is_truth = call.function is Tensor.__bool__ or call.args[0].dtype == torch.bool
-        if call.function not in READERS or not is_truth or not self._is_forward():
+    def _chance(self, call: _Call) -> Any:
+        """What Python takes out of a tensor that random numbers alone decide: a truth or an integer."""
+        if call.function not in READERS or call.before.kinds & ~MEMORY != RANDOM or call.args[0].numel() != 1:
             return NotImplemented
-        is_coin = call.before.kinds == RANDOM and call.args[0].numel() == 1
-        return self.coins.take(call.args[0], call.line) if is_coin else NotImplemented
+        if not self._is_forward():
+            return NotImplemented
+        tensor, line, is_int = call.args[0], call.line, not call.args[0].dtype.is_floating_point
+        if call.function is Tensor.item and call.args[0].dtype != torch.bool:
+            number = self.items.number(tensor, line, False, self._take) if is_user_code(call.frame) else NotImplemented
+            if self.known.is_draw(tensor) and number is not NotImplemented:
+                self.known.saw_draws(None, (), None, [number.tensor()])
+            return number
+        if call.function is Tensor.__bool__ or call.function is Tensor.item:
+            return self._take(tensor, line, bool)
+        return self._take(tensor, line, int) if is_int else NotImplemented
+
+    def _take(self, tensor: Tensor, line: Line | None, read: Callable[[Any], Any]) -> Any:
+        """A truth or an integer of what random numbers decide; NotImplemented for a float."""
+        if read is not bool and tensor.dtype.is_floating_point:
+            return NotImplemented
+        with no_function_modes():  # no draw may decide otherwise
+            sure = self.known.answer(read, (tensor,), {}, self.known.operands(tensor, None))
+        return self.coins.take(tensor, line, read) if sure is NotImplemented else sure
 
     def _checked(self, call: _Call) -> Any:
         """True for what torch.distributions asks of its arguments, with a note."""
@@ -289,14 +298,37 @@ class Raise(TorchFunctionMode):
             return NotImplemented
         may_specialize, line = not call.before.kinds & ~STEADY, call.line
         is_item = call.function is Tensor.item and is_user_code(call.frame)  # .tolist() calls it too
-        number = self.items.number(call.args[0], line, may_specialize) if is_item else NotImplemented
-        if number is not NotImplemented and (self.reads is None or not may_specialize):
+        number = self.items.number(call.args[0], line, may_specialize, self._guard) if is_item else NotImplemented
+        is_known = self.permitted is not None and may_specialize
+        if number is not NotImplemented and not is_known:
             return number
-        is_known = self.reads is not None and may_specialize
-        side = self.forks.take(line) if call.function is Tensor.__bool__ and not is_known else None
-        if side is not None:
-            return side
-        return NotImplemented if self.reads is None else self.reads.take(call.function, call.args[0], line)
+        is_truth = call.function is Tensor.__bool__ or call.args[0].dtype == torch.bool
+        if is_truth and not is_known:
+            return self._guard(call.args[0], line, bool, call.function is Tensor.__bool__)
+        return NotImplemented if self.permitted is None else self.permitted.take(call.function, call.args[0], line)
+
+    def _guard(self, tensor: Tensor, line: Line | None, read: Callable[[Any], Any], may_fork: bool = False) -> Any:
+        """The truth of data, of which each step checks that it is so; NotImplemented as long as nothing is guarded."""
+        if read is not bool:
+            return NotImplemented
+        side = self.forks.take(line) if may_fork else self.forks.see(line)
+        if side is not None or self.reads is None or not self.reads.guards:
+            return NotImplemented if side is None else side
+        last = self.calls.made[-1].function if self.calls.made else ""
+        return self.reads.guard(tensor, line, last == "all")
+
+    def _equal(self, call: _Call) -> Any:
+        """Whether two tensors are alike, as the truth of a tensor."""
+        if call.function not in ALIKE or not self._is_forward():
+            return NotImplemented
+        is_known = self.permitted is not None and not call.before.kinds & ~STEADY
+        if not is_known and (self.reads is None or not self.reads.guards):
+            return self._guard(call.args[0], call.line, bool)
+        is_alike = self.__torch_function__(ALIKE[call.function], (), call.args, call.kwargs)
+        truth = self.__torch_function__(torch.all, (), (is_alike,))
+        if is_known and self.permitted is not None:
+            return self.permitted.take(Tensor.__bool__, truth, call.line)
+        return self._guard(truth, call.line, bool)
 
     def _number_of(self, call: _Call, tensor: Tensor) -> Any:
         """The value of a tensor that hangs on no input; NotImplemented of another one."""
@@ -339,25 +371,7 @@ class Raise(TorchFunctionMode):
         return result
 
     def _run_plain(self, call: _Call) -> Any:
-        before = self.numbered()
-        result = self._run(call, call.function, *call.args, **call.kwargs)
-        if not self.skips:
-            return result
-        operands = [leaf for leaf in leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)]
-        if not all(id(leaf) in self._of_chance for leaf in operands) or not (operands or self.numbered() > before):
-            return result
-        if call.function in READERS:
-            self._skip(result)
-        elif isinstance(result, Tensor):
-            self._of_chance[id(result)] = result
-        return result
-
-    def _skip(self, value: Any) -> None:
-        """Count the random ops that the plain module leaves out behind a coin, as the program does."""
-        skip = self.skips.get(self.numbered())
-        if skip is not None and skip.is_taken(value):
-            self.random_ops.update(range(self.numbered() + 1, self.numbered() + skip.draws + 1))
-            torch.default_generator.manual_seed(_FIRST + self.numbered() + skip.draws)
+        return self._run(call, call.function, *call.args, **call.kwargs)
 
     def _run(self, call: _Call, func: Any, *args: Any, **kwargs: Any) -> Any:
         """What a function gives, raised if that is known of it."""
@@ -395,15 +409,15 @@ class Raise(TorchFunctionMode):
         if func in READERS:
             self.may_specialize = not call.before.kinds & ~STEADY
             return None
-        specialized, self.may_specialize = specialised(func, args, kwargs, self.reads, self.known, call.line)
+        specialized, self.may_specialize = specialised(func, args, kwargs, self.permitted, self.known, call.line)
         return specialized
 
     def _is_sized(self, call: _Call) -> bool:
         """True where the number of rows is taken from the example batch."""
-        if self.reads is None or call.before.kinds & ~STEADY:
+        if self.permitted is None or call.before.kinds & ~STEADY:
             return False
-        self.reads.selected.add(call.line)
-        return call.line in self.reads.sized
+        self.permitted.selected.add(call.line)
+        return call.line in self.permitted.sized
 
     def _is_forward(self) -> bool:
         return self.locator is not None and self.locator.phase == "forward"
@@ -453,6 +467,10 @@ class Raise(TorchFunctionMode):
         """The number of a random op, which is its key."""
         assert self.seed is not None
         number = self.numbered() + 1
+        while number - 1 in self.skips:
+            left_out = range(number, number + self.skips[number - 1])
+            self.random_ops.update(left_out)
+            number = left_out.stop
         if not 0 < number <= len(self.random_ops) + 1:
             raise refusal(SEEDED, user_frame(sys._getframe(1)))
         if self.locator and self.locator.phase == "backward" and number not in self.random_ops:
@@ -499,7 +517,6 @@ _TO_VALUES: frozenset[Any] = frozenset(
 )
 
 _NONZERO = (torch.nonzero, Tensor.nonzero)
-_OF_DRAWS: frozenset[Any] = frozenset((Tensor.item, Tensor.__float__))
 
 _Interceptor = Callable[[Raise, _Call], Any]
 # Who gives a value that Python asks for, the surest first.
@@ -507,7 +524,8 @@ _VALUES: tuple[_Interceptor, ...] = (
     Raise._constant,  # what hangs on no input is the same in each step
     Raise._same,  # so is the comparison of a tensor with itself
     Raise._drawn,  # before `_read`: a draw is no data of the batch
-    Raise._coin,  # nor is what is computed of draws
+    Raise._chance,  # nor is what is computed of draws
+    Raise._equal,
     Raise._checked,  # before `_read`, which would take a check for a branch of the model
     Raise._read,
 )

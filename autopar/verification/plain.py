@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture.draws.coins import Skip
 from autopar.capture.inputs import tables
 from autopar.capture.inputs.containers import map_tensors, take_apart
 from autopar.capture.inputs.loss_outputs import LossFn, split_result
@@ -36,10 +35,10 @@ _DTYPE = (
 )
 
 
-Skips = Callable[[torch.Tensor], Mapping[int, Skip]]  # by the seed of a step: what coins leave out
+Skips = Callable[[torch.Tensor], Mapping[int, int]]  # random ops that the step of a seed leaves out, by how many there were before
 
 
-def no_skips(_: torch.Tensor) -> Mapping[int, Skip]:
+def no_skips(_: torch.Tensor) -> Mapping[int, int]:
     """A step without random branches."""
     return {}
 

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autopar.capture.draws.coins import Skip
 from autopar.capture.inputs.containers import map_tensors
 from autopar.compiler.check_options import options_of
 from autopar.compiler.meshes import mesh_of
@@ -118,7 +117,7 @@ class _Trial:
         """Train both sides. The table, and what the plain module gave, are rank 0's; with the sums of gradients that
         have another dtype than was asked for. is_away: where the model may refuse the numbers."""
         job, places = self.job, len(self.batches)
-        skips: dict[int, Mapping[int, Skip]] = {}  # by the step
+        skips: dict[int, Mapping[int, int]] = {}  # by the step
         plain = Reference(
             self.model, job.loss_fn, job.make_optimizer, options_of(**job.step), places=places,
             skips=lambda drawn: skips.get(int(drawn[1]), {}),
@@ -131,7 +130,7 @@ class _Trial:
         for drawn in self._seeds():
             given = self._step(parallel, optimizer)
             coins = parallel.programs[-1].captured.coins
-            skips[int(drawn[1])] = {} if coins is None else coins.skips
+            skips[int(drawn[1])] = {} if coins is None else coins.skips(drawn)
             if dist.get_rank() == 0 and failed is None:
                 try:
                     steps.append(plain.step(self.batches, drawn))

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from autopar.capture.data.reads import Answers, OtherValues, Value
-from autopar.capture.draws.coins import Skip
 from autopar.verification.places import Made
 
 _MOST = 16  # programs that one step tries
@@ -53,7 +52,7 @@ class Versions:
                 values = found.values
         raise AssertionError("each program of a step knows one value more")
 
-    def skips(self, seed: torch.Tensor) -> Mapping[int, Skip]:
+    def skips(self, seed: torch.Tensor) -> Mapping[int, int]:
         """What the plain module leaves out in a step, and the programs do not."""
         coins = self.of(seed)[0][0].coins
-        return {} if coins is None else coins.skips
+        return {} if coins is None else coins.skips(seed)

@@ -6,6 +6,7 @@ the program beside its results, so that each step is checked to have the same va
 
 from __future__ import annotations
 
+import linecache
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,10 +15,10 @@ import torch
 
 from autopar.capture.ops.canonical import filled
 from autopar.capture.refusals.constructs import Construct
-from autopar.capture.refusals.explain_failure import refusal
+from autopar.capture.refusals.explain_failure import refusal, wants_data
 from autopar.capture.refusals.location import Line
 from autopar.capture.trace.tracer import Traced
-from autopar.errors import BatchError
+from autopar.errors import AutoparError, BatchError, CaptureError
 from autopar.ir.program import Input
 from autopar.torch_compat import FakeTensor
 
@@ -31,6 +32,10 @@ READERS: Mapping[Any, tuple[str, Callable[[Tensor], Value]]] = {
     Tensor.__float__: ("float() of a tensor", float),
     Tensor.item: (".item() of a tensor", Tensor.item),
 }
+# Functions that say whether two tensors are alike, by the one that says so of each element.
+ALIKE: Mapping[Any, Any] = {
+    torch.equal: torch.eq, Tensor.equal: torch.eq, torch.allclose: torch.isclose, Tensor.allclose: torch.isclose,
+}  # fmt: skip
 COUNT = "count"  # of what a function gives, in place of a function that reads
 
 # What a value may depend on: what a step leaves as it is.
@@ -64,11 +69,14 @@ def _reader(function: Any) -> tuple[str, Callable[[Tensor], Value]]:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """One value that was read: by which function, where, and what it is for the example batch."""
+    """One value that was read: by which function, where, and what it is for the example batch. is_guess: no data said
+    so; the first step that finds another value takes another program."""
 
     function: Any
     line: Line | None
     value: Value
+    is_guess: bool = False
+    is_guard: bool = False  # the truth of a tensor, for which nobody has to ask
 
     def __str__(self) -> str:
         where = f"{self.line[0]}:{self.line[1]}" if self.line else "an unknown line"
@@ -76,6 +84,11 @@ class Read:
 
     @property
     def note(self) -> str:
+        if self.is_guard:
+            return (
+                f"{self} is taken as {self.value}; each step checks that it is before anything is changed, and takes "
+                f"another program where it is not. On a GPU that waits for the device"
+            )
         return f"{self} is taken as {self.value}, as in the example batch; each step checks that it is"
 
     def now(self, tensor: Tensor) -> Value:
@@ -94,9 +107,9 @@ class Read:
 
     def refused(self, now: Value, why: str = "") -> BatchError:
         """What is said of a batch with another value; why: no program is compiled for it."""
+        origin = "" if self.is_guard else ", as in the example (specialize=True)"
         return BatchError(
-            f"{self} is {now} for this batch, but the program was compiled for {self.value}, as in the example "
-            f"(specialize=True).{why} Nothing was changed by this step. Give batches that agree in it, or keep it a "
+            f"{self} is {now} for this batch, but the program was compiled for {self.value}{origin}.{why} Nothing was changed by this step. Give batches that agree in it, or keep it a "
             f"tensor: compute both sides and choose with torch.where."
         )
 
@@ -116,6 +129,15 @@ class OtherValues(Exception):
     def __init__(self, read: Read, values: tuple[Value, ...]) -> None:
         super().__init__(str(read))
         self.read, self.values = read, values
+
+    def raised(self, error: CaptureError) -> Exception:
+        """What a step raises whose way the model does not go to its end: the model's own error, if it raises one."""
+        own = error.__cause__
+        if not isinstance(own, Exception) or isinstance(own, AutoparError) or wants_data(own):
+            return self.read.refused(self.values[-1], f" This way cannot be compiled: {error}\n")
+        own = own.with_traceback(None)
+        own.add_note(f"{self.read} is {self.values[-1]} for this batch. Nothing was changed by this step.")
+        return own
 
 
 def check_reads(reads: Sequence[Read], tensors: Sequence[Tensor]) -> None:
@@ -137,13 +159,32 @@ class Answers:
     values: tuple[Value, ...] = ()
 
 
+_MOST = 256  # values of one step
+_ROUNDS = 32  # of a `while` on data, in the first program
+_TOO_MANY = Construct(
+    "a branch on data behind 256 others of the same step",
+    "Each is checked at every step. Run a fixed number of rounds and keep the value where it is done: "
+    "x = torch.where(done, x, step(x)).",
+)
+
+
+def _is_loop(line: Line | None) -> bool:
+    return line is not None and linecache.getline(*line).strip().startswith("while")
+
+
 @dataclass(slots=True)
 class Reads:
     """The reads of a model in their order. `tensors`: those of the run that goes on, as far as it has come.
 
-    sized: lines that select rows by a mask, whose number is read; `selected` are those where it could be."""
+    sized: lines that select rows by a mask, whose number is read; `selected` are those where it could be.
+    is_permitted: values of what steps leave as it is may be taken from the example batch. guards: the truth of any other
+    tensor is guarded, and guessed where nobody knows it. given: what the first reads give, of which a step has told so many."""
 
     sized: frozenset[Line | None] = frozenset()
+    is_permitted: bool = True
+    guards: bool = False
+    given: tuple[Value, ...] = ()
+    told: int = 0
     known: list[Read] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
     selected: set[Line | None] = field(default_factory=set)
@@ -155,9 +196,26 @@ class Reads:
     def take(self, function: Any, tensor: Tensor, line: Line | None) -> Value:
         """The value of the next read. Raises Unknown if no trace has come this far."""
         if len(self.tensors) == len(self.known):
-            raise Unknown(function, tensor, line)
+            if len(self.known) >= len(self.given):
+                raise Unknown(function, tensor, line)
+            self.known.append(Read(function, line, self.given[len(self.known)]))
+        return self._next(tensor)
+
+    def guard(self, tensor: Tensor, line: Line | None, guess: bool) -> Value:
+        """The truth of a tensor. guess: it most likely is, where no step has told yet."""
+        position = len(self.tensors)
+        if position == len(self.known):
+            if position >= _MOST:
+                raise refusal(_TOO_MANY, line)
+            if sum(read.line == line for read in self.known) >= _ROUNDS and _is_loop(line):
+                guess = not guess
+            value = guess if position >= len(self.given) else self.given[position]
+            self.known.append(Read(Tensor.__bool__, line, value, position >= self.told, is_guard=True))
+        return self._next(tensor)
+
+    def _next(self, tensor: Tensor) -> Value:
         read = self.known[len(self.tensors)]
-        self.tensors.append(tensor.detach())
+        self.tensors.append(tensor.detach().clone())  # the model may write into it later
         return read.value
 
     def learn(self, unknown: Unknown, traced: Traced, inputs: Sequence[Tensor | None]) -> None:

@@ -19,8 +19,9 @@ from autopar.capture.draws.trail import Place, Trail
 from autopar.capture.draws.uses import Uses
 from autopar.capture.ops.canonical import filled
 from autopar.capture.refusals.location import Line
+from autopar.capture.trace.normalise import is_mutable
 from autopar.capture.trace.tracer import Tracer
-from autopar.torch_compat import on_data
+from autopar.torch_compat import no_function_modes, on_data, storage_of
 
 Tensor = torch.Tensor
 _ANY = (0, 0)  # the seed where no step is meant
@@ -33,40 +34,35 @@ class CoinFound(BaseException):
 
 
 @dataclass(frozen=True, slots=True)
-class Skip:
-    """What the plain module leaves out where a coin comes up as `side`: random ops. The numbers of those behind them are
-    as in the program, which leaves out nothing."""
-
-    side: bool
-    draws: int
-    of: Callable[[Any], bool] = bool  # the side of what was read
-
-    def is_taken(self, value: Any) -> bool:
-        """True if a read of this value leaves out."""
-        return self.of(value) == self.side
-
-
-@dataclass(frozen=True, slots=True)
 class StepCoins:
-    """The coins of a captured step. way: what computes them from the seed. sides: as the program has them; None for one
-    that is joined. uses: of parameters, where coins leave calls out and gradients are taken. skips: by how many random ops there were before the coin is asked for."""
+    """The coins of a captured step. way: what computes them from the seed. reads: what is taken out of each. sides: as
+    the program has them; None for one that is joined. uses: of parameters, where coins leave calls out and gradients
+    are taken. joins: by coin."""
 
     way: nn.Module
-    sides: tuple[bool | None, ...]
+    reads: tuple[Callable[[Tensor], Any], ...]
+    sides: tuple[Any, ...]
     lines: tuple[Line | None, ...]
     uses: Uses | None
-    skips: Mapping[int, Skip]
+    joins: Mapping[int, Join]
 
-    def now(self, seed: Tensor) -> list[bool]:
+    def now(self, seed: Tensor) -> list[Any]:
         """What the coins come up as; those behind one with another side than the program's are not known."""
         with torch.no_grad():
-            return [bool(coin) for coin in self.way(seed.cpu())]
+            return [read(coin) for read, coin in zip(self.reads, self.way(seed.cpu()), strict=True)]
 
     def fit(self, seed: Tensor) -> bool:
         """True for a step whose coins come up as the program has them."""
         if all(side is None for side in self.sides):
             return True
         return all(side in (None, now) for side, now in zip(self.sides, self.now(seed), strict=True))
+
+    def skips(self, seed: Tensor) -> dict[int, int]:
+        """The random ops that the plain module leaves out in a step, by how many there were before. The numbers of those
+        behind are as in the program, which leaves out nothing."""
+        joins = [join for join in self.joins.values() if join.draws]
+        now = self.now(seed) if joins else []
+        return {join.before: join.draws for join in joins if now[join.coin] != join.keeps}
 
     def left_out(self, seed: Tensor) -> frozenset[str]:
         """The parameters that a step does not use."""
@@ -100,11 +96,10 @@ class Coins:
     is_final: bool = False  # the plan is
     is_sought: bool = False  # a run met coins
     trail: Trail | None = None
-    decided: dict[int, bool] = field(default_factory=dict)
+    decided: dict[int, Any] = field(default_factory=dict)
     _tracer: Tracer | None = None
     _pending: dict[int, Join] = field(default_factory=dict)  # by segment
     _inputs: dict[int, Tensor] = field(default_factory=dict)
-    _of: dict[int, Callable[[Any], bool]] = field(default_factory=dict)
     _rounds: int = 0
 
     def start(
@@ -118,19 +113,17 @@ class Coins:
             return
         if tracer is not None:
             self.decided = {}
-        self.trail = Trail(self._side if sides is None else partial(_given, sides), draws=draws)
+        self.trail = Trail(self._side if sides is None else partial(_given, sides), draws)
         if sides is None and self.is_final:
             self._pending = {join.coin + 1: join for join in self.plan.joins.values()}
             places: list[Place] = [place for join in self._pending.values() for pair in join.pairs for place in pair]
             self.trail.wanted = dict.fromkeys(places)  # type: ignore[arg-type]
 
-    def take(self, tensor: Tensor, line: Line | None, of: Callable[[Any], bool] = bool) -> bool:
-        """The side of a coin. of: what it is of the value that is read. Raises CoinFound for the first of all."""
+    def take(self, tensor: Tensor, line: Line | None, read: Callable[[Any], Any]) -> Any:
+        """What `read` takes out of a coin. Raises CoinFound for the first of all."""
         if self.trail is None:
             raise CoinFound
-        side = self.trail.coin(tensor, line)
-        self._of[len(self.trail.coins) - 1] = of
-        return side
+        return self.trail.coin(tensor, line, read)
 
     def join(self, where: Callable[..., Tensor]) -> None:
         """Choose between the sides of a coin, if all is computed that one of them leaves out. where: torch's."""
@@ -143,12 +136,13 @@ class Coins:
             return
         del self._pending[segment]
         trail.is_idle = True
-        coin = trail.coins[join.coin]
+        coin = trail.coins[join.coin].reshape(())
+        coin = coin if coin.dtype == torch.bool else coin != 0
         for v, u in join.pairs:
             kept, instead = trail.wanted[v], trail.wanted[u]
             instead = self._inputs.get(id(instead), instead)
             sides = (kept, instead) if join.keeps else (instead, kept)
-            joined = self._inputs[id(kept)] = where(coin.reshape(()), *sides)
+            joined = self._inputs[id(kept)] = where(coin, *sides)
             trail.joined(joined, v)
         trail.is_idle = False
 
@@ -175,19 +169,19 @@ class Coins:
         self.plan = planned(self.decided) if self._rounds < _ROUNDS else Plan({}, frozenset())
         self.is_final = not self.plan.joins or self.plan.alone == frozenset(self.decided)
 
-    def _side(self, coin: int, tensor: Tensor, _: Line | None) -> bool:
+    def _side(self, coin: int, tensor: Tensor, read: Callable[[Any], Any]) -> Any:
         """As planned; of a coin that decides programs, as it comes up with the seed."""
-        is_alone = coin in self.plan.alone or (self.is_final and not self.plan.joins)
+        is_alone = coin in self.plan.alone or (self.is_final and not self.plan.joins) or read is not bool
         if not is_alone:
             return self.plan.side(coin)
         if coin not in self.decided and self._tracer is not None:
             way = _way(self._tracer, [tensor])
             try:
-                with on_data():
-                    self.decided[coin] = bool(way(torch.tensor(self.seed))[0])
+                with on_data(), no_function_modes():
+                    self.decided[coin] = read(way(torch.tensor(self.seed))[0])
             except NotImplementedError:  # no kernels are loaded, and so no step is meant
-                self.decided[coin] = False
-        return self.decided.get(coin, False)
+                self.decided[coin] = read(0)
+        return self.decided.get(coin, read(0))
 
     def of_step(self, names: Sequence[str | None]) -> StepCoins | None:
         """The coins of the step that was traced last; None if there are none. names: of the trained parameters among
@@ -196,45 +190,64 @@ class Coins:
             return None
         joins, trail = self.plan.joins, self.trail
         sides = tuple(None if coin in joins else side for coin, side in enumerate(trail.sides))
-        skips = {
-            trail.met[coin]: Skip(not join.keeps, join.draws, self._of[coin])
-            for coin, join in joins.items() if join.draws
-        }  # fmt: skip
         has_unused = bool(names) and any(join.pairs for join in joins.values())
         uses = Uses.of(trail, joins, names) if has_unused else None
-        return StepCoins(_way(self._tracer, trail.coins), sides, tuple(trail.lines), uses, skips)
+        way = _way(self._tracer, trail.coins)
+        return StepCoins(way, tuple(trail.reads), sides, tuple(trail.lines), uses, joins)
 
 
-def _given(sides: Sides, coin: int, _: Tensor, __: Line | None) -> bool:
-    return sides.get(coin, False)
+def _given(sides: Sides, coin: int, _: Tensor, read: Callable[[Any], Any]) -> Any:
+    return sides.get(coin, read(0))
 
 
 def _way(tracer: Tracer, coins: Sequence[Tensor]) -> fx.GraphModule:
     """What computes coins from the seed, on the host."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     seed = graph.placeholder("seed")
-    wanted = [tracer.node_of(coin) for coin in coins]
-    needed, pending = set[fx.Node](), [node for node in wanted if node is not None]
-    while pending:
-        node = pending.pop()
-        if node not in needed:
-            needed.add(node)
-            pending += node.all_input_nodes
+    wanted = [node for node in map(tracer.node_of, coins) if node is not None]
+    needed = _needed(tracer, wanted)
     for node in tracer.graph.nodes:
         if node not in needed:
             continue
         if node.op == "placeholder":
             copies[node] = seed
             continue
-        copied = copies[node] = graph.node_copy(node, copies.__getitem__)
-        call = filled(node) if node.op == "call_function" else None
-        if call is not None:
-            copied.target = call[0]
-            copied.args, copied.kwargs = fx.node.map_arg((call[1], {**call[2], "device": ""}), copies.__getitem__)
+        call = _filled(node)
+        if call is None:
+            copied = copies[node] = graph.node_copy(node, copies.__getitem__)
+        else:
+            copied = copies[node] = graph.call_function(call[0], call[1], {**call[2], "device": "cpu"})
         if "device" in copied.kwargs:
             copied.kwargs = {**copied.kwargs, "device": "cpu"}
-    graph.output(tuple(copies[node] for node in wanted if node is not None))
+    graph.output(tuple(map(copies.__getitem__, wanted)))
     return fx.GraphModule(tracer.root, graph)
+
+
+def _needed(tracer: Tracer, wanted: list[fx.Node]) -> set[fx.Node]:
+    """The nodes behind some others, with those that write into their memory."""
+    order = {node: at for at, node in enumerate(tracer.graph.nodes)}
+    last = max(map(order.__getitem__, wanted), default=0)
+    writers = [node for node in order if is_mutable(node) and order[node] <= last]
+    needed, pending = set[fx.Node](), list(wanted)
+    while pending:
+        while pending:
+            node = pending.pop()
+            if node not in needed:
+                needed.add(node)
+                pending += () if _filled(node) else node.all_input_nodes
+        memories = {_memory(node) for node in needed} - {None}
+        pending = [node for node in writers if node not in needed and _memory(node) in memories]
+    return needed
+
+
+def _filled(node: fx.Node) -> Any:
+    """A call that asks a tensor for its form alone, without that tensor."""
+    return filled(node) if node.op == "call_function" else None
+
+
+def _memory(node: fx.Node) -> int | None:
+    value = node.meta.get("val")
+    return storage_of(value) if isinstance(value, Tensor) else None
 
 
 def _places(lines: Sequence[Line | None]) -> str:

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from autopar.capture.draws.trail import Place, Step, Trail
 
 MOST = 64  # coins of a step that may be joined; of more each decides a program
-Sides = Mapping[int, bool]  # by the number of the coin; of the others False
+Sides = Mapping[int, Any]  # by the number of the coin; of the others False
 Run = Callable[[Sides], Trail | None]  # None: it fails
 
 
@@ -28,13 +29,15 @@ class _Unfit(Exception):
 @dataclass(frozen=True, slots=True)
 class Join:
     """A coin whose other side leaves out some calls of its segment, from `start` to `end`. pairs: of each result of
-    theirs that is used later, what is used instead. draws: random ops among them."""
+    theirs that is used later, what is used instead. before, draws: random ops before
+    them and among them."""
 
     coin: int
     keeps: bool  # the side that makes the calls
     start: int
     end: int
     pairs: tuple[tuple[Place, Place], ...] = ()
+    before: int = 0
     draws: int = 0
 
     def has(self, place: Place) -> bool:
@@ -60,7 +63,7 @@ def plan(run: Run, fixed: Sides, first: Trail) -> Plan:
     """How the coins of a model become part of its step. run: makes a run with these sides. fixed: of coins that are
     known to decide programs. first: the run with these sides, and False for all else."""
     count = len(first.coins)
-    free = [coin for coin in range(count) if coin not in fixed]
+    free = [coin for coin in range(count) if coin not in fixed and first.reads[coin] is bool]
     alone = set(fixed)
     if count <= MOST:
         for sets in (_sets, _each):
@@ -81,7 +84,7 @@ def _fits(run: Run, fixed: Sides, coin: int, first: Trail) -> bool:
 
 
 def _joins(
-    run: Run, fixed: dict[int, bool], free: list[int], first: Trail, sets: Callable[[list[int]], list[list[int]]]
+    run: Run, fixed: dict[int, Any], free: list[int], first: Trail, sets: Callable[[list[int]], list[list[int]]]
 ) -> dict[int, Join]:
     """The joins of these coins, from runs in which some of them leave out; every two of them differ in one. sets: of
     coins that leave out together."""
@@ -105,7 +108,7 @@ def _joins(
             raise _Unfit
     return {
         coin: Join(coin, join.keeps, join.start, join.end, tuple((v, u) for (c, v), u in pairs.items() if c == coin),
-                   join.draws)
+                   join.before, join.draws)
         for coin, join in joins.items()
     }  # fmt: skip
 
@@ -153,7 +156,7 @@ def _left_out(coin: int, keeps: bool, whole: Trail, other: Trail) -> Join:
     for step in steps[start : start + count]:
         if not all(join.has(place) for place in step.written):
             raise _Unfit  # it writes into what is older
-    return Join(coin, keeps, start, start + count, (), steps[start + count - 1].draws - draws if count else 0)
+    return Join(coin, keeps, start, start + count, (), draws, steps[start + count - 1].draws - draws if count else 0)
 
 
 def _compare(whole: Trail, other: Trail, dropped: Mapping[int, Join], pairs: dict[tuple[int, Place], Place]) -> None:

@@ -36,22 +36,23 @@ class Step:
 
 @dataclass(slots=True)
 class Trail:
-    """One run. side: what the coin of a number comes up as."""
+    """One run. side: what is taken out of the coin of a number. draws: how many random ops there were so far."""
 
-    side: Callable[[int, Tensor, Line | None], bool]
+    side: Callable[[int, Tensor, Callable[[Any], Any]], Any]
+    draws: Callable[[], int]
     segments: list[list[Step]] = field(default_factory=lambda: [[]])
     coins: list[Tensor] = field(default_factory=list)
     lines: list[Line | None] = field(default_factory=list)
     met: list[int] = field(default_factory=list)  # random ops before each coin
-    sides: list[bool] = field(default_factory=list)
+    sides: list[Any] = field(default_factory=list)
+    reads: list[Callable[[Any], Any]] = field(default_factory=list)
     shapes: dict[Place, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
     births: dict[Place, Place] = field(default_factory=dict)  # of each place, where its memory was met first
     wanted: dict[Place, Tensor] = field(default_factory=dict)  # of those that are asked for, the tensors
-    draws: Callable[[], int] = int
     is_idle: bool = False  # what is called is no part of the run
     _known: dict[int, tuple[Tensor, Place]] = field(default_factory=dict)
     _born: dict[Any, Place] = field(default_factory=dict)  # by memory, where it was met first
-    _taken: dict[tuple[int, int], bool] = field(default_factory=dict)
+    _taken: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
     @property
     def at(self) -> tuple[int, int]:
@@ -63,14 +64,15 @@ class Trail:
         for position, tensor in enumerate(tensors):
             self._enter(tensor, ("input", position))
 
-    def coin(self, tensor: Tensor, line: Line | None) -> bool:
+    def coin(self, tensor: Tensor, line: Line | None, read: Callable[[Any], Any]) -> Any:
         """The side of a coin; the one that it had before, if it is asked again."""
-        key = id(tensor), version_of(tensor)
+        key = id(tensor), version_of(tensor), read
         if key not in self._taken:
             number = len(self.coins)
-            self._taken[key] = self.side(number, tensor, line)
+            self._taken[key] = self.side(number, tensor, read)
             self.coins.append(tensor)  # held, so that its id stays its own
             self.lines.append(line)
+            self.reads.append(read)
             self.met.append(self.draws())
             self.sides.append(self._taken[key])
             self.segments.append([])

@@ -18,7 +18,7 @@ from autopar.capture.inputs.containers import check_detached, take_call_apart
 from autopar.capture.inputs.leaves import text_of
 from autopar.capture.inputs.partners import Partner
 from autopar.capture.python.spots import Numbers
-from autopar.errors import AutoparError, BatchError, RankError
+from autopar.errors import AutoparError, BatchError, CaptureError, RankError
 from autopar.parallel.agree.agreement import difference
 from autopar.parallel.batches import batch_checks as batches
 from autopar.parallel.batches.digests import Digests
@@ -131,7 +131,7 @@ class Programs:
                 return running, step(running, given)
             except OtherValues as found:
                 other = found
-            if running.number > made:
+            if running.number > made and not other.read.is_guess:
                 why = " It was compiled for this very batch: a number that is summed in another order is another one."
                 raise other.read.refused(other.values[-1], why)
             running = self._for_values(call, given, train, other)
@@ -150,7 +150,10 @@ class Programs:
             raise other.read.refused(other.values[-1], f" {count} programs were compiled for other values already.")
         if dist.get_rank() == 0:
             _log.warning("%s is %s for this batch and was another value: compiling again", other.read, other.values[-1])
-        return self._make(signature, given, train, other.values)
+        try:
+            return self._make(signature, given, train, other.values)
+        except CaptureError as error:
+            raise other.raised(error) from error
 
     # -- which program it is ------------------------------------------------------------------------------------
 
