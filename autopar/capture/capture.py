@@ -144,6 +144,7 @@ def capture(
         try:
             return made.run()
         finally:
+            coins.dismiss()
             left.dismiss([calls.values for calls in made.runs], made.graphs)
 
     values = answers.values if answers is not None else ()

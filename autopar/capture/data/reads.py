@@ -7,6 +7,7 @@ the program beside its results, so that each step is checked to have the same va
 from __future__ import annotations
 
 import linecache
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -161,15 +162,12 @@ class Answers:
 
 _MOST = 256  # values of one step
 _ROUNDS = 32  # of a `while` on data, in the first program
+_LOOP = re.compile(r"while\b\s*(not\b)?")
 _TOO_MANY = Construct(
     "a branch on data behind 256 others of the same step",
     "Each is checked at every step. Run a fixed number of rounds and keep the value where it is done: "
     "x = torch.where(done, x, step(x)).",
 )
-
-
-def _is_loop(line: Line | None) -> bool:
-    return line is not None and linecache.getline(*line).strip().startswith("while")
 
 
 @dataclass(slots=True)
@@ -207,8 +205,10 @@ class Reads:
         if position == len(self.known):
             if position >= _MOST:
                 raise refusal(_TOO_MANY, line)
-            if sum(read.line == line for read in self.known) >= _ROUNDS and _is_loop(line):
-                guess = not guess
+            loop = _LOOP.match(linecache.getline(*line).strip()) if line else None
+            if loop is not None:  # so that the first step finds its end, in whichever round
+                has_rounds = sum(read.line == line for read in self.known) < max(_ROUNDS, 2 * self.told)
+                guess = has_rounds != bool(loop[1])
             value = guess if position >= len(self.given) else self.given[position]
             self.known.append(Read(Tensor.__bool__, line, value, position >= self.told, is_guard=True))
         return self._next(tensor)

@@ -169,6 +169,10 @@ class Coins:
         self.plan = planned(self.decided) if self._rounds < _ROUNDS else Plan({}, frozenset())
         self.is_final = not self.plan.joins or self.plan.alone == frozenset(self.decided)
 
+    def dismiss(self) -> None:
+        """Forget the tensors of the capture, which is over."""
+        self.trail, self._tracer, self._inputs, self._pending = None, None, {}, {}
+
     def _side(self, coin: int, tensor: Tensor, read: Callable[[Any], Any]) -> Any:
         """As planned; of a coin that decides programs, as it comes up with the seed."""
         is_alone = coin in self.plan.alone or (self.is_final and not self.plan.joins) or read is not bool
@@ -217,6 +221,7 @@ def _way(tracer: Tracer, coins: Sequence[Tensor]) -> fx.GraphModule:
             copied = copies[node] = graph.node_copy(node, copies.__getitem__)
         else:
             copied = copies[node] = graph.call_function(call[0], call[1], {**call[2], "device": "cpu"})
+        copied.meta.clear()  # it would hold tensors of the trace
         if "device" in copied.kwargs:
             copied.kwargs = {**copied.kwargs, "device": "cpu"}
     graph.output(tuple(map(copies.__getitem__, wanted)))

@@ -257,6 +257,8 @@ class Scalar:
 
 def with_tensors(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The arguments of a torch function with tensors for the stand-ins among them."""
+    if func in _INDEXED:
+        args = (args[0], _index(args[1]), *args[2:])
     values = [*args, *kwargs.values()]
     for inside in (item for value in values if type(value) in (tuple, list) for item in value):
         if type(inside) is Scalar:
@@ -270,6 +272,18 @@ def with_tensors(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     tensors = [value for value in values if isinstance(value, Tensor)]
     made = [v.like(tensors, name.strip("_") == "lerp") if type(v) is Scalar else v for v in values]
     return tuple(made[: len(args)]), dict(zip(kwargs, made[len(args) :], strict=True))
+
+
+_INDEXED = (Tensor.__getitem__, Tensor.__setitem__)
+
+
+def _index(value: Any) -> Any:
+    """An index with Python integers for the stand-ins in it."""
+    if type(value) is tuple:
+        return tuple(map(_index, value))
+    if type(value) is slice:
+        return slice(*map(_index, (value.start, value.stop, value.step)))
+    return operator.index(value) if type(value) is Scalar else value
 
 
 def _of_two(function: Callable[[Any, Any], Any], left: Any, right: Any) -> Any:

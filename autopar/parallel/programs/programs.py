@@ -134,7 +134,10 @@ class Programs:
             if running.number > made and not other.read.is_guess:
                 why = " It was compiled for this very batch: a number that is summed in another order is another one."
                 raise other.read.refused(other.values[-1], why)
+            guessed = running if running.number > made else None
             running = self._for_values(call, given, train, other)
+            if guessed is not None:  # it has never run
+                self._forget(guessed)
 
     def _for_values(self, call: str, given: Given, train: bool, other: OtherValues) -> Running:
         """The program for a batch with these values among its reads, which every rank has found."""
@@ -146,7 +149,7 @@ class Programs:
         if running:
             return self._use(signature, running)
         count = sum(bool(each.captured.reads) for each in signature.programs)
-        if count >= VALUES:
+        if count >= (PROGRAMS if other.read.is_guard else VALUES):
             raise other.read.refused(other.values[-1], f" {count} programs were compiled for other values already.")
         if dist.get_rank() == 0:
             _log.warning("%s is %s for this batch and was another value: compiling again", other.read, other.values[-1])

@@ -97,19 +97,20 @@ class Running:
     def gradients(
         self, outputs: Outputs, unused: frozenset[str] = frozenset()
     ) -> tuple[Sequence[nn.Parameter], list[Tensor | None]]:
-        """The parameters that a step trains, and this rank's part of each one's gradient; None on other stages, and for
-        those that the step did not use."""
+        """The parameters that a step trains, and this rank's part of each one's gradient; None on other stages. unused:
+        those that the step leaves without."""
         values = [outputs[at] for at in self._gradients]
         for at, name in self._padded:
             values[at] = self._owners.taken(name, values[at])
-        if unused:
-            values = [None if name in unused else value for name, value in zip(self._names, values, strict=True)]
         trained: list[Any] = self._trained
         if self._foreign:
             known = self._owners.parameters()
             trained = list(trained)
             for at, name in self._foreign:
                 trained[at], values[at] = known[name], self._owners.taken(name, values[at])
+        if unused:
+            used = [at for at, name in enumerate(self._names) if name not in unused]
+            return [trained[at] for at in used], [values[at] for at in used]
         return trained, values
 
     def write_buffers(self, outputs: Outputs) -> None:
