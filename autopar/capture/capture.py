@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,12 +13,13 @@ import torch
 from torch import fx, nn
 
 from autopar.capture.captured import Captured
-from autopar.capture.data.determinism import Steady
+from autopar.capture.data.determinism import HostDrawsFound, Steady
 from autopar.capture.data.foreign import foreign_state
 from autopar.capture.data.item_values import check_returned
 from autopar.capture.data.reads import Answers, Reads, Unknown, fake_like, known_inputs
 from autopar.capture.data.recorded_calls import CHANGING, RecordedCalls, behind_of
 from autopar.capture.draws.coins import CoinFound, Coins, StepCoins
+from autopar.capture.draws.host import HostDraws, States, generators, set_generators
 from autopar.capture.draws.joins import Plan, Sides, plan
 from autopar.capture.draws.trail import Trail
 from autopar.capture.forks import Forks, captured
@@ -135,12 +137,15 @@ def capture(
     at other sizes, which may tell its program. `answers`: what is known of the step that is meant. Raises CaptureError with the user's line where it cannot be captured.
     """
 
-    left = Leftovers()
+    left, start, has_drawn = Leftovers(), generators(), False
 
     def run(reads: Reads | None, forks: Forks) -> Captured:
         others = None if specialize or forks.sides is not None else earlier
         coins = Coins((answers or Answers()).seed)
-        made = _Capture(model, loss_fn, args, dict(kwargs), train, lift, reads, precision, forks, others, coins)
+        step = model, loss_fn, args, dict(kwargs), train, lift, reads, precision, forks
+        made = _Capture(*step, others, coins)
+        if has_drawn:
+            made.start, made.resizing = start, Resizing(None)
         try:
             return made.run()
         finally:
@@ -148,12 +153,24 @@ def capture(
             left.dismiss([calls.values for calls in made.runs], made.graphs)
 
     values = answers.values if answers is not None else ()
+    try:
+        return settled(partial(captured, run, specialize, values), left, lift)
+    except HostDrawsFound:
+        has_drawn = True  # and nothing holds the tensors of that capture
     return settled(partial(captured, run, specialize, values), left, lift)
 
 
 def name_if_trained(entry: Input, tensor: torch.Tensor | None) -> str | None:
     """The name of an input that gets a gradient; None of another one."""
     return entry.name if entry.kind == "parameter" and tensor is not None and tensor.requires_grad else None
+
+
+def _names_of(
+    constants: Mapping[str, torch.Tensor], first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]
+) -> dict[str, int]:
+    """Which constants are made anew in each run: by name, which of the tensors they are."""
+    anew = [at for at, (one, other) in enumerate(zip(first, second, strict=True)) if one is not other]
+    return {name: at for name, value in constants.items() for at in anew if first[at] is value}
 
 
 Trainable = list[tuple[str, torch.Tensor]]  # parameters with their names
@@ -165,7 +182,8 @@ class _Capture:
         lift: torch.dtype | None, reads: Reads | None, precision: str | None, forks: Forks,
         earlier: Earlier | None, coins: Coins,
     ) -> None:  # fmt: skip
-        self.coins = coins
+        self.coins, self.hosts = coins, list[list[torch.Tensor]]()  # of each run, if they are drawn
+        self.start: States | None = None  # of the generators, where each run draws
         self.step_coins: StepCoins | None = None
         self.graphs, self.runs = list[fx.Graph](), list[RecordedCalls]()  # all of the capture's
         self.forks, self.resizing = forks, Resizing(earlier)
@@ -213,7 +231,7 @@ class _Capture:
                     self.resizing, self.ran = Resizing(self.resizing.earlier), Ran()
                     traced, inputs, fakes = self._whole_trace(before)
                     is_plain = is_plain and self._is_plain(before, drawn)
-                told = self.notes
+                told, way, hosts = self.notes, self.calls.way(), self.hosts[-1:]
                 check_collectives(traced, self.locator)
                 notes = told + check_writes(traced, inputs, self.locator)
                 notes += self._steady(fakes, before, drawn)
@@ -239,7 +257,40 @@ class _Capture:
         program = program.with_(notes=(*notes, *(read.note for read in (self.reads.known if self.reads else ()))))
         if is_plain:
             self.resizing.keep(program, constants, told, self.ran)
-        return self._captured(program, constants)
+        found = self._captured(program, constants)
+        if self.start is None:
+            return found
+        host = HostDraws(way, _names_of(constants, hosts[0], self.hosts[-1]), self._replay())
+        return replace(found, program=program.with_(notes=(*program.notes, host.note(self.start))), host=host)
+
+    def _replay(self) -> Callable[[], tuple[int, tuple[torch.Tensor, ...]]]:
+        """Draws anew: a run on shapes. It holds no tensor of the batch."""
+        parts, known = self.parts, list(self.reads.known) if self.reads is not None else None
+        leaves = [torch.empty_like(x, device="meta") if isinstance(x, torch.Tensor) else x for x in parts.leaves]
+        plan, form, given = self.coins.planned(), parts.form, (self.model, self.loss_fn)
+        train, lift, keeps_casts, partners, state = (
+            self.train, self.lift, self.keeps_casts, self.partners, self.state
+        )  # fmt: skip
+
+        def replay() -> tuple[int, tuple[torch.Tensor, ...]]:
+            args, kwargs = put_together(form, leaves)
+            reads = None if known is None else Reads(guards=True, known=list(known))
+            step = _Capture(*given, args, kwargs, train, lift, reads, None, Forks(), None, plan())
+            before, step.keeps_casts, step.partners = Attributes(given[0]), keeps_casts, partners
+            step.state, step.start = state, generators()
+            calls, way = RecordedCalls(), 0
+            try:
+                with quiet(), default_dtype(lift):
+                    step._again(fakes_of(step._given(), step.fake, step.device), calls, is_watched=False)
+                way = calls.way()
+            except (Exception, Unknown, CoinFound):  # another way, of which its own capture says what is wrong
+                way = 0
+            finally:
+                before.restore()
+                step.coins.dismiss()
+            return way, tuple(step.hosts[-1])
+
+        return replay
 
     def _captured(self, program: Program, constants: Mapping[str, torch.Tensor]) -> Captured:
         """What was captured. constants: those that are not the model's own."""
@@ -255,13 +306,14 @@ class _Capture:
 
     def _steady(self, fakes: list[torch.Tensor], before: Attributes, drawn: Mapping[str, Any]) -> list[str]:
         """Notes of a second run; see `Steady.check`."""
+        drawn = foreign_state() if self.start is not None else drawn
         run, names = partial(self._again, fakes), frozenset(n for entry, _ in self.state.entries for n in entry.names)
         return Steady(self._submodule, run, self.calls, before, self.replaced, drawn, names, *self.selects).check()
 
     def _is_plain(self, before: Attributes, drawn: Mapping[str, Any]) -> bool:
         """True if the graph of the step is all that there is to say of it; see `earlier.py`."""
         is_other = self.partners.known or self.forks.lines or any(self.selects) or self.calls.drawn or self.has_items
-        is_other = is_other or self.coins.is_sought
+        is_other = is_other or self.coins.is_sought or self.start is not None
         return not (is_other or self.replaced or before.changes()) and foreign_state() == drawn
 
     def _whole_trace(self, before: Attributes) -> tuple[Traced, list[Input], list[torch.Tensor]]:
@@ -337,6 +389,10 @@ class _Capture:
     def _start(self, mode: Raise, tracer: Tracer | None = None, sides: Sides | None = None) -> None:
         """A run begins. tracer, sides: as of `Coins.start`."""
         mode.coins = self.coins
+        if self.start is not None:
+            set_generators(self.start)
+            mode.hosts = []
+            self.hosts.append(mode.hosts)
         self.coins.start(mode.inputs, mode.numbered, tracer, sides)
         self.forks.start()
         if self.reads is not None:

@@ -10,6 +10,7 @@ import torch
 
 from autopar.capture.data.reads import Read
 from autopar.capture.draws.coins import StepCoins
+from autopar.capture.draws.host import HostDraws
 from autopar.capture.inputs.batch_dims import Dims
 from autopar.capture.inputs.containers import Form, put_together
 from autopar.capture.inputs.partners import Partner
@@ -27,7 +28,8 @@ class Captured:
     values taken from the example batch, in the order of the program's outputs of kind "guard". `frozen` are the
     parameters that are not trained, by first name. `partners` are other models in the loss, whose tensors' names begin
     with theirs. `ran` are the user's functions that ran. `batch_dims`: the dim that counts the samples, by batch tensor
-    (None: it has none); None as a whole where nothing was said. `coins`: the random branches of the step.
+    (None: it has none); None as a whole where nothing was said. `coins`: the random branches of the step. `host`: what the
+    model draws on the host.
     """
 
     program: Program
@@ -40,6 +42,7 @@ class Captured:
     ran: Ran = field(default_factory=Ran)
     batch_dims: Mapping[str, int | None] | None = None
     coins: StepCoins | None = None
+    host: HostDraws | None = None
 
     @property
     def has_result(self) -> bool:

@@ -43,7 +43,7 @@ from autopar.capture.refusals.location import Line, Locator, Place, is_user_code
 from autopar.errors import CaptureError
 from autopar.ir.ops.op_facts import QUERIES
 from autopar.ir.ops.ops import op
-from autopar.torch_compat import in_transform, no_function_modes
+from autopar.torch_compat import in_transform, no_function_modes, on_data
 
 Tensor = torch.Tensor
 
@@ -107,6 +107,7 @@ class Raise(TorchFunctionMode):
         self.random_ops: set[int] = set()
         self.items, self.forks, self.coins = Items(), Forks(), Coins()
         self.skips: Mapping[int, int] = {}  # random ops that the plain module leaves out, by how many there were before
+        self.hosts: list[Tensor] | None = None  # where numbers of the host are drawn: tensors with data, as they come
         self.ran = Ran()
         self.inputs: dict[int, Tensor] = {}  # by the id of the parameter that each stands for
         self.outside: dict[int, Outside] = {}  # tensors of the user's that no input stands for
@@ -349,6 +350,12 @@ class Raise(TorchFunctionMode):
         """The result of a call, of which all is noted that others ask for."""
         assert self.locator is not None
         func, args, kwargs, before = call.function, call.args, call.kwargs, call.before
+        if self.hosts is not None:
+            if func in FROM_ARRAY and not before.tensors:
+                with no_function_modes(), on_data():
+                    return _seen(self.hosts, func(*args, **kwargs))
+            for operand in before.tensors:
+                _seen(self.hosts, operand)
         if _selects(func, args, kwargs) and not self._is_sized(call):
             result = folded(self.known, func, args, kwargs, before)
             if result is NotImplemented:
@@ -529,6 +536,13 @@ _VALUES: tuple[_Interceptor, ...] = (
     Raise._checked,  # before `_read`, which would take a check for a branch of the model
     Raise._read,
 )
+
+
+def _seen(known: list[Tensor], tensor: Tensor) -> Tensor:
+    """Enter a tensor that has data, the first time that it is met."""
+    if type(tensor) in _REAL and not any(tensor is each for each in known):
+        known.append(tensor)
+    return tensor
 
 
 def _selects(func: Any, args: Any, kwargs: Any) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.capture.draws.host import drawing_for
 from autopar.capture.inputs import tables
 from autopar.capture.inputs.containers import map_tensors, take_apart
 from autopar.capture.inputs.loss_outputs import LossFn, split_result
@@ -86,7 +87,7 @@ class Plain:
         scale = SCALE if low is torch.float16 else 1.0
         mode = Raise(None, seed, None if low else dtype)
         mode.skips = self.skips(seed)
-        with default_dtype(dtype), mode:
+        with drawing_for(seed), default_dtype(dtype), mode:
             with torch.autocast(parameter.device.type, low) if low else nullcontext():
                 loss, aux = self._forward(args, kwargs, dtype)
             backward(loss * scale if scale != 1.0 else loss)

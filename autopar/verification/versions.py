@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from autopar.capture.data.reads import Answers, OtherValues, Value
+from autopar.capture import Captured
+from autopar.capture.draws.host import Drawn, drawing_for, set_generators
 from autopar.verification.places import Made
+
+def _with(captured: Captured, drawn: Drawn) -> Captured:
+    """A captured step with the numbers of one step."""
+    values = {} if captured.host is None else captured.host.values(drawn)
+    return replace(captured, constants={**captured.constants, **values})
+
 
 _MOST = 16  # programs that one step tries
 
@@ -22,13 +30,25 @@ class Versions:
 
     def of(self, seed: torch.Tensor, values: tuple[Value, ...] = ()) -> list[Made]:
         """The programs of a step with this seed, whose first reads give these values."""
+        with drawing_for(seed):
+            return self._of(seed, values)
+
+    def _of(self, seed: torch.Tensor, values: tuple[Value, ...]) -> list[Made]:
+        host = next((captured.host for ((captured, _), *_) in self.known if captured.host is not None), None)
+        drawn = None if host is None else host.draw()
         for programs in self.known:
             captured = programs[0][0]
             fits = all(read.is_(value) for read, value in zip(captured.reads, values, strict=False))
-            if fits and (captured.coins is None or captured.coins.fit(seed)):
+            if not fits or (captured.coins is not None and not captured.coins.fit(seed)):
+                continue
+            if drawn is None or captured.host is None:
                 return programs
+            if captured.host.way == drawn.way:
+                return [(_with(captured, drawn), compiled) for captured, compiled in programs]
         if self.make is None:
             return self.known[0]
+        if drawn is not None:
+            set_generators(drawn.start)
         first, second = seed.tolist()
         self.known.append(self.make(Answers((first, second), values)))
         return self.known[-1]

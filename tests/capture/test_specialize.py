@@ -200,7 +200,7 @@ def test_without_data_there_is_no_value() -> None:
 
 def test_it_is_offered_and_never_taken_by_itself() -> None:
     with pytest.raises(CaptureError, match="specialize=True takes the value from the example batch"):
-        autopar.compile(model(), "dp=2", loss_fn=loss_fn, batch=batch())
+        autopar.compile(model(numbers), "dp=2", loss_fn=loss_fn, batch=batch())
 
 
 @pytest.mark.gloo

@@ -42,6 +42,10 @@ _DRAWN = (
 )
 
 
+class HostDrawsFound(CaptureError):
+    """The model computes with numbers that it draws on the host."""
+
+
 class ShapeRun(Protocol):
     """Runs forward and loss on shapes. is_watched: it notes which of the user's functions run (see `Ran.watch`)."""
 
@@ -97,17 +101,21 @@ class Steady:
             raise self._unsteady(difference)
         return self._notes(changes)
 
-    def _draws(self, name: str) -> CaptureError:
+    def _draws(self, name: str) -> HostDrawsFound:
         line = self._again(partial(_state_of, name))
         where = f", at {quoted(line)}" if line else ". "
-        return CaptureError(f"the model draws numbers from {name} while it runs{where}{_DRAWN}")
+        return HostDrawsFound(f"the model draws numbers from {name} while it runs{where}{_DRAWN}")
 
     def _drawn_idly(self, name: str) -> str:
         """A note on numbers that decide nothing. Raises CaptureError if they do."""
+        before: RecordedCalls | None = None
         for _ in settings():
-            calls, error = self._fresh()
-            if error is not None or first_difference(self.first, calls) is not None:
+            self._start_anew()
+            calls, error = self._second(shows_data=True)
+            is_other = before is not None and calls.way() != before.way()
+            if error is not None or is_other or len(calls.made) != len(self.first.made):
                 raise self._draws(name)
+            before = calls
         return f"the model draws numbers from {name} while it runs, and whatever they are, it computes the same"
 
     def _check_floats(self) -> None:
@@ -118,8 +126,11 @@ class Steady:
             if error is not None or first_difference(self.first, calls) is not None:
                 raise refusal(DRAWN_NUMBER, self.first.drawn[0])
 
-    def _second(self, draws: Callable[[], float] | None = None) -> tuple[RecordedCalls, Exception | None]:
+    def _second(
+        self, draws: Callable[[], float] | None = None, shows_data: bool = False
+    ) -> tuple[RecordedCalls, Exception | None]:
         calls = RecordedCalls(self.first)
+        calls.shows_data = shows_data
         calls.draws = draws or calls.draws
         try:
             self.run(calls)

@@ -169,6 +169,10 @@ class Coins:
         self.plan = planned(self.decided) if self._rounds < _ROUNDS else Plan({}, frozenset())
         self.is_final = not self.plan.joins or self.plan.alone == frozenset(self.decided)
 
+    def planned(self) -> Callable[[], Coins]:
+        """Makes coins of the same plan, for another run."""
+        return partial(Coins, self.seed, self.plan, self.is_final, self.is_sought, decided=dict(self.decided))
+
     def dismiss(self) -> None:
         """Forget the tensors of the capture, which is over."""
         self.trail, self._tracer, self._inputs, self._pending = None, None, {}, {}

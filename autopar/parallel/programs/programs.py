@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.capture.data.reads import Answers, OtherValues, Value
+from autopar.capture.draws.host import Drawn, generators, set_generators
 from autopar.capture.inputs.batch_dims import Dims
 from autopar.capture.inputs.containers import check_detached, take_call_apart
 from autopar.capture.inputs.leaves import text_of
@@ -90,6 +92,7 @@ class Programs:
         self._partners: dict[Key, tuple[Partner, ...]] = {}  # by the model's own part of a key
         self._numbers: Numbers = {}  # among the arguments of the call at hand
         self._uses = self._made = 0
+        self._drawn: Drawn | None = None  # on the host, for the call at hand
 
     # -- what a call asks for -----------------------------------------------------------------------------------
 
@@ -107,6 +110,7 @@ class Programs:
     def prepare(self, call: str, args: Any, kwargs: Any, train: bool) -> tuple[Running, Given]:
         """The program for a call of that name, compiled if there is none yet, and its arguments, taken apart."""
         session, given = self._session, self._take(call, args, kwargs, train)
+        self._drawn = None
         try:
             signature, running = self._agree(call, given, train)
             given = given.agreed()
@@ -195,14 +199,45 @@ class Programs:
         key = self._key(given, train)
         signature = self.signatures.get(key) or CallSignature(key)
         fault = self._session.store.structure.fault()
-        drawn = self._session.random.tensor(torch.device("cpu"), train)
-        fits_all = lambda one: (one.captured.coins is None or one.captured.coins.fit(drawn)) and fits(one)  # noqa: E731
-        running, values = (None, [fault]) if fault else signature.find(fits_all)
+        by_chance = self._draw(signature, train)
+        running, values = (None, [fault]) if fault else signature.find(lambda one: by_chance(one) and fits(one))
         if self._session.agreement.size > 1:
             self._compare(call, signature, given, values, is_new=running is None)
         if fault:
             raise AutoparError(fault)
         return signature, running
+
+    def _draw(self, signature: CallSignature, train: bool) -> Callable[[Running], bool]:
+        """Which programs a call may run, as random numbers decide. What the model draws on the host is drawn, once a
+        call, from the generators of rank 0."""
+        seed = self._session.random.tensor(torch.device("cpu"), train)
+        host = next((one.captured.host for one in signature.programs if one.captured.host is not None), None)
+        if host is not None and self._drawn is None:
+            with self._as_rank_0():
+                self._drawn = host.draw()
+        drawn = self._drawn
+
+        def fits(one: Running) -> bool:
+            coins, host = one.captured.coins, one.captured.host
+            is_way = host is None or drawn is None or host.way == drawn.way
+            return is_way and (coins is None or coins.fit(seed))
+
+        return fits
+
+    @contextmanager
+    def _as_rank_0(self) -> Iterator[None]:
+        """Draw on the host what rank 0 draws; the generators of other ranks stay as they are."""
+        agreement, own = self._session.agreement, generators()
+        if agreement.size == 1:
+            yield
+            return
+        rank = dist.get_rank()
+        set_generators(agreement.everyone("generators of the host", own if rank == 0 else None)[0])
+        try:
+            yield
+        finally:
+            if rank:
+                set_generators(own)
 
     def _compare(self, call: str, signature: CallSignature, given: Given, values: list[str], is_new: bool) -> None:
         """Raise RankError on every rank if ranks differ; _Uneven if in how many samples they have alone. values: what
@@ -239,6 +274,8 @@ class Programs:
         """A program, as the one used last."""
         self._uses += 1
         running.used = self._uses
+        if self._drawn is not None and running.captured.host is not None:
+            running.constants.put(running.captured.host.values(self._drawn))
         if signature.programs[0] is not running:
             signature.programs.sort(key=lambda each: each is not running)
         return running
@@ -247,7 +284,9 @@ class Programs:
         """Compile a program and keep it; forget the one unused longest. values: of the first of its reads."""
         self._tell(signature, given, train)
         self._made += 1  # also of one that fails: on all ranks
-        with torch.inference_mode(False):  # what is made here is trained later
+        with torch.inference_mode(False), self._as_rank_0():  # what is made here is trained later
+            if self._drawn is not None:
+                set_generators(self._drawn.start)
             answers = Answers(self._session.random.numbers(train), values)
             running = self._maker.make(given, self._numbers, train, not self.signatures, answers)
         self._portions.learn(given, train)
