@@ -18,15 +18,24 @@ from autopar.capture.data.foreign import foreign_state
 from autopar.capture.data.item_values import check_returned
 from autopar.capture.data.reads import Answers, Reads, Unknown, fake_like, known_inputs
 from autopar.capture.data.recorded_calls import CHANGING, RecordedCalls, behind_of
-from autopar.capture.draws.coins import CoinFound, Coins, StepCoins
-from autopar.capture.draws.host import HostDraws, States, generators, set_generators
-from autopar.capture.draws.joins import Plan, Sides, plan
+from autopar.capture.draws.host_draws import HostDraws, States, generators, names_made_anew, set_generators
+from autopar.capture.draws.joins import CoinPlan, Sides, plan
+from autopar.capture.draws.step_coins import CoinFound, Coins, StepCoins
 from autopar.capture.draws.trail import Trail
 from autopar.capture.forks import Forks, captured
 from autopar.capture.inputs import tables
 from autopar.capture.inputs.containers import Form, check_detached, put_together, take_apart, take_call_apart
 from autopar.capture.inputs.loss_outputs import LossFn, check_loss, has_own_backward, loss_of, split_result
-from autopar.capture.inputs.module_state import attributes, device_of, fakes_of, once_each, state_of, unmoved
+from autopar.capture.inputs.module_state import (
+    attributes,
+    check_buffers,
+    device_of,
+    fakes_of,
+    name_if_trained,
+    once_each,
+    state_of,
+    unmoved,
+)
 from autopar.capture.inputs.outside import Outside, outside_fault
 from autopar.capture.inputs.partners import Partner, Partners, UnknownPartner
 from autopar.capture.leftovers import Leftovers, settled
@@ -34,10 +43,8 @@ from autopar.capture.ops.decompositions import decompositions
 from autopar.capture.python.attributes import Attributes
 from autopar.capture.python.ran import Ran
 from autopar.capture.raising import Raise, default_dtype, idle_autocast
-from autopar.capture.refusals.constructs import Construct
-from autopar.capture.refusals.explain_failure import explain, refusal
+from autopar.capture.refusals.explain_failure import explain
 from autopar.capture.refusals.location import Locator
-from autopar.capture.refusals.user_lines import line_that_changes
 from autopar.capture.resizing.earlier import Earlier
 from autopar.capture.resizing.resizing import Resizing
 from autopar.capture.trace.normalise import functional, normalise, without_seed
@@ -73,43 +80,6 @@ class Step(nn.Module):
         return result
 
 
-# Check what a step leaves in the buffers of a module.
-
-
-def check_buffers(
-    old: Mapping[str, torch.Tensor], new: Iterable[tuple[str, torch.Tensor]], run: Callable[[], object],
-    find: Callable[[str], torch.Tensor],
-) -> None:  # fmt: skip
-    """Raise CaptureError for a buffer that a program cannot leave behind. run: makes another run, so that the line is
-    found that does it. find: a buffer as it is by then."""
-    for name, tensor in new:
-        fault = buffer_fault(name, old[name], tensor)
-        if fault is not None:
-            raise refusal(fault, line_that_changes(run, lambda name=name: form_of(find(name))))  # type: ignore[misc]
-
-
-def form_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What a buffer must keep."""
-    return tuple(tensor.shape), tensor.dtype, tensor.requires_grad
-
-
-def buffer_fault(name: str, old: torch.Tensor, new: torch.Tensor) -> Construct | None:
-    """What is wrong with the new value of a buffer."""
-    if (old.shape, old.dtype) != (new.shape, new.dtype):
-        was, now = (f"{list(t.shape)} of {str(t.dtype).removeprefix('torch.')}" for t in (old, new))
-        return Construct(
-            f"a buffer '{name}' of another form ({was} before the step, {now} after it)",
-            "A program is compiled for one form: make the buffer of its full size in __init__ and write into a part of "
-            "it, or pass it in with the batch.",
-        )
-    if new.grad_fn is not None and not old.requires_grad:  # a leaf is but marked, and holds what it held
-        return Construct(
-            f"a buffer '{name}' whose new value has a gradient",
-            "Its graph is gone in the next step: write x.detach() into it, under torch.no_grad().",
-        )
-    return None
-
-
 __all__ = ["Captured", "LossFn", "capture", "fake_like", "loss_of", "state_of"]
 
 
@@ -134,7 +104,8 @@ def capture(
     `specialize`: values that the model reads from tensors are taken from the batch, which then needs data.
     `precision`: with a short float the model's own casts stay in the program even where they change nothing yet, and
     with "fp16" the gradients are those of the loss times an input of kind "scale". `earlier`: captures of the same step
-    at other sizes, which may tell its program. `answers`: what is known of the step that is meant. Raises CaptureError with the user's line where it cannot be captured.
+    at other sizes, which may tell its program. `answers`: what is known of the step that is meant. Raises
+    CaptureError with the user's line where it cannot be captured.
     """
 
     left, start, has_drawn = Leftovers(), generators(), False
@@ -145,7 +116,7 @@ def capture(
         step = model, loss_fn, args, dict(kwargs), train, lift, reads, precision, forks
         made = _Capture(*step, others, coins)
         if has_drawn:
-            made.start, made.resizing = start, Resizing(None)
+            made.start, made.is_drawn, made.resizing = start, True, Resizing(None)
         try:
             return made.run()
         finally:
@@ -160,19 +131,6 @@ def capture(
     return settled(partial(captured, run, specialize, values), left, lift)
 
 
-def name_if_trained(entry: Input, tensor: torch.Tensor | None) -> str | None:
-    """The name of an input that gets a gradient; None of another one."""
-    return entry.name if entry.kind == "parameter" and tensor is not None and tensor.requires_grad else None
-
-
-def _names_of(
-    constants: Mapping[str, torch.Tensor], first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]
-) -> dict[str, int]:
-    """Which constants are made anew in each run: by name, which of the tensors they are."""
-    anew = [at for at, (one, other) in enumerate(zip(first, second, strict=True)) if one is not other]
-    return {name: at for name, value in constants.items() for at in anew if first[at] is value}
-
-
 Trainable = list[tuple[str, torch.Tensor]]  # parameters with their names
 
 
@@ -183,7 +141,8 @@ class _Capture:
         earlier: Earlier | None, coins: Coins,
     ) -> None:  # fmt: skip
         self.coins, self.hosts = coins, list[list[torch.Tensor]]()  # of each run, if they are drawn
-        self.start: States | None = None  # of the generators, where each run draws
+        self.start: States | None = None  # of the generators, where each run draws the same
+        self.is_drawn = False  # on the host, of which the program has tensors
         self.step_coins: StepCoins | None = None
         self.graphs, self.runs = list[fx.Graph](), list[RecordedCalls]()  # all of the capture's
         self.forks, self.resizing = forks, Resizing(earlier)
@@ -260,7 +219,7 @@ class _Capture:
         found = self._captured(program, constants)
         if self.start is None:
             return found
-        host = HostDraws(way, _names_of(constants, hosts[0], self.hosts[-1]), self._replay())
+        host = HostDraws(way, names_made_anew(constants, hosts[0], self.hosts[-1]), self._replay())
         return replace(found, program=program.with_(notes=(*program.notes, host.note(self.start))), host=host)
 
     def _replay(self) -> Callable[[], tuple[int, tuple[torch.Tensor, ...]]]:
@@ -277,7 +236,7 @@ class _Capture:
             reads = None if known is None else Reads(guards=True, known=list(known))
             step = _Capture(*given, args, kwargs, train, lift, reads, None, Forks(), None, plan())
             before, step.keeps_casts, step.partners = Attributes(given[0]), keeps_casts, partners
-            step.state, step.start = state, generators()
+            step.state, step.is_drawn = state, True
             calls, way = RecordedCalls(), 0
             try:
                 with quiet(), default_dtype(lift):
@@ -308,12 +267,19 @@ class _Capture:
         """Notes of a second run; see `Steady.check`."""
         drawn = foreign_state() if self.start is not None else drawn
         run, names = partial(self._again, fakes), frozenset(n for entry, _ in self.state.entries for n in entry.names)
-        return Steady(self._submodule, run, self.calls, before, self.replaced, drawn, names, *self.selects).check()
+        steady = Steady(self._submodule, run, self.calls, before, self.replaced, drawn, names, *self.selects)
+        notes, second = steady.check(), len(self.hosts)
+        if self.start is not None:
+            start, self.start = self.start, None
+            steady.check_floats_of_host()
+            self.start = start
+            del self.hosts[second:]
+        return notes
 
     def _is_plain(self, before: Attributes, drawn: Mapping[str, Any]) -> bool:
         """True if the graph of the step is all that there is to say of it; see `earlier.py`."""
         is_other = self.partners.known or self.forks.lines or any(self.selects) or self.calls.drawn or self.has_items
-        is_other = is_other or self.coins.is_sought or self.start is not None
+        is_other = is_other or self.coins.is_sought or self.is_drawn
         return not (is_other or self.replaced or before.changes()) and foreign_state() == drawn
 
     def _whole_trace(self, before: Attributes) -> tuple[Traced, list[Input], list[torch.Tensor]]:
@@ -389,8 +355,9 @@ class _Capture:
     def _start(self, mode: Raise, tracer: Tracer | None = None, sides: Sides | None = None) -> None:
         """A run begins. tracer, sides: as of `Coins.start`."""
         mode.coins = self.coins
-        if self.start is not None:
-            set_generators(self.start)
+        if self.is_drawn:
+            if self.start is not None:
+                set_generators(self.start)
             mode.hosts = []
             self.hosts.append(mode.hosts)
         self.coins.start(mode.inputs, mode.numbered, tracer, sides)
@@ -414,9 +381,11 @@ class _Capture:
         """The forward pass, and all that it gives."""
         result = self._result(*args, **kwargs)
         if self.coins.trail is not None:
-            self.coins.left([*take_apart(result, lenient=True).leaves, *(tensor for _, tensor in self._named_buffers())])
+            self.coins.left(
+                [*take_apart(result, lenient=True).leaves, *(tensor for _, tensor in self._named_buffers())]
+            )
 
-    def _plan(self, inputs: list[torch.Tensor], before: Attributes, fixed: Sides) -> Plan:
+    def _plan(self, inputs: list[torch.Tensor], before: Attributes, fixed: Sides) -> CoinPlan:
         """What to do about the coins, from runs on shapes with other sides."""
 
         def run(sides: Sides) -> Trail | None:
@@ -435,7 +404,7 @@ class _Capture:
 
         first = run(fixed)
         before.restore()
-        found = plan(run, fixed, first) if first is not None else Plan({}, frozenset())
+        found = plan(run, fixed, first) if first is not None else CoinPlan({}, frozenset())
         before.restore()
         return found
 

@@ -87,7 +87,8 @@ def _guarded(
             found = run(reads, Forks())
         except CaptureError as error:
             if not reads.known or len(reads.known) <= len(given) or not reads.known[-1].is_guess:
-                raise failed if len(given) > len(values) else error
+                fault = failed if len(given) > len(values) else error
+                raise fault from fault.__cause__
             *before, last = (read.value for read in reads.known)
             given, failed = (*before, not last), error
             continue

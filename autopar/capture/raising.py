@@ -26,7 +26,7 @@ from autopar.capture.data.recorded_calls import RecordedCalls
 from autopar.capture.data.same import compared, is_idle
 from autopar.capture.data.selected import Selected
 from autopar.capture.data.specialised import specialised
-from autopar.capture.draws.coins import Coins
+from autopar.capture.draws.step_coins import Coins
 from autopar.capture.forks import Forks
 from autopar.capture.inputs.arrays import FROM_ARRAY, BatchArray
 from autopar.capture.inputs.outside import Outside, with_inputs
@@ -312,7 +312,9 @@ class Raise(TorchFunctionMode):
         """The truth of data, of which each step checks that it is so; NotImplemented as long as nothing is guarded."""
         if read is not bool:
             return NotImplemented
-        side = self.forks.take(line) if may_fork else self.forks.see(line)
+        if not may_fork:
+            self.forks.see(line)
+        side = self.forks.take(line) if may_fork else None
         if side is not None or self.reads is None or not self.reads.guards:
             return NotImplemented if side is None else side
         last = self.calls.made[-1].function if self.calls.made else ""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture.draws.host import drawing_for
+from autopar.capture.draws.host_draws import drawing_for
 from autopar.capture.inputs import tables
 from autopar.capture.inputs.containers import map_tensors, take_apart
 from autopar.capture.inputs.loss_outputs import LossFn, split_result
@@ -36,7 +36,9 @@ _DTYPE = (
 )
 
 
-Skips = Callable[[torch.Tensor], Mapping[int, int]]  # random ops that the step of a seed leaves out, by how many there were before
+Skips = Callable[
+    [torch.Tensor], Mapping[int, int]
+]  # random ops that the step of a seed leaves out, by how many there were before
 
 
 def no_skips(_: torch.Tensor) -> Mapping[int, int]:

@@ -141,9 +141,7 @@ class Trial:
                 copied(self.model), self.captured, self.compiled, self.make, None, self.others, self.versions
             )
         kernels = kernels_of(self.compiled.plan.options.compile, next(tables.parameters(self.model)).device)
-        return Virtual(
-            copied(self.model), self.captured, self.compiled, self.make, kernels, self.others, self.versions
-        )
+        return Virtual(copied(self.model), self.captured, self.compiled, self.make, kernels, self.others, self.versions)
 
     def _seeds(self) -> list[torch.Tensor]:
         device = next(tables.parameters(self.model)).device

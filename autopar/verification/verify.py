@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, Unpack
 
 import torch
 from torch import nn
 
 from autopar.capture import Captured, LossFn
-from autopar.capture.data.reads import Answers
 from autopar.capture.inputs.containers import map_tensors
 from autopar.compiler.check_options import options_of
 from autopar.compiler.lowered import Lowered
@@ -22,7 +22,7 @@ from autopar.parallel.session.compilers import check_in_one_process
 from autopar.verification.copies import copied
 from autopar.verification.dtypes import cast, in_dtype, module_in
 from autopar.verification.judge.comparison import Report
-from autopar.verification.places import Made, batches_of, programs_of, whole_batch
+from autopar.verification.places import batches_of, programs_of, whole_batch
 from autopar.verification.plain import OptimizerFactory
 from autopar.verification.reference import short_of
 from autopar.verification.trial import Trial
@@ -76,16 +76,11 @@ def verify(
     batches = batches_of(batch, parsed, chosen, model, loss_fn, ddp)
     lift = dtype if is_exact else None
     with in_dtype(model, loss_fn, dtype) if is_exact else nullcontext():
-
-        def make(answers: Answers) -> list[Made]:
-            return programs_of(model, loss_fn, batches, parsed, chosen, lift, answers)
-
-        versions = Versions([], make)
-        made = versions.of(torch.tensor([seed, 0]))
+        versions = Versions([], partial(programs_of, model, loss_fn, batches, parsed, chosen, lift))
+        first, *others = versions.of(torch.tensor([seed, 0]))
         trial = Trial(
-            model, *made[0], loss_fn, batches, steps, optimizer or descent, seed,
-            others=tuple(made[1:]), versions=versions,
-        )  # fmt: skip
+            model, *first, loss_fn, batches, steps, optimizer or descent, seed, others=tuple(others), versions=versions
+        )
         report = trial.report()
     if not report.asks_longer_float or (is_exact and dtype is torch.float64):
         return report

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from autopar.capture.data.reads import Answers, OtherValues, Value
 from autopar.capture import Captured
-from autopar.capture.draws.host import Drawn, drawing_for, set_generators
+from autopar.capture.data.reads import Answers, OtherValues, Value
+from autopar.capture.draws.host_draws import Drawn, drawing_for, set_generators
 from autopar.verification.places import Made
+
 
 def _with(captured: Captured, drawn: Drawn) -> Captured:
     """A captured step with the numbers of one step."""
@@ -29,7 +30,7 @@ class Versions:
     make: Callable[[Answers], list[Made]] | None = None
 
     def of(self, seed: torch.Tensor, values: tuple[Value, ...] = ()) -> list[Made]:
-        """The programs of a step with this seed, whose first reads give these values."""
+        """Find or make the programs of a step with this seed, whose first reads give these values."""
         with drawing_for(seed):
             return self._of(seed, values)
 
@@ -54,14 +55,14 @@ class Versions:
         return self.known[-1]
 
     def mapped(self, change: Callable[[list[Made]], list[Made]]) -> Versions:
-        """The same with all programs changed."""
+        """Versions with all programs changed."""
         known = [change(programs) for programs in self.known]
         if self.make is None:
             return Versions(known)
         return Versions(known, lambda answers: change(self.of(torch.tensor(answers.seed), answers.values)))
 
     def run(self, seed: torch.Tensor, step: Callable[[list[Made]], None]) -> None:
-        """Make a step with the programs that it asks for: again with others, where it finds other values (OtherValues)."""
+        """Make a step with the programs that it asks for: again with others, where it finds other values."""
         values: tuple[Value, ...] = ()
         for _ in range(_MOST):
             try:

@@ -101,7 +101,9 @@ def test_what_is_taken_is_right(name: str) -> None:
 @pytest.mark.parametrize("name", named("guarded"))
 def test_the_truth_of_data_is_noted_with_its_line(name: str) -> None:
     file, line, _ = place_of(CASES[name])
-    notes = [note for note in compiled(name).notes if note.startswith(f"bool() of a tensor at {file}:{line} is taken as")]
+    notes = [
+        note for note in compiled(name).notes if note.startswith(f"bool() of a tensor at {file}:{line} is taken as")
+    ]
     assert notes and "each step checks that it is before anything is changed" in notes[0]
 
 

@@ -126,7 +126,7 @@ def test_sides_that_are_not_the_same_are_guarded(body: Any) -> None:
 
 
 def test_a_loop_that_no_data_end_is_refused() -> None:
-    with pytest.raises(BatchError, match="a branch on data behind 256 others of the same step"):
+    with pytest.raises(BatchError, match="a branch on data behind 64 others of the same step"):
         verify(Branching(endless), "dp=2", loss_fn=squares, batch=torch.zeros(4, 8))
 
 

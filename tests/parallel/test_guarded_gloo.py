@@ -78,7 +78,7 @@ def _checked(rank: int, mesh: str, options: dict[str, Any]) -> list[Any]:
         x, y = batch(largest)
         y[0], y[-1] = low, y[-1] + high
         raised = []
-        for model, optimizer, step in ((parallel, ours, parallel.forward_backward), (plain, theirs, _step_of(plain))):
+        for optimizer, step in ((ours, parallel.forward_backward), (theirs, _step_of(plain))):
             optimizer.zero_grad()
             try:
                 raised.append(float(step(x, y)))

@@ -14,7 +14,7 @@ Body = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Case:
-    """A forward or a loss: `outcome` is refused, noted, guarded or works; `said` is what the message or note has in it."""
+    """A forward or a loss: `outcome` is refused, noted, guarded or works; `said` is what message or note have in it."""
 
     body: Body
     outcome: str

@@ -42,6 +42,12 @@ _DRAWN = (
 )
 
 
+_FLOAT = (
+    "Each step would be another program. Make a tensor of it (torch.tensor(random.random())), which is an input of "
+    "each step, or draw it by torch.rand (see docs/random.md)."
+)
+
+
 class HostDrawsFound(CaptureError):
     """The model computes with numbers that it draws on the host."""
 
@@ -179,6 +185,20 @@ class Steady:
         """Another run, from what the model was at first."""
         self._start_anew()
         return self._second()
+
+    def check_floats_of_host(self) -> None:
+        """Raise HostDrawsFound where Python computes with a float that it draws: each step would have another one."""
+        with kept():
+            for _ in settings():
+                calls, _error = self._fresh()
+                for one, other in zip(self.first.made, calls.made, strict=False):
+                    if one.function != other.function or len(one.numbers) != len(other.numbers):
+                        break
+                    if any(type(a) is float and a != b for a, b in zip(one.numbers, other.numbers, strict=True)):
+                        where = f", at {quoted(one.line)}" if one.line else ". "
+                        raise HostDrawsFound(
+                            f"the model computes with a float that it draws while it runs{where}{_FLOAT}"
+                        )
 
     def _again(self, state: Callable[[], object]) -> Line | None:
         self._start_anew()

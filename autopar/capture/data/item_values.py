@@ -50,8 +50,8 @@ class Items:
     found: list[_Item] = field(default_factory=list)
 
     def number(self, tensor: Tensor, line: Line | None, may_specialize: bool, take: Take | None = None) -> Any:
-        """What `.item()` of a tensor gives; NotImplemented where Python would have neither a float nor an integer. take:
-        gives Python what it wants of a number that random numbers alone decide."""
+        """What `.item()` of a tensor gives; NotImplemented where Python would have neither a float nor an integer.
+        take: gives Python what it wants of a number that random numbers alone decide, or the truth of data."""
         if tensor.numel() != 1 or tensor.is_complex() or tensor.dtype == torch.bool:
             return NotImplemented
         item = _Item(True, line=line, may_specialize=may_specialize, take=take)

@@ -110,8 +110,9 @@ class Read:
         """What is said of a batch with another value; why: no program is compiled for it."""
         origin = "" if self.is_guard else ", as in the example (specialize=True)"
         return BatchError(
-            f"{self} is {now} for this batch, but the program was compiled for {self.value}{origin}.{why} Nothing was changed by this step. Give batches that agree in it, or keep it a "
-            f"tensor: compute both sides and choose with torch.where."
+            f"{self} is {now} for this batch, but the program was compiled for {self.value}{origin}.{why} "
+            f"Nothing was changed by this step. Give batches that agree in it, or keep it a tensor: compute both sides "
+            f"and choose with torch.where."
         )
 
 
@@ -160,11 +161,11 @@ class Answers:
     values: tuple[Value, ...] = ()
 
 
-_MOST = 256  # values of one step
-_ROUNDS = 32  # of a `while` on data, in the first program
+_MOST = 64  # values of one step
+_ROUNDS = 16  # of a `while` on data, in the first program
 _LOOP = re.compile(r"while\b\s*(not\b)?")
 _TOO_MANY = Construct(
-    "a branch on data behind 256 others of the same step",
+    "a branch on data behind 64 others of the same step",
     "Each is checked at every step. Run a fixed number of rounds and keep the value where it is done: "
     "x = torch.where(done, x, step(x)).",
 )
@@ -175,8 +176,9 @@ class Reads:
     """The reads of a model in their order. `tensors`: those of the run that goes on, as far as it has come.
 
     sized: lines that select rows by a mask, whose number is read; `selected` are those where it could be.
-    is_permitted: values of what steps leave as it is may be taken from the example batch. guards: the truth of any other
-    tensor is guarded, and guessed where nobody knows it. given: what the first reads give, of which a step has told so many."""
+    is_permitted: values of what steps leave as it is may be taken from the example batch. guards: the truth of any
+    other tensor is guarded, and guessed where nobody knows it. given: what the first reads give, of which a step has
+    told so many."""
 
     sized: frozenset[Line | None] = frozenset()
     is_permitted: bool = True

@@ -12,10 +12,10 @@ program for all coins, in place of two for each. A coin for which the runs do no
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from autopar.capture.draws.trail import Place, Step, Trail
+from autopar.capture.draws.trail import Place, Trail, TrailStep
 
 MOST = 64  # coins of a step that may be joined; of more each decides a program
 Sides = Mapping[int, Any]  # by the number of the coin; of the others False
@@ -27,7 +27,7 @@ class _Unfit(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Join:
+class CoinJoin:
     """A coin whose other side leaves out some calls of its segment, from `start` to `end`. pairs: of each result of
     theirs that is used later, what is used instead. before, draws: random ops before
     them and among them."""
@@ -48,10 +48,10 @@ class Join:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CoinPlan:
     """joins: by coin. alone: the coins that decide a program."""
 
-    joins: Mapping[int, Join]
+    joins: Mapping[int, CoinJoin]
     alone: frozenset[int]
 
     def side(self, coin: int) -> bool:
@@ -59,7 +59,7 @@ class Plan:
         return coin in self.joins and self.joins[coin].keeps
 
 
-def plan(run: Run, fixed: Sides, first: Trail) -> Plan:
+def plan(run: Run, fixed: Sides, first: Trail) -> CoinPlan:
     """How the coins of a model become part of its step. run: makes a run with these sides. fixed: of coins that are
     known to decide programs. first: the run with these sides, and False for all else."""
     count = len(first.coins)
@@ -69,10 +69,10 @@ def plan(run: Run, fixed: Sides, first: Trail) -> Plan:
         for sets in (_sets, _each):
             try:
                 joinable = [coin for coin in free if coin not in alone]
-                return Plan(_joins(run, dict(fixed), joinable, first, sets), frozenset(alone))
+                return CoinPlan(_joins(run, dict(fixed), joinable, first, sets), frozenset(alone))
             except _Unfit:
                 alone |= {coin for coin in free if not _fits(run, fixed, coin, first)} if sets is _sets else set()
-    return Plan({}, frozenset(range(count)))
+    return CoinPlan({}, frozenset(range(count)))
 
 
 def _fits(run: Run, fixed: Sides, coin: int, first: Trail) -> bool:
@@ -85,7 +85,7 @@ def _fits(run: Run, fixed: Sides, coin: int, first: Trail) -> bool:
 
 def _joins(
     run: Run, fixed: dict[int, Any], free: list[int], first: Trail, sets: Callable[[list[int]], list[list[int]]]
-) -> dict[int, Join]:
+) -> dict[int, CoinJoin]:
     """The joins of these coins, from runs in which some of them leave out; every two of them differ in one. sets: of
     coins that leave out together."""
     if not free:
@@ -94,7 +94,7 @@ def _joins(
     longer = {coin: len(flipped.segments[coin + 1]) > len(first.segments[coin + 1]) for coin in free}
     kept = {**fixed, **longer}
     whole = first if not any(longer.values()) else _run(run, kept)
-    joins: dict[int, Join] = {}
+    joins: dict[int, CoinJoin] = {}
     pairs: dict[tuple[int, Place], Place] = {}
     for dropped in sets(free):
         other = _run(run, {**kept, **{coin: not kept[coin] for coin in dropped}})
@@ -103,14 +103,11 @@ def _joins(
             if joins.setdefault(coin, found) != found:
                 raise _Unfit
         _compare(whole, other, {coin: joins[coin] for coin in dropped}, pairs)
-    for (coin, place), instead in pairs.items():
+    for (_, place), instead in pairs.items():
         if whole.shapes.get(place) != whole.shapes.get(instead) or place[0] != "call":
             raise _Unfit
-    return {
-        coin: Join(coin, join.keeps, join.start, join.end, tuple((v, u) for (c, v), u in pairs.items() if c == coin),
-                   join.before, join.draws)
-        for coin, join in joins.items()
-    }  # fmt: skip
+    of_coin = {coin: tuple((v, u) for (c, v), u in pairs.items() if c == coin) for coin in joins}
+    return {coin: replace(join, pairs=of_coin[coin]) for coin, join in joins.items()}
 
 
 def _run(run: Run, sides: Sides) -> Trail:
@@ -132,11 +129,11 @@ def _sets(coins: list[int]) -> list[list[int]]:
 
 
 def _each(coins: list[int]) -> list[list[int]]:
-    """The same behind those of each coin alone, which say where results come from that several leave out."""
+    """Sets of one coin each before those, which say where results come from that several leave out."""
     return [*([coin] for coin in coins), *_sets(coins)]
 
 
-def _left_out(coin: int, keeps: bool, whole: Trail, other: Trail) -> Join:
+def _left_out(coin: int, keeps: bool, whole: Trail, other: Trail) -> CoinJoin:
     """The calls that a run leaves out of the segment of a coin."""
     if len(whole.segments) != len(other.segments):
         raise _Unfit
@@ -151,15 +148,19 @@ def _left_out(coin: int, keeps: bool, whole: Trail, other: Trail) -> Join:
             raise _Unfit
     else:
         raise _Unfit
-    join = Join(coin, keeps, start, start + count)
+    join = CoinJoin(coin, keeps, start, start + count)
     draws = whole.met[coin] if start == 0 else steps[start - 1].draws
     for step in steps[start : start + count]:
         if not all(join.has(place) for place in step.written):
             raise _Unfit  # it writes into what is older
-    return Join(coin, keeps, start, start + count, (), draws, steps[start + count - 1].draws - draws if count else 0)
+    return CoinJoin(
+        coin, keeps, start, start + count, (), draws, steps[start + count - 1].draws - draws if count else 0
+    )
 
 
-def _compare(whole: Trail, other: Trail, dropped: Mapping[int, Join], pairs: dict[tuple[int, Place], Place]) -> None:
+def _compare(
+    whole: Trail, other: Trail, dropped: Mapping[int, CoinJoin], pairs: dict[tuple[int, Place], Place]
+) -> None:
     """Raise _Unfit unless a run is the whole one without what these coins leave out. pairs: what is used in place of
     its results, which is learnt here where it is new."""
     for number, (steps, rest) in enumerate(zip(whole.segments, other.segments, strict=True)):
@@ -172,7 +173,7 @@ def _compare(whole: Trail, other: Trail, dropped: Mapping[int, Join], pairs: dic
 
 
 def _compare_step(
-    step: Step, found: Step, dropped: Mapping[int, Join], pairs: dict[tuple[int, Place], Place]
+    step: TrailStep, found: TrailStep, dropped: Mapping[int, CoinJoin], pairs: dict[tuple[int, Place], Place]
 ) -> None:
     if step.key != found.key or len(step.operands) != len(found.operands):
         raise _Unfit
@@ -189,8 +190,8 @@ def _compare_step(
                 raise _Unfit
 
 
-def _in_whole(place: Place, dropped: Mapping[int, Join]) -> Place:
-    """Where the whole run has what a run without some calls has at a place."""
+def _in_whole(place: Place, dropped: Mapping[int, CoinJoin]) -> Place:
+    """Find where the whole run has what a run without some calls has at a place."""
     if place[0] == "by":
         return tuple(_in_whole(part, dropped) if isinstance(part, tuple) else part for part in place)
     join = dropped.get(place[1] - 1) if place[0] == "call" else None

@@ -24,7 +24,7 @@ UNKNOWN: Place = ("unknown",)
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class TrailStep:
     """A call: its function with what is no tensor, where its tensors come from, and whether it writes into one that is
     older than `since`, the place at which that memory was met first."""
 
@@ -40,7 +40,7 @@ class Trail:
 
     side: Callable[[int, Tensor, Callable[[Any], Any]], Any]
     draws: Callable[[], int]
-    segments: list[list[Step]] = field(default_factory=lambda: [[]])
+    segments: list[list[TrailStep]] = field(default_factory=lambda: [[]])
     coins: list[Tensor] = field(default_factory=list)
     lines: list[Line | None] = field(default_factory=list)
     met: list[int] = field(default_factory=list)  # random ops before each coin
@@ -48,7 +48,8 @@ class Trail:
     reads: list[Callable[[Any], Any]] = field(default_factory=list)
     shapes: dict[Place, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
     births: dict[Place, Place] = field(default_factory=dict)  # of each place, where its memory was met first
-    wanted: dict[Place, Tensor] = field(default_factory=dict)  # of those that are asked for, the tensors
+    wanted: set[Place] = field(default_factory=set)
+    found: dict[Place, Tensor] = field(default_factory=dict)  # the tensors at those
     is_idle: bool = False  # what is called is no part of the run
     _known: dict[int, tuple[Tensor, Place]] = field(default_factory=dict)
     _born: dict[Any, Place] = field(default_factory=dict)  # by memory, where it was met first
@@ -96,7 +97,7 @@ class Trail:
             return
         segment, number = self.at
         since = tuple(self._born.get(storage_of(tensor), UNKNOWN) for tensor in written)
-        step = Step(hash((name, owner, key)), tuple(operands), since, self.draws())
+        step = TrailStep(hash((name, owner, key)), tuple(operands), since, self.draws())
         self.segments[-1].append(step)
         changed = {id(tensor) for tensor in written}
         given = {id(leaf) for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)} - changed
@@ -107,7 +108,7 @@ class Trail:
     def leave(self, results: Iterable[Any]) -> None:
         """The end of the run: what it gives."""
         operands = tuple(self.place_of(leaf) for leaf in results if isinstance(leaf, Tensor))
-        self.segments[-1].append(Step(0, operands, (), self.draws()))
+        self.segments[-1].append(TrailStep(0, operands, (), self.draws()))
 
     def joined(self, tensor: Tensor, place: Place) -> None:
         """A tensor is used in place of what was at a place."""
@@ -126,7 +127,7 @@ class Trail:
         self.shapes[place] = tensor.shape, tensor.dtype
         self.births[place] = self._born.setdefault(storage_of(tensor), place)
         if place in self.wanted:
-            self.wanted[place] = tensor
+            self.found[place] = tensor
 
     def _key(self, value: Any, operands: list[Place]) -> int:
         if isinstance(value, Tensor):

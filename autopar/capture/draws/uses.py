@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autopar.capture.draws.joins import Join
+from autopar.capture.draws.joins import CoinJoin
 from autopar.capture.draws.trail import UNKNOWN, Place, Trail
 
 _KEPT = 1024  # ways through the coins of which the answer is kept
@@ -26,7 +26,7 @@ class Uses:
     _known: dict[tuple[bool, ...], frozenset[str]] = field(default_factory=dict)
 
     @staticmethod
-    def of(trail: Trail, joins: Mapping[int, Join], names: Sequence[str | None]) -> Uses:
+    def of(trail: Trail, joins: Mapping[int, CoinJoin], names: Sequence[str | None]) -> Uses:
         """What a run has shown, which ended with its results."""
         steps = {(s, n): step for s, segment in enumerate(trail.segments) for n, step in enumerate(segment)}
         writers: dict[Place, list[Place]] = {}

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.capture.data.reads import Answers, OtherValues, Value
-from autopar.capture.draws.host import Drawn, generators, set_generators
+from autopar.capture.draws.host_draws import Drawn, generators, set_generators
 from autopar.capture.inputs.batch_dims import Dims
 from autopar.capture.inputs.containers import check_detached, take_call_apart
 from autopar.capture.inputs.leaves import text_of
@@ -35,6 +35,7 @@ from autopar.torch_compat import no_torch_function
 _log = logging.getLogger("autopar")
 VALUES = 8  # of one signature, for other values that the model reads from its tensors (specialize=True)
 PROGRAMS = 32  # compiled at a time; the one unused longest goes first
+_WAYS = 64  # through a model that random numbers decide
 _NAMED = 3  # changes that a note names
 _FIRST = "Python values as at first"
 _COMPARED, _REFUSED = "batch and modes", "arguments refused: "
@@ -51,6 +52,7 @@ class CallSignature:
     key: Key
     programs: list[Running] = field(default_factory=list)
     lines: dict[Dims | None, list[str]] = field(default_factory=dict)
+    by_chance: int = 0  # programs made so far of which random numbers decide the way
 
     def line(self) -> str:
         """How what stands in Python now differs from what the first program read."""
@@ -287,6 +289,11 @@ class Programs:
         with torch.inference_mode(False), self._as_rank_0():  # what is made here is trained later
             if self._drawn is not None:
                 set_generators(self._drawn.start)
+            if signature.by_chance >= _WAYS:
+                raise BatchError(
+                    f"random numbers decided {_WAYS} programs of this step already, each another way through the "
+                    f"model. Keep what they decide in tensors (torch.where, a factor of 0 or 1, rows taken by an index)."
+                )
             answers = Answers(self._session.random.numbers(train), values)
             running = self._maker.make(given, self._numbers, train, not self.signatures, answers)
         self._portions.learn(given, train)
@@ -297,6 +304,7 @@ class Programs:
         key = (*own, flags_of(partners))
         signature = signature if key == signature.key else self.signatures.get(key) or CallSignature(key)
         running.line = signature.line()
+        signature.by_chance += running.captured.is_by_chance
         signature.programs.insert(0, running)
         self.signatures[key] = signature
         self._use(signature, running)

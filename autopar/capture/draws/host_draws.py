@@ -8,7 +8,7 @@ number that Python computes with, is another program.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -50,10 +50,12 @@ class HostDraws:
     def note(self, start: States) -> str:
         """What is said of it. start: the generators before the step."""
         moved = [one != other for one, other in zip(map(repr, generators()), map(repr, start), strict=True)]
-        names = [name for name, has_moved in zip(("Python's random module", "numpy.random"), moved, strict=True) if has_moved]
+        names = [
+            name for name, has_moved in zip(("Python's random module", "numpy.random"), moved, strict=True) if has_moved
+        ]
         return (
-            f"the model draws numbers from {' and '.join(names)} while it runs: each step runs its Python once more, on "
-            f"shapes, and takes the numbers of rank 0; {len(self.names)} tensors made of them are inputs of the program"
+            f"the model draws numbers from {' and '.join(names)} while it runs: each step runs its Python once more, "
+            f"on shapes, and takes rank 0's numbers; {len(self.names)} tensors made of them are inputs of the program"
         )
 
 
@@ -78,3 +80,11 @@ def drawing_for(seed: Tensor) -> Iterator[None]:
         yield
     finally:
         set_generators(before)
+
+
+def names_made_anew(
+    constants: Mapping[str, Tensor], first: Sequence[Tensor], second: Sequence[Tensor]
+) -> dict[str, int]:
+    """Which constants are made anew in each run: by name, which of the tensors they are."""
+    anew = [at for at, (one, other) in enumerate(zip(first, second, strict=True)) if one is not other]
+    return {name: at for name, value in constants.items() for at in anew if first[at] is value}

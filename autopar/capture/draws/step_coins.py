@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar.capture.draws.joins import Join, Plan, Sides
-from autopar.capture.draws.trail import Place, Trail
+from autopar.capture.draws.joins import CoinJoin, CoinPlan, Sides
+from autopar.capture.draws.trail import Trail
 from autopar.capture.draws.uses import Uses
 from autopar.capture.ops.canonical import filled
 from autopar.capture.refusals.location import Line
@@ -44,7 +44,7 @@ class StepCoins:
     sides: tuple[Any, ...]
     lines: tuple[Line | None, ...]
     uses: Uses | None
-    joins: Mapping[int, Join]
+    joins: Mapping[int, CoinJoin]
 
     def now(self, seed: Tensor) -> list[Any]:
         """What the coins come up as; those behind one with another side than the program's are not known."""
@@ -58,8 +58,8 @@ class StepCoins:
         return all(side in (None, now) for side, now in zip(self.sides, self.now(seed), strict=True))
 
     def skips(self, seed: Tensor) -> dict[int, int]:
-        """The random ops that the plain module leaves out in a step, by how many there were before. The numbers of those
-        behind are as in the program, which leaves out nothing."""
+        """The random ops that the plain module leaves out in a step, by how many there were before. The numbers of
+        those behind are as in the program, which leaves out nothing."""
         joins = [join for join in self.joins.values() if join.draws]
         now = self.now(seed) if joins else []
         return {join.before: join.draws for join in joins if now[join.coin] != join.keeps}
@@ -92,13 +92,13 @@ class Coins:
     """The coins of one capture. seed: of the step that is meant. trail: of the run that goes on."""
 
     seed: tuple[int, int] = _ANY
-    plan: Plan = field(default_factory=lambda: Plan({}, frozenset()))
+    plan: CoinPlan = field(default_factory=lambda: CoinPlan({}, frozenset()))
     is_final: bool = False  # the plan is
     is_sought: bool = False  # a run met coins
     trail: Trail | None = None
     decided: dict[int, Any] = field(default_factory=dict)
     _tracer: Tracer | None = None
-    _pending: dict[int, Join] = field(default_factory=dict)  # by segment
+    _pending: dict[int, CoinJoin] = field(default_factory=dict)  # by segment
     _inputs: dict[int, Tensor] = field(default_factory=dict)
     _rounds: int = 0
 
@@ -116,8 +116,8 @@ class Coins:
         self.trail = Trail(self._side if sides is None else partial(_given, sides), draws)
         if sides is None and self.is_final:
             self._pending = {join.coin + 1: join for join in self.plan.joins.values()}
-            places: list[Place] = [place for join in self._pending.values() for pair in join.pairs for place in pair]
-            self.trail.wanted = dict.fromkeys(places)  # type: ignore[arg-type]
+            pairs = [pair for join in self._pending.values() for pair in join.pairs]
+            self.trail.wanted = {place for pair in pairs for place in pair}
 
     def take(self, tensor: Tensor, line: Line | None, read: Callable[[Any], Any]) -> Any:
         """What `read` takes out of a coin. Raises CoinFound for the first of all."""
@@ -139,7 +139,7 @@ class Coins:
         coin = trail.coins[join.coin].reshape(())
         coin = coin if coin.dtype == torch.bool else coin != 0
         for v, u in join.pairs:
-            kept, instead = trail.wanted[v], trail.wanted[u]
+            kept, instead = trail.found[v], trail.found[u]
             instead = self._inputs.get(id(instead), instead)
             sides = (kept, instead) if join.keeps else (instead, kept)
             joined = self._inputs[id(kept)] = where(coin, *sides)
@@ -160,13 +160,13 @@ class Coins:
         """What is used in place of a tensor."""
         return self._inputs.get(id(item), item) if self.trail is not None and isinstance(item, Tensor) else item
 
-    def look(self, planned: Callable[[Sides], Plan]) -> None:
-        """Plan what to do about the coins that a trace met. planned: the plan, if these are decided."""
+    def look(self, planned: Callable[[Sides], CoinPlan]) -> None:
+        """CoinPlan what to do about the coins that a trace met. planned: the plan, if these are decided."""
         if not self.is_sought:
             self.is_sought = True
             return
         self._rounds += 1
-        self.plan = planned(self.decided) if self._rounds < _ROUNDS else Plan({}, frozenset())
+        self.plan = planned(self.decided) if self._rounds < _ROUNDS else CoinPlan({}, frozenset())
         self.is_final = not self.plan.joins or self.plan.alone == frozenset(self.decided)
 
     def planned(self) -> Callable[[], Coins]:
@@ -178,7 +178,7 @@ class Coins:
         self.trail, self._tracer, self._inputs, self._pending = None, None, {}, {}
 
     def _side(self, coin: int, tensor: Tensor, read: Callable[[Any], Any]) -> Any:
-        """As planned; of a coin that decides programs, as it comes up with the seed."""
+        """Take the planned side; of a coin that decides programs, the one that comes up with the seed."""
         is_alone = coin in self.plan.alone or (self.is_final and not self.plan.joins) or read is not bool
         if not is_alone:
             return self.plan.side(coin)
