@@ -397,8 +397,8 @@ def by_written_buffer(m: Any, h: Tensor, x: Tensor) -> Tensor:
     return h * 2 if m.count > 0 else h
 
 
-DRAWN = [written, written_by_a_view, written_by_an_alias, shifted, rounded, wider, normal, many, computed_with, by_weight,
-         by_written_buffer]  # fmt: skip
+DRAWN = [written, written_by_a_view, written_by_an_alias, shifted, rounded, wider, normal, many, computed_with,
+         by_weight, by_written_buffer]  # fmt: skip
 FLOATS = [float_by_chance, float_in_between, two_floats, float_computed_with]
 
 

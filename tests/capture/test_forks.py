@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar import compile, verify
+from autopar import compile, parallelize, verify
+from autopar.capture.data import reads
 from autopar.errors import AutoparError, BatchError
 
 
@@ -125,9 +126,11 @@ def test_sides_that_are_not_the_same_are_guarded(body: Any) -> None:
     assert any(note.startswith("bool() of a tensor at") for note in notes)
 
 
-def test_a_loop_that_no_data_end_is_refused() -> None:
+def test_a_loop_that_no_data_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reads, "_MOST", 5)
+    monkeypatch.setattr(reads, "_ROUNDS", 2)
     with pytest.raises(BatchError, match="a branch on data behind 64 others of the same step"):
-        verify(Branching(endless), "dp=2", loss_fn=squares, batch=torch.zeros(4, 8))
+        parallelize(Branching(endless), "dp=1", loss_fn=squares).forward_backward(torch.zeros(4, 8))
 
 
 def test_a_branch_that_python_remembers_is_refused() -> None:

@@ -292,7 +292,7 @@ class Programs:
             if signature.by_chance >= _WAYS:
                 raise BatchError(
                     f"random numbers decided {_WAYS} programs of this step already, each another way through the "
-                    f"model. Keep what they decide in tensors (torch.where, a factor of 0 or 1, rows taken by an index)."
+                    f"model. Keep what they decide in tensors (torch.where, a factor of 0 or 1, rows by an index)."
                 )
             answers = Answers(self._session.random.numbers(train), values)
             running = self._maker.make(given, self._numbers, train, not self.signatures, answers)
