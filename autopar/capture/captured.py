@@ -52,7 +52,7 @@ class Captured:
     @property
     def is_by_chance(self) -> bool:
         """Whether random numbers decide which program a step runs."""
-        return self.host is not None or (self.coins is not None and any(s is not None for s in self.coins.sides))
+        return self.host is not None or (self.coins is not None and self.coins.is_alone)
 
     def with_dims(self, dims: Dims | None) -> Captured:
         """Note the dim of each leaf of the batch that counts the samples; None where nothing was said."""

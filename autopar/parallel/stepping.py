@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from autopar.capture.capture import fake_like
-from autopar.capture.data.reads import check_reads
+from autopar.capture.data.reads import OtherValues, check_reads
 from autopar.capture.raising import default_dtype
 from autopar.errors import BatchError
 from autopar.ir.layout import Layout, local_part
@@ -85,8 +85,29 @@ def run_step(session: Session, running: Running, given: Given, is_step: bool) ->
     lift = session.settings.lift
     with default_dtype(lift) if lift is not None else nullcontext():
         outputs = running.run(_inputs(session, running, given, is_step))
-    check_reads(running.captured.reads, [outputs[at] for at in running.reads])
+    _check(session, running, outputs)
     return means(outputs, running.together, session.world) if session.settings.is_own else outputs
+
+
+def _check(session: Session, running: Running, outputs: tuple[torch.Tensor, ...]) -> None:
+    """Raise OtherValues if the program read other values than this step has: on every rank alike. Where each rank has a
+    step of its own they may differ, and all of them refuse it."""
+    found = [outputs[at] for at in running.reads]
+    if not found or not session.settings.is_own:
+        return check_reads(running.captured.reads, found)
+    other: OtherValues | None = None
+    try:
+        check_reads(running.captured.reads, found)
+    except OtherValues as error:
+        other = error
+    if session.agreement.any("values that a step reads", other is not None):
+        why = ' With batch="ddp" all ranks run one program.'
+        raise (
+            BatchError(f"the batch of another rank has other values than the program.{why}")
+            if other is None
+            else (other.read.refused(other.values[-1], why))
+        )
+    return None
 
 
 def _inputs(session: Session, running: Running, given: Given, is_step: bool) -> StepInputs:

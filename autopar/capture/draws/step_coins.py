@@ -46,6 +46,11 @@ class StepCoins:
     uses: Uses | None
     joins: Mapping[int, CoinJoin]
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether one of them decides which program runs."""
+        return any(side is not None for side in self.sides)
+
     def now(self, seed: Tensor) -> list[Any]:
         """What the coins come up as; those behind one with another side than the program's are not known."""
         with torch.no_grad():
@@ -53,7 +58,7 @@ class StepCoins:
 
     def fit(self, seed: Tensor) -> bool:
         """True for a step whose coins come up as the program has them."""
-        if all(side is None for side in self.sides):
+        if not self.is_alone:
             return True
         return all(side in (None, now) for side, now in zip(self.sides, self.now(seed), strict=True))
 

@@ -16,7 +16,7 @@ from autopar.capture.python.scalars import NumberPlace, Scalars, places_of
 from autopar.capture.python.spots import Numbers, Spot
 from autopar.compiler.compile import capture_step, lower
 from autopar.compiler.lowered import Lowered
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, CaptureError
 from autopar.ir.mesh import PIPELINE, group_name
 from autopar.ir.options import SequenceParallel, StepOptions
 from autopar.ir.plan import Decided, Fixed
@@ -86,6 +86,11 @@ class Maker:
                 model, settings.loss_fn, args, kwargs, replace(settings.options, batch_dims=None),
                 train=train, lift=settings.lift, earlier=self._earlier[train], answers=answers,
             )  # fmt: skip
+        if settings.is_own and captured.coins is not None and captured.coins.is_alone:
+            raise CaptureError(
+                'batch="ddp": random numbers decide which calls a step makes, others on each rank, and all ranks run one '
+                'program. Write batch="local", whose step is that of all parts together.'
+            )
         captured = captured.with_dims(given.dims)
         guards = Guards(model, settings.loss_fn if train else None, captured.ran, scalars, numbers)
         scalars.check(captured.constants, guards.places, captured.result_leaves)
