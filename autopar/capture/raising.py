@@ -321,14 +321,14 @@ class Raise(TorchFunctionMode):
         return self.reads.guard(tensor, line, last == "all")
 
     def _equal(self, call: _Call) -> Any:
-        """Whether two tensors are alike, as the truth of a tensor."""
+        """Whether tensors are alike, as the truth of a tensor."""
         if call.function not in ALIKE or not self._is_forward():
             return NotImplemented
         is_known = self.permitted is not None and not call.before.kinds & ~STEADY
         if not is_known and (self.reads is None or not self.reads.guards):
             return self._guard(call.args[0], call.line, bool)
-        is_alike = self.__torch_function__(ALIKE[call.function], (), call.args, call.kwargs)
-        truth = self.__torch_function__(torch.all, (), (is_alike,))
+        compare, together = ALIKE[call.function]
+        truth = self.__torch_function__(together, (), (self.__torch_function__(compare, (), call.args, call.kwargs),))
         if is_known and self.permitted is not None:
             return self.permitted.take(Tensor.__bool__, truth, call.line)
         return self._guard(truth, call.line, bool)

@@ -194,7 +194,7 @@ def test_without_data_there_is_no_value() -> None:
     with torch.device("meta"):
         x, mask, y = torch.empty(6, 5, 8), torch.empty(6, 5, dtype=torch.int64), torch.empty(6, 5, 4)
     with pytest.raises(CaptureError) as caught:
-        autopar.compile(model(), "dp=2", loss_fn=loss_fn, batch=(x, mask, y), specialize=True)
+        autopar.compile(model(numbers), "dp=2", loss_fn=loss_fn, batch=(x, mask, y), specialize=True)
     assert "batch tensor '1', on which it depends, has no data" in str(caught.value)
 
 

@@ -216,11 +216,10 @@ class LayerDrop(nn.Module):
         return x
 
 
-def test_layerdrop_of_zero_is_no_branch() -> None:
+def test_layerdrop() -> None:
     torch.manual_seed(1)
     check(LayerDrop(0.0).train(), "dp=2")
-    with pytest.raises(CaptureError, match=r"depends on the values in a tensor at .*test_random.py"):
-        check(LayerDrop(0.1).train(), "dp=2")
+    check(LayerDrop(0.4).train(), "dp=2")
 
 
 REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {

@@ -212,13 +212,6 @@ def random_random(m: Any, x: Tensor) -> Tensor:
     return m.linear(x) * random.random()  # HERE
 
 
-@works
-def layer_drop(m: Any, x: Tensor) -> Tensor:
-    if random.random() < 0.5:
-        return m.linear(x)
-    return m.linear(m.linear(x))
-
-
 @refused("computes with a float that it draws", "draw it by torch.rand")
 def numpy_random(m: Any, x: Tensor) -> Tensor:
     return m.linear(x) * np.random.rand()  # HERE

@@ -88,7 +88,7 @@ class Maker:
             )  # fmt: skip
         if settings.is_own and captured.coins is not None and captured.coins.is_alone:
             raise CaptureError(
-                'batch="ddp": random numbers decide which calls a step makes, others on each rank, and all ranks run one '
+                'batch="ddp": random numbers decide which calls a step makes, others on each rank, and all run one '
                 'program. Write batch="local", whose step is that of all parts together.'
             )
         captured = captured.with_dims(given.dims)
