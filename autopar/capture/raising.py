@@ -355,9 +355,9 @@ class Raise(TorchFunctionMode):
         if self.hosts is not None:
             if func in FROM_ARRAY and not before.tensors:
                 with no_function_modes(), on_data():
-                    return _seen(self.hosts, func(*args, **kwargs))
+                    return self._seen(self.hosts, func(*args, **kwargs))
             for operand in before.tensors:
-                _seen(self.hosts, operand)
+                self._seen(self.hosts, operand)
         if _selects(func, args, kwargs) and not self._is_sized(call):
             result = folded(self.known, func, args, kwargs, before)
             if result is NotImplemented:
@@ -378,6 +378,14 @@ class Raise(TorchFunctionMode):
                 self.coins.trail.saw(func, args, kwargs, result, written)
         self.calling = None
         return result
+
+    def _seen(self, known: list[Tensor], tensor: Tensor) -> Tensor:
+        """Enter a tensor that has data, the first time that it is met."""
+        if type(tensor) in _REAL and not any(tensor is each for each in known):
+            known.append(tensor)
+            if self.coins.trail is not None:
+                self.coins.trail.joined(tensor, ("host", len(known)))
+        return tensor
 
     def _run_plain(self, call: _Call) -> Any:
         return self._run(call, call.function, *call.args, **call.kwargs)
@@ -538,13 +546,6 @@ _VALUES: tuple[_Interceptor, ...] = (
     Raise._checked,  # before `_read`, which would take a check for a branch of the model
     Raise._read,
 )
-
-
-def _seen(known: list[Tensor], tensor: Tensor) -> Tensor:
-    """Enter a tensor that has data, the first time that it is met."""
-    if type(tensor) in _REAL and not any(tensor is each for each in known):
-        known.append(tensor)
-    return tensor
 
 
 def _selects(func: Any, args: Any, kwargs: Any) -> bool:

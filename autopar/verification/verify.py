@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from autopar.capture import Captured, LossFn
+from autopar.capture.data.reads import Answers
 from autopar.capture.inputs.containers import map_tensors
 from autopar.compiler.check_options import options_of
 from autopar.compiler.lowered import Lowered
@@ -22,7 +23,7 @@ from autopar.parallel.session.compilers import check_in_one_process
 from autopar.verification.copies import copied
 from autopar.verification.dtypes import cast, in_dtype, module_in
 from autopar.verification.judge.comparison import Report
-from autopar.verification.places import batches_of, programs_of, whole_batch
+from autopar.verification.places import Made, batches_of, programs_of, whole_batch
 from autopar.verification.plain import OptimizerFactory
 from autopar.verification.reference import short_of
 from autopar.verification.trial import Trial
@@ -102,10 +103,15 @@ def verify_compiled(
     steps: int = 2,
     optimizer: OptimizerFactory | None = None,
     seed: int = 0,
+    remake: Callable[[Answers], Made] | None = None,
 ) -> Report:
     """Verify a program that is compiled already; `model` and `batch` have the dtype to compare in, or under a
-    precision their own."""
-    trial = Trial(model, captured, compiled, loss_fn, whole_batch(batch), steps, optimizer or descent, seed)
+    precision their own. remake: makes the program of another way through branches that draws or data decide."""
+    made = None if remake is None else lambda answers: [remake(answers)]
+    versions = Versions([[(captured, compiled)]], made)
+    trial = Trial(
+        model, captured, compiled, loss_fn, whole_batch(batch), steps, optimizer or descent, seed, versions=versions
+    )
     return trial.report().settled()
 
 
