@@ -21,7 +21,7 @@ from autopar.capture.data.coins import COMPARISONS, decided
 from autopar.capture.data.folding import FOLDED, folded
 from autopar.capture.data.item_values import Items
 from autopar.capture.data.known_values import MEMORY, RANDOM, STEADY, Operands
-from autopar.capture.data.reads import ALIKE, READERS, Reads
+from autopar.capture.data.reads import READERS, Reads
 from autopar.capture.data.recorded_calls import RecordedCalls
 from autopar.capture.data.same import compared, is_idle
 from autopar.capture.data.selected import Selected
@@ -41,7 +41,7 @@ from autopar.capture.refusals.constructs import NOTED, READS, REFUSED, SEEDED
 from autopar.capture.refusals.explain_failure import SIZE, refusal, wants_data
 from autopar.capture.refusals.location import Line, Locator, Place, is_user_code, user_frame
 from autopar.errors import CaptureError
-from autopar.ir.ops.op_facts import QUERIES
+from autopar.ir.ops.op_facts import ALIKE, QUERIES
 from autopar.ir.ops.ops import op
 from autopar.torch_compat import in_transform, no_function_modes, on_data
 

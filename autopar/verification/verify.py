@@ -103,15 +103,20 @@ def verify_compiled(
     steps: int = 2,
     optimizer: OptimizerFactory | None = None,
     seed: int = 0,
-    remake: Callable[[Answers], Made] | None = None,
 ) -> Report:
     """Verify a program that is compiled already; `model` and `batch` have the dtype to compare in, or under a
-    precision their own. remake: makes the program of another way through branches that draws or data decide."""
-    made = None if remake is None else lambda answers: [remake(answers)]
-    versions = Versions([[(captured, compiled)]], made)
-    trial = Trial(
-        model, captured, compiled, loss_fn, whole_batch(batch), steps, optimizer or descent, seed, versions=versions
-    )
+    precision their own."""
+    trial = Trial(model, captured, compiled, loss_fn, whole_batch(batch), steps, optimizer or descent, seed)
+    return trial.report().settled()
+
+
+def verify_ways(
+    model: nn.Module, made: Made, remake: Callable[[Answers], Made], loss_fn: LossFn | None, batch: Any
+) -> Report:
+    """Verify a program as `verify_compiled` does. remake: makes that of another way through branches which draws or
+    data decide."""
+    versions = Versions([[made]], lambda answers: [remake(answers)])
+    trial = Trial(model, *made, loss_fn, whole_batch(batch), 2, descent, 0, versions=versions)
     return trial.report().settled()
 
 

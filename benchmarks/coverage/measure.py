@@ -102,7 +102,7 @@ def captured_model(name: str, row: Row | None = None, answers: Any = None) -> tu
 def _fill(row: Row) -> None:
     from autopar.compiler.compile import lower
     from autopar.ir.mesh import parse_mesh
-    from autopar.verification.verify import verify_compiled
+    from autopar.verification.verify import verify_ways
 
     model, loss_fn, batch, captured = captured_model(row.name, row)
     for mesh in MESHES:
@@ -114,7 +114,7 @@ def _fill(row: Row) -> None:
         else:
             row.dp_flops = min(row.dp_flops, flops_split(compiled, "dp"))
         remake = partial(_made, row.name, parse_mesh(mesh))
-        report = verify_compiled(model, captured, compiled, loss_fn=loss_fn, batch=batch, remake=remake)
+        report = verify_ways(model, (captured, compiled), remake, loss_fn, batch)
         row.errors[mesh] = report.max_error
         if not report.ok:
             row.fault = row.fault or " ".join(str(report.mismatch).split())[:300]

@@ -33,12 +33,6 @@ READERS: Mapping[Any, tuple[str, Callable[[Tensor], Value]]] = {
     Tensor.__float__: ("float() of a tensor", float),
     Tensor.item: (".item() of a tensor", Tensor.item),
 }
-# Functions that say whether tensors are alike: the one that says so of each element, and what is asked of all of them.
-ALIKE: Mapping[Any, tuple[Any, Any]] = {
-    **dict.fromkeys((torch.equal, Tensor.equal), (torch.eq, torch.all)),
-    **dict.fromkeys((torch.allclose, Tensor.allclose), (torch.isclose, torch.all)),
-    Tensor.__contains__: (torch.eq, torch.any),
-}
 COUNT = "count"  # of what a function gives, in place of a function that reads
 
 # What a value may depend on: what a step leaves as it is.

@@ -189,6 +189,12 @@ QUERIES: frozenset[Any] = frozenset(
         "size", "dim", "stride", "numel", "storage_offset", "is_contiguous", "is_floating_point", "is_complex",
         "untyped_storage", "is_conj", "is_neg", "is_inference", "element_size", "__len__")]
 )  # fmt: skip
+# Functions that say whether tensors are alike: the one that says so of each element, and what is asked of all of them.
+ALIKE: Mapping[Any, tuple[Any, Any]] = {
+    **dict.fromkeys((torch.equal, torch.Tensor.equal), (torch.eq, torch.all)),
+    **dict.fromkeys((torch.allclose, torch.Tensor.allclose), (torch.isclose, torch.all)),
+    torch.Tensor.__contains__: (torch.eq, torch.any),
+}
 # What draws in steps of its own, or where it is told to, and what gives memory as it was found.
 _UNDECIDED = frozenset(
     ("gumbel_softmax", "dropout1d", "dropout2d", "dropout3d", "fractional_max_pool2d", "fractional_max_pool3d",
