@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from autopar.capture.captured import Captured
-from autopar.capture.data.reads import Reads
+from autopar.capture.data.reads import Reads, Value
 from autopar.capture.refusals.location import Line
 from autopar.errors import CaptureError
 from autopar.ir.text.text import print_program
@@ -35,6 +35,10 @@ class Forks:
         """A run begins."""
         self.taken.clear()
 
+    def see(self, line: Line | None) -> None:
+        """A branch that is none of two sides to be compared."""
+        self.lines.append(line)
+
     def take(self, line: Line | None) -> bool | None:
         """The side of the next branch; None if none may be taken."""
         self.lines.append(line)
@@ -50,11 +54,14 @@ class Forks:
 Run = Callable[[Reads | None, Forks], Captured]
 
 
-def captured(run: Run, specialize: bool) -> Captured:
+def captured(run: Run, specialize: bool, values: tuple[Value, ...] = ()) -> Captured:
     """What `run` gives: of rows that a mask selects by their number, if nothing else does; of branches whose sides are
-    the same, one."""
+    the same, one; of other branches on data the one that is most likely, which each step checks. values: those of the
+    first reads."""
     sized: frozenset[Line | None] = frozenset()
     while True:
+        if values:
+            return _guarded(run, sized, specialize, values)
         reads, forks = Reads(sized) if specialize else None, Forks()
         try:
             return run(reads, forks)
@@ -65,9 +72,27 @@ def captured(run: Run, specialize: bool) -> Captured:
                 raise
             else:
                 captured = _of_all_sides(run, sized if specialize else None)
-                if captured is None:
-                    raise
-                return captured
+                return captured or _guarded(run, sized, specialize, ())
+
+
+def _guarded(
+    run: Run, sized: frozenset[Line | None], is_permitted: bool, values: tuple[Value, ...]
+) -> Captured:  # fmt: skip
+    """The capture with the truth of data taken as it most likely is. A side that fails is not: the other one is taken.
+    values: those of the first reads, as a step found them."""
+    given, failed = values, CaptureError()
+    while True:
+        reads = Reads(sized, is_permitted, guards=True, given=given, told=len(values))
+        try:
+            found = run(reads, Forks())
+        except CaptureError as error:
+            if not reads.known or len(reads.known) <= len(given) or not reads.known[-1].is_guess:
+                fault = failed if len(given) > len(values) else error
+                raise fault from fault.__cause__
+            *before, last = (read.value for read in reads.known)
+            given, failed = (*before, not last), error
+            continue
+        return found
 
 
 def _of_all_sides(run: Run, sized: frozenset[Line | None] | None) -> Captured | None:

@@ -6,7 +6,7 @@ Which ones and how: `raised.py`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,15 +17,16 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from autopar.capture.data.casts import TO_WIDE, lifted, of_dtype, traced
-from autopar.capture.data.coins import COMPARISONS, DrawnNumber, decided
+from autopar.capture.data.coins import COMPARISONS, decided
 from autopar.capture.data.folding import FOLDED, folded
 from autopar.capture.data.item_values import Items
-from autopar.capture.data.known_values import STEADY, Operands
+from autopar.capture.data.known_values import MEMORY, RANDOM, STEADY, Operands
 from autopar.capture.data.reads import READERS, Reads
 from autopar.capture.data.recorded_calls import RecordedCalls
 from autopar.capture.data.same import compared, is_idle
 from autopar.capture.data.selected import Selected
 from autopar.capture.data.specialised import specialised
+from autopar.capture.draws.step_coins import Coins
 from autopar.capture.forks import Forks
 from autopar.capture.inputs.arrays import FROM_ARRAY, BatchArray
 from autopar.capture.inputs.outside import Outside, with_inputs
@@ -41,9 +42,9 @@ from autopar.capture.refusals.constructs import NOTED, READS, REFUSED, SEEDED
 from autopar.capture.refusals.explain_failure import SIZE, refusal, wants_data
 from autopar.capture.refusals.location import Line, Locator, Place, is_user_code, user_frame
 from autopar.errors import CaptureError
-from autopar.ir.ops.op_facts import QUERIES
+from autopar.ir.ops.op_facts import ALIKE, QUERIES
 from autopar.ir.ops.ops import op
-from autopar.torch_compat import in_transform
+from autopar.torch_compat import in_transform, no_function_modes, on_data
 
 Tensor = torch.Tensor
 
@@ -96,7 +97,7 @@ class Raise(TorchFunctionMode):
         self.seed = seed
         self.lift = lift
         self.calls = calls or RecordedCalls()
-        self.reads = reads
+        self.reads, self.permitted = reads, reads if reads is not None and reads.is_permitted else None
         self.keeps_casts = keeps_casts
         self.partners = partners
         self.device_type = seed.device.type if seed is not None else "cpu"
@@ -107,7 +108,9 @@ class Raise(TorchFunctionMode):
         self.random_ops: set[int] = set()
         self.statistics = "batch"  # of which samples norms take mean and variance: the option `batch_statistics`
         self.plain_norm: Callable[..., Any] | None = None  # of the plain module, where it takes those of groups
-        self.items, self.forks = Items(), Forks()
+        self.items, self.forks, self.coins = Items(), Forks(), Coins()
+        self.skips: Mapping[int, int] = {}  # random ops that the plain module leaves out, by how many there were before
+        self.hosts: list[Tensor] | None = None  # where numbers of the host are drawn: tensors with data, as they come
         self.ran = Ran()
         self.inputs: dict[int, Tensor] = {}  # by the id of the parameter that each stands for
         self.outside: dict[int, Outside] = {}  # tensors of the user's that no input stands for
@@ -161,6 +164,8 @@ class Raise(TorchFunctionMode):
     # -- the call as another one --------------------------------------------------------------------------------
 
     def _put_inputs(self, call: _Call) -> Any:
+        if self.coins.trail is not None:
+            self.coins.join(lambda *sides: self.__torch_function__(torch.where, (), sides))
         call.args, call.kwargs = with_tensors(call.function, *with_inputs((call.args, call.kwargs), self.inputs))
         return NotImplemented
 
@@ -249,7 +254,7 @@ class Raise(TorchFunctionMode):
 
     def _updates(self, call: _Call) -> Any:
         """Any number, where a norm turns the count of its updates to one: what is raised reads the count itself."""
-        if call.function not in _OF_DRAWS or not is_count(call.args[0], call.frame):
+        if call.function not in _AS_NUMBERS or not is_count(call.args[0], call.frame):
             return NotImplemented
         self.calling = None
         return 1.0
@@ -263,9 +268,33 @@ class Raise(TorchFunctionMode):
         return NotImplemented if is_equal is None else is_equal
 
     def _drawn(self, call: _Call) -> Any:
-        if call.function not in _OF_DRAWS or not self.known.is_draw(call.args[0]) or call.args[0].numel() != 1:
+        if call.function is not Tensor.__float__ or not self.known.is_draw(call.args[0]) or call.args[0].numel() != 1:
             return NotImplemented
-        return DrawnNumber() if call.function is Tensor.item else self.calls.draw(call.line)
+        return self.calls.draw(call.line)
+
+    def _chance(self, call: _Call) -> Any:
+        """What Python takes out of a tensor that random numbers alone decide: a truth or an integer."""
+        if call.function not in READERS or call.before.kinds & ~MEMORY != RANDOM or call.args[0].numel() != 1:
+            return NotImplemented
+        if not self._is_forward():
+            return NotImplemented
+        tensor, line, is_int = call.args[0], call.line, not call.args[0].dtype.is_floating_point
+        if call.function is Tensor.item and call.args[0].dtype != torch.bool:
+            number = self.items.number(tensor, line, False, self._take) if is_user_code(call.frame) else NotImplemented
+            if self.known.is_draw(tensor) and number is not NotImplemented:
+                self.known.saw_draws(None, (), None, [number.tensor()])
+            return number
+        if call.function is Tensor.__bool__ or call.function is Tensor.item:
+            return self._take(tensor, line, bool)
+        return self._take(tensor, line, int) if is_int else NotImplemented
+
+    def _take(self, tensor: Tensor, line: Line | None, read: Callable[[Any], Any]) -> Any:
+        """A truth or an integer of what random numbers decide; NotImplemented for a float."""
+        if read is not bool and tensor.dtype.is_floating_point:
+            return NotImplemented
+        with no_function_modes():  # no draw may decide otherwise
+            sure = self.known.answer(read, (tensor,), {}, self.known.operands(tensor, None))
+        return self.coins.take(tensor, line, read) if sure is NotImplemented else sure
 
     def _checked(self, call: _Call) -> Any:
         """True for what torch.distributions asks of its arguments, with a note."""
@@ -280,14 +309,39 @@ class Raise(TorchFunctionMode):
             return NotImplemented
         may_specialize, line = not call.before.kinds & ~STEADY, call.line
         is_item = call.function is Tensor.item and is_user_code(call.frame)  # .tolist() calls it too
-        number = self.items.number(call.args[0], line, may_specialize) if is_item else NotImplemented
-        if number is not NotImplemented and (self.reads is None or not may_specialize):
+        number = self.items.number(call.args[0], line, may_specialize, self._guard) if is_item else NotImplemented
+        is_known = self.permitted is not None and may_specialize
+        if number is not NotImplemented and not is_known:
             return number
-        is_known = self.reads is not None and may_specialize
-        side = self.forks.take(line) if call.function is Tensor.__bool__ and not is_known else None
-        if side is not None:
-            return side
-        return NotImplemented if self.reads is None else self.reads.take(call.function, call.args[0], line)
+        is_truth = call.function is Tensor.__bool__ or call.args[0].dtype == torch.bool
+        if is_truth and not is_known:
+            return self._guard(call.args[0], line, bool, call.function is Tensor.__bool__)
+        return NotImplemented if self.permitted is None else self.permitted.take(call.function, call.args[0], line)
+
+    def _guard(self, tensor: Tensor, line: Line | None, read: Callable[[Any], Any], may_fork: bool = False) -> Any:
+        """The truth of data, of which each step checks that it is so; NotImplemented as long as nothing is guarded."""
+        if read is not bool:
+            return NotImplemented
+        if not may_fork:
+            self.forks.see(line)
+        side = self.forks.take(line) if may_fork else None
+        if side is not None or self.reads is None or not self.reads.guards:
+            return NotImplemented if side is None else side
+        last = self.calls.made[-1].function if self.calls.made else ""
+        return self.reads.guard(tensor, line, last == "all")
+
+    def _equal(self, call: _Call) -> Any:
+        """Whether tensors are alike, as the truth of a tensor."""
+        if call.function not in ALIKE or not self._is_forward():
+            return NotImplemented
+        is_known = self.permitted is not None and not call.before.kinds & ~STEADY
+        if not is_known and (self.reads is None or not self.reads.guards):
+            return self._guard(call.args[0], call.line, bool)
+        compare, together = ALIKE[call.function]
+        truth = self.__torch_function__(together, (), (self.__torch_function__(compare, (), call.args, call.kwargs),))
+        if is_known and self.permitted is not None:
+            return self.permitted.take(Tensor.__bool__, truth, call.line)
+        return self._guard(truth, call.line, bool)
 
     def _number_of(self, call: _Call, tensor: Tensor) -> Any:
         """The value of a tensor that hangs on no input; NotImplemented of another one."""
@@ -308,6 +362,12 @@ class Raise(TorchFunctionMode):
         """The result of a call, of which all is noted that others ask for."""
         assert self.locator is not None
         func, args, kwargs, before = call.function, call.args, call.kwargs, call.before
+        if self.hosts is not None:
+            if func in FROM_ARRAY and not before.tensors:
+                with no_function_modes(), on_data():
+                    return self._seen(self.hosts, func(*args, **kwargs))
+            for operand in before.tensors:
+                self._seen(self.hosts, operand)
         if _selects(func, args, kwargs) and not self._is_sized(call):
             result = folded(self.known, func, args, kwargs, before)
             if result is NotImplemented:
@@ -324,8 +384,18 @@ class Raise(TorchFunctionMode):
         self.locator.adopt(result, call.place)
         if self._is_forward():
             self.calls.saw(func, args, kwargs, result, self.locator.line(call.place[1]), written)
+            if self.coins.trail is not None and func not in QUERIES:
+                self.coins.trail.saw(func, args, kwargs, result, written)
         self.calling = None
         return result
+
+    def _seen(self, known: list[Tensor], tensor: Tensor) -> Tensor:
+        """Enter a tensor that has data, the first time that it is met."""
+        if type(tensor) in _REAL and not any(tensor is each for each in known):
+            known.append(tensor)
+            if self.coins.trail is not None:
+                self.coins.trail.joined(tensor, ("host", len(known)))
+        return tensor
 
     def _run_plain(self, call: _Call) -> Any:
         return self._run(call, call.function, *call.args, **call.kwargs)
@@ -373,15 +443,15 @@ class Raise(TorchFunctionMode):
         if func in READERS:
             self.may_specialize = not call.before.kinds & ~STEADY
             return None
-        specialized, self.may_specialize = specialised(func, args, kwargs, self.reads, self.known, call.line)
+        specialized, self.may_specialize = specialised(func, args, kwargs, self.permitted, self.known, call.line)
         return specialized
 
     def _is_sized(self, call: _Call) -> bool:
         """True where the number of rows is taken from the example batch."""
-        if self.reads is None or call.before.kinds & ~STEADY:
+        if self.permitted is None or call.before.kinds & ~STEADY:
             return False
-        self.reads.selected.add(call.line)
-        return call.line in self.reads.sized
+        self.permitted.selected.add(call.line)
+        return call.line in self.permitted.sized
 
     def _is_forward(self) -> bool:
         return self.locator is not None and self.locator.phase == "forward"
@@ -423,10 +493,18 @@ class Raise(TorchFunctionMode):
         value: Tensor = op("random")(self.seed, self._number(), kind, sizes, dtype, sizes, sizes, [0] * len(sizes))
         return value
 
+    def numbered(self) -> int:
+        """How many random ops there were so far."""
+        return torch.default_generator.initial_seed() - _FIRST
+
     def _number(self) -> int:
         """The number of a random op, which is its key."""
         assert self.seed is not None
-        number = torch.default_generator.initial_seed() - _FIRST + 1
+        number = self.numbered() + 1
+        while number - 1 in self.skips:
+            left_out = range(number, number + self.skips[number - 1])
+            self.random_ops.update(left_out)
+            number = left_out.stop
         if not 0 < number <= len(self.random_ops) + 1:
             raise refusal(SEEDED, user_frame(sys._getframe(1)))
         if self.locator and self.locator.phase == "backward" and number not in self.random_ops:
@@ -473,8 +551,8 @@ _TO_VALUES: frozenset[Any] = frozenset(
 )
 
 _NONZERO = (torch.nonzero, Tensor.nonzero)
-_OF_DRAWS: frozenset[Any] = frozenset((Tensor.item, Tensor.__float__))
 
+_AS_NUMBERS: frozenset[Any] = frozenset((Tensor.item, Tensor.__float__))
 _Interceptor = Callable[[Raise, _Call], Any]
 # Who gives a value that Python asks for, the surest first.
 _VALUES: tuple[_Interceptor, ...] = (
@@ -482,6 +560,8 @@ _VALUES: tuple[_Interceptor, ...] = (
     Raise._constant,  # what hangs on no input is the same in each step
     Raise._same,  # so is the comparison of a tensor with itself
     Raise._drawn,  # before `_read`: a draw is no data of the batch
+    Raise._chance,  # nor is what is computed of draws
+    Raise._equal,
     Raise._checked,  # before `_read`, which would take a check for a branch of the model
     Raise._read,
 )

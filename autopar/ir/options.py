@@ -161,7 +161,7 @@ class StepOptions:
     sequence_parallel: split norms, dropout and residuals over tp on the sequence. Reduce-scatter and all-gather then
       stand in place of all-reduce (arXiv 2205.05198). "auto" does so where the model allows it and where it is
       simulated as faster (`passes/costs/streams.py`); a note says so.
-    specialize: take values that the model reads from tensors (`if mask.any():`, `.item()`) from the first batch of each
+    specialize: take values that the model reads from tensors (`int(t)`, `.item()`, sizes) from the first batch of each
       signature. Each step is checked to have the same; if not, another program is compiled for its values, up to 8.
       Needs batch="global".
     microbatches: parts of a rank's batch that are computed one after another. Loss, gradients and masks stay those

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.capture.draws.host_draws import drawing_for
 from autopar.capture.inputs import tables
 from autopar.capture.inputs.containers import map_tensors, take_apart
 from autopar.capture.inputs.loss_outputs import LossFn, split_result
@@ -37,6 +38,16 @@ _DTYPE = (
 )
 
 
+Skips = Callable[
+    [torch.Tensor], Mapping[int, int]
+]  # random ops that the step of a seed leaves out, by how many there were before
+
+
+def no_skips(_: torch.Tensor) -> Mapping[int, int]:
+    """A step without random branches."""
+    return {}
+
+
 def optimized(model: nn.Module) -> list[nn.Parameter]:
     """The parameters of a module that an optimizer steps."""
     return [parameter for parameter in tables.parameters(model) if parameter.requires_grad]
@@ -50,13 +61,14 @@ def values_of(aux: Any) -> Values:
 
 class Plain:
     """The user's module, trained as it is; with `autocast` as under torch.autocast in that dtype. norms: of groups of
-    samples, where they do not take the whole batch."""
+    samples, where they do not take the whole batch. skips: of the program that it is compared with."""
 
     def __init__(
         self, model: nn.Module, loss_fn: LossFn | None, make: OptimizerFactory, autocast: torch.dtype | None = None,
-        partners: tuple[Partner, ...] = (), norms: PlainNorms | None = None,
+        partners: tuple[Partner, ...] = (), norms: PlainNorms | None = None, skips: Skips = no_skips,
     ) -> None:  # fmt: skip
         self.model, self.loss_fn, self.autocast, self.norms = model, loss_fn, autocast, norms
+        self.skips = skips
         self.optimizer = make(optimized(model))
         self.borrowed = Borrowed(partners, dtype_of(model))
         self.buffers = dict(tables.named_buffers(model)).keys()  # a table that a step keeps is none of the state
@@ -79,10 +91,11 @@ class Plain:
         dtype, low = dtype_of(self.model), self.autocast
         scale = SCALE if low is torch.float16 else 1.0
         mode = Raise(None, seed, None if low else dtype)
+        mode.skips = self.skips(seed)
         if self.norms is not None:
             self.norms.begin()
             mode.plain_norm = self.norms.call
-        with default_dtype(dtype), mode, unsynced(tables.modules(self.model)):
+        with drawing_for(seed), default_dtype(dtype), mode, unsynced(tables.modules(self.model)):
             with torch.autocast(parameter.device.type, low) if low else nullcontext():
                 loss, aux = self._forward(args, kwargs, dtype)
             backward(loss * scale if scale != 1.0 else loss)

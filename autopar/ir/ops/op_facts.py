@@ -190,11 +190,18 @@ QUERIES: frozenset[Any] = frozenset(
         "size", "dim", "stride", "numel", "storage_offset", "is_contiguous", "is_floating_point", "is_complex",
         "untyped_storage", "is_conj", "is_neg", "is_inference", "element_size", "__len__")]
 )  # fmt: skip
+# Functions that say whether tensors are alike: the one that says so of each element, and what is asked of all of them.
+ALIKE: Mapping[Any, tuple[Any, Any]] = {
+    **dict.fromkeys((torch.equal, torch.Tensor.equal), (torch.eq, torch.all)),
+    **dict.fromkeys((torch.allclose, torch.Tensor.allclose), (torch.isclose, torch.all)),
+    torch.Tensor.__contains__: (torch.eq, torch.any),
+}
 # What draws in steps of its own, or where it is told to, and what gives memory as it was found.
 _UNDECIDED = frozenset(
     ("gumbel_softmax", "dropout1d", "dropout2d", "dropout3d", "fractional_max_pool2d", "fractional_max_pool3d",
-     "multi_head_attention_forward", "new", "resize_", "resize_as_", "set_")
+     "multi_head_attention_forward")
 )  # fmt: skip
+_UNWRITTEN = frozenset(("new", "resize_", "resize_as_", "set_"))
 _RECURRENT = frozenset(("lstm", "gru", "rnn_tanh", "rnn_relu"))  # tagged as random, for their dropout
 
 
@@ -228,13 +235,19 @@ def moves_of(name: str) -> Moves:
 def is_undecided(name: str) -> bool:
     """True for a function whose result its arguments do not decide: it draws, or gives memory as it was found."""
     draws = any(facts_of(one).random for one in overloads_of(name)) and name not in _RECURRENT
-    return draws or name in _UNDECIDED or name.removeprefix("new_").startswith("empty")
+    return draws or name in _UNDECIDED or is_unwritten(name)
+
+
+@cache
+def is_unwritten(name: str) -> bool:
+    """True for a function that gives memory as it was found."""
+    return name in _UNWRITTEN or name.removeprefix("new_").startswith("empty")
 
 
 @cache
 def asks_for_form(name: str) -> bool:
     """True for a function that looks at the shape and the dtype of its first argument, and at nothing that it holds."""
-    return (name.startswith("new_") or name.endswith("_like")) and not is_undecided(name)
+    return name.startswith("new_") or name.endswith("_like")
 
 
 @cache

@@ -10,12 +10,13 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from autopar.capture import Earlier
+from autopar.capture.data.reads import Answers
 from autopar.capture.python.guards import Change, Guards
 from autopar.capture.python.scalars import NumberPlace, Scalars, places_of
 from autopar.capture.python.spots import Numbers, Spot
 from autopar.compiler.compile import capture_step, lower
 from autopar.compiler.lowered import Lowered
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, CaptureError
 from autopar.ir.mesh import PIPELINE, group_name
 from autopar.ir.options import SequenceParallel, StepOptions
 from autopar.ir.plan import Decided, Fixed
@@ -49,17 +50,20 @@ class Maker:
         self._recordings = recordings(session.settings.graphs, session.settings.device)
         self._said: set[str] = set()
 
-    def make(self, given: Given, numbers: Numbers, train: bool, is_first: bool) -> Running:
+    def make(self, given: Given, numbers: Numbers, train: bool, is_first: bool, answers: Answers) -> Running:
         """The program for a call with these arguments. Every rank must call this.
 
-        numbers: those among the arguments. is_first: of the model's programs, so that it decides the layouts.
+        numbers: those among the arguments. is_first: of the model's programs, so that it decides the layouts. answers:
+        what is known of the step.
         """
         if is_first:
             given.check_first()
         is_able = not self._settings.options.specialize
 
         def build(phase: Phase) -> Built:
-            built = self.numbers.build(lambda scalars: self._built(given, numbers, train, is_first, scalars), is_able)
+            built = self.numbers.build(
+                lambda scalars: self._built(given, numbers, train, is_first, scalars, answers), is_able
+            )
             if not given.is_unlike:
                 phase.texts["program"] = built.compiled.lines()
             self._joined.check(built.captured.partners, phase)
@@ -71,15 +75,22 @@ class Maker:
         self._joined.add(built.captured.partners)
         return self._ready(built)
 
-    def _built(self, given: Given, numbers: Numbers, train: bool, is_first: bool, scalars: Scalars) -> Built:
+    def _built(
+        self, given: Given, numbers: Numbers, train: bool, is_first: bool, scalars: Scalars, answers: Answers
+    ) -> Built:
         """The program, built by this rank alone: no data moves between ranks. scalars: numbers that are inputs."""
         settings, model, mesh = self._settings, self._store.model, self._store.distributor.mesh
         with scalars, naming_parts(given):
             args, kwargs = given.arguments(numbers)
             captured = capture_step(
                 model, settings.loss_fn, args, kwargs, replace(settings.options, batch_dims=None),
-                train=train, lift=settings.lift, earlier=self._earlier[train],
+                train=train, lift=settings.lift, earlier=self._earlier[train], answers=answers,
             )  # fmt: skip
+        if settings.is_own and captured.coins is not None and captured.coins.is_alone:
+            raise CaptureError(
+                'batch="ddp": random numbers decide which calls a step makes, others on each rank, and all run one '
+                'program. Write batch="local", whose step is that of all parts together.'
+            )
         captured = captured.with_dims(given.dims)
         guards = Guards(model, settings.loss_fn if train else None, captured.ran, scalars, numbers)
         scalars.check(captured.constants, guards.places, captured.result_leaves)
