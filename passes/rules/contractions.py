@@ -81,12 +81,17 @@ def _grouped(call: Call) -> Rule:
 def _expert_mm(call: Call) -> Rule:
     """Each row is multiplied by the matrix of its expert: rows are apart, and so are experts (the rest adds zeros)."""
     flops = 2 * call.operands[0].numel * call.results[0].shape[-1]
-    return instantiate("s k, g k n, s -> s n", call, indexed={"g"}, linear=EITHER, flops=flops)
+    return _with_owners(instantiate("s k, g k n, s -> s n", call, indexed={"g"}, linear=EITHER, flops=flops))
 
 
 def _expert_mm_backward(call: Call) -> Rule:
     flops = 2 * call.operands[0].numel * call.operands[1].shape[-1]
-    return instantiate("s k, s n, s -> g k n", call, indexed={"g"}, linear=EITHER, flops=flops)
+    return _with_owners(instantiate("s k, s n, s -> g k n", call, indexed={"g"}, linear=EITHER, flops=flops))
+
+
+def _with_owners(rule: Rule) -> Rule:
+    """Rows may be where their experts are. Of one row, or one expert, there is nothing to divide."""
+    return replace(rule, owned=("s", "g")) if {"s", "g"} <= rule.sizes.keys() else rule
 
 
 def _solve_triangular(call: Call) -> Rule:

@@ -97,6 +97,7 @@ class Classes:
     of_terms: set[int]  # the classes that the terms of gradients go through, where `sums` is asked for
     casts: set[int]  # the casts among them
     sums: torch.dtype | None = None  # the shortest dtype in which gradients may be summed
+    table: Table = field(default_factory=dict)  # of the rules
     _users: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
 
     def is_short_term(self, source: int, result: int, user: int) -> bool:
@@ -153,7 +154,7 @@ def build_classes(
     for i, colour in enumerate(colours):
         members.setdefault(colour, []).append(i)
     classes = Classes(
-        [], {node: colours[i] for i, node in enumerate(nodes)}, [], [], [], set(), set(), set(), set(), set(), sums
+        [], {node: colours[i] for i, node in enumerate(nodes)}, [], [], [], set(), set(), set(), set(), set(), sums, table
     )
     for colour in range(len(members)):
         first = members[colour][0]
@@ -272,7 +273,24 @@ def used_role(classes: Classes, i: int, role: Role) -> Role:
     users = classes.users(i)
     lookups = [user for user, position in users if _looks_up(classes.items[user], position)]
     vocabulary = any(s in classes.of_batch for user in lookups for s, _ in classes.items[user].sources)
-    return replace(role, multiplied=_is_multiplied(classes, i), table=bool(lookups), vocabulary=vocabulary)
+    experts = role.entry.kind == "parameter" and _is_of_experts(classes, i)
+    return replace(
+        role, multiplied=_is_multiplied(classes, i), table=bool(lookups), vocabulary=vocabulary, experts=experts
+    )
+
+
+def _is_of_experts(classes: Classes, i: int) -> bool:
+    """True for a parameter of which rows pick their owner's part, as it is or after views."""
+    known, pending = {i}, [i]
+    while pending:
+        for user, position in classes.users(pending.pop()):
+            rule = classes.items[user].rule
+            if rule is not None and rule.owned and any(rule.owned[1] in dim for dim in rule.operands[position]):
+                return True
+            if user in classes.of_parameters and user not in known:
+                known.add(user)
+                pending.append(user)
+    return False
 
 
 def _looks_up(item: Item, position: int) -> bool:

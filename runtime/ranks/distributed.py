@@ -237,6 +237,14 @@ def _shift(move: Move, group: Group, later: bool) -> Started:
     return work, lambda sent=x: out  # type: ignore[misc]
 
 
+def _rows(move: Move, group: Group, later: bool) -> Started:
+    x = move.x.contiguous()
+    out = x.new_empty((sum(move.received), *x.shape[1:]))
+    taken, given = list(move.received), list(move.sent)
+    work = dist.all_to_all_single(on_wire(out), on_wire(x), taken, given, group=group.handle, async_op=later)
+    return work, lambda sent=x: out  # type: ignore[misc]
+
+
 @dataclass(frozen=True, slots=True)
 class _Works:
     """Several, as one."""
@@ -254,6 +262,7 @@ _PRIMITIVES: Mapping[str, Callable[[Move, Group, bool], Started]] = {
     "reduce_scatter": _reduce_scatter,
     "exchange": _exchange,
     "shift": _shift,
+    "rows": _rows,
 }
 
 

@@ -1,0 +1,93 @@
+"""Which index rows follow to their owners, and the calls that find and make their way."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from autopar.errors import LayoutError
+from autopar.ir.layout import Factor, Layout, pieces
+from autopar.ir.ops.op_facts import facts_of
+from autopar.ir.ops.ops import op
+from autopar.ir.program import Builder, Program, TensorType, is_getitem, operand_nodes, record
+from autopar.passes.rules import Rules, call_of
+from autopar.passes.rules.rule import Table
+
+
+class Routing:
+    """By which index rows went to their owners: values that calls connect there went alike."""
+
+    def __init__(self, program: Program, table: Table) -> None:
+        self.mesh = program.mesh
+        self._parent: dict[fx.Node, fx.Node] = {}
+        self._index: dict[fx.Node, fx.Node] = {}  # by the root of what is connected
+        self.groups: dict[fx.Node, int] = {}  # how many owners an index tells apart
+        self._routes: dict[tuple[fx.Node, tuple[Factor, ...], str], tuple[fx.Node, fx.Node]] = {}
+        nodes = [node for node in program.calls() if _is_owned(node) or any(one.owned for one in record(node).operands)]
+        for node in nodes:
+            self._parent.setdefault(node, node)
+            for operand, wanted in zip(node.all_input_nodes if is_getitem(node) else operand_nodes(node),
+                                       record(node).operands or ((),) * len(node.all_input_nodes), strict=False):
+                if _is_owned(operand) and (is_getitem(node) or wanted.owned):
+                    self._parent.setdefault(operand, operand)
+                    self._parent[self._root(operand)] = self._root(node)
+        rules = Rules(table)
+        for node in nodes:
+            pair = None if is_getitem(node) else rules.of(call_of(node))
+            if pair and pair[0].owned:
+                self._learn(node, operand_nodes(node)[pair[0].owners_index], pair[0].sizes[pair[0].owned[1]])
+
+    def _learn(self, node: fx.Node, index: fx.Node, groups: int) -> None:
+        known = self._index.setdefault(self._root(node), index)
+        self.groups.setdefault(index, groups)
+        if _origin(known) is not _origin(index):
+            first, second = (f"%{one.name} ({record(one).source})" for one in (known, index))
+            raise LayoutError(
+                f"rows that went to their experts by {first} are multiplied by those of {second}, at "
+                f"{record(node).source} in {record(node).module}: one layer has one index. Use the same one for all "
+                f"matrices of an expert."
+            )
+
+    def index_of(self, node: fx.Node, user: fx.Node) -> fx.Node:
+        """The index by which the rows of a value are with their owners, or go there for a user."""
+        return self._index[self._root(node if _is_owned(node) else user)]
+
+    def is_index(self, node: fx.Node) -> bool:
+        return node in self.groups
+
+    def _root(self, node: fx.Node) -> fx.Node:
+        while self._parent[node] is not node:
+            node = self._parent[node]
+        return node
+
+    def route(self, build: Builder, index: fx.Node, value: fx.Node, axis: str) -> tuple[fx.Node, fx.Node]:
+        """The order of an index' rows by owner, and how many go where: found once. value: the index as it lies."""
+        found = record(value)
+        (dim,) = found.layout.dims
+        key = index, dim, axis
+        if key not in self._routes:
+            groups, ranks = self.groups[index], self.mesh[axis]
+            like = found.with_(flops=0, origin="", reason="rows go to the ranks of their experts, and back")
+            order = TensorType(found.type.shape, torch.int64)
+            apart = tuple(factor for factor in dim if isinstance(factor, str))
+            counts = TensorType((pieces(dim, self.mesh) * 2 * ranks, groups // ranks), torch.int64)
+            self._routes[key] = (
+                build.lay(
+                    op("order_by_owner"), value, axis, like=like, type_=order, layout=found.layout, name="order"
+                ),
+                build.lay(
+                    op("route"), value, axis, groups, like=like, type_=counts, layout=Layout((apart, ())), name="route"
+                ),
+            )
+        return self._routes[key]
+
+
+def _is_owned(node: fx.Node) -> bool:
+    return any(one is not None and one.owned for one in record(node).layouts)
+
+
+def _origin(index: fx.Node) -> fx.Node:
+    """The index that a cast, or a copy, is of."""
+    while facts_of(index.target).moves == "same" and len(index.all_input_nodes) == 1:
+        (index,) = index.all_input_nodes
+    return index
