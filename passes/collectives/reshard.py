@@ -70,6 +70,7 @@ class _Reshard:
         self.gathered: dict[fx.Node, dict[Layout, fx.Node]] = {}  # for the backward pass alone
         self.leaving: dict[fx.Node, dict[Layout, fx.Node]] = {}  # for outputs beside the loss alone
         self.carried: dict[tuple[fx.Node, fx.Node], dict[Layout, fx.Node]] = {}  # keys and values, by attention
+        self.sent: dict[tuple[fx.Node, fx.Node], dict[Layout, fx.Node]] = {}  # to owners, by index
         results = program.leaving
         self.beside = frozenset(node for node, out in results if out.kind == "aux")
         self.wants: dict[fx.Node, list[tuple[fx.Node, Layout]]] = {}  # users with the layouts that they want
@@ -119,6 +120,8 @@ class _Reshard:
             moved = self.leaving.setdefault(node, dict(moved))
         if self._key(node, user):  # of this attention alone, and on its stage
             moved = self.carried.setdefault((node, user), {})
+        if self.routing is not None and wanted.owned and not has.owned:
+            moved = self.sent.setdefault((node, self.routing.index_of(node, user)), dict(moved))
         if wanted in moved:
             return moved[wanted]
         # Micro-batches first: what they add up to is moved once, not once for each; but then it is kept whole.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import fx
 
@@ -23,19 +25,30 @@ class Routing:
         self._index: dict[fx.Node, fx.Node] = {}  # by the root of what is connected
         self.groups: dict[fx.Node, int] = {}  # how many owners an index tells apart
         self._routes: dict[tuple[fx.Node, tuple[Factor, ...], str], tuple[fx.Node, fx.Node]] = {}
+        sent: dict[fx.Node, list[fx.Node]] = {}  # the users to whom rows of a value go where their owners are
         nodes = [node for node in program.calls() if _is_owned(node) or any(one.owned for one in record(node).operands)]
         for node in nodes:
             self._parent.setdefault(node, node)
-            for operand, wanted in zip(node.all_input_nodes if is_getitem(node) else operand_nodes(node),
-                                       record(node).operands or ((),) * len(node.all_input_nodes), strict=False):
-                if _is_owned(operand) and (is_getitem(node) or wanted.owned):
-                    self._parent.setdefault(operand, operand)
+            for operand in _with_owners(node):
+                if _is_owned(operand):
                     self._parent[self._root(operand)] = self._root(node)
+                else:
+                    sent.setdefault(operand, []).append(node)
         rules = Rules(table)
         for node in nodes:
             pair = None if is_getitem(node) else rules.of(call_of(node))
             if pair and pair[0].owned:
                 self._learn(node, operand_nodes(node)[pair[0].owners_index], pair[0].sizes[pair[0].owned[1]])
+        for node in nodes:
+            if self._root(node) not in self._index:
+                self._follow(node, sent)
+
+    def _follow(self, node: fx.Node, sent: Mapping[fx.Node, list[fx.Node]]) -> None:
+        """Give calls that no product by expert is among the index of one that is sent a row of theirs as well."""
+        others = (self._root(user) for operand in _with_owners(node) for user in sent.get(operand, ()))
+        index = next((self._index[root] for root in others if root in self._index), None)
+        if index is not None:
+            self._index[self._root(node)] = index
 
     def _learn(self, node: fx.Node, index: fx.Node, groups: int) -> None:
         known = self._index.setdefault(self._root(node), index)
@@ -80,6 +93,13 @@ class Routing:
                 ),
             )
         return self._routes[key]
+
+
+def _with_owners(node: fx.Node) -> list[fx.Node]:
+    """The operands whose rows a call wants to be with their owners."""
+    if is_getitem(node):
+        return [operand for operand in node.all_input_nodes if _is_owned(operand)]
+    return [one for one, wanted in zip(operand_nodes(node), record(node).operands, strict=True) if wanted.owned]
 
 
 def _is_owned(node: fx.Node) -> bool:

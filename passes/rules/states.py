@@ -51,6 +51,8 @@ def may_split(rule: Rule, choice: Choice, size: int, taken: tuple[tuple[Choice, 
         tensors = (*rule.operands, *rule.results)
         alone = all(names == (name,) for dims in tensors for names in dims if name in names)
         before = math.prod(other_size for (other, _), other_size in taken if other == name)
+        if rule.owned and rule.owned[0] == name and not may_split(rule, (rule.owned[1], 1), size, taken):
+            return False
         return alone and name not in rule.ordered and rule.sizes[name] % (size * before) == 0
     if name in rule.reversed and (outer > 0 or any(other == name for (other, _), _ in taken)):
         return False

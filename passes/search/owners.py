@@ -20,8 +20,11 @@ class Owners:
         self._known: dict[tuple[int, str], bool] = {}
         # What says of rows to which expert they go: of a lookup by any other index rows stay where they are.
         self.indices = {
-            item.sources[item.rule.owners_index] for item in classes.items if item.rule and item.rule.owned and item.rule.flops
+            item.sources[item.rule.owners_index]
+            for item in classes.items
+            if item.rule and item.rule.owned and item.rule.flops
         }
+        self._before = self._before_indices()
 
     def seeds(self) -> Iterator[tuple[tuple[int, int], set[Split]]]:
         """The values that products by expert read and give, (class, result), with their splits by owners."""
@@ -34,6 +37,23 @@ class Owners:
             for value, dims in tensors:
                 splits = (place(dims, choice, dict(item.rule.sizes)) for choice in ((rows, OWNED), (owners, 1)))
                 yield value, {one for one in splits if one is not None}
+
+    def _before_indices(self) -> set[int]:
+        """The calls that rows go through on their way to an index: they run before anybody knows where to send them."""
+        pending = [(value, 0) for value in self.indices]
+        known = set(pending)
+        before = set[int]()
+        for (i, result), dim in pending:
+            item = self.classes.items[i]
+            if item.rule is None or item.rule.owned or len(item.rule.results[result][dim]) != 1:
+                continue
+            before.add(i)
+            name = item.rule.results[result][dim]
+            for source, dims in zip(item.sources, item.rule.operands, strict=True):
+                if name in dims and (source, dims.index(name)) not in known:
+                    known.add((source, dims.index(name)))
+                    pending.append((source, dims.index(name)))
+        return before
 
     def may_take(self, i: int, name: str) -> bool:
         """True for a call that takes the rows of a name one by one, whatever their number and order."""
@@ -48,6 +68,8 @@ class Owners:
     def _may_take(self, i: int, name: str) -> bool:
         item = self.classes.items[i]
         assert item.rule is not None
+        if i in self._before:
+            return False
         if item.rule.owned and (name != item.rule.owned[0] or not self._is_owned(i)):
             return False
         tensors = (*item.rule.operands, *item.rule.results)
