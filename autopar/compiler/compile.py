@@ -12,6 +12,7 @@ from torch import nn
 from autopar.capture import Captured, Earlier, LossFn, capture, dims_of_call
 from autopar.compiler.constraints import (
     check_batch,
+    check_experts,
     check_slices,
     check_zero,
     divides_batch,
@@ -189,4 +190,5 @@ def make_plan(captured: Captured, mesh: Mesh, options: StepOptions, fixed: Fixed
     )
     check_zero(plan)
     check_slices(plan)
+    check_experts(plan)
     return with_positions(plan, program)

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from autopar.ir.layout import OWNED
-from autopar.ir.program import Builder, Record
+from autopar.ir.program import Builder, Record, record
 from autopar.passes.collectives.sized import Cut
 from autopar.passes.rules.local import local_call
 from autopar.passes.rules.rule import Arguments, Call, Row, Rule
@@ -50,5 +50,6 @@ def counted(
 
 def count_of(build: Builder, x: fx.Node, dim: int, like: Record) -> fx.Node:
     """How many rows a rank has of a value."""
-    scalar = Record((None,), module=like.module, source=like.source, phase=like.phase)
+    operands = (record(x).layout,)
+    scalar = Record((None,), operands=operands, module=like.module, source=like.source, phase=like.phase)
     return build.call(aten.sym_size.int, x, dim, like=scalar, name="rows")

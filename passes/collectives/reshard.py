@@ -144,6 +144,7 @@ class _Reshard:
         if self.routing is None or has.owned == step.layout.owned:
             return self._step(made, step, like)
         index, axis, home = self.routing.index_of(*between), str(step.args[0]), Layout(has.at_home.dims[:1])
+        self._make(index)
         order, counts = self.routing.route(self.build, index, self._move(index, home, between[1]), axis)
         name, args = step.name, (axis, order, counts)
         if between[0] is index:  # it is computed, not sent
@@ -152,6 +153,17 @@ class _Reshard:
         return self.build.lay(
             op(name), made, *args, like=like, type_=record(made).type, layout=step.layout, name=name
         )
+
+    def _make(self, index: fx.Node) -> None:
+        """Put an index that stands further down in the program, and what it is made of."""
+        missing, pending = {index} - self.build.value.keys(), [index]
+        while pending:
+            more = {node for node in pending.pop().all_input_nodes if node not in self.build.value} - missing
+            missing |= more
+            pending += more
+        for node in self.program.graph.nodes if missing else ():
+            if node in missing and node not in self.build.value:
+                self._put(node)
 
     def _lacks_route(self, node: fx.Node, wanted: Layout, user: fx.Node) -> bool:
         """True for rows that go to owners whose index is not there yet where the rows are made."""

@@ -91,7 +91,7 @@ def _expert_mm_backward(call: Call) -> Rule:
 
 def _with_owners(rule: Rule) -> Rule:
     """Rows may be where their experts are. Of one row, or one expert, there is nothing to divide."""
-    return replace(rule, owned=("s", "g")) if {"s", "g"} <= rule.sizes.keys() else rule
+    return replace(rule, owned=("s", "g")) if rule.sizes.get("s", 1) > 1 and rule.sizes.get("g", 1) > 1 else rule
 
 
 def _solve_triangular(call: Call) -> Rule:

@@ -132,8 +132,7 @@ class Intent:
         of_parameters: the value is computed from parameters alone. to_gradient: it leaves as a gradient.
         along_sequence: it is, or will be, split on a sequence. at_attention: attention gives it or reads it.
         """
-        if _owners(source, target):
-            return 1.0
+        source, target = at_home(source), at_home(target)
         gathers = isinstance(source, tuple) and source != target
         scatters = isinstance(source, str) and isinstance(target, tuple)
         if of_parameters and gathers:
@@ -153,7 +152,8 @@ class Intent:
     def is_last_resort(self, source: State, target: State) -> bool:
         """True for a move that must not pay for itself by whatever else it saves: over dp the gather of a split value.
         A whole batch on every rank would save all gradients' reductions, and be data parallel no more."""
-        return self.batch_split and isinstance(source, tuple) and source != target and not _owners(source, target)
+        source, target = at_home(source), at_home(target)
+        return self.batch_split and isinstance(source, tuple) and source != target
 
     def gradient_factor(self, source: State, target: State, to_gradient: bool) -> float | None:
         """Price a move of what is, or adds up to, the gradient of a weight (see `factor`): over tp it is made where the
@@ -165,16 +165,9 @@ class Intent:
         return 1.0 if to_gradient or self.in_time else BEFORE_IT_LEAVES
 
 
-def _owners(*states: State) -> list[State]:
-    """Those of which rows are with their owners."""
-    return [one for one in states if isinstance(one, tuple) and one[1] == OWNED]
-
-
-def may_move(source: State, target: State) -> bool:
-    """True if collectives lead from one state to the other: rows go to their owners from where they lie in the order
-    of the whole, and back there."""
-    owned = _owners(source, target)
-    return not owned or source == target or {source, target} == {(0, 1), (0, OWNED)}
+def at_home(state: State) -> State:
+    """The state in which rows come from their owners, and go there: split in the order of the whole."""
+    return (state[0], 1) if isinstance(state, tuple) and state[1] == OWNED else state
 
 
 _DATA = Intent(batch_split=True, weights_split=False)

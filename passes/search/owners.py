@@ -39,21 +39,45 @@ class Owners:
                 yield value, {one for one in splits if one is not None}
 
     def _before_indices(self) -> set[int]:
-        """The calls that rows go through on their way to an index: they run before anybody knows where to send them."""
+        """The calls that an index depends on: they run before anybody knows where rows go. Of those behind the products
+        of an earlier layer only the ones that its own rows go through, too."""
+        return self._upstream(by_rows=True) | (self._upstream(by_rows=False) - self._behind_products())
+
+    def _upstream(self, by_rows: bool) -> set[int]:
+        """The calls that make an index, back to products by expert. by_rows: along the rows of the index alone."""
         pending = [(value, 0) for value in self.indices]
-        known = set(pending)
-        before = set[int]()
+        known, upstream = set(pending), set[int]()
         for (i, result), dim in pending:
             item = self.classes.items[i]
-            if item.rule is None or item.rule.owned or len(item.rule.results[result][dim]) != 1:
+            if item.rule is None or item.rule.owned:
                 continue
-            before.add(i)
-            name = item.rule.results[result][dim]
+            name = item.rule.results[result][dim] if by_rows else ()
+            if by_rows and len(name) != 1:
+                continue
+            upstream.add(i)
             for source, dims in zip(item.sources, item.rule.operands, strict=True):
-                if name in dims and (source, dims.index(name)) not in known:
-                    known.add((source, dims.index(name)))
-                    pending.append((source, dims.index(name)))
-        return before
+                found = (source, dims.index(name) if by_rows and name in dims else 0)
+                if (not by_rows or name in dims) and found not in known:
+                    known.add(found)
+                    pending.append(found)
+        return upstream
+
+    def _behind_products(self) -> set[int]:
+        """The calls that rows go through behind a product by expert."""
+        pending = [
+            (i, 0) for i, item in enumerate(self.classes.items) if item.rule and item.rule.owned and item.rule.flops
+        ]
+        behind = {i for i, _ in pending}
+        for i, dim in pending:
+            for user, position in self.classes.users(i):
+                rule = self.classes.items[user].rule
+                dims = rule.operands[position] if rule else ()
+                name = dims[dim] if dim < len(dims) else ()
+                if rule is None or len(name) != 1 or user in behind:
+                    continue
+                behind.add(user)
+                pending += [(user, dims.index(name)) for dims in rule.results if name in dims]
+        return behind
 
     def may_take(self, i: int, name: str) -> bool:
         """True for a call that takes the rows of a name one by one, whatever their number and order."""

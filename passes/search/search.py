@@ -12,7 +12,7 @@ from autopar.ir.program import TensorType
 from autopar.passes.rules.rule import Halo
 from autopar.passes.rules.splits import Choice, Split, choice_at, place
 from autopar.passes.rules.states import State, Strategy, strategies
-from autopar.passes.search.intents import BYTES_PER_REPLICA, Intent, Role, may_move
+from autopar.passes.search.intents import BYTES_PER_REPLICA, Intent, Role, at_home
 from autopar.passes.search.items import Classes, Item, operand_types, used_role
 from autopar.passes.search.owners import Owners
 from autopar.passes.search.solver.problem import Edge, Problem
@@ -33,6 +33,10 @@ def move_cost(source: State, target: State, bytes_: float, size: int) -> float:
     if source == target:
         return 0.0
     share = (size - 1) / size
+    if at_home(source) != source or at_home(target) != target:  # by way of home; where owners have as many rows each
+        home = (at_home(source), at_home(target))
+        ways = (source != home[0]) + (target != home[1])
+        return move_cost(*home, bytes_, size) + ways * (share * bytes_ / size + BYTES_PER_COLLECTIVE)
     if source is None:
         # A slice, or zeros but on the first rank: nothing moves. The tiny cost prefers not to.
         return BYTES_PER_COLLECTIVE / 16
@@ -360,8 +364,8 @@ def problem_of(
                 splits = {state for state in (s, t) if isinstance(state, tuple)}
                 heads = {state for state in splits if attends and intent.heads and state[0] == 1}
                 along = bool(splits) and splits <= sequences.get((source, result), set()) | heads
-                if not may_move(s, t):
-                    continue
+                if s != t and any(split[1] == OWNED and split[0] for split in splits):
+                    continue  # rows move along the first dim
                 if s == "sum" and s != t and classes.is_short_term(source, result, user):
                     continue  # the terms of a gradient are summed behind their cast
                 if strict and intent.only_positions and not attends and s == "sum" and joins not in (None, s != t):

@@ -40,8 +40,8 @@ def _counted(table: Tensor, groups: int) -> Tensor:
     for place, (rows, low, high) in enumerate(table[table.shape[0] // 2 :, -3:].tolist()):
         if rows:
             raise BatchError(
-                f"{rows} {'row goes' if rows == 1 else 'rows go'} to expert {low if low < 0 else high} on rank {place} "
-                f"of the experts' axis, but there are {groups}: an index is 0 to {groups - 1}. Correct the router."
+                f"expert {low if low < 0 else high} is out of range: there are {groups}, so an index is 0 to "
+                f"{groups - 1}, and {rows} rows of the batch's part {place} have others. Correct the router."
             )
     return table[:, :-3].contiguous()
 

@@ -63,9 +63,9 @@ class Mixture(nn.Module):
         order = torch.argsort(experts, stable=True)
         of_row = experts[order]
         ends = torch.histc(of_row.float(), self.kind.experts, 0, self.kind.experts - 1).cumsum(0, dtype=torch.int32)
-        hidden = F.grouped_mm(x[order // k], self.up, offs=ends)
+        hidden = _products(x[order // k], self.up, ends)
         hidden = F.silu(hidden + self.up_bias[of_row] if self.kind.bias else hidden)
-        y = F.grouped_mm(hidden, self.down, offs=ends)
+        y = _products(hidden, self.down, ends)
         y = (y + self.down_bias[of_row] if self.kind.bias else y) * weights_NK.reshape(-1)[order, None]
         return torch.zeros_like(x).index_add(0, order // k, y)
 
@@ -85,6 +85,16 @@ class Mixture(nn.Module):
             weight = torch.where(experts_NK == expert, weights_NK, 0).sum(-1, keepdim=True)
             out = out + F.silu(x @ self.up[expert]) @ self.down[expert] * weight
         return out
+
+
+def _products(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    """Grouped products; torch has none in float64, in which the plain module is compared."""
+    try:
+        return F.grouped_mm(x, w, offs=ends)
+    except RuntimeError:
+        bounds = [0, *ends.tolist()]
+        pairs = zip(bounds, bounds[1:], w, strict=False)
+        return torch.cat([x[start:end] @ matrix for start, end, matrix in pairs])
 
 
 class Mixtures(nn.Module):
