@@ -166,7 +166,7 @@ def check_experts(plan: Plan) -> None:
     """Raise PlanError for a compiler of fixed shapes where each rank has the rows that chose its experts."""
     if plan.options.compile == "inductor" and dict(plan.mesh.axes).get(EXPERT, 1) > 1:
         raise PlanError(
-            f'compile="inductor" is for shapes that are known, and on mesh \'{plan.mesh}\' as many rows come to a rank '
+            f"compile=\"inductor\" is for shapes that are known, and on mesh '{plan.mesh}' as many rows come to a rank "
             f"as choose its experts. Leave compile out, or give the ranks of {EXPERT} to dp or tp."
         )
 

@@ -146,13 +146,10 @@ class _Reshard:
         index, axis, home = self.routing.index_of(*between), str(step.args[0]), Layout(has.at_home.dims[:1])
         self._make(index)
         order, counts = self.routing.route(self.build, index, self._move(index, home, between[1]), axis)
-        name, args = step.name, (axis, order, counts)
-        if between[0] is index:  # it is computed, not sent
-            name, args = "owned_index", (axis, counts)
-        like = like.with_(origin="") if step.layout.owned else like
-        return self.build.lay(
-            op(name), made, *args, like=like, type_=record(made).type, layout=step.layout, name=name
-        )
+        is_index = between[0] is index  # it is computed, not sent
+        name, args = ("owned_index", [counts]) if is_index else (step.name, [order, counts])
+        type_ = record(made).type
+        return self.build.lay(op(name), made, axis, *args, like=like, type_=type_, layout=step.layout, name=name)
 
     def _make(self, index: fx.Node) -> None:
         """Put an index that stands further down in the program, and what it is made of."""
@@ -238,7 +235,9 @@ class _Reshard:
         return along and node.op != "placeholder" and phases == ("forward", "backward")
 
     def _goes_to_owners(self, node: fx.Node, user: fx.Node) -> bool:
-        return self.routing is not None and any(one is user and wanted.owned for one, wanted in self.wants.get(node, ()))
+        return self.routing is not None and any(
+            one is user and wanted.owned for one, wanted in self.wants.get(node, ())
+        )
 
     def _shortest(
         self, node: fx.Node, wanted: Layout, moved: dict[Layout, fx.Node], first: tuple[str, ...]

@@ -85,9 +85,7 @@ class Routing:
             apart = tuple(factor for factor in dim if isinstance(factor, str))
             counts = TensorType((pieces(dim, self.mesh) * 2 * ranks, groups // ranks), torch.int64)
             self._routes[key] = (
-                build.lay(
-                    op("order_by_owner"), value, axis, like=like, type_=order, layout=found.layout, name="order"
-                ),
+                build.lay(op("order_by_owner"), value, axis, like=like, type_=order, layout=found.layout, name="order"),
                 build.lay(
                     op("route"), value, axis, groups, like=like, type_=counts, layout=Layout((apart, ())), name="route"
                 ),

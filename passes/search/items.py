@@ -154,7 +154,18 @@ def build_classes(
     for i, colour in enumerate(colours):
         members.setdefault(colour, []).append(i)
     classes = Classes(
-        [], {node: colours[i] for i, node in enumerate(nodes)}, [], [], [], set(), set(), set(), set(), set(), sums, table
+        [],
+        {node: colours[i] for i, node in enumerate(nodes)},
+        [],
+        [],
+        [],
+        set(),
+        set(),
+        set(),
+        set(),
+        set(),
+        sums,
+        table,
     )
     for colour in range(len(members)):
         first = members[colour][0]

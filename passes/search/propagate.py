@@ -88,8 +88,6 @@ def _sharded(program: Program, node: fx.Node, classes: Classes, results: Compose
         return old.with_(operands=tuple(_result_layouts(program, classes, results)))
     source, result = source_of(node)
     number = classes.of[source]
-    if any(one.owned for one in results[number]):
-        old = old.with_(origin="")  # it has the rows of the plain module's value, at other places
     if source is not node:
         return old.with_(layouts=(results[number][result],))
     given = iter(results[number])

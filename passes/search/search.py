@@ -14,7 +14,7 @@ from autopar.passes.rules.splits import Choice, Split, choice_at, place
 from autopar.passes.rules.states import State, Strategy, strategies
 from autopar.passes.search.intents import BYTES_PER_REPLICA, Intent, Role, at_home
 from autopar.passes.search.items import Classes, Item, operand_types, used_role
-from autopar.passes.search.owners import Owners
+from autopar.passes.search.row_owners import RowOwners
 from autopar.passes.search.solver.problem import Edge, Problem
 
 # What moving a value between two states of an axis costs, in bytes per rank (ring algorithms).
@@ -230,7 +230,7 @@ Values = dict[tuple[int, int], set[Split]]  # the splits of each (item, result)
 
 def _candidates(classes: Classes, intent: Intent) -> Names:
     """The splits of each name that are worth a thought: those that spread from what the intent splits."""
-    owners = Owners(classes) if intent.experts else None
+    owners = RowOwners(classes) if intent.experts else None
     candidates = _spread(
         classes, lambda i, role: intent.seeds(used_role(classes, i, role)), intent.sequence_outers, owners
     )[0]
@@ -249,7 +249,7 @@ def sequences_of(classes: Classes, intent: Intent) -> Values:
 
 def _spread(
     classes: Classes, seeds: Callable[[int, Role], list[Split]], of_sequences: tuple[int, ...],
-    owners: Owners | None = None,
+    owners: RowOwners | None = None,
 ) -> tuple[Names, Values]:  # fmt: skip
     """Splits of placeholders, spread over the graph: the names that they are splits of, and the values'.
 

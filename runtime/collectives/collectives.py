@@ -67,12 +67,19 @@ def _meet(moves: list[Move]) -> list[Tensor]:
         case "shift":
             return [parts[move.source].clone() for move in moves]
         case "rows":
-            split = [move.x.split(move.sent) for move in moves]
-            for place, move in enumerate(moves):
-                found = tuple(len(part[place]) for part in split)
-                if found != move.received:
-                    raise RankError(f"rank {place} of the axis awaits {move.received} rows, but {found} are sent")
-            return [torch.cat([part[place] for part in split]) for place in range(len(parts))]
+            return _rows_sent(moves)
+
+
+def _rows_sent(moves: list[Move]) -> list[Tensor]:
+    for place, move in enumerate(moves):
+        sent = tuple(other.sent[place] for other in moves)
+        if sent != move.received or sum(move.sent) != len(move.x):
+            raise RankError(
+                f"rank {place} of the axis awaits {move.received} rows and {sent} are sent to it; it sends "
+                f"{move.sent} of {len(move.x)}"
+            )
+    split = [move.x.split(move.sent) for move in moves]
+    return [torch.cat([part[place] for part in split]) for place in range(len(moves))]
 
 
 def _apart(results: list[Tensor]) -> list[Tensor]:

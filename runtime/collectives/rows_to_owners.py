@@ -41,16 +41,17 @@ def _counted(table: Tensor, groups: int) -> Tensor:
         if rows:
             raise BatchError(
                 f"expert {low if low < 0 else high} is out of range: there are {groups}, so an index is 0 to "
-                f"{groups - 1}, and {rows} rows of the batch's part {place} have others. Correct the router."
+                f"{groups - 1}, and {rows} of the rows that part {place} of the batch sends are of others. Correct the "
+                f"router."
             )
     return table[:, :-3].contiguous()
 
 
 def owned_index(index: Tensor, size: int, place: int, counts: Tensor) -> Tensor:
     """The experts of the rows that came to the rank at a place, in the order in which they lie."""
-    here = counts.shape[1]
-    experts = torch.arange(place * here, (place + 1) * here).repeat(size)
-    return torch.repeat_interleave(experts, counts[size:].reshape(-1)).to(index)
+    here, came = counts.shape[1], counts[size:].reshape(-1)
+    experts = torch.arange(place * here, (place + 1) * here, device=counts.device).repeat(size)
+    return torch.repeat_interleave(experts, came, output_size=int(came.sum())).to(index)
 
 
 def dispatch(x: Tensor, member: Member, owned: bool, order: Tensor, counts: Tensor) -> Step:

@@ -202,6 +202,6 @@ def test_an_expert_that_does_not_exist_is_an_error_on_all_ranks(four: Ranks) -> 
     texts = four.run(_out_of_range)
     assert len(set(texts)) == 1
     assert texts[0].startswith(
-        "expert 4 is out of range: there are 4, so an index is 0 to 3, and 1 rows of the batch's part 3 have others. "
-        "Correct the router. It is at test_experts_gloo.py:"
+        "expert 4 is out of range: there are 4, so an index is 0 to 3, and 1 of the rows that part 3 of the batch "
+        "sends are of others. Correct the router. It is at test_experts_gloo.py:"
     )

@@ -1,4 +1,4 @@
-"""Small mixtures of experts with blocks of their own, whose routing a test decides: `skew` sends rows to some experts."""
+"""Small mixtures of experts whose routing a test decides: `skew` sends rows to some experts."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ WIDTH, HIDDEN, LENGTH, BATCH = 12, 20, 6, 8  # H, I, S, B; N = B S rows, K exper
 
 @dataclass(frozen=True)
 class Kind:
-    """experts, chosen: how many there are, and how many a row takes. skew: added to the scores of the first experts; -1:
-    the router is zero, so that all scores are alike. way: how rows meet experts. bias: experts add one. shared: a dense
-    expert takes every row. aux: a loss that balances."""
+    """experts, chosen: how many there are, and how many a row takes. skew: added to the scores of the first experts;
+    -1: the router is zero, so that all scores are alike. way: how rows meet experts. bias: experts add one. shared: a
+    dense expert takes every row. aux: a loss that balances."""
 
     experts: int = 8
     chosen: int = 2

@@ -6,13 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autopar.ir.layout import OWNED
-from autopar.passes.rules.rule import Table
 from autopar.passes.rules.splits import Split, place
 from autopar.passes.rules.through import takes_each
 from autopar.passes.search.items import Classes
 
 
-class Owners:
+class RowOwners:
     """The owners that a program has, and who takes rows that are with them."""
 
     def __init__(self, classes: Classes) -> None:
