@@ -1,4 +1,4 @@
-"""Experts split over `ep`: steps on the virtual mesh beside one device's, what moves, what is refused, what is found."""
+"""Experts split over `ep`: steps on the virtual mesh beside one device, what moves, what is refused and found."""
 
 from __future__ import annotations
 
@@ -136,8 +136,8 @@ REFUSED: list[tuple[Kind, str, dict[str, Any], type[Exception], str]] = [
     ),
     (
         PLAIN, "ep=2", {"compile": "inductor"}, PlanError,
-        'compile="inductor" is for shapes that are known, and on mesh \'ep=2\' as many rows come to a rank as choose its '
-        "experts. Leave compile out, or give the ranks of ep to dp or tp.",
+        'compile="inductor" is for shapes that are known, and on mesh \'ep=2\' as many rows come to a rank as choose '
+        "its experts. Leave compile out, or give the ranks of ep to dp or tp.",
     ),
     (
         PLAIN, "ep=2", {"shard": {"mixed.0.up": "[@ep,-,-]"}}, LayoutError,
@@ -168,9 +168,7 @@ class _Copied(nn.Module):
 
 
 def test_a_batched_product_is_named() -> None:
-    with pytest.raises(
-        LayoutError, match="'up' .4, 6, 6. is looked up for each row at test_experts_split.py:.*grouped"
-    ):
+    with pytest.raises(LayoutError, match=r"'up' .4, 6, 6. is looked up for each row at .*, a batched"):
         autopar.compile(_Copied(), "ep=2", batch=(torch.randn(8, 6), torch.arange(8) % 4))
 
 

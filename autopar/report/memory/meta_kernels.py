@@ -143,7 +143,7 @@ def rows_read(node: fx.Node, mesh: Mesh, number: int) -> int | None:
 
 
 def counts_read(node: fx.Node | None, mesh: Mesh, shape: Sequence[int]) -> torch.Tensor | None:
-    """The same as a whole, as a route copies it to the host; None for any other call."""
+    """The counts that a route copies to the host, with the same numbers of rows; None for any other call."""
     source = node.all_input_nodes[0] if node is not None and node.target is op("wait") else node
     if source is None or source.target not in (op("route"), op("route_start")):
         return None
