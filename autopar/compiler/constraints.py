@@ -163,8 +163,16 @@ def check_zero(plan: Plan) -> None:
 
 
 def check_experts(plan: Plan) -> None:
-    """Raise PlanError for a compiler of fixed shapes where each rank has the rows that chose its experts."""
-    if plan.options.compile == "inductor" and dict(plan.mesh.axes).get(EXPERT, 1) > 1:
+    """Raise PlanError where rows cannot go to other ranks: for a compiler of fixed shapes, and where ranks know nothing
+    of each other's batches."""
+    if dict(plan.mesh.axes).get(EXPERT, 1) == 1:
+        return
+    if plan.fixed.is_own:
+        raise PlanError(
+            f"batch=\"ddp\" computes each rank's batch apart, and on mesh '{plan.mesh}' rows go to the experts of "
+            f'other ranks. Use batch="local", whose means are over the rows of all ranks, or dp in place of {EXPERT}.'
+        )
+    if plan.options.compile == "inductor":
         raise PlanError(
             f"compile=\"inductor\" is for shapes that are known, and on mesh '{plan.mesh}' as many rows come to a rank "
             f"as choose its experts. Leave compile out, or give the ranks of {EXPERT} to dp or tp."

@@ -106,6 +106,12 @@ class Intent:
         return self.sequence_seeds(role)
 
     @property
+    def owns_rows(self) -> bool:
+        """True if rows go to the rank of their expert. Of a batch that the axis cannot divide each rank has all rows,
+        and computes those of its experts."""
+        return self.experts and self.batch_split
+
+    @property
     def divides_products(self) -> bool:
         """True if no rank should do the work of another, whatever that moves."""
         return self.batch_split or self.context

@@ -140,7 +140,7 @@ def options_of(
             found = [one for one in found if not one.choice or one.choice[0] not in item.rule.neighbours]
         if intent.divides_products and item.is_product:
             found = [one for one in found if one.work < 1] or found
-        if intent.experts and item.rule.owned:
+        if intent.owns_rows and item.rule.owned:
             found = [one for one in found if one.choice and one.choice[1] == OWNED] or found
         if intent.only_heads and item.node.target in ATTENTION:
             found = [one for one in found if one.choice and one.choice[0] in HEADS] or found
@@ -230,7 +230,7 @@ Values = dict[tuple[int, int], set[Split]]  # the splits of each (item, result)
 
 def _candidates(classes: Classes, intent: Intent) -> Names:
     """The splits of each name that are worth a thought: those that spread from what the intent splits."""
-    owners = RowOwners(classes) if intent.experts else None
+    owners = RowOwners(classes) if intent.owns_rows else None
     candidates = _spread(
         classes, lambda i, role: intent.seeds(used_role(classes, i, role)), intent.sequence_outers, owners
     )[0]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import autopar
-from autopar.errors import BatchError
+from autopar.errors import BatchError, PlanError
 from autopar.ir.mesh import parse_mesh
 from autopar.runtime.collectives import rows_to_owners
 from autopar.runtime.ranks import distributed
@@ -25,14 +25,12 @@ pytestmark = pytest.mark.gloo
 STEPS, LIMIT = 2, 0.3
 # (mesh, how rows are routed, options): ranks without rows, one expert a row, none but one rank's experts.
 TABLE: list[tuple[str, Kind, dict[str, Any]]] = [
-    ("ep=4", Kind(), {}),
+    ("ep=4", Kind(aux=True), {}),
     ("ep=4", Kind(chosen=1, skew=50), {}),  # all rows go to two experts, of one rank
     ("dp=2,ep=2", Kind(bias=True, shared=True), {"zero": 3}),
     ("fsdp=2,ep=2", Kind(chosen=3, experts=4), {"reshard_after_forward": False}),
     ("ep=2,tp=2", Kind(skew=-1), {"sequence_parallel": True}),
-    ("ep=2,cp=2", Kind(), {"zero": 2}),
     ("pp=2,ep=2", Kind(), {"microbatches": 2, "schedule": "1f1b"}),
-    ("ep=4", Kind(aux=True), {"recompute": "full"}),
 ]
 
 
@@ -135,11 +133,47 @@ def test_steps_are_those_of_one_device(four: Ranks) -> None:
     for number, (mesh, kind, options) in enumerate(TABLE):
         rows = [found[number] for found in by_rank]
         assert all(one[0] == rows[0][0] for one in rows), mesh
-        if options.get("recompute") == "full" or "tp" in mesh or "cp" in mesh:
+        if "tp" in mesh or "cp" in mesh:
             continue
         assert sum(one[1] for one in rows) == 4 * _leaving(kind, mesh) * 12 * 8, (mesh, kind)
         if "pp" not in mesh:
             assert [one[2] for one in rows] == [kind.blocks] * 4, (mesh, kind)
+
+
+def _any_batch(rank: int) -> None:
+    """Batches that ep divides and others, by turns: experts stay where they are. Then each rank's own part of a batch,
+    and parts that each rank takes for all."""
+    kind = Kind(bias=True)
+    for mesh, options in (("dp=2,ep=2", {}), ("ep=2,tp=2", {"zero": 2})):
+        model, optimizer, batch = _made(kind, mesh, options)
+        plain, its, _ = _plain(kind)
+        for rows in (8, 5, 8):
+            part = (batch[0][:rows], batch[1][:rows])
+            assert _train(model, optimizer, part, 1) == pytest.approx(_train(plain, its, part, 1), rel=1e-9), (
+                mesh,
+                rows,
+            )
+        with torch.no_grad():
+            for rows in (8, 3):
+                part = (batch[0][:rows], batch[1][:rows])
+                assert float(model.eval()(*part)) == pytest.approx(float(plain.eval()(*part)), rel=1e-9), (mesh, rows)
+        assert_same_state(model, plain, "weight")
+    module, batch = mixture_case(kind)
+    model = autopar.parallelize(module.double(), "dp=2,ep=2", batch="local")
+    plain, _, _ = _plain(kind)
+    mine = tuple(tensor[2 * rank : 2 * rank + 2] for tensor in batch)
+    assert model.forward_backward(*mine).item() == pytest.approx(plain(*batch).item(), rel=1e-10)
+    model = autopar.parallelize(mixture_case(kind)[0], "ep=4", batch="ddp")
+    with pytest.raises(PlanError) as error:
+        model.forward_backward(*mine)
+    assert str(error.value) == (
+        "batch=\"ddp\" computes each rank's batch apart, and on mesh 'ep=4' rows go to the experts of other ranks. "
+        'Use batch="local", whose means are over the rows of all ranks, or dp in place of ep.'
+    )
+
+
+def test_batches_of_any_size_and_of_each_rank(four: Ranks) -> None:
+    four.run(_any_batch, timeout=200)
 
 
 def _out_of_range(rank: int) -> str:
@@ -187,9 +221,8 @@ def test_checkpoints_go_to_any_mesh_and_back(four: Ranks, tmp_path: Path) -> Non
     plain, optimizer, batch = _plain(Kind(bias=True))
     straight = _train(plain, optimizer, batch, 4)
     for source, zero, targets in (
-        ("ep=4", 0, (("dp=4", 3), ("ep=2,tp=2", 0), ("ep=4", 3))),
-        ("dp=2,ep=2", 3, (("ep=4", 1), ("tp=4", 0))),
-        ("dp=4", 0, (("ep=4", 0),)),
+        ("ep=4", 0, (("dp=4", 3), ("ep=2,tp=2", 0))),
+        ("dp=2,ep=2", 3, (("ep=4", 0),)),
     ):
         folder = str(tmp_path / source)
         before = four.run(_save, source, zero, folder)[0]
