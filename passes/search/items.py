@@ -99,12 +99,25 @@ class Classes:
     sums: torch.dtype | None = None  # the shortest dtype in which gradients may be summed
     table: Table = field(default_factory=dict)  # of the rules
     _users: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    _indices: frozenset[tuple[int, int]] | None = None
 
     def is_short_term(self, source: int, result: int, user: int) -> bool:
         """True for a term of a gradient, (class, result) as a class reads it, that is too short to be summed."""
         if self.sums is None or user not in self.of_terms:
             return False
         return is_short(self.items[source].types[result].dtype, self.sums)
+
+    def owner_indices(self) -> frozenset[tuple[int, int]]:
+        """What tells of rows to which expert they go, (class, result): the indices of products by expert."""
+        if self._indices is None:
+            owned = [item for item in self.items if item.rule and item.rule.owned and item.rule.flops]
+            self._indices = frozenset(item.sources[item.rule.owners_index] for item in owned if item.rule)
+        return self._indices
+
+    def is_by_owner(self, i: int) -> bool:
+        """True for a call that multiplies or looks up by the expert of each row; any other index sends no rows."""
+        rule, sources = self.items[i].rule, self.items[i].sources
+        return rule is not None and rule.owned is not None and sources[rule.owners_index] in self.owner_indices()
 
     def users(self, i: int) -> list[tuple[int, int]]:
         """The classes that use a class, with the position of the operand."""
@@ -296,7 +309,8 @@ def _is_of_experts(classes: Classes, i: int) -> bool:
     while pending:
         for user, position in classes.users(pending.pop()):
             rule = classes.items[user].rule
-            if rule is not None and rule.owned and any(rule.owned[1] in dim for dim in rule.operands[position]):
+            is_owner = rule is not None and rule.owned and any(rule.owned[1] in dim for dim in rule.operands[position])
+            if is_owner and classes.is_by_owner(user):
                 return True
             if user in classes.of_parameters and user not in known:
                 known.add(user)

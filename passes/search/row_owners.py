@@ -17,18 +17,12 @@ class RowOwners:
     def __init__(self, classes: Classes) -> None:
         self.classes = classes
         self._known: dict[tuple[int, str], bool] = {}
-        # What says of rows to which expert they go: of a lookup by any other index rows stay where they are.
-        self.indices = {
-            item.sources[item.rule.owners_index]
-            for item in classes.items
-            if item.rule and item.rule.owned and item.rule.flops
-        }
         self._before = self._before_indices()
 
     def seeds(self) -> Iterator[tuple[tuple[int, int], set[Split]]]:
         """The values that products by expert read and give, (class, result), with their splits by owners."""
         for i, item in enumerate(self.classes.items):
-            if item.rule is None or not self._is_owned(i) or not item.rule.flops:
+            if item.rule is None or not self.classes.is_by_owner(i) or not item.rule.flops:
                 continue
             rows, owners = item.rule.owned or ("", "")
             tensors = [*zip(item.sources, item.rule.operands, strict=True)]
@@ -44,7 +38,7 @@ class RowOwners:
 
     def _upstream(self, by_rows: bool) -> set[int]:
         """The calls that make an index, back to products by expert. by_rows: along the rows of the index alone."""
-        pending = [(value, 0) for value in self.indices]
+        pending = [(value, 0) for value in self.classes.owner_indices()]
         known, upstream = set(pending), set[int]()
         for (i, result), dim in pending:
             item = self.classes.items[i]
@@ -84,16 +78,12 @@ class RowOwners:
             self._known[i, name] = self._may_take(i, name)
         return self._known[i, name]
 
-    def _is_owned(self, i: int) -> bool:
-        item = self.classes.items[i]
-        return bool(item.rule and item.rule.owned) and item.sources[item.rule.owners_index] in self.indices  # type: ignore[union-attr]
-
     def _may_take(self, i: int, name: str) -> bool:
         item = self.classes.items[i]
         assert item.rule is not None
         if i in self._before:
             return False
-        if item.rule.owned and (name != item.rule.owned[0] or not self._is_owned(i)):
+        if item.rule.owned and (name != item.rule.owned[0] or not self.classes.is_by_owner(i)):
             return False
         tensors = (*item.rule.operands, *item.rule.results)
         known = {at: (dims.index((name,)), 1) for at, dims in enumerate(tensors) if (name,) in dims}

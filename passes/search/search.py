@@ -140,7 +140,7 @@ def options_of(
             found = [one for one in found if not one.choice or one.choice[0] not in item.rule.neighbours]
         if intent.divides_products and item.is_product:
             found = [one for one in found if one.work < 1] or found
-        if intent.owns_rows and item.rule.owned:
+        if intent.owns_rows and classes.is_by_owner(number):
             found = [one for one in found if one.choice and one.choice[1] == OWNED] or found
         if intent.only_heads and item.node.target in ATTENTION:
             found = [one for one in found if one.choice and one.choice[0] in HEADS] or found

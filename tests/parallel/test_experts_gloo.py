@@ -130,7 +130,7 @@ def _watch(patch: pytest.MonkeyPatch) -> tuple[list[int], list[int]]:
 def test_steps_are_those_of_one_device(four: Ranks) -> None:
     """Losses, norms, gradients, weights; bytes equal those of counted rows, four trips each; one read a layer."""
     by_rank = four.run(_table, timeout=300)
-    for number, (mesh, kind, options) in enumerate(TABLE):
+    for number, (mesh, kind, _) in enumerate(TABLE):
         rows = [found[number] for found in by_rank]
         assert all(one[0] == rows[0][0] for one in rows), mesh
         if "tp" in mesh or "cp" in mesh:
