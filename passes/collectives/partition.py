@@ -105,7 +105,7 @@ class _Partition:
             sizes = {name: self.sized.size(size, cuts.get(name, ())) for name, size in sizes.items()}
         # A rank that has some rows of a table, or of a sequence, has to know which: numbers that differ by rank.
         indexed = [name for name in rule.indexed if name in cuts]
-        assert len(indexed) <= 1, (node, indexed)
+        assert len(indexed) <= 1 and all(len(cuts[name]) == 1 for name in indexed), (node, indexed, cuts)
         halos = halos_of(rule, cuts, self.mesh)
         offset = self._offset(cuts[indexed[0]][0][2], sizes[indexed[0]], known) if indexed else None
         read = cuts.keys() if row.local else cuts.keys() & rule.positional

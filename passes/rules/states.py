@@ -47,6 +47,8 @@ def may_split(rule: Rule, choice: Choice, size: int, taken: tuple[tuple[Choice, 
     name, outer = choice
     if name in rule.replicated or (name in rule.indexed and outer != 1):
         return False
+    if rule.owned and name == rule.owned[1] and (rule.owned[0], OWNED) in (other for other, _ in taken):
+        return False  # an earlier axis split the owners
     if outer == OWNED:
         tensors = (*rule.operands, *rule.results)
         alone = all(names == (name,) for dims in tensors for names in dims if name in names)

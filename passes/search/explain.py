@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from autopar.ir.layout import Layout, fits
+from autopar.ir.layout import OWNED, Layout, fits
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, record, source_of
 from autopar.passes.rules.splits import Split, choice_at
@@ -230,10 +230,15 @@ class _Question:
         only = [strategy.results[self.result] for strategy, _ in self.options[self.number]]
         if self.entry is not None and only == [None]:
             return self.unsplit()
+        if isinstance(self._chosen(), tuple) and self._chosen()[1] == OWNED:  # type: ignore[index]
+            return INTENT, f"'{self.axis.axis}' {self._intent()}"
         if any(one.verdict == FORBIDDEN for one in alternatives):
             return INTENT, f"'{self.axis.axis}' {self._intent()}"
         reasons = "; ".join(dict.fromkeys(one.why for one in alternatives if one.why))
         return (SIZE if alternatives[1:] and all("divisible" in one.why for one in alternatives[1:]) else RULE), reasons
+
+    def _chosen(self) -> State:
+        return self.solution.strategy(self.number).results[self.result]
 
     def _subject(self) -> str:
         if self.axis.intent.context:
@@ -250,6 +255,10 @@ class _Question:
                 if self.entry.kind == "batch"
                 else "splits the sequence; all other inputs are replicated"
             )
+        if self.axis.intent.experts and self.item.role is not None and self.item.role.experts:
+            return "splits the experts, and what is looked up by them; rows go to theirs"
+        if self.axis.intent.owns_rows and isinstance(state := self._chosen(), tuple) and state[1] == OWNED:
+            return "splits the experts: their products take rows where these are"
         if self.axis.intent.batch_split:
             if self.entry is None:
                 return "splits what is computed from the batch; only gradients and scalars move"
@@ -277,6 +286,8 @@ class _Question:
         if isinstance(state, str):
             return f"partial ({state})"
         dim, outer = state
+        if outer == OWNED:
+            return f"has each row of dim {dim} where its expert is"
         blocks = f", each of {abs(outer)} blocks of it" if outer != 1 else ""
         return f"splits dim {dim}{blocks}{', every second in reverse' if outer < 0 else ''}"
 

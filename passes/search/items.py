@@ -295,7 +295,7 @@ def _give_roles(classes: Classes, entries: Entries, samples: Mapping[str, int]) 
 def used_role(classes: Classes, i: int, role: Role) -> Role:
     """The role of a placeholder with what is made of it."""
     users = classes.users(i)
-    lookups = [user for user, position in users if _looks_up(classes.items[user], position)]
+    lookups = [user for user, position in users if _looks_up(classes, user, position)]
     vocabulary = any(s in classes.of_batch for user in lookups for s, _ in classes.items[user].sources)
     experts = role.entry.kind == "parameter" and _is_of_experts(classes, i)
     return replace(
@@ -318,10 +318,15 @@ def _is_of_experts(classes: Classes, i: int) -> bool:
     return False
 
 
-def _looks_up(item: Item, position: int) -> bool:
-    """True for a table; the matrices of experts are multiplied, not read."""
+def _looks_up(classes: Classes, user: int, position: int) -> bool:
+    """True for a table; the matrices of experts are multiplied, not read, and their biases follow them."""
+    item = classes.items[user]
     assert item.rule is not None
-    return not item.rule.flops and any(item.rule.indexed & set(dim) for dim in item.rule.operands[position])
+    return (
+        not classes.is_by_owner(user)
+        and not item.rule.flops
+        and any(item.rule.indexed & set(dim) for dim in item.rule.operands[position])
+    )
 
 
 def _is_multiplied(classes: Classes, i: int) -> bool:

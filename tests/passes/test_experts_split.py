@@ -72,6 +72,16 @@ def test_a_step_of_any_routing_is_that_of_one_device(kind: Kind, mesh: str) -> N
     assert report.ok and report.max_error < 1e-10, report
 
 
+def test_biases_of_experts_are_split_as_these_are() -> None:
+    """Red when tp split them over again, and when they were looked up at home: two more trips each."""
+    report = _verified(Kind(bias=True), "dp=2,ep=2,tp=2")
+    assert report.ok and report.max_error < 1e-10, report
+    program = _program(Kind(bias=True), "ep=2,tp=2")
+    layouts = {entry.name: str(record(node).layout) for node, entry in program.parameters()}
+    assert layouts["mixed.0.up_bias"] == "[ep,tp]" and layouts["mixed.0.down_bias"] == "[ep,-]"
+    assert _count(program, "dispatch") == _count(program, "combine") == 2 * PLAIN.blocks
+
+
 def test_products_by_expert_and_sums_in_short_floats() -> None:
     """Within twice what autocast is off, and no gradient is summed short."""
     assert _verified(PLAIN, "dp=2,ep=2", precision="bf16").ok
@@ -105,6 +115,26 @@ def test_experts_lie_split_and_their_gradients_are_summed_over_other_axes_alone(
         "ep" in str(node.args[1]).split(":") and record(node).type.shape == (8, 12, 20)
         for node in program.calls()
         if node.target in (op("all_reduce"), op("all_reduce_start"))
+    )
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_memory_is_that_of_as_many_rows_as_on_average(device: str) -> None:
+    """Without data: what the host would read of counts is their mean. An odd number of rows is divided, too."""
+    model, batch = mixture_case(PLAIN)
+    for rows in (8, 4):
+        compiled = autopar.compile(model, "ep=4", batch=tuple(part[:rows] for part in batch))
+        assert compiled.memory(device=device).peak > 1000 and str(compiled.time())
+
+
+def test_explain_says_why_a_row_moves() -> None:
+    model, batch = mixture_case(PLAIN)
+    text = str(autopar.compile(model, "ep=2", batch=batch).explain("expert_mm"))
+    assert (
+        "has each row of dim 0 where its expert is, decided by intent: 'ep' splits the experts: their products" in text
+    )
+    assert "'ep' splits the experts, and what is looked up by them" in str(
+        autopar.compile(model, "ep=2", batch=batch).explain("mixed.0.up")
     )
 
 
