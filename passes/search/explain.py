@@ -230,15 +230,17 @@ class _Question:
         only = [strategy.results[self.result] for strategy, _ in self.options[self.number]]
         if self.entry is not None and only == [None]:
             return self.unsplit()
-        if isinstance(self._chosen(), tuple) and self._chosen()[1] == OWNED:  # type: ignore[index]
+        if self._is_owned():
             return INTENT, f"'{self.axis.axis}' {self._intent()}"
         if any(one.verdict == FORBIDDEN for one in alternatives):
             return INTENT, f"'{self.axis.axis}' {self._intent()}"
         reasons = "; ".join(dict.fromkeys(one.why for one in alternatives if one.why))
         return (SIZE if alternatives[1:] and all("divisible" in one.why for one in alternatives[1:]) else RULE), reasons
 
-    def _chosen(self) -> State:
-        return self.solution.strategy(self.number).results[self.result]
+    def _is_owned(self) -> bool:
+        """True for rows that are where their experts are."""
+        state = self.solution.strategy(self.number).results[self.result]
+        return isinstance(state, tuple) and state[1] == OWNED
 
     def _subject(self) -> str:
         if self.axis.intent.context:
@@ -255,10 +257,8 @@ class _Question:
                 if self.entry.kind == "batch"
                 else "splits the sequence; all other inputs are replicated"
             )
-        if self.axis.intent.experts and self.item.role is not None and self.item.role.experts:
-            return "splits the experts, and what is looked up by them; rows go to theirs"
-        if self.axis.intent.owns_rows and isinstance(state := self._chosen(), tuple) and state[1] == OWNED:
-            return "splits the experts: their products take rows where these are"
+        if self.axis.intent.experts and (self._is_owned() or (self.item.role is not None and self.item.role.experts)):
+            return "splits the experts; their products have rows where these are"
         if self.axis.intent.batch_split:
             if self.entry is None:
                 return "splits what is computed from the batch; only gradients and scalars move"

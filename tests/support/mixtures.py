@@ -25,6 +25,7 @@ class Kind:
     shared: bool = False
     aux: bool = False
     blocks: int = 2
+    width: int = WIDTH
 
 
 class Mixture(nn.Module):
@@ -33,21 +34,21 @@ class Mixture(nn.Module):
     def __init__(self, kind: Kind) -> None:
         super().__init__()
         self.kind = kind
-        n = kind.experts
-        self.router = nn.Linear(WIDTH, n, bias=False)
+        n, width = kind.experts, kind.width
+        self.router = nn.Linear(width, n, bias=False)
         self.skew = nn.Buffer(torch.cat([torch.ones(max(1, n // 4)), torch.zeros(n - max(1, n // 4))]) * kind.skew)
-        self.up = nn.Parameter(torch.randn(n, WIDTH, HIDDEN) * 0.3)
-        self.down = nn.Parameter(torch.randn(n, HIDDEN, WIDTH) * 0.3)
+        self.up = nn.Parameter(torch.randn(n, width, HIDDEN) * 0.3)
+        self.down = nn.Parameter(torch.randn(n, HIDDEN, width) * 0.3)
         if kind.bias:
             self.up_bias = nn.Parameter(torch.randn(n, HIDDEN) * 0.3)
-            self.down_bias = nn.Parameter(torch.randn(n, WIDTH) * 0.3)
+            self.down_bias = nn.Parameter(torch.randn(n, width) * 0.3)
         if kind.shared:
-            self.shared = nn.Linear(WIDTH, WIDTH)
+            self.shared = nn.Linear(width, width)
         if kind.skew < 0:
             nn.init.zeros_(self.router.weight)
 
     def forward(self, x_BSH: Tensor) -> tuple[Tensor, Tensor]:
-        x = x_BSH.reshape(-1, WIDTH)
+        x = x_BSH.reshape(-1, self.kind.width)
         scores = (self.router(x) + self.skew).softmax(-1)
         weights_NK, experts_NK = torch.topk(scores, self.kind.chosen)
         y = getattr(self, f"_{self.kind.way}")(x, weights_NK, experts_NK)
@@ -103,10 +104,10 @@ class Mixtures(nn.Module):
     def __init__(self, kind: Kind) -> None:
         super().__init__()
         self.kind = kind
-        self.tokens = nn.Embedding(16, WIDTH)
-        self.dense = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(kind.blocks))
+        self.tokens = nn.Embedding(16, kind.width)
+        self.dense = nn.ModuleList(nn.Linear(kind.width, kind.width) for _ in range(kind.blocks))
         self.mixed = nn.ModuleList(Mixture(kind) for _ in range(kind.blocks))
-        self.head = nn.Linear(WIDTH, 16)
+        self.head = nn.Linear(kind.width, 16)
 
     def forward(self, tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
         x, balance = self.tokens(tokens_BS), torch.zeros(())
