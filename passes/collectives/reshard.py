@@ -146,7 +146,7 @@ class _Reshard:
         index, axis, home = self.routing.index_of(*between), str(step.args[0]), Layout(has.at_home.dims[:1])
         self._make(index)
         order, counts = self.routing.route(self.build, index, self._move(index, home, between[1]), axis)
-        is_index = between[0] is index  # it is computed, not sent
+        is_index = self.routing.is_index(between[0], index)  # it is computed, not sent
         name, args = ("owned_index", [counts]) if is_index else (step.name, [order, counts])
         type_ = record(made).type
         return self.build.lay(op(name), made, axis, *args, like=like, type_=type_, layout=step.layout, name=name)

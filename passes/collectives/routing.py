@@ -24,6 +24,7 @@ class Routing:
         self._parent: dict[fx.Node, fx.Node] = {}
         self._index: dict[fx.Node, fx.Node] = {}  # by the root of what is connected
         self.groups: dict[fx.Node, int] = {}  # how many owners an index tells apart
+        self._first: dict[fx.Node, fx.Node] = {}  # of each index the first that is the same
         self._routes: dict[tuple[fx.Node, tuple[Factor, ...], str], tuple[fx.Node, fx.Node]] = {}
         sent: dict[fx.Node, list[fx.Node]] = {}  # the users to whom rows of a value go where their owners are
         nodes = [node for node in program.calls() if _is_owned(node) or any(one.owned for one in record(node).operands)]
@@ -53,7 +54,8 @@ class Routing:
     def _learn(self, node: fx.Node, index: fx.Node, groups: int) -> None:
         known = self._index.setdefault(self._root(node), index)
         self.groups.setdefault(index, groups)
-        if _origin(known) is not _origin(index):
+        self._first[index] = known
+        if not _is_same(known, index):
             first, second = (f"%{one.name} ({record(one).source})" for one in (known, index))
             raise LayoutError(
                 f"rows that went to their experts by {first} are multiplied by those of {second}, at "
@@ -65,8 +67,9 @@ class Routing:
         """The index by which the rows of a value are with their owners, or go there for a user."""
         return self._index[self._root(node if _is_owned(node) else user)]
 
-    def is_index(self, node: fx.Node) -> bool:
-        return node in self.groups
+    def is_index(self, node: fx.Node, index: fx.Node) -> bool:
+        """True for an index, and for one that was computed in the same way once more."""
+        return self._first.get(node) is index
 
     def _root(self, node: fx.Node) -> fx.Node:
         while self._parent[node] is not node:
@@ -104,8 +107,19 @@ def _is_owned(node: fx.Node) -> bool:
     return any(one is not None and one.owned for one in record(node).layouts)
 
 
-def _origin(index: fx.Node) -> fx.Node:
-    """The index that a cast, or a copy, is of."""
-    while facts_of(index.target).moves == "same" and len(index.all_input_nodes) == 1:
-        (index,) = index.all_input_nodes
-    return index
+def _is_same(a: object, b: object) -> bool:
+    """True for one value, for casts of it, and for what is computed of the same in the same way."""
+    a, b = _uncast(a), _uncast(b)
+    if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
+        return len(a) == len(b) and all(map(_is_same, a, b))
+    if not (isinstance(a, fx.Node) and isinstance(b, fx.Node)) or a is b:
+        return a is b or a == b
+    is_call = a.op == b.op == "call_function" and a.target is b.target and not facts_of(a.target).random
+    return is_call and a.kwargs == b.kwargs and _is_same(a.args, b.args)
+
+
+def _uncast(value: object) -> object:
+    """What a cast, or a copy, is of."""
+    while isinstance(value, fx.Node) and facts_of(value.target).moves == "same" and len(value.all_input_nodes) == 1:
+        (value,) = value.all_input_nodes
+    return value

@@ -193,6 +193,29 @@ def test_what_is_refused(case: tuple[Kind, str, dict[str, Any], type[Exception],
     assert re.sub(r"py:\d+", "py:N", str(found.value)) == text
 
 
+class _Seen(nn.Module):
+    """The order of the sorted rows shows, and each product computes anew whose they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Parameter(torch.randn(4, 6, 6) * 0.3) for _ in range(2))
+
+    def forward(self, x: Tensor, experts: Tensor) -> Tensor:
+        experts, order = torch.sort(experts, stable=True)
+        counts = torch.histc(experts.float(), 4, 0, 3)
+        y = x[order]
+        for w in (self.up, self.down):
+            y = torch.tanh(nn.functional.grouped_mm(y, w, offs=counts.cumsum(0, dtype=torch.int32)))
+        return (y.cumsum(0) * y).mean()
+
+
+def test_an_index_that_is_computed_twice_is_one() -> None:
+    """Red before: an error that rows of one index are multiplied by those of another."""
+    torch.manual_seed(0)
+    report = verify(_Seen(), "ep=2", batch=(torch.randn(8, 6), torch.tensor([3, 0, 1, 0, 2, 0, 0, 3])))
+    assert report.ok and report.max_error < 1e-10, report
+
+
 class _Copied(nn.Module):
     """Each row gets a copy of its expert's matrix."""
 
