@@ -60,7 +60,7 @@ class Layout:
     @property
     def owned(self) -> tuple[tuple[int, str], ...]:
         """The dims of which rows are with their owners, each with the axis."""
-        if not any([OWNED in factors for factors in self.dims]):  # nearly always: passes ask of each value
+        if not any(OWNED in factors for factors in self.dims):  # nearly always: passes ask of each value
             return ()
         return tuple(
             (dim, str(factors[place + 1]))
