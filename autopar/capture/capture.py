@@ -21,7 +21,7 @@ from autopar.capture.forks import Forks, captured
 from autopar.capture.inputs import tables
 from autopar.capture.inputs.containers import Form, check_detached, put_together, take_apart, take_call_apart
 from autopar.capture.inputs.loss_outputs import LossFn, check_loss, has_own_backward, loss_of, split_result
-from autopar.capture.inputs.module_state import attributes, device_of, fakes_of, once_each, state_of, unmoved
+from autopar.capture.inputs.module_state import attributes, device_of, fakes_of, once_each, state_of, unmoved, unsynced
 from autopar.capture.inputs.outside import Outside, outside_fault
 from autopar.capture.inputs.partners import Partner, Partners, UnknownPartner
 from autopar.capture.leftovers import Leftovers, settled
@@ -118,6 +118,7 @@ def capture(
     lift: torch.dtype | None = None,
     specialize: bool = False,
     precision: str | None = None,
+    statistics: str = "batch",
     earlier: Earlier | None = None,
 ) -> Captured:
     """Trace one step of `model` on a batch (tensors and arrays in any containers; their values are not read).
@@ -127,8 +128,10 @@ def capture(
     module itself does. `lift`: the dtype that the model's own floating-point casts go to, if not their own.
     `specialize`: values that the model reads from tensors are taken from the batch, which then needs data.
     `precision`: with a short float the model's own casts stay in the program even where they change nothing yet, and
-    with "fp16" the gradients are those of the loss times an input of kind "scale". `earlier`: captures of the same step
-    at other sizes, which may tell its program. Raises CaptureError with the user's line where it cannot be captured.
+    with "fp16" the gradients are those of the loss times an input of kind "scale". `statistics`: of which samples norms
+    take mean and variance; those of a "rank" or a "microbatch" are told by the pass `group`. `earlier`: captures of the
+    same step at other sizes, which may tell its program. Raises CaptureError with the user's line where it cannot be
+    captured.
     """
 
     left = Leftovers()
@@ -136,6 +139,7 @@ def capture(
     def run(reads: Reads | None, forks: Forks) -> Captured:
         others = None if specialize or forks.sides is not None else earlier
         made = _Capture(model, loss_fn, args, dict(kwargs), train, lift, reads, precision, forks, others)
+        made.statistics = statistics
         try:
             return made.run()
         finally:
@@ -179,6 +183,7 @@ class _Capture:
         self.untrained: dict[int, str] = {}  # names of plain attributes that require a gradient
         self.outside: Mapping[int, Outside] = {}
         self.fault: AutoparError | None = None
+        self.statistics = "batch"
         self.new_buffers: list[tuple[str, torch.Tensor]] = []
 
     def run(self) -> Captured:
@@ -294,6 +299,7 @@ class _Capture:
         mode = Raise(self.locator, inputs[-1], self.lift, self.calls, self.reads, self.keeps_casts, self.partners)
         self.outside = mode.outside
         mode.forks, mode.ran, mode.selected.tracer = self.forks, self.ran, self.tracer
+        mode.statistics = self.statistics
         self._start()
         body = self._train_body if self.train else self._forward_body
         try:
@@ -325,7 +331,7 @@ class _Capture:
         self.runs.append(calls)
         with self.fake, Unseen(Results(self.fake)), redirect_stdout(io.StringIO()):
             mode = Raise(Locator(), inputs[-1], self.lift, calls, self.reads, self.keeps_casts, self.partners, False)
-            mode.forks, mode.ran = self.forks, self.ran
+            mode.forks, mode.ran, mode.statistics = self.forks, self.ran, self.statistics
             with self.ran.watch() if is_watched else nullcontext():
                 self._run(inputs, mode, lambda _: self._result, self.replaced, dict(self.replaced))
             self.ran.is_whole |= is_watched
@@ -384,8 +390,8 @@ class _Capture:
         constants.update(carried)
         args, kwargs = put_together(self.parts.form, leaves)
         step = Step(self.model, self.partners.known.values(), body(trainable), replaced)
-        state = attributes(step, constants, replaced), unmoved(tables.modules(step))
-        with mode, state[0], state[1], nullcontext() if self.train else torch.no_grad():
+        state = attributes(step, constants, replaced), unmoved(tables.modules(step)), unsynced(tables.modules(step))
+        with mode, state[0], state[1], state[2], nullcontext() if self.train else torch.no_grad():
             return tables.functional_call(step, once_each(step, swapped), args, kwargs)
 
     def _result(self, *args: Any, **kwargs: Any) -> Any:

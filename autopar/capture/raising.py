@@ -33,6 +33,7 @@ from autopar.capture.inputs.partners import Partners, check_plain, inlined
 from autopar.capture.ops.functions import Dropout
 from autopar.capture.ops.raised import ALWAYS, RAISED
 from autopar.capture.ops.raised_lookups import counts_rows, looked_up
+from autopar.capture.ops.raised_norms import NORMS, Norm, is_count, norm_of
 from autopar.capture.ops.validation import is_validation, note_of
 from autopar.capture.python.ran import Ran
 from autopar.capture.python.stand_in import with_tensors
@@ -104,6 +105,8 @@ class Raise(TorchFunctionMode):
         self.notes: dict[str, None] = {}
         self.validated: dict[str, None] = {}  # lines of the user's where torch.distributions checks its arguments
         self.random_ops: set[int] = set()
+        self.statistics = "batch"  # of which samples norms take mean and variance: the option `batch_statistics`
+        self.plain_norm: Callable[..., Any] | None = None  # of the plain module, where it takes those of groups
         self.items, self.forks = Items(), Forks()
         self.ran = Ran()
         self.inputs: dict[int, Tensor] = {}  # by the id of the parameter that each stands for
@@ -244,6 +247,13 @@ class Raise(TorchFunctionMode):
                 return value
         return NotImplemented
 
+    def _updates(self, call: _Call) -> Any:
+        """Any number, where a norm turns the count of its updates to one: what is raised reads the count itself."""
+        if call.function not in _OF_DRAWS or not is_count(call.args[0], call.frame):
+            return NotImplemented
+        self.calling = None
+        return 1.0
+
     def _constant(self, call: _Call) -> Any:
         value = self.known.answer(call.function, call.args, call.kwargs, call.before)
         return value if value is NotImplemented else self._took(call, value)
@@ -327,7 +337,14 @@ class Raise(TorchFunctionMode):
             result = ALWAYS[func](self, *args, **kwargs)
         elif func in RAISED and self.captures and not in_transform():
             result = RAISED[func](*args, **kwargs)
+        elif func in NORMS and not in_transform():
+            result = self._norm(func, norm_of(call.frame), *args, **kwargs)
         return self._called(call, func, args, kwargs) if result is NotImplemented else result
+
+    def _norm(self, func: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.captures:
+            return NORMS[func](Norm(self.statistics, module), *args, **kwargs)
+        return NotImplemented if self.plain_norm is None else self.plain_norm(func, module, args, kwargs)
 
     def _called(self, call: _Call, func: Any, args: Any, kwargs: Any) -> Any:
         """What torch gives, or where it wants data what is known of that without the data of an input."""
@@ -461,6 +478,7 @@ _OF_DRAWS: frozenset[Any] = frozenset((Tensor.item, Tensor.__float__))
 _Interceptor = Callable[[Raise, _Call], Any]
 # Who gives a value that Python asks for, the surest first.
 _VALUES: tuple[_Interceptor, ...] = (
+    Raise._updates,  # it is raised with the call that follows
     Raise._constant,  # what hangs on no input is the same in each step
     Raise._same,  # so is the comparison of a tensor with itself
     Raise._drawn,  # before `_read`: a draw is no data of the batch

@@ -91,7 +91,8 @@ def capture_step(
     check_model(model)
     captured = capture(
         model, loss_fn, args, kwargs,
-        train=train, lift=lift, specialize=options.specialize, precision=options.precision, earlier=earlier,
+        train=train, lift=lift, specialize=options.specialize, precision=options.precision,
+        statistics=options.batch_statistics, earlier=earlier,
     )  # fmt: skip
     for partner in captured.partners:
         if partner.module is partner.traced:  # a parallel one is checked already

@@ -27,7 +27,8 @@ RECOMPUTE = ("none", "selective", "full")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PRECISIONS = tuple(DTYPES)
 ATTENTION = ("auto", "gather", "ring", "ulysses")
-Compiler = Literal["inductor", "triton"]
+STATISTICS = ("batch", "rank", "microbatch")
+Compiler = Literal["auto", "executor", "inductor", "triton"]
 COMPILERS: tuple[Compiler, ...] = get_args(Compiler)
 Policy = str | int | float
 Recompute = Policy | Mapping[str, Policy]
@@ -170,6 +171,9 @@ class StepOptions:
       and the schedule seq1f1b or gpipe, or one of your own. Their lengths are such that the pipeline does not wait for
       the last ones, which attend to more; a list says them: `[1024, 512, 512]`. "auto" compiles 1, 2, 4 and 8 of them,
       and takes what ends a step soonest by the simulation of the schedule.
+    batch_statistics: the samples of which BatchNorm in training takes mean and variance: the whole "batch", as on one
+      device, those of a data "rank", or those of a "microbatch" of a rank, as other trainers do. With "microbatch"
+      BatchNorm goes with micro-batches, pipelines and all schedules; docs/pipelines.md tells the running statistics.
     schedule: of a pipeline (an axis pp): gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-h2, zb-v, seq1f1b, or a CSV file of
       actions such as 0F0. In Python also a function, see docs/pipelines.md. (arXiv 1811.06965 for gpipe, 2104.04473
       for 1f1b and interleaved-1f1b, 2406.03488 for seq1f1b, 2401.10241 for the others.)
@@ -196,7 +200,8 @@ class StepOptions:
       logits never exist as a whole (arXiv 2410.10989). "auto" does so where they are large; a number is the bytes that
       the logits of a chunk may take on a rank.
     compile: run the programs as code that a compiler writes: inductor for each graph as a whole, collectives included,
-      or triton for groups of ops between products and collectives. None runs them op by op on autopar's own executor.
+      or triton for groups of ops between products and collectives. On the executor they run op by op; auto is triton on
+      a GPU that Triton compiles for, and executor elsewhere.
     """
 
     shard: Shard | None = option(None)
@@ -216,6 +221,9 @@ class StepOptions:
         1,
         Valid(_is_slices, f'{_COUNT}, the positions of each: [1024, 512], or "auto"', BatchError),
         Flag(str, "N|N,N,...|auto", read_slices),
+    )
+    batch_statistics: str = option(
+        "batch", Valid(lambda value: value in STATISTICS, one_of(STATISTICS)), Flag(str, "|".join(STATISTICS))
     )
     schedule: ScheduleLike = option("1f1b", flag=Flag(str, "NAME|FILE.csv"))
     chunks: int | None = option(None, Valid(_is_count, _COUNT, ScheduleError), Flag(int, "V"))
@@ -268,13 +276,9 @@ class StepOptions:
         ),
         Flag(str, "true|auto|BYTES", lambda text: {"true": True}.get(text.lower(), _policy(text))),
     )
-    compile: Compiler | None = option(
-        None,
-        Valid(
-            lambda value: value in COMPILERS,
-            '"inductor" or "triton", or leave it out: the programs then run on autopar\'s own executor',
-            CompileError,
-        ),
+    compile: Compiler = option(
+        "auto",
+        Valid(lambda value: value in COMPILERS, one_of(COMPILERS), CompileError),
         Flag(str, "|".join(COMPILERS)),
     )
 
@@ -315,6 +319,7 @@ class StepKeywords(TypedDict, total=False):
     specialize: bool
     microbatches: int | None
     slices: Slices
+    batch_statistics: str
     schedule: ScheduleLike
     stages: Sequence[str] | None
     chunks: int | None
@@ -327,7 +332,7 @@ class StepKeywords(TypedDict, total=False):
     bucket_bytes: int | None
     attention: str
     chunked_loss: bool | int | Literal["auto"]
-    compile: Compiler | None
+    compile: Compiler
 
 
 @functools.cache

@@ -99,7 +99,8 @@ class Trial:
         seeds = seeds_of(self._seeds()[0], len(self.batches))
         for (captured, compiled), batch, seed in zip(first.programs, self.batches, seeds, strict=True):
             whole = first.whole(*batch, seed)
-            mismatch = locate(captured.program, compiled, whole, tolerance, first.dtype, first.device)
+            meant = captured.program if self.is_lifted else compiled.grouped
+            mismatch = locate(meant, compiled, whole, tolerance, first.dtype, first.device)
             if mismatch.node:
                 return mismatch
         return (
@@ -125,7 +126,7 @@ class Trial:
         if self.is_lifted:
             return Single(self.model, [(self.captured, self.compiled), *self.others], self.make)
         options, partners = self.compiled.plan.options, self.captured.partners
-        return Reference(self.model, self.loss_fn, self.make, options, partners, len(self.batches))
+        return Reference(self.model, self.loss_fn, self.make, options, partners, len(self.batches), self.compiled)
 
     def _virtual(self) -> Virtual:
         if self.is_lifted:

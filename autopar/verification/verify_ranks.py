@@ -92,7 +92,7 @@ def _report(
         rows = trial.judged_by_noise(rows, trained)
     if dist.get_rank() != 0:
         return None
-    where = "over gloo" if job.compile is None else f"over gloo, compiled by {job.compile}"
+    where = "over gloo" if job.compile in ("auto", "executor") else f"over gloo, compiled by {job.compile}"
     shown = f"{parsed}{', as DistributedDataParallel' * (len(batches) > 1)} {where}"
     return Report(shown, plain.dtype, steps, trained.table.tolerance, rows, None, plain.note, sums)
 
@@ -119,7 +119,7 @@ class _Trial:
         plain = Reference(self.model, job.loss_fn, job.make_optimizer, options_of(**job.step), places=places)
         parallel = self._parallel()
         self._prepare(parallel)
-        plain.borrow(parallel.programs[-1].captured.partners)
+        plain.borrow(parallel.programs[-1].captured.partners, parallel.programs[-1].compiled)
         optimizer = job.make_optimizer(optimized(parallel))
         steps, failed = [], None
         for drawn in self._seeds():

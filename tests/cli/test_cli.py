@@ -270,7 +270,7 @@ BAD = {
     "no mesh": (("inspect", "job"), "a TARGET needs --mesh"),
     "compiler": (
         ("run", "job", "--mesh", "dp=2", "--compile", "gcc"),
-        'compile=\'gcc\': write "inductor" or "triton", or leave',
+        "compile='gcc': write auto, executor, inductor or triton.",
     ),
     "virtual compiler": (
         ("verify", "job", "--mesh", "dp=2", "--compile", "inductor"),

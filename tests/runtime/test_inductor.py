@@ -213,7 +213,7 @@ class Noisy(nn.Module):
         return self.down(h * torch.bernoulli(torch.full_like(h, 0.5)))
 
 
-def noisy(compile: str | None) -> tuple[ParallelModule, tuple[Tensor, Tensor]]:
+def noisy(compile: str) -> tuple[ParallelModule, tuple[Tensor, Tensor]]:
     torch.manual_seed(4)
     model = autopar.parallelize(Noisy(), "dp=1", loss_fn=models.square_loss, seed=9, compile=compile)
     return model, (torch.randn(12, 16), torch.randn(12, 8))
@@ -222,7 +222,7 @@ def noisy(compile: str | None) -> tuple[ParallelModule, tuple[Tensor, Tensor]]:
 @pytest.mark.slow
 @needs_compiler
 def test_random_ops_buffers_and_forward_are_those_of_the_executor(alone: None) -> None:
-    (ours, batch), (model, _) = noisy(None), noisy("inductor")
+    (ours, batch), (model, _) = noisy("executor"), noisy("inductor")
     for _ in range(2):
         torch.testing.assert_close(model.forward_backward(*batch), ours.forward_backward(*batch), rtol=1e-6, atol=0)
     assert model.random_state.steps == 2
@@ -299,10 +299,7 @@ def small(compile: Any) -> ParallelModule:
 def test_an_unknown_compiler(alone: None) -> None:
     with pytest.raises(CompileError) as caught:
         small("gcc")
-    assert str(caught.value) == (
-        'compile=\'gcc\': write "inductor" or "triton", or leave it out: '
-        "the programs then run on autopar's own executor."
-    )
+    assert str(caught.value) == "compile='gcc': write auto, executor, inductor or triton."
 
 
 def test_no_compiler_on_the_machine(alone: None) -> None:
@@ -370,7 +367,7 @@ def test_a_rank_that_is_lost_is_named() -> None:
 
 
 def _disagree(rank: int) -> None:
-    compile: Any = "inductor" if rank else None
+    compile: Any = "inductor" if rank else "auto"
     autopar.parallelize(nn.Linear(16, 8), "dp=2", loss_fn=models.square_loss, compile=compile)
 
 
@@ -378,4 +375,4 @@ def _disagree(rank: int) -> None:
 def test_ranks_must_agree_on_it(two: Ranks) -> None:
     for outcome in two.attempt(_disagree):
         assert outcome.error is not None and outcome.error.startswith("RankError: ranks disagree on the options")
-        assert "'compile=inductor' where the others have 'compile=None'" in outcome.error
+        assert "'compile=inductor' where the others have 'compile=executor'" in outcome.error

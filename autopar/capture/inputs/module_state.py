@@ -92,6 +92,23 @@ def unmoved(modules: Iterable[nn.Module]) -> Iterator[None]:
             del vars(module)["_apply"]
 
 
+@contextmanager
+def unsynced(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Let each SyncBatchNorm run as a BatchNorm as long as the context lasts: whose statistics it takes is told by the
+    program, and its own collectives would wait for ranks that run another part of the step."""
+    plain, synced = nn.modules.batchnorm._BatchNorm.forward, nn.SyncBatchNorm
+    found = [
+        one for one in modules if isinstance(one, synced) and getattr(one.forward, "__func__", 0) is synced.forward
+    ]
+    for module in found:
+        vars(module)["forward"] = functools.partial(plain, module)
+    try:
+        yield
+    finally:
+        for module in found:
+            del vars(module)["forward"]
+
+
 def _moved(module: nn.Module, move: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
     """In place of `Module._apply`, which `to`, `cuda`, `float` and the like call."""
     for name, tensor in (*tables.named_parameters(module, "", recurse), *tables.named_buffers(module, "", recurse)):

@@ -55,7 +55,7 @@ _ROWS: tuple[tuple[dict[str, Any], str], ...] = (
         nll_loss2d_backward log_sigmoid_forward log_sigmoid_backward softplus softplus_backward xlogy logit
         logit_backward acos acosh asin atanh cosh sinh tan erfinv exp exp2 expm1 log log10 log1p log2 logaddexp
         logaddexp2 pow square reciprocal rsqrt digamma lgamma polygamma mvlgamma igamma igammac _cdist_forward
-        _cdist_backward _euclidean_dist renorm std_mean cholesky cholesky_inverse cholesky_solve geqrf ormqr
+        _cdist_backward _euclidean_dist renorm std_mean cholesky_inverse cholesky_solve geqrf ormqr
         triangular_solve lu_unpack grid_sampler_2d grid_sampler_2d_backward grid_sampler_3d grid_sampler_3d_backward
         affine_grid_generator _upsample_bilinear2d_aa _upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa
         _upsample_bicubic2d_aa_backward multi_margin_loss multi_margin_loss_backward multilabel_margin_loss_forward
@@ -72,6 +72,7 @@ _ROWS: tuple[tuple[dict[str, Any], str], ...] = (
         leaky_relu_backward log_sigmoid_backward mish_backward hardshrink_backward softshrink_backward
         rrelu_with_noise_backward rsub where:Scalar where:ScalarOther where:ScalarSelf where:self masked_fill fill copy
         zero zeros_like ones_like full_like empty_like _conj resolve_conj resolve_neg _neg_view real imag
+        leaky_relu _conj_physical
     """),
     ({"pointwise": False}, "bucketize equal searchsorted"),  # tagged, though they read more than the element
     # Where the elements of an operand are in a result.
