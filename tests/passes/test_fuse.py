@@ -217,7 +217,7 @@ def in_order(program: Program) -> list[str]:
 
 
 def both(name: str, mesh: str, options: dict[str, Any]) -> list[tuple[Program, Program]]:
-    before, after = (compiled(name, mesh, double=False, compile=one, **options) for one in (None, "triton"))
+    before, after = (compiled(name, mesh, double=False, compile=one, **options) for one in ("executor", "triton"))
     if before.pipeline is None:
         return [(before.program, after.program)]
     assert after.pipeline is not None
@@ -313,7 +313,7 @@ def test_without_kernels_the_calls_of_a_group_run_as_if_there_were_none() -> Non
 
 def test_memory_on_a_gpu_holds_results_of_groups_alone() -> None:
     """What the forward pass keeps falls: a gate is computed again."""
-    before, after = (compiled("llama", "dp=2", double=False, compile=one) for one in (None, "triton"))
+    before, after = (compiled("llama", "dp=2", double=False, compile=one) for one in ("executor", "triton"))
     kept = [found.memory(device="cuda").categories["saved activations"] for found in (before, after)]
     assert kept[1] < kept[0]
 
@@ -383,7 +383,7 @@ def test_training_is_the_same_to_the_last_bit() -> None:
     """Two steps of AdamW on one rank, beside the executor without groups."""
     model, loss_fn, batch = models.mlp()
     weights = []
-    for compiler in (None, "triton"):
+    for compiler in ("executor", "triton"):
         trained = parallelize(copy.deepcopy(model), "dp=1", loss_fn=loss_fn, compile=compiler)
         optimizer = torch.optim.AdamW(trained.parameters())
         for _ in range(2):

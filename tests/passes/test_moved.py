@@ -114,7 +114,7 @@ def test_gradients_of_norms_reach_a_share_of_what_others_do() -> None:
     machine = Machine.flat(flops=1.0, memory=2.0, link=1.0, latency_us=0.0, least_us=0.0)
     slower = replace(machine, device=replace(machine.device, norm=0.5))
     for norm in (nn.RMSNorm, nn.LayerNorm):
-        for compile_ in (None, "triton"):
+        for compile_ in ("executor", "triton"):
             model = nn.Sequential(norm(WIDTH), nn.Tanh(), norm(WIDTH))
             program = autopar.compile(
                 model, "dp=1", loss_fn=lambda model, x: model(x).square().sum(), batch=(x,), compile=compile_

@@ -53,7 +53,7 @@ def compiled(mesh: str = "pp=2", model: nn.Module | None = None, **options: obje
         (LayoutError, "stages: module '2' is in stages 0 and 1: a module has one stage.",
          {"stages": ["0-2", "2, 4"]}),
         (LayoutError, "stages: no stage names '2', '4'.", {"stages": ["0", "1"]}),
-        (MeshError, "mesh 'mb=2': axis 'mb' has no meaning; known axes are cp, dp, fsdp, pp, tp, ulysses.",
+        (MeshError, "mesh 'mb=2': axis 'mb' has no meaning; known axes are cp, dp, ep, fsdp, pp, tp, ulysses.",
          {"mesh": "mb=2"}),
     ],
 )  # fmt: skip

@@ -19,7 +19,7 @@ WRONG = {
     'mesh = "dq=2"': "plan 'FILE': mesh 'dq=2': axis 'dq' has no meaning; known axes are",
     'mesh = "dp=-1"': "plan 'FILE': mesh 'dp=-1': 'dp=-1' needs the number of ranks",
     'mesh = "dp=2"\nzero = 7': "plan 'FILE': zero=7: write 0, 1 ",
-    'mesh = "tp=2"\nzero = 1': "plan 'FILE': zero = 1 splits states over the ranks of dp, fsdp, cp or ulysses",
+    'mesh = "tp=2"\nzero = 1': "plan 'FILE': zero = 1 splits states over the ranks of dp, fsdp, ep, cp or ulysses",
     'mesh = "fsdp=2"\nzero = 0': "plan 'FILE': zero = 0 splits no states, and axis 'fsdp' of mesh 'fsdp=2'",
     'mesh = "dp=2"\nzero = 1\nreshard_after_forward = false': "plan 'FILE': reshard_after_forward = false "
     "keeps what zero = 3 gathered, and the plan has zero = 1,",
