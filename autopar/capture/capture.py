@@ -131,9 +131,9 @@ def capture(
     at other sizes, which may tell its program. Raises CaptureError with the user's line where it cannot be captured.
     """
 
-    left = Leftovers()
+    left, answers = Leftovers(), () if earlier is None else earlier.answers
 
-    def run(reads: Reads | None, forks: Forks) -> Captured:
+    def run(reads: Reads, forks: Forks) -> Captured:
         others = None if specialize or forks.sides is not None else earlier
         made = _Capture(model, loss_fn, args, dict(kwargs), train, lift, reads, precision, forks, others)
         try:
@@ -141,7 +141,7 @@ def capture(
         finally:
             left.dismiss([calls.values for calls in made.runs], made.graphs)
 
-    return settled(partial(captured, run, specialize), left, lift)
+    return settled(partial(captured, run, specialize, answers), left, lift)
 
 
 Trainable = list[tuple[str, torch.Tensor]]  # parameters with their names
@@ -150,7 +150,7 @@ Trainable = list[tuple[str, torch.Tensor]]  # parameters with their names
 class _Capture:
     def __init__(
         self, model: nn.Module, loss_fn: LossFn | None, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool,
-        lift: torch.dtype | None, reads: Reads | None, precision: str | None, forks: Forks,
+        lift: torch.dtype | None, reads: Reads, precision: str | None, forks: Forks,
         earlier: Earlier | None,
     ) -> None:  # fmt: skip
         self.graphs, self.runs = list[fx.Graph](), list[RecordedCalls]()  # all of the capture's
@@ -221,7 +221,7 @@ class _Capture:
         program, constants = normalise(traced, tuple(inputs), tuple(self.outputs), self.keeps_casts)
         if not self.has_random_ops:
             program = without_seed(program)
-        program = program.with_(notes=(*notes, *(read.note for read in (self.reads.known if self.reads else ()))))
+        program = program.with_(notes=(*notes, *(read.note for read in self.reads.known)))
         if is_plain:
             self.resizing.keep(program, constants, told, self.ran)
         return self._captured(program, constants)
@@ -233,7 +233,7 @@ class _Capture:
         frozen = frozenset(
             entry.name for entry, tensor in entries if entry.kind == "parameter" and not tensor.requires_grad
         )
-        reads, partners = tuple(self.reads.known) if self.reads else (), tuple(self.partners.known.values())
+        reads, partners = tuple(self.reads.known), tuple(self.partners.known.values())
         return Captured(program, {**kept, **constants}, *self.result, reads, frozen, partners, self.ran)
 
     def _steady(self, fakes: list[torch.Tensor], before: Attributes, drawn: Mapping[str, Any]) -> list[str]:
@@ -243,7 +243,8 @@ class _Capture:
 
     def _is_plain(self, before: Attributes, drawn: Mapping[str, Any]) -> bool:
         """True if the graph of the step is all that there is to say of it; see `earlier.py`."""
-        is_other = self.partners.known or self.forks.lines or any(self.selects) or self.calls.drawn or self.has_items
+        is_other = self.partners.known or self.forks.lines or self.reads.known or any(self.selects)
+        is_other = is_other or self.calls.drawn or self.has_items
         return not (is_other or self.replaced or before.changes()) and foreign_state() == drawn
 
     def _whole_trace(self, before: Attributes) -> tuple[Traced, list[Input], list[torch.Tensor]]:
@@ -258,7 +259,7 @@ class _Capture:
                 if partner is not None:
                     before.add(partner.traced, partner.name)
                 self.state = state_of(self.model, {p.name: p.traced for p in self.partners.known.values()})
-            elif self.reads is not None and self.unknown is not None:
+            elif self.unknown is not None:
                 traced = functional(traced, fakes, self.fake)
                 self.reads.learn(self.unknown, *known_inputs(traced, self.unknown, given, self.device))
                 before.restore()
@@ -303,7 +304,7 @@ class _Capture:
             self.unknown = found
             return (found.tensor if isinstance(found, Unknown) else inputs[-1],)
         finally:
-            self.calling, self.may_specialize = mode.calling, mode.may_specialize and self.reads is None
+            self.calling, self.may_specialize = mode.calling, mode.may_specialize and not self.reads.is_allowed
             self.notes = mode.told()
             self.ran.values = mode.values
         self.has_random_ops, self.has_items = bool(mode.random_ops), bool(mode.items.found)
@@ -315,8 +316,7 @@ class _Capture:
     def _start(self) -> None:
         """A run begins."""
         self.forks.start()
-        if self.reads is not None:
-            self.reads.start()
+        self.reads.start()
 
     def _again(self, inputs: list[torch.Tensor], calls: RecordedCalls, is_watched: bool = True) -> None:
         """Forward and loss once more, on shapes alone; what the model prints is printed already. is_watched: no line is
@@ -382,6 +382,7 @@ class _Capture:
         calls.given(values, [*behind, *[CHANGING] * (len(values) - len(behind))])
         self.given = [(value, value._version) for value in values]
         constants.update(carried)
+        mode.sample_counts = tuple({tensor.shape[0]: None for _, tensor in self.parts.tensors() if tensor.ndim})
         args, kwargs = put_together(self.parts.form, leaves)
         step = Step(self.model, self.partners.known.values(), body(trainable), replaced)
         state = attributes(step, constants, replaced), unmoved(tables.modules(step))
@@ -457,9 +458,9 @@ class _Capture:
 
     def _guards(self) -> list[torch.Tensor]:
         """The tensors whose values were taken from the example batch; they leave last."""
-        guards = list(self.reads.tensors) if self.reads is not None else []
-        self.outputs += [Output("guard", str(i)) for i in range(len(guards))]
-        return guards
+        guards = {str(i): tensor for i, tensor in enumerate(self.reads.tensors) if tensor is not None}
+        self.outputs += [Output("guard", position) for position in guards]
+        return list(guards.values())
 
     def _buffers(self) -> list[tuple[str, torch.Tensor]]:
         known = {entry.name for entry, _ in self.state.entries if entry.kind == "buffer"}

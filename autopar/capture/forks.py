@@ -10,11 +10,12 @@ import io
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
 from autopar.capture.captured import Captured
-from autopar.capture.data.reads import Reads
+from autopar.capture.data.reads import Reads, Value
 from autopar.capture.refusals.location import Line
 from autopar.errors import CaptureError
 from autopar.ir.text.text import print_program
@@ -47,30 +48,30 @@ class Forks:
         return self.taken[-1]
 
 
-Run = Callable[[Reads | None, Forks], Captured]
+Run = Callable[[Reads, Forks], Captured]
 
 
-def captured(run: Run, specialize: bool) -> Captured:
+def captured(run: Run, specialize: bool, answers: tuple[Value, ...] | None) -> Captured:
     """What `run` gives: of rows that a mask selects by their number, if nothing else does; of branches whose sides are
-    the same, one."""
+    the same, one. answers: as of `Reads`."""
     sized: frozenset[Line | None] = frozenset()
     while True:
-        reads, forks = Reads(sized) if specialize else None, Forks()
+        reads, forks = Reads(sized, specialize, answers), Forks()
         try:
             return run(reads, forks)
         except CaptureError:
-            if reads is not None and not reads.selected <= sized:
+            if not reads.selected <= sized:
                 sized |= reads.selected  # what follows their rows in any number is at an end
             elif not forks.lines:
                 raise
             else:
-                captured = _of_all_sides(run, sized if specialize else None)
+                captured = _of_all_sides(run, partial(Reads, sized, specialize, answers))
                 if captured is None:
                     raise
                 return captured
 
 
-def _of_all_sides(run: Run, sized: frozenset[Line | None] | None) -> Captured | None:
+def _of_all_sides(run: Run, reads: Callable[[], Reads]) -> Captured | None:
     """The capture that all ways through the branches give; None if one gives another, or fails."""
     first: Captured | None = None
     pending: list[tuple[bool, ...]] = [()]
@@ -79,7 +80,7 @@ def _of_all_sides(run: Run, sized: frozenset[Line | None] | None) -> Captured | 
         forks = Forks(pending.pop())
         try:
             with redirect_stdout(io.StringIO()):  # what a side prints, it would print of no data
-                found = run(None if sized is None else Reads(sized), forks)
+                found = run(reads(), forks)
         except CaptureError:
             return None
         if first is not None and not _is_same(first, found):

@@ -20,7 +20,7 @@ from autopar.capture.data.casts import TO_WIDE, lifted, of_dtype, traced
 from autopar.capture.data.coins import COMPARISONS, DrawnNumber, decided
 from autopar.capture.data.folding import FOLDED, folded
 from autopar.capture.data.item_values import Items
-from autopar.capture.data.known_values import STEADY, Operands
+from autopar.capture.data.known_values import ABSENT, STEADY, Operands
 from autopar.capture.data.reads import READERS, Reads
 from autopar.capture.data.recorded_calls import RecordedCalls
 from autopar.capture.data.same import compared, is_idle
@@ -33,6 +33,7 @@ from autopar.capture.inputs.partners import Partners, check_plain, inlined
 from autopar.capture.ops.functions import Dropout
 from autopar.capture.ops.raised import ALWAYS, RAISED
 from autopar.capture.ops.raised_lookups import counts_rows, looked_up
+from autopar.capture.ops.raised_scatter import ASKING
 from autopar.capture.ops.validation import is_validation, note_of
 from autopar.capture.python.ran import Ran
 from autopar.capture.python.stand_in import with_tensors
@@ -73,9 +74,10 @@ class Raise(TorchFunctionMode):
     all floating-point casts in the model go to instead of their own, and tensors of the user's that have another (see
     `verify` and `default_dtype`). `calls` is told
     of every call of the forward pass, and `calling` is the function that runs, or that failed. `reads` answers where
-    the model reads a value; without it that is an error. `keeps_casts`: a cast to float32 of what is float32 leaves a
-    trace, for under mixed precision it may be something else; and so do regions without autocast. `partners` are the
-    other models that the loss may call. is_first: of the runs that are compared.
+    the model reads a value; without its permission that is an error, and facts alone are asked for. `keeps_casts`: a
+    cast to float32 of what is float32 leaves a trace, for under mixed precision it may be something else; and so do
+    regions without autocast. `partners` are the other models that the loss may call. is_first: of the runs that are
+    compared.
     """
 
     def __init__(
@@ -95,7 +97,10 @@ class Raise(TorchFunctionMode):
         self.seed = seed
         self.lift = lift
         self.calls = calls or RecordedCalls()
-        self.reads = reads
+        self.reads = reads if reads is not None and reads.is_allowed else None
+        self.facts, self._held = reads, dict[Line | None, bool]()  # what held, by line
+        self._line: Line | None = None
+        self.sample_counts: tuple[int, ...] = ()  # that a batch may have
         self.keeps_casts = keeps_casts
         self.partners = partners
         self.device_type = seed.device.type if seed is not None else "cpu"
@@ -327,7 +332,25 @@ class Raise(TorchFunctionMode):
             result = ALWAYS[func](self, *args, **kwargs)
         elif func in RAISED and self.captures and not in_transform():
             result = RAISED[func](*args, **kwargs)
+        if result is NotImplemented and func in ASKING and self._asks(call):
+            result = ASKING[func](self, *args, **kwargs)
         return self._called(call, func, args, kwargs) if result is NotImplemented else result
+
+    def _asks(self, call: _Call) -> bool:
+        """True where a fact of the data may be asked for."""
+        self._line = call.line
+        return self.captures and not in_transform() and not self.selected.is_inside
+
+    def holds(self, fact: Callable[[], Tensor], source: Tensor) -> bool:
+        """True if a fact holds for the example batch, and each step is to check it: where nothing that a step changes
+        is behind `source`. What is computed again in the backward pass is what it was."""
+        if not self._is_forward():
+            return self._held.get(self._line, False)
+        kinds = self.known.operands(source, None).kinds
+        if self.facts is None or self.facts.answers is None or kinds & ~(STEADY | ABSENT):
+            return False
+        self._held[self._line] = is_so = self.facts.holds(fact(), self._line, not kinds & ABSENT)
+        return is_so
 
     def _called(self, call: _Call, func: Any, args: Any, kwargs: Any) -> Any:
         """What torch gives, or where it wants data what is known of that without the data of an input."""

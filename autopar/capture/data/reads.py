@@ -2,6 +2,9 @@
 
 A read ends the trace; what was traced so far computes the value, and the next trace goes on with it. The tensor leaves
 the program beside its results, so that each step is checked to have the same value.
+
+Facts are read in the same way and need no permission: whether something holds that lets more be split. Where it does
+not, the program is right for any batch, and nothing is checked.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ READERS: Mapping[Any, tuple[str, Callable[[Tensor], Value]]] = {
     Tensor.item: (".item() of a tensor", Tensor.item),
 }
 COUNT = "count"  # of what a function gives, in place of a function that reads
+FACT = "fact"  # likewise: that each sample has rows of its own
 
 # What a value may depend on: what a step leaves as it is.
 STEADY = ("batch", "constant", "buffer")
@@ -55,11 +59,14 @@ def not_steady(kind: str, name: str, function: Any) -> Construct:
     return Construct(f"{read} from a tensor and depends on {what}: each step has another", instead)
 
 
-_SIZE: tuple[str, Callable[[Tensor], Value]] = ("the size of what this gives", int)
+_OTHERS: Mapping[Any, tuple[str, Callable[[Tensor], Value]]] = {
+    COUNT: ("the size of what this gives", int),
+    FACT: ("equal numbers of rows for all samples", bool),
+}
 
 
 def _reader(function: Any) -> tuple[str, Callable[[Tensor], Value]]:
-    return _SIZE if function is COUNT else READERS[function]
+    return _OTHERS[function] if function in _OTHERS else READERS[function]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +82,19 @@ class Read:
         return f"{_reader(self.function)[0]} at {where}"
 
     @property
+    def is_checked(self) -> bool:
+        """False for a fact that does not hold: the program is right where it does, too."""
+        return self.function is not FACT or bool(self.value)
+
+    @property
     def note(self) -> str:
+        if not self.is_checked:
+            return (
+                f"{self} are not what this batch has: every rank takes the rows of all, and micro-batches are refused. "
+                "Pad samples to as many rows, and places for them, as the others have"
+            )
+        if self.function is FACT:
+            return f"{self} are taken for granted: its rows are each sample's own; each step checks it"
         return f"{self} is taken as {self.value}, as in the example batch; each step checks that it is"
 
     def now(self, tensor: Tensor) -> Value:
@@ -122,21 +141,26 @@ def check_reads(reads: Sequence[Read], tensors: Sequence[Tensor]) -> None:
     """Raise OtherValues where this step's tensors have other values. What was read after the first of them was read on
     a way that the model does not go."""
     values: list[Value] = []
-    for read, tensor in zip(reads, tensors, strict=True):
-        values.append(read.now(tensor))
+    now = iter(tensors)
+    for read in reads:
+        values.append(read.now(next(now)) if read.is_checked else read.value)
         if not read.is_(values[-1]):
             raise OtherValues(read, tuple(values))
 
 
 @dataclass(slots=True)
 class Reads:
-    """The reads of a model in their order. `tensors`: those of the run that goes on, as far as it has come.
+    """The reads of a model in their order. `tensors`: those of the run that goes on, as far as it has come; None for
+    what is not checked. is_allowed: to read more than facts. answers: to what is asked in this order of a batch that
+    has no data: facts behind them are taken to hold, until a step finds that they do not; None: no fact is asked for.
 
     sized: lines that select rows by a mask, whose number is read; `selected` are those where it could be."""
 
     sized: frozenset[Line | None] = frozenset()
+    is_allowed: bool = True
+    answers: tuple[Value, ...] | None = None
     known: list[Read] = field(default_factory=list)
-    tensors: list[Tensor] = field(default_factory=list)
+    tensors: list[Tensor | None] = field(default_factory=list)
     selected: set[Line | None] = field(default_factory=set)
 
     def start(self) -> None:
@@ -148,8 +172,16 @@ class Reads:
         if len(self.tensors) == len(self.known):
             raise Unknown(function, tensor, line)
         read = self.known[len(self.tensors)]
-        self.tensors.append(tensor.detach())
+        self.tensors.append(tensor.detach() if read.is_checked else None)
         return read.value
+
+    def holds(self, tensor: Tensor, line: Line | None, has_data: bool) -> bool:
+        """Whether a fact holds, of a batch that has no data as far as is known."""
+        assert self.answers is not None
+        if not has_data and len(self.tensors) == len(self.known):
+            value = self.answers[len(self.known)] if len(self.known) < len(self.answers) else True
+            self.known.append(Read(FACT, line, bool(value)))
+        return bool(self.take(FACT, tensor, line))
 
     def learn(self, unknown: Unknown, traced: Traced, inputs: Sequence[Tensor | None]) -> None:
         """Compute the value that ended a trace; `traced` returns its tensor."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -49,17 +49,22 @@ class Maker:
         self._recordings = recordings(session.settings.graphs, session.settings.device)
         self._said: set[str] = set()
 
-    def make(self, given: Given, numbers: Numbers, train: bool, is_first: bool) -> Running:
+    def make(
+        self, given: Given, numbers: Numbers, train: bool, is_first: bool, answers: tuple[Any, ...] = ()
+    ) -> Running:
         """The program for a call with these arguments. Every rank must call this.
 
-        numbers: those among the arguments. is_first: of the model's programs, so that it decides the layouts.
+        numbers: those among the arguments. is_first: of the model's programs, so that it decides the layouts. answers:
+        as of `Reads`.
         """
         if is_first:
             given.check_first()
         is_able = not self._settings.options.specialize
 
         def build(phase: Phase) -> Built:
-            built = self.numbers.build(lambda scalars: self._built(given, numbers, train, is_first, scalars), is_able)
+            built = self.numbers.build(
+                lambda scalars: self._built(given, numbers, train, is_first, scalars, answers), is_able
+            )
             if not given.is_unlike:
                 phase.texts["program"] = built.compiled.lines()
             self._joined.check(built.captured.partners, phase)
@@ -71,14 +76,20 @@ class Maker:
         self._joined.add(built.captured.partners)
         return self._ready(built)
 
-    def _built(self, given: Given, numbers: Numbers, train: bool, is_first: bool, scalars: Scalars) -> Built:
+    def _built(
+        self, given: Given, numbers: Numbers, train: bool, is_first: bool, scalars: Scalars, answers: tuple[Any, ...]
+    ) -> Built:
         """The program, built by this rank alone: no data moves between ranks. scalars: numbers that are inputs."""
+        is_own = given.portion is not None and given.portion.is_own
         settings, model, mesh = self._settings, self._store.model, self._store.distributor.mesh
+        asks = not is_own and not settings.graphs  # a place knows its own data alone, a recording none
+        earlier = self._earlier[train]
+        earlier.answers = answers if asks else None
         with scalars, naming_parts(given):
             args, kwargs = given.arguments(numbers)
             captured = capture_step(
                 model, settings.loss_fn, args, kwargs, replace(settings.options, batch_dims=None),
-                train=train, lift=settings.lift, earlier=self._earlier[train],
+                train=train, lift=settings.lift, earlier=earlier,
             )  # fmt: skip
         captured = captured.with_dims(given.dims)
         guards = Guards(model, settings.loss_fn if train else None, captured.ran, scalars, numbers)
@@ -88,7 +99,7 @@ class Maker:
         options, fixed = self._bound(is_first, train)
         if given.portion is not None and not given.portion.is_even:
             fixed = replace(fixed, uneven=True)
-        fixed = replace(fixed, is_own=given.portion is not None and given.portion.is_own)
+        fixed = replace(fixed, is_own=is_own)
         with naming_parts(given):
             compiled = lower(as_trained(captured), mesh, *owners.bind(options, fixed))
         rows = self._followed.rows(compiled, given, train)

@@ -150,7 +150,7 @@ class Programs:
             raise other.read.refused(other.values[-1], f" {count} programs were compiled for other values already.")
         if dist.get_rank() == 0:
             _log.warning("%s is %s for this batch and was another value: compiling again", other.read, other.values[-1])
-        return self._make(signature, given, train)
+        return self._make(signature, given, train, other.values)
 
     # -- which program it is ------------------------------------------------------------------------------------
 
@@ -235,12 +235,12 @@ class Programs:
             signature.programs.sort(key=lambda each: each is not running)
         return running
 
-    def _make(self, signature: CallSignature, given: Given, train: bool) -> Running:
-        """Compile a program and keep it; forget the one unused longest."""
+    def _make(self, signature: CallSignature, given: Given, train: bool, answers: tuple[Any, ...] = ()) -> Running:
+        """Compile a program and keep it; forget the one unused longest. answers: as of `Reads`."""
         self._tell(signature, given, train)
         self._made += 1  # also of one that fails: on all ranks
         with torch.inference_mode(False):  # what is made here is trained later
-            running = self._maker.make(given, self._numbers, train, is_first=not self.signatures)
+            running = self._maker.make(given, self._numbers, train, not self.signatures, answers)
         self._portions.learn(given, train)
         running.number = self._made
         # Only now are its partners known, whose modes are in its key.
