@@ -21,7 +21,7 @@ from autopar.capture.data.coins import COMPARISONS, DrawnNumber, decided
 from autopar.capture.data.folding import FOLDED, folded
 from autopar.capture.data.item_values import Items
 from autopar.capture.data.known_values import ABSENT, STEADY, Operands
-from autopar.capture.data.reads import READERS, Reads
+from autopar.capture.data.reads import FULL_LENGTH, OWN_ROWS, READERS, Reads
 from autopar.capture.data.recorded_calls import RecordedCalls
 from autopar.capture.data.same import compared, is_idle
 from autopar.capture.data.selected import Selected
@@ -33,12 +33,14 @@ from autopar.capture.inputs.partners import Partners, check_plain, inlined
 from autopar.capture.ops.functions import Dropout
 from autopar.capture.ops.raised import ALWAYS, RAISED
 from autopar.capture.ops.raised_lookups import counts_rows, looked_up
+from autopar.capture.ops.raised_packed import NOTE as PACKED_NOTE
+from autopar.capture.ops.raised_packed import PACKING, Packs, PlainPacks
 from autopar.capture.ops.raised_scatter import ASKING
 from autopar.capture.ops.validation import is_validation, note_of
 from autopar.capture.python.ran import Ran
 from autopar.capture.python.stand_in import with_tensors
-from autopar.capture.refusals.constructs import NOTED, READS, REFUSED, SEEDED
-from autopar.capture.refusals.explain_failure import SIZE, refusal, wants_data
+from autopar.capture.refusals.constructs import LENGTH, NOTED, READS, REFUSED, SEEDED, SIZES
+from autopar.capture.refusals.explain_failure import SIZE, refusal, size_refusal, wants_data
 from autopar.capture.refusals.location import Line, Locator, Place, is_user_code, user_frame
 from autopar.errors import CaptureError
 from autopar.ir.ops.op_facts import QUERIES
@@ -100,6 +102,7 @@ class Raise(TorchFunctionMode):
         self.reads = reads if reads is not None and reads.is_allowed else None
         self.facts, self._held = reads, dict[Line | None, bool]()  # what held, by line
         self._line: Line | None = None
+        self.packs = PlainPacks() if locator is None else Packs()
         self.sample_counts: tuple[int, ...] = ()  # that a batch may have
         self.keeps_casts = keeps_casts
         self.partners = partners
@@ -309,6 +312,8 @@ class Raise(TorchFunctionMode):
                 result = self.selected.select(func, args[0], call.line, not before.kinds & ~STEADY)
             else:
                 result = self._took(call, result)
+        elif (packed := self._packs(call)) is not NotImplemented:
+            result = packed
         elif self.selected.concerns(args, kwargs) and self._computes():
             result = self.selected.call(partial(self._run, call), func, args, kwargs)
         else:
@@ -323,7 +328,8 @@ class Raise(TorchFunctionMode):
         return result
 
     def _run_plain(self, call: _Call) -> Any:
-        return self._run(call, call.function, *call.args, **call.kwargs)
+        made = self.packs.call(self, call.function, call.args, call.kwargs, call.frame)
+        return self._run(call, call.function, *call.args, **call.kwargs) if made is NotImplemented else made
 
     def _run(self, call: _Call, func: Any, *args: Any, **kwargs: Any) -> Any:
         """What a function gives, raised if that is known of it."""
@@ -336,12 +342,20 @@ class Raise(TorchFunctionMode):
             result = ASKING[func](self, *args, **kwargs)
         return self._called(call, func, args, kwargs) if result is NotImplemented else result
 
+    def _packs(self, call: _Call) -> Any:
+        """What a call gives that packs sequences, or takes packed ones; NotImplemented for another one."""
+        self._line = call.line if call.function in PACKING else self._line
+        made = self.packs.call(self, call.function, call.args, call.kwargs, call.frame)
+        if call.function is torch._pack_padded_sequence:
+            self.notes[PACKED_NOTE] = None
+        return made
+
     def _asks(self, call: _Call) -> bool:
         """True where a fact of the data may be asked for."""
         self._line = call.line
         return self.captures and not in_transform() and not self.selected.is_inside
 
-    def holds(self, fact: Callable[[], Tensor], source: Tensor) -> bool:
+    def holds(self, fact: Callable[[], Tensor], source: Tensor, name: str = OWN_ROWS) -> bool:
         """True if a fact holds for the example batch, and each step is to check it: where nothing that a step changes
         is behind `source`. What is computed again in the backward pass is what it was."""
         if not self._is_forward():
@@ -349,8 +363,39 @@ class Raise(TorchFunctionMode):
         kinds = self.known.operands(source, None).kinds
         if self.facts is None or self.facts.answers is None or kinds & ~(STEADY | ABSENT):
             return False
-        self._held[self._line] = is_so = self.facts.holds(fact(), self._line, not kinds & ABSENT)
+        self._held[self._line] = is_so = self.facts.holds(name, fact(), self._line, not kinds & ABSENT)
         return is_so
+
+    # -- packed sequences -----------------------------------------------------------------------------------------
+
+    def are_rows(self, data: Tensor, valid: Tensor) -> Tensor:
+        """Note rows, of which those count where `valid` is True."""
+        return self.selected.enter(data, valid, torch._pack_padded_sequence, self._line)
+
+    def rows_of(self, data: Tensor, valid: Tensor) -> Tensor:
+        """All those rows."""
+        rows = self.selected.all_rows(data, valid)
+        if rows is None:
+            raise refusal(SIZES[torch._pack_padded_sequence], self._line)
+        return rows
+
+    def longest(self, lengths: Tensor, most: int) -> int:
+        """The length of the longest sequence of a batch, padded to `most`."""
+        before = self.known.operands(lengths, None)
+        found = self.known.answer(_longest, (lengths,), {}, before)
+        if found is not NotImplemented:
+            return int(found)
+        if self.holds(lambda: lengths.max() == most, lengths, FULL_LENGTH):
+            return most
+        if self.reads is None or before.kinds & ~STEADY:
+            raise size_refusal(LENGTH, self._line, not before.kinds & ~STEADY)
+        length = self.reads.take(Tensor.__int__, lengths.max(), self._line)
+        assert isinstance(length, int)
+        return length
+
+    def constant(self, make: Callable[[], Tensor]) -> Tensor:
+        """A tensor that is made of no input."""
+        return self.known.constant(make)
 
     def _called(self, call: _Call, func: Any, args: Any, kwargs: Any) -> Any:
         """What torch gives, or where it wants data what is known of that without the data of an input."""
@@ -490,6 +535,10 @@ _VALUES: tuple[_Interceptor, ...] = (
     Raise._checked,  # before `_read`, which would take a check for a branch of the model
     Raise._read,
 )
+
+
+def _longest(lengths: Tensor) -> int:
+    return int(lengths.max())
 
 
 def _selects(func: Any, args: Any, kwargs: Any) -> bool:

@@ -125,7 +125,9 @@ class Values:
             copies = None if asked is None else (asked[0], _copied(asked[1]), _copied(asked[2]))
             self._calls.append(_Call(function, _copied(args), _copied(kwargs), tuple(made), tuple(shared), copies))
         for tensor in made:
-            if id(tensor) not in given:
+            known = self._known.get(id(tensor))
+            is_constant = known is not None and known.tensor is tensor and known.value is not None  # as it was raised
+            if id(tensor) not in given and not is_constant:
                 self._enter(tensor, kinds, outside=before.outside)
         for tensor in written:
             self._wrote(tensor, kinds, before.outside)
@@ -155,6 +157,13 @@ class Values:
             result = function(*self._on_data(args), **self._on_data(kwargs))
         self.was_read.update((key, self.outside[key]) for key in before.outside)
         return self._taken(result, before.outside)
+
+    def constant(self, make: Callable[[], Tensor]) -> Tensor:
+        """A tensor that is made of no input, as one of the capture."""
+        with on_data():
+            value = make()
+        made: Tensor = self._taken(value, frozenset())
+        return made
 
     def _taken(self, result: Any, outside: frozenset[int]) -> Any:
         """A result as the model is given it: tensors as constants of the capture."""

@@ -35,7 +35,7 @@ READERS: Mapping[Any, tuple[str, Callable[[Tensor], Value]]] = {
     Tensor.item: (".item() of a tensor", Tensor.item),
 }
 COUNT = "count"  # of what a function gives, in place of a function that reads
-FACT = "fact"  # likewise: that each sample has rows of its own
+OWN_ROWS, FULL_LENGTH = "own rows", "full length"  # likewise: facts
 
 # What a value may depend on: what a step leaves as it is.
 STEADY = ("batch", "constant", "buffer")
@@ -61,7 +61,8 @@ def not_steady(kind: str, name: str, function: Any) -> Construct:
 
 _OTHERS: Mapping[Any, tuple[str, Callable[[Tensor], Value]]] = {
     COUNT: ("the size of what this gives", int),
-    FACT: ("equal numbers of rows for all samples", bool),
+    OWN_ROWS: ("equal numbers of rows for all samples", bool),
+    FULL_LENGTH: ("a sequence as long as the padded batch", bool),
 }
 
 
@@ -84,17 +85,21 @@ class Read:
     @property
     def is_checked(self) -> bool:
         """False for a fact that does not hold: the program is right where it does, too."""
-        return self.function is not FACT or bool(self.value)
+        return self.function not in (OWN_ROWS, FULL_LENGTH) or bool(self.value)
 
     @property
     def note(self) -> str:
+        if self.function is FULL_LENGTH and not self.value:
+            return f"{self} is not in the example batch"
         if not self.is_checked:
             return (
                 f"{self} are not what this batch has: every rank takes the rows of all, and micro-batches are refused. "
                 "Pad samples to as many rows, and places for them, as the others have"
             )
-        if self.function is FACT:
+        if self.function is OWN_ROWS:
             return f"{self} are taken for granted: its rows are each sample's own; each step checks it"
+        if self.function is FULL_LENGTH:
+            return f"{self} is taken for granted; each step checks that there is one"
         return f"{self} is taken as {self.value}, as in the example batch; each step checks that it is"
 
     def now(self, tensor: Tensor) -> Value:
@@ -175,13 +180,13 @@ class Reads:
         self.tensors.append(tensor.detach() if read.is_checked else None)
         return read.value
 
-    def holds(self, tensor: Tensor, line: Line | None, has_data: bool) -> bool:
+    def holds(self, fact: str, tensor: Tensor, line: Line | None, has_data: bool) -> bool:
         """Whether a fact holds, of a batch that has no data as far as is known."""
         assert self.answers is not None
         if not has_data and len(self.tensors) == len(self.known):
             value = self.answers[len(self.known)] if len(self.known) < len(self.answers) else True
-            self.known.append(Read(FACT, line, bool(value)))
-        return bool(self.take(FACT, tensor, line))
+            self.known.append(Read(fact, line, bool(value)))
+        return bool(self.take(fact, tensor, line))
 
     def learn(self, unknown: Unknown, traced: Traced, inputs: Sequence[Tensor | None]) -> None:
         """Compute the value that ended a trace; `traced` returns its tensor."""

@@ -81,6 +81,20 @@ class Selected:
             )
         return tuple(places)
 
+    def enter(self, rows: Tensor, valid: Tensor, function: Any, line: Line | None) -> Tensor:
+        """Note rows, of which those count where `valid` is True: one of them in a run that is not looked at."""
+        if not self.is_first:
+            return rows[:1]
+        self.known[id(rows)] = ValidRows(rows, valid, 0, line, function)
+        return rows
+
+    def all_rows(self, rows: Tensor, valid: Tensor) -> Tensor | None:
+        """All of the rows of which `valid` was noted; None for others."""
+        if not self.is_first:
+            return rows[:1].expand(len(valid), *rows.shape[1:])
+        mine = self.row_of(rows)
+        return rows if mine is not None and mine.valid is valid and mine.dim == 0 else None
+
     def rows_in(self, value: Any) -> Iterator[ValidRows]:
         """Find the selected rows among the arguments of a call."""
         if isinstance(value, Tensor):

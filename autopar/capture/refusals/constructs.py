@@ -102,12 +102,21 @@ SIZES: Mapping[Any, Construct] = {
     **dict.fromkeys((torch.repeat_interleave, Tensor.repeat_interleave), Construct(
         "repeat_interleave with a tensor of repeats",
         "Pass output_size= as a Python integer, repeat by one Python integer, or expand the batch beforehand.")),
+    torch._pack_padded_sequence: Construct(
+        "the rows of a packed sequence (pack_padded_sequence), as many as the lengths say",
+        "Give the packed sequence to torch's recurrent layers and to pad_packed_sequence: of a loss by its padded "
+        "result with a mask, or F.cross_entropy(..., ignore_index=...)."),
     torch.linalg.lstsq: Construct(
         "linalg.lstsq, which has residuals if the matrix has full rank",
         "Of full rank it is torch.linalg.pinv(a) @ b, or torch.linalg.solve(a.mT @ a, a.mT @ b)."),
     **dict.fromkeys((torch.bincount, Tensor.bincount), Construct(
         "bincount", "Give it a fixed number of classes: F.one_hot(index, n).sum(0), or zeros(n).index_add(0, ...).")),
 }  # fmt: skip
+
+LENGTH = Construct(
+    "pad_packed_sequence, whose result is as long as the longest sequence, and none is as long as the padded batch",
+    "Say how long it is: pad_packed_sequence(packed, total_length=x.shape[1]); or pad batches to the longest sequence.",
+)
 
 OTHER_READ = Construct(
     "a call that reads data",
