@@ -32,14 +32,14 @@ from autopar.capture.inputs.outside import Outside, with_inputs
 from autopar.capture.inputs.partners import Partners, check_plain, inlined
 from autopar.capture.ops.functions import Dropout
 from autopar.capture.ops.raised import ALWAYS, RAISED
-from autopar.capture.ops.raised_lookups import counts_rows, looked_up
+from autopar.capture.ops.raised_lookups import counts_rows, dense, looked_up
 from autopar.capture.ops.raised_packed import NOTE as PACKED_NOTE
 from autopar.capture.ops.raised_packed import PACKING, Packs, PlainPacks
 from autopar.capture.ops.raised_scatter import ASKING
 from autopar.capture.ops.validation import is_validation, note_of
 from autopar.capture.python.ran import Ran
 from autopar.capture.python.stand_in import with_tensors
-from autopar.capture.refusals.constructs import LENGTH, NOTED, READS, REFUSED, SEEDED, SIZES
+from autopar.capture.refusals.constructs import DENSE, LENGTH, NOTED, READS, REFUSED, SEEDED, SIZES, SPARSE
 from autopar.capture.refusals.explain_failure import SIZE, refusal, size_refusal, wants_data
 from autopar.capture.refusals.location import Line, Locator, Place, is_user_code, user_frame
 from autopar.errors import CaptureError
@@ -145,6 +145,7 @@ class Raise(TorchFunctionMode):
         this object, which must not hold itself: the tensors of a trace go with it.
         """
         yield Raise._put_inputs  # first, for a parameter of the user's or a number that stands for a tensor is no value
+        yield Raise._make_dense  # before it is raised, also in the plain module: a program has no sparse gradients
         yield Raise._run_partner  # before anything takes the model that is called for an argument
         yield Raise._take_array  # it becomes a cast, which the next ones look at
         if self.keeps_casts:
@@ -167,6 +168,14 @@ class Raise(TorchFunctionMode):
 
     def _put_inputs(self, call: _Call) -> Any:
         call.args, call.kwargs = with_tensors(call.function, *with_inputs((call.args, call.kwargs), self.inputs))
+        return NotImplemented
+
+    def _make_dense(self, call: _Call) -> Any:
+        made = dense(call.function, call.args, call.kwargs)
+        if made is not None:
+            call.args, call.kwargs = made
+            if self.captures and call.line:
+                self.notes[DENSE.format(*call.line)] = None
         return NotImplemented
 
     def _run_partner(self, call: _Call) -> Any:
@@ -221,6 +230,8 @@ class Raise(TorchFunctionMode):
         for arg in call.args:
             if type(arg) not in _REAL:
                 continue
+            if arg.layout != torch.strided:
+                raise refusal(SPARSE, call.line)
             if call.function in _TO_NUMPY:  # torch would give the memory of a stand-in, whatever is there
                 raise refusal(READS[call.function], call.line)
             if call.function in _TO_VALUES:

@@ -149,8 +149,8 @@ def test_the_longest_sequence() -> None:
     assert f"at {__file__}:{padded.__code__.co_firstlineno + 1}" in text
     assert (
         "This line has pad_packed_sequence, whose result is as long as the longest sequence, and none is as long as "
-        "the padded batch. Say how long it is: pad_packed_sequence(packed, total_length=x.shape[1]); or pad batches to the "
-        "longest sequence. Or specialize=True takes the value"
+        "the padded batch. Say how long it is: pad_packed_sequence(packed, total_length=x.shape[1]); or pad batches to "
+        "the longest sequence. Or specialize=True takes the value"
     ) in " ".join(text.split())
     assert autopar.verify(make("relu, no bias").double(), "dp=2", loss_fn=loss, batch=shorter).ok
     assert autopar.verify(make("projected").double(), "dp=2", loss_fn=loss, batch=shorter, specialize=True).ok

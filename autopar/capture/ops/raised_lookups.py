@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from autopar.capture.ops.raised_losses import embedding
 
 Tensor = torch.Tensor
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
+
+
+_SPARSE: Mapping[Any, int] = {F.embedding: 6, F.embedding_bag: 7, torch.embedding: 4}  # where sparse= stands
+
+
+def dense(function: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """The arguments of a lookup with sparse=True, for one whose gradient is dense; None for any other call."""
+    at = _SPARSE.get(function)
+    if at is None or not (args[at] if len(args) > at else kwargs.get("sparse")):
+        return None
+    return (*args[:at], False, *args[at + 1 :])[: len(args)], {k: v for k, v in kwargs.items() if k != "sparse"}
 
 
 def embedding_bag(

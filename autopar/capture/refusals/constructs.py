@@ -133,7 +133,11 @@ COLLECTIVE = Construct(
     "a call of torch.distributed inside the model",
     "Write the model for one device and leave the call out: autopar puts in the collectives.",
 )
-_SPARSE = Construct("a sparse tensor", "Use a dense one, or F.embedding and index_add.")
+SPARSE = Construct(
+    "a sparse tensor",
+    "Use a dense one (a.to_dense(), beforehand), or keep its indices and its values: the product a @ x of a matrix is "
+    "x.new_zeros(rows, x.shape[1]).index_add(0, row, value[:, None] * x[column]).",
+)
 _QUANTIZED = Construct(
     "a quantized tensor", "Train in floating point; round with a straight-through gradient to imitate it."
 )
@@ -154,7 +158,7 @@ REFUSED: Mapping[Any, Construct] = {
         "A compiled step changes no weights, so it would be lost. Compute a new tensor and use that, or change the "
         "weight after optimizer.step().",
     ),
-    **dict.fromkeys((*_all_of(Tensor, "to_sparse"), *_all_of(torch, "sparse_")), _SPARSE),
+    **dict.fromkeys((*_all_of(Tensor, "to_sparse"), *_all_of(torch, "sparse_")), SPARSE),
     **dict.fromkeys(_all_of(torch, "quantize_per_"), _QUANTIZED),
 }  # fmt: skip
 SEEDED = Construct(
@@ -167,6 +171,11 @@ DRAWN_NUMBER = Construct(
     "a random number that is taken out of a tensor (.item(), float())",
     "Each step draws another one. Leave it a tensor, and instead of a branch compute both sides: "
     "torch.where(torch.rand(()) < p, a, b).",
+)
+
+DENSE = (
+    "an embedding with sparse=True at {}:{}: the gradient of its table is dense (torch.optim.SparseAdam takes no dense "
+    "one: take torch.optim.Adam)"
 )
 
 # What has an effect once, at the capture, and not in a step.
@@ -200,7 +209,7 @@ FAILURES: tuple[tuple[re.Pattern[str], Construct], ...] = tuple(
             "Write the batch dim out (broadcasting, einsum), and gradients as autograd.grad(..., create_graph=True).")),
         (r"shape_env must not be None|[Nn]ested ?[Tt]ensor", Construct(
             "a nested tensor", "Pad to one length and pass a mask.")),
-        (r"SparseCPU|SparseCUDA|sparse_", _SPARSE),
+        (r"SparseCPU|SparseCUDA|sparse_", SPARSE),
         (r"Quantized|qint8|quint8", _QUANTIZED),
         (r"dynamo-optimized function", Construct(
             "a module or function that torch.compile made", "Leave torch.compile out of what autopar compiles.")),
