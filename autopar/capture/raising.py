@@ -23,8 +23,9 @@ from autopar.capture.data.item_values import Items
 from autopar.capture.data.known_values import ABSENT, STEADY, Operands
 from autopar.capture.data.reads import FULL_LENGTH, OWN_ROWS, READERS, Reads
 from autopar.capture.data.recorded_calls import RecordedCalls
+from autopar.capture.data.row_counts import with_sizes
 from autopar.capture.data.same import compared, is_idle
-from autopar.capture.data.selected import Selected
+from autopar.capture.data.selected import Selected, mask_of
 from autopar.capture.data.specialised import specialised
 from autopar.capture.forks import Forks
 from autopar.capture.inputs.arrays import FROM_ARRAY, BatchArray
@@ -317,18 +318,21 @@ class Raise(TorchFunctionMode):
         """The result of a call, of which all is noted that others ask for."""
         assert self.locator is not None
         func, args, kwargs, before = call.function, call.args, call.kwargs, call.before
-        if _selects(func, args, kwargs) and not self._is_sized(call):
+        if self.selected.known:
+            args, kwargs = with_sizes(func, args, kwargs)
+        if _selects(func, args, kwargs) and not self._is_sized(call, before.kinds):
             result = folded(self.known, func, args, kwargs, before)
             if result is NotImplemented:
                 result = self.selected.select(func, args[0], call.line, not before.kinds & ~STEADY)
+                result = self.selected.column(result[0]) if func in _NONZERO and not kwargs else result
             else:
                 result = self._took(call, result)
         elif (packed := self._packs(call)) is not NotImplemented:
             result = packed
-        elif self.selected.concerns(args, kwargs) and self._computes():
-            result = self.selected.call(partial(self._run, call), func, args, kwargs)
         else:
-            result = self._run(call, func, *args, **kwargs)
+            given, run = self._by_places(call, args) if self._computes() else args, partial(self._run, call)
+            is_followed = self._computes() and self.selected.concerns(given, kwargs)
+            result = self.selected.call(run, func, given, kwargs) if is_followed else run(func, *given, **kwargs)
         written = [] if func in QUERIES else self.known.saw(func, args, kwargs, before, result, call.asked)
         self.known.saw_draws(func, args, result, self._drew)
         self._drew.clear()
@@ -337,6 +341,14 @@ class Raise(TorchFunctionMode):
             self.calls.saw(func, args, kwargs, result, self.locator.line(call.place[1]), written)
         self.calling = None
         return result
+
+    def _by_places(self, call: _Call, args: Any) -> Any:
+        """The arguments of a call, with the places of a mask in its place where rows are taken or put by it."""
+        mask = mask_of(call.function, args)
+        kinds = 0 if mask is None else self.known.operands(mask, None).kinds
+        if mask is None or not kinds or self._is_sized(call, kinds):
+            return args
+        return self.selected.by_places(call.function, args, mask, call.line, not kinds & ~STEADY) or args
 
     def _run_plain(self, call: _Call) -> Any:
         made = self.packs.call(self, call.function, call.args, call.kwargs, call.frame)
@@ -438,9 +450,9 @@ class Raise(TorchFunctionMode):
         specialized, self.may_specialize = specialised(func, args, kwargs, self.reads, self.known, call.line)
         return specialized
 
-    def _is_sized(self, call: _Call) -> bool:
+    def _is_sized(self, call: _Call, kinds: int) -> bool:
         """True where the number of rows is taken from the example batch."""
-        if self.reads is None or call.before.kinds & ~STEADY:
+        if self.reads is None or kinds & ~STEADY:
             return False
         self.reads.selected.add(call.line)
         return call.line in self.reads.sized
@@ -534,7 +546,7 @@ _TO_VALUES: frozenset[Any] = frozenset(
     (*READERS, Tensor.tolist, Tensor.__complex__, Tensor.__contains__, torch.equal, Tensor.equal)
 )
 
-_NONZERO = (torch.nonzero, Tensor.nonzero)
+_NONZERO = (torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere)
 _OF_DRAWS: frozenset[Any] = frozenset((Tensor.item, Tensor.__float__))
 
 _Interceptor = Callable[[Raise, _Call], Any]
@@ -558,4 +570,6 @@ def _selects(func: Any, args: Any, kwargs: Any) -> bool:
         return False
     if len(args) != 1 or not isinstance(args[0], Tensor) or args[0].ndim not in (1, 2) or args[0].numel() < 2:
         return False
-    return not kwargs if func is torch.where else kwargs == {"as_tuple": True}
+    if func is torch.where:
+        return not kwargs
+    return kwargs == {"as_tuple": True} or (not kwargs and args[0].ndim == 1)
