@@ -57,7 +57,7 @@ torch 2.11 to 2.13.
 - `torch._dynamo.source.ConstantSource`, `ShapeEnv.create_symbol` and its like: a number that a trace does not know (the
   micro-batch); `torch.export.Dim` names sizes of tensors alone.
 - `torch._inductor.cpp_builder.get_cpp_compiler`: the C++ compiler that Inductor will call, asked for before it fails.
-- `torch.fx._symbolic_trace._is_fx_tracing_flag`: what torch.fx sets while it traces; what `torch.compile` made refuses
+- `torch.fx._symbolic_trace._is_fx_tracing_flag`, from torch 2.14 on `_is_fx_tracing_context`: what torch.fx sets while it traces; what `torch.compile` made refuses
   to run then, and would compile itself otherwise.
 - `torch.ops._c10d_functional`: collectives that Inductor knows (in `runtime/compilers/functional.py`); the public
   functions of `torch.distributed._functional_collectives` are as private, and wrap their results in a tensor class.
@@ -238,6 +238,11 @@ def foreach_norm(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dty
 @contextmanager
 def fx_tracing() -> Iterator[None]:
     """Say that torch.fx traces."""
+    of_thread = getattr(_symbolic_trace, "_is_fx_tracing_context", None)  # from torch 2.14 on
+    if of_thread is not None:
+        with of_thread(True):
+            yield
+        return
     before = _symbolic_trace._is_fx_tracing_flag
     _symbolic_trace._is_fx_tracing_flag = True
     try:

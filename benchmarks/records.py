@@ -32,7 +32,7 @@ HEAD = """# Results
 The latest figure of each case beside its goal and the best so far, made by `python -m benchmarks.records` from
 `benchmarks/results/*.csv`, which benchmarks append to with `--record`. Ratios are ours over the peer's, of one run:
 below 1 is faster or smaller. CPU seconds are of a day whose [yardstick](yardstick.py) is 1.00 where one is given.
-Nothing was measured on a GPU yet: no session had one for it.
+Those of a GPU are in [GPU.md](GPU.md).
 """
 
 

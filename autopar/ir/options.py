@@ -27,7 +27,7 @@ RECOMPUTE = ("none", "selective", "full")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PRECISIONS = tuple(DTYPES)
 ATTENTION = ("auto", "gather", "ring", "ulysses")
-Compiler = Literal["inductor", "triton"]
+Compiler = Literal["auto", "executor", "inductor", "triton"]
 COMPILERS: tuple[Compiler, ...] = get_args(Compiler)
 Policy = str | int | float
 Recompute = Policy | Mapping[str, Policy]
@@ -196,7 +196,8 @@ class StepOptions:
       logits never exist as a whole (arXiv 2410.10989). "auto" does so where they are large; a number is the bytes that
       the logits of a chunk may take on a rank.
     compile: run the programs as code that a compiler writes: inductor for each graph as a whole, collectives included,
-      or triton for groups of ops between products and collectives. None runs them op by op on autopar's own executor.
+      or triton for groups of ops between products and collectives. On the executor they run op by op; auto is triton on
+      a GPU that Triton compiles for, and executor elsewhere.
     """
 
     shard: Shard | None = option(None)
@@ -268,13 +269,9 @@ class StepOptions:
         ),
         Flag(str, "true|auto|BYTES", lambda text: {"true": True}.get(text.lower(), _policy(text))),
     )
-    compile: Compiler | None = option(
-        None,
-        Valid(
-            lambda value: value in COMPILERS,
-            '"inductor" or "triton", or leave it out: the programs then run on autopar\'s own executor',
-            CompileError,
-        ),
+    compile: Compiler = option(
+        "auto",
+        Valid(lambda value: value in COMPILERS, one_of(COMPILERS), CompileError),
         Flag(str, "|".join(COMPILERS)),
     )
 
@@ -327,7 +324,7 @@ class StepKeywords(TypedDict, total=False):
     bucket_bytes: int | None
     attention: str
     chunked_loss: bool | int | Literal["auto"]
-    compile: Compiler | None
+    compile: Compiler
 
 
 @functools.cache

@@ -12,12 +12,13 @@ from torch import nn
 
 from autopar.capture import Captured, LossFn
 from autopar.capture.inputs.containers import map_tensors
+from autopar.capture.inputs.module_state import device_of
 from autopar.compiler.check_options import options_of
 from autopar.compiler.lowered import Lowered
 from autopar.compiler.meshes import MeshLike, mesh_of
 from autopar.compiler.models import check_model
 from autopar.ir.options import StepKeywords
-from autopar.parallel.session.compilers import check_in_one_process
+from autopar.parallel.session.compilers import check_in_one_process, compiler_on
 from autopar.verification.copies import copied
 from autopar.verification.dtypes import cast, in_dtype, module_in
 from autopar.verification.judge.comparison import Report
@@ -66,6 +67,7 @@ def verify(
     """
     check_model(model)
     parsed, chosen = mesh_of(mesh), options_of(**options)  # what is cheap to find is found first
+    chosen = compiler_on(chosen, device_of(model))
     check_in_one_process(chosen.compile)
     is_exact = short_of(chosen) is None
     given, example, model = model, batch, copied(model)

@@ -92,7 +92,7 @@ def _report(
         rows = trial.judged_by_noise(rows, trained)
     if dist.get_rank() != 0:
         return None
-    where = "over gloo" if job.compile is None else f"over gloo, compiled by {job.compile}"
+    where = "over gloo" if job.compile in ("auto", "executor") else f"over gloo, compiled by {job.compile}"
     shown = f"{parsed}{', as DistributedDataParallel' * (len(batches) > 1)} {where}"
     return Report(shown, plain.dtype, steps, trained.table.tolerance, rows, None, plain.note, sums)
 

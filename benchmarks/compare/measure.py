@@ -63,7 +63,7 @@ class Case:
             return lambda: PEERS[side](self.model, self.device)
         options = {
             "sequence_parallel": self.sequence,
-            "compile": "inductor" if self.inductor else None,
+            "compile": "inductor" if self.inductor else "auto",
             "microbatches": self.microbatches,
             "zero": self.zero,
             "recompute": self.recompute,

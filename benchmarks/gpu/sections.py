@@ -6,10 +6,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from benchmarks.gpu.attention import attention
 from benchmarks.gpu.kernels import kernels
-from benchmarks.gpu.parity import parity, scaling
+from benchmarks.gpu.parity import meshes, parity, scaling
 from benchmarks.gpu.session import nccl, reads
 from benchmarks.gpu.steps import memory, peers, steps
 
@@ -26,7 +27,8 @@ class Section:
 
 def tests(device: str) -> None:
     """The tests that need a GPU; on a CPU they are only collected."""
-    where = ["tests"] if device == "cuda" else ["tests/runtime/test_random_triton.py", "--collect-only"]
+    files = sorted(str(path) for path in Path("tests").rglob("test_*.py") if "mark.gpu" in path.read_text())
+    where = [*files, "-n", "6"] if device == "cuda" else ["tests/runtime/test_random_triton.py", "--collect-only"]
     _call("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *where)
 
 
@@ -53,9 +55,10 @@ SECTIONS = {
     section.name: section
     for section in (
         Section("reads", "Host reads in a warm step (`torch.cuda.set_sync_debug_mode`)", 60, reads),
-        Section("tests", "Tests that need a GPU", 60, tests),
+        Section("tests", "Tests that need a GPU", 120, tests),
         Section("nccl", "One rank over NCCL", 60, nccl),
         Section("parity", "Beside one device: loss, gradients and weights", 120, parity),
+        Section("meshes", "The programs of all ranks, on one device", 60, meshes),
         Section("scaling", "fp16 with a scaled loss", 40, scaling),
         Section("attention", "Attention beside its plain form", 60, attention),
         Section("kernels", "Generated kernels, beside Inductor's and the calls of each group", 120, kernels),

@@ -68,9 +68,29 @@ def cuda_flash_backward(
     return grads
 
 
+# cuDNN's, from Hopper on. It groups heads itself, takes a bias, and is causal from the top left.
+
+
+def cudnn(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = _aten._scaled_dot_product_cudnn_attention.default(
+        q, k, v, _bias(call.mask, q, k), True, 0.0, call.causal, False, scale=call.scale
+    )
+    return _without_unseeing(out, lse.squeeze(-1), call.mask)
+
+
+def cudnn_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: AttentionCall
+) -> Grads:
+    seed = torch.empty((), dtype=torch.int64, device=q.device)  # of a dropout that there is not
+    grads: Grads = _aten._scaled_dot_product_cudnn_attention_backward.default(
+        grad, q, k, v, out, lse.unsqueeze(-1).contiguous(), seed, seed, _bias(call.mask, q, k), None, None, q.shape[2],
+        k.shape[2], 0.0, call.causal, scale=call.scale,
+    )  # fmt: skip
+    return grads
+
+
 # The memory-efficient kernel on CUDA (Rabe and Staats 2021, arXiv:2112.05682): any float of at most 32 bits, with a
-# bias, causal from the top left. It does not group heads. What it gives for a row that sees nothing is not documented:
-# here a hidden place is a large negative number, and such a row is known by its logsumexp.
+# bias, causal from the top left. It does not group heads.
 
 
 def efficient(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
@@ -78,11 +98,7 @@ def efficient(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Ten
     out, lse, *_ = _aten._scaled_dot_product_efficient_attention.default(
         q, k, v, _bias(call.mask, q, k), True, 0.0, call.causal, scale=call.scale
     )
-    lse = lse[:, :, : q.shape[2]]
-    if call.mask is None:
-        return out, lse
-    unseeing = lse < _hidden(q.dtype) / 2
-    return out.masked_fill_(unseeing.unsqueeze(-1), 0), lse.masked_fill(unseeing, 0)
+    return _without_unseeing(out, lse[:, :, : q.shape[2]], call.mask)
 
 
 def efficient_backward(
@@ -98,6 +114,18 @@ def efficient_backward(
         call.causal, scale=call.scale,
     )  # fmt: skip
     return dq, _summed(dk, k), _summed(dv, v)
+
+
+# What these two give for a row that sees nothing is not documented: here a hidden place is a large negative number, and
+# such a row is known by its logsumexp.
+
+
+def _without_unseeing(out: Tensor, lse: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+    """The results of a kernel that was given `_bias`, with zeros in rows that see nothing."""
+    if mask is None:
+        return out, lse
+    unseeing = lse < _hidden(out.dtype) / 2
+    return out.masked_fill_(unseeing.unsqueeze(-1), 0), lse.masked_fill(unseeing, 0)
 
 
 def _repeated(x: Tensor, q: Tensor) -> Tensor:

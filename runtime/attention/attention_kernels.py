@@ -22,7 +22,8 @@ class KernelDevice(NamedTuple):
     """What is there to compute with.
 
     capability: of an NVIDIA GPU, (8, 0) is Ampere. off: the kernels that the user switched off by
-    `torch.backends.cuda.enable_flash_sdp(False)` and `enable_mem_efficient_sdp(False)`. is_host: the CPU's kernels.
+    `torch.backends.cuda.enable_cudnn_sdp(False)`, `enable_flash_sdp(False)`, `enable_mem_efficient_sdp(False)`, or by
+    `torch.use_deterministic_algorithms(True)`. is_host: the CPU's kernels.
     """
 
     type: str
@@ -113,6 +114,14 @@ def _cpu_flash_takes(call: AttentionShape) -> bool:
     return call.device.is_host and call.dtype.is_floating_point and not call.empty
 
 
+def _cudnn_takes(call: AttentionShape) -> bool:
+    # It is slower to plan a call than to compute a short one.
+    return (
+        call.device.capability >= (9, 0) and "cudnn" not in call.device.off and call.dtype in _SHORT
+        and min(call.s, call.t) >= 32 and max(call.d, call.e) <= 128 and _takes_bias(call)
+    )  # fmt: skip
+
+
 def _cuda_flash_takes(call: AttentionShape) -> bool:
     # Its causal mask ends at the last key (bottom right), ours begins at the first: the same only for a square.
     return (
@@ -123,12 +132,17 @@ def _cuda_flash_takes(call: AttentionShape) -> bool:
 
 
 def _efficient_takes(call: AttentionShape) -> bool:
-    # ROCm's kernel of this name has another logsumexp, and takes no mask that is causal as well.
-    columns = call.mask[-1] if call.mask else call.t
     is_new = call.device.capability >= (8, 0) or call.dtype != torch.bfloat16
     return (
-        call.device.type == "cuda" and not call.device.is_hip and "efficient" not in call.device.off and is_new
-        and call.dtype in (*_SHORT, torch.float32) and columns == call.t and call.mask != ()
+        "efficient" not in call.device.off and is_new and call.dtype in (*_SHORT, torch.float32) and _takes_bias(call)
+    )
+
+
+def _takes_bias(call: AttentionShape) -> bool:
+    # ROCm's efficient kernel has another logsumexp, and takes no mask that is causal as well.
+    columns = call.mask[-1] if call.mask else call.t
+    return (
+        call.device.type == "cuda" and not call.device.is_hip and columns == call.t and call.mask != ()
         and call.h < 1 << 16 and not call.empty
     )  # fmt: skip
 
@@ -164,6 +178,7 @@ PLAIN = AttentionKernel("plain", lambda call: True, plain, plain_backward)
 OPAQUE = AttentionKernel("op", lambda call: True, _op, _op_backward)
 TABLE = (
     AttentionKernel("flash (CPU)", _cpu_flash_takes, fused.cpu_flash, fused.cpu_flash_backward, lambda widest: widest),
+    AttentionKernel("cudnn", _cudnn_takes, fused.cudnn, fused.cudnn_backward, _of_eight, 8),
     AttentionKernel("flash", _cuda_flash_takes, fused.cuda_flash, fused.cuda_flash_backward, _width_of_flash, 8),
     AttentionKernel("efficient", _efficient_takes, fused.efficient, fused.efficient_backward, _of_eight, 8),
     PLAIN,
@@ -189,7 +204,13 @@ def _device(device: torch.device) -> KernelDevice:
     if host.on_host(device) or device.type not in ("cuda", "meta"):
         return KernelDevice(device.type, is_host=host.on_host(device))
     kernels = torch.backends.cuda
-    switches = {"flash": kernels.flash_sdp_enabled(), "efficient": kernels.mem_efficient_sdp_enabled()}
+    # The gradients of cuDNN's kernel are sums in no fixed order.
+    is_free = kernels.cudnn_sdp_enabled() and not torch.are_deterministic_algorithms_enabled()
+    switches = {
+        "cudnn": is_free,
+        "flash": kernels.flash_sdp_enabled(),
+        "efficient": kernels.mem_efficient_sdp_enabled(),
+    }
     off = frozenset(name for name, is_on in switches.items() if not is_on)
     return KernelDevice("cuda", _capability(device), torch.version.hip is not None, off)
 

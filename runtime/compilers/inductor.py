@@ -122,7 +122,7 @@ class InductorWriter:
             first = str(error).strip().splitlines()
             raise CompileError(
                 f"Inductor cannot compile {where}: {type(error).__name__}: {first[0] if first else ''}\n"
-                f"  Leave compile= out to run it on autopar's own executor; the traceback above is Inductor's."
+                f'  compile="executor" runs it op by op; the traceback above is Inductor\'s.'
             ) from error
 
 
@@ -163,7 +163,7 @@ def check_toolchain(device: torch.device) -> None:
         if importlib.util.find_spec("triton") is None:
             raise CompileError(
                 f'compile="inductor" on {device.type} needs Triton, which is not installed: pip install triton, or '
-                f"leave compile= out."
+                f'write compile="executor".'
             )
         return
     if not has_cpp_compiler():

@@ -10,7 +10,18 @@ import torch
 from autopar.errors import CompileError
 
 OLDEST_TRITON, OLDEST_GPU = (3, 6), (8, 0)
-_INSTEAD = 'leave compile= out to run it on autopar\'s own executor, or compile="inductor".'
+_INSTEAD = 'write compile="executor", which runs op by op, or compile="inductor".'
+
+
+def has_toolchain(device: torch.device) -> bool:
+    """Whether generated kernels run on a device as they are: Triton compiles them, and does not interpret them."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    try:
+        check_toolchain(device, interpret=False)
+    except CompileError:
+        return False
+    return True
 
 
 def check_toolchain(device: torch.device, interpret: bool) -> None:

@@ -54,7 +54,7 @@ def test_every_schedule_is_named() -> None:
         ("precision", ("fp8",), ("bf16", None)),
         ("reduce_dtype", (torch.float64, "bf16", None), (torch.bfloat16,)),
         ("bucket_bytes", (0, 1.5), (1, None)),
-        ("compile", ("gcc", True, ""), ("inductor", "triton", None)),
+        ("compile", ("gcc", True, "", None), ("auto", "executor", "inductor", "triton")),
         ("chunked_loss", (0.5, "yes", None, -1), (True, False, "auto", 10**6)),
     ],
 )

@@ -70,6 +70,8 @@ def passed(name: str, case: Case) -> Program:
 
 @pytest.mark.parametrize("name", CASES)
 def test_golden_text(name: str) -> None:
+    if name in ("reroll/largest", "reroll/written") and not torch.__version__.startswith("2.13"):
+        pytest.skip("the names of what is new are those of torch 2.13")
     case = read(name)
     made = print_program(passed(name, case))
     if os.environ.get("AUTOPAR_GOLDEN") == "write":

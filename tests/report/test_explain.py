@@ -87,6 +87,7 @@ def the(decision: Decision, layout: str) -> Alternative:
     return next(one for one in decision.alternatives if str(one.layout) == layout)
 
 
+@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="the names and numbers are those of torch 2.13")
 def test_golden(compiled: Compiled):
     assert str(compiled.explain(UP)) == EXPECTED
 

@@ -150,7 +150,7 @@ def test_on_a_gpu_what_is_seen_whole_has_no_mask(monkeypatch: pytest.MonkeyPatch
     """By stubs that insist on what the kernels want: flash for blocks without a mask, efficient for the others."""
     monkeypatch.setattr(compared_blocks, "_SIZE_CPU", 16)
     monkeypatch.setattr(
-        "autopar.runtime.attention.attention_kernels._device", lambda device: KernelDevice("cuda", (9, 0))
+        "autopar.runtime.attention.attention_kernels._device", lambda device: KernelDevice("cuda", (8, 0))
     )
     rows, columns = vectors(64, 64)
     operands = random(64, 64, torch.bfloat16)

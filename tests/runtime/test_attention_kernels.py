@@ -33,12 +33,13 @@ D = torch.float64
 DOCS = (Path(__file__).parents[2] / "docs/attention.md").read_text()
 DEVICES = {
     "H100": KernelDevice("cuda", (9, 0)),
+    "A100": KernelDevice("cuda", (8, 0)),
     "T4": KernelDevice("cuda", (7, 5)),
     "MI300": KernelDevice("cuda", (9, 4), is_hip=True),
     "CPU": KernelDevice("cpu", is_host=True),
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": D}
-H100 = DEVICES["H100"]
+H100, A100 = DEVICES["H100"], DEVICES["A100"]
 NAMED = {kernel.name: kernel for kernel in TABLE}
 
 
@@ -70,12 +71,21 @@ def test_the_docs_name_all_kernels() -> None:
 @pytest.mark.parametrize("change", [{"b": 0}, {"t": 0}, {"d": 0}, {"h": 1 << 16, "hk": 1 << 16}])
 def test_what_no_fused_kernel_takes(change: dict[str, int]) -> None:
     call = AttentionShape(H100, torch.bfloat16, 2, 4, 4, 8, 8, 16, 16)
-    assert chosen(call).name == "flash" and chosen(call._replace(**change)) is PLAIN
+    assert chosen(call).name == "flash" and chosen(call._replace(s=32, t=32)).name == "cudnn"
+    for each in (call, call._replace(s=32, t=32)):
+        assert chosen(each._replace(**change)) is PLAIN
 
 
 def test_a_user_switches_kernels_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    q = torch.empty(2, 4, 8, 16, dtype=torch.bfloat16, device="meta")
+    q = torch.empty(2, 4, 32, 16, dtype=torch.bfloat16, device="meta")
     call = functools.partial(kernel_for, q, q, q, AttentionCall(None, True, 1.0))
+    assert call().name == "cudnn"
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert call().name == "flash"
+    finally:
+        torch.use_deterministic_algorithms(False)
+    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: False)
     assert call().name == "flash"
     monkeypatch.setattr(torch.backends.cuda, "flash_sdp_enabled", lambda: False)
     assert call().name == "efficient"
@@ -133,7 +143,7 @@ def _check(
 @pytest.mark.parametrize("causal,s,t", [(False, 5, 40), (True, 40, 40)])
 @pytest.mark.parametrize("d,e", [(8, 8), (12, 12), (24, 8), (5, 16), (200, 200)])
 def test_flash(dtype: torch.dtype, tolerance: float, hk: int, causal: bool, s: int, t: int, d: int, e: int) -> None:
-    assert chosen(AttentionShape(H100, torch.bfloat16, 2, 4, hk, s, t, d, e, causal)).name == "flash"
+    assert chosen(AttentionShape(A100, torch.bfloat16, 2, 4, hk, s, t, d, e, causal)).name == "flash"
     _check(NAMED["flash"], _operands(4, hk, s, t, d, e, dtype), None, causal, tolerance)
 
 
@@ -142,17 +152,18 @@ def test_flash(dtype: torch.dtype, tolerance: float, hk: int, causal: bool, s: i
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("kind", ["none", "bool", "keys", "expanded", "additive"])
 @pytest.mark.parametrize("s,t,d,e", [(5, 40, 8, 8), (40, 37, 12, 12), (64, 16, 8, 24)])
-def test_efficient(
+def test_efficient_and_cudnn(
     dtype: torch.dtype, tolerance: float, hk: int, causal: bool, kind: str, s: int, t: int, d: int, e: int
 ) -> None:
     mask = _mask(kind, s, t, dtype)
     shape = None if mask is None else tuple(mask.shape)
     if kind != "none" or (causal and s != t):
-        assert chosen(AttentionShape(H100, torch.float16, 2, 4, hk, s, t, d, e, causal, shape)).name == "efficient"
-    _check(NAMED["efficient"], _operands(4, hk, s, t, d, e, dtype), mask, causal, tolerance)
+        assert chosen(AttentionShape(A100, torch.float16, 2, 4, hk, s, t, d, e, causal, shape)).name == "efficient"
+    for name in ("efficient", "cudnn"):
+        _check(NAMED[name], _operands(4, hk, s, t, d, e, dtype), mask, causal, tolerance)
 
 
-@pytest.mark.parametrize("name", ["flash", "efficient"])
+@pytest.mark.parametrize("name", ["cudnn", "flash", "efficient"])
 def test_rows_at_odd_addresses_are_copied(name: str) -> None:
     """The stubs refuse what the kernels would misread: a piece of a wider row, a transposed one, an expanded one."""
     grad, q, k, v = _operands(4, 4, 16, 16, 8, 8, D)
@@ -217,7 +228,7 @@ def test_plain_results_lie_as_the_op_says() -> None:
 # -- under a compiler, and in memory
 
 
-@pytest.mark.parametrize("dtype,op_name", [(torch.bfloat16, "flash"), (torch.float32, "efficient"), (D, "attention")])
+@pytest.mark.parametrize("dtype,op_name", [(torch.bfloat16, "cudnn"), (torch.float32, "efficient"), (D, "attention")])
 def test_a_compiler_is_given_one_op(dtype: torch.dtype, op_name: str) -> None:
     def step(grad: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         out, lse = KERNELS["attention"].traced(q, k, v, None, True, 0.4)

@@ -15,6 +15,7 @@ from models import square_loss
 from torch import nn
 
 import autopar
+from autopar.torch_compat import SUBCLASSED_DTENSORS
 
 
 class Kept:
@@ -57,6 +58,8 @@ def calls(layers: int, optimizer: bool) -> int:
 
 @pytest.mark.parametrize(("optimizer", "most"), [(False, 0.0), (True, 2.0)], ids=["step", "SGD"])
 def test_calls_a_parameter(optimizer: bool, most: float) -> None:
+    if optimizer and not SUBCLASSED_DTENSORS:
+        pytest.skip("torch before 2.13 asks in Python for each op on a DTensor")
     few, many = calls(8, optimizer), calls(40, optimizer)
     assert few > 50, "nothing is counted"
     assert (many - few) / 64 <= most

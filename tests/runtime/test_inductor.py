@@ -299,10 +299,7 @@ def small(compile: Any) -> ParallelModule:
 def test_an_unknown_compiler(alone: None) -> None:
     with pytest.raises(CompileError) as caught:
         small("gcc")
-    assert str(caught.value) == (
-        'compile=\'gcc\': write "inductor" or "triton", or leave it out: '
-        "the programs then run on autopar's own executor."
-    )
+    assert str(caught.value) == ('compile=\'gcc\': write "auto", "executor", "inductor" or "triton"')
 
 
 def test_no_compiler_on_the_machine(alone: None) -> None:
@@ -378,4 +375,4 @@ def _disagree(rank: int) -> None:
 def test_ranks_must_agree_on_it(two: Ranks) -> None:
     for outcome in two.attempt(_disagree):
         assert outcome.error is not None and outcome.error.startswith("RankError: ranks disagree on the options")
-        assert "'compile=inductor' where the others have 'compile=None'" in outcome.error
+        assert "'compile=inductor' where the others have 'compile=executor'" in outcome.error

@@ -20,6 +20,8 @@ from torch import Tensor
 
 from autopar.errors import CompileError
 from autopar.ir.ops.fused import Fused
+from autopar.ir.options import StepOptions
+from autopar.parallel.session.compilers import compiler_on
 from autopar.runtime.executor.run_fused import kernels_for, plain
 from autopar.runtime.triton import library as source
 from autopar.runtime.triton import toolchain
@@ -236,8 +238,8 @@ def test_triton_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CompileError) as caught:
         check_toolchain(CUDA, interpret=False)
     assert str(caught.value) == (
-        'compile="triton" on cuda needs Triton 3.6 or newer, which is not installed: pip install triton, or leave '
-        'compile= out to run it on autopar\'s own executor, or compile="inductor".'
+        'compile="triton" on cuda needs Triton 3.6 or newer, which is not installed: pip install triton, or write '
+        'compile="executor", which runs op by op, or compile="inductor".'
     )
 
 
@@ -257,7 +259,11 @@ def test_a_gpu_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
         check_toolchain(CUDA, interpret=False)
     assert str(caught.value) == (
         'compile="triton" needs a GPU of compute capability 8.0 or newer (A100, H100), and cuda is a Tesla T4 of 7.5: '
-        'leave compile= out to run it on autopar\'s own executor, or compile="inductor".'
+        'write compile="executor", which runs op by op, or compile="inductor".'
     )
+    auto = StepOptions()
+    assert compiler_on(auto, CUDA).compile == "executor"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert compiler_on(auto, CUDA).compile == "triton" and compiler_on(auto, CPU).compile == "executor"
+    assert compiler_on(StepOptions(compile="inductor"), CUDA).compile == "inductor"
     check_toolchain(CUDA, interpret=False)

@@ -19,7 +19,7 @@ def stubbed() -> Iterator[list[str]]:
     """Register the stubs meanwhile; gives the names of those that were called."""
     called: list[str] = []
     library = torch.library.Library("aten", "IMPL")
-    for function in (flash, flash_backward, efficient, efficient_backward):
+    for function in (cudnn, cudnn_backward, flash, flash_backward, efficient, efficient_backward):
         name = f"_scaled_dot_product_{function.__name__.replace('_backward', '')}_attention"
         name += "_backward" if function.__name__.endswith("_backward") else ""
         library.impl(name, _noting(function, called), "CPU")
@@ -57,6 +57,34 @@ def flash_backward(
     group = q.shape[1] // k.shape[1]
     seen = _lower(q, k, last=True) if causal else None
     dq, dk, dv = _backward(grad, q, _each(k, group), _each(v, group), None, seen, out, lse, scale)
+    return dq, dk.unflatten(1, (-1, group)).sum(2), dv.unflatten(1, (-1, group)).sum(2)
+
+
+def cudnn(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, wants_lse: bool, p: float = 0, causal: bool = False,
+    debug: bool = False, *, scale: float,
+) -> Any:  # fmt: skip
+    _check_rows(q, k, v)
+    _check_bias(bias, q, k)
+    assert q.shape[3] == k.shape[3] == v.shape[3] <= 128 and wants_lse and p == 0 and not debug
+    group = q.shape[1] // k.shape[1]
+    seen = _lower(q, k, last=False) if causal else None
+    out, lse = _forward(q, _each(k, group), _each(v, group), bias, seen, scale)
+    empty = torch.empty((), dtype=torch.int64)
+    return out, lse.unsqueeze(-1), None, None, q.shape[2], k.shape[2], empty, empty, None
+
+
+def cudnn_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seed: Tensor, offset: Tensor,
+    bias: Tensor | None, cum_q: None, cum_k: None, max_q: int, max_k: int, p: float, causal: bool, *, scale: float,
+) -> Any:  # fmt: skip
+    _check_rows(grad, q, k, v, out)
+    _check_bias(bias, q, k)
+    assert (max_q, max_k) == (q.shape[2], k.shape[2]) and p == 0 and lse.shape == (*q.shape[:3], 1)
+    assert lse.is_contiguous() and seed.ndim == offset.ndim == 0
+    group = q.shape[1] // k.shape[1]
+    seen = _lower(q, k, last=False) if causal else None
+    dq, dk, dv = _backward(grad, q, _each(k, group), _each(v, group), bias, seen, out, lse.squeeze(-1), scale)
     return dq, dk.unflatten(1, (-1, group)).sum(2), dv.unflatten(1, (-1, group)).sum(2)
 
 

@@ -221,7 +221,7 @@ def repeats(m: Any, x: Tensor) -> Tensor:
     return torch.repeat_interleave(m.linear(x), x[:, 0].long().abs(), dim=0)  # HERE
 
 
-@refused("bincount", "F.one_hot")
+@refused("bincount without minlength", "torch.bincount(index, minlength=n)")
 def bincount(m: Any, x: Tensor) -> Tensor:
     return m.linear(x).sum() * torch.bincount(x.flatten().long().abs()).sum()  # HERE
 

@@ -89,10 +89,18 @@ def _wanted(found: Tensor, *more: tuple[bool, Tensor]) -> Any:
 def _bincount(count: Count, input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Any:
     """A negative number, which torch refuses, is another number of bins here."""
     bins = max(minlength, _most(count, input) + 1)
+    return _bins(input.clamp(0, bins - 1), weights, bins)
+
+
+def _least_bins(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Any:
+    """Count in as many bins as are asked for: a number beyond them is an error of the step."""
+    return _bins(input, weights, minlength) if minlength else NotImplemented
+
+
+def _bins(input: Tensor, weights: Tensor | None, bins: int) -> Tensor:
     kept = torch.ones_like(input, dtype=torch.int64) if weights is None else weights
     kept = kept if kept.dtype in (torch.int64, torch.float32) else kept.double()
-    empty = torch.zeros(bins, dtype=kept.dtype, device=input.device)
-    return empty.index_add(0, input.clamp(0, bins - 1), kept)
+    return torch.zeros(bins, dtype=kept.dtype, device=input.device).index_add(0, input, kept)
 
 
 def _one_hot(count: Count, tensor: Tensor, num_classes: Any = -1) -> Any:
@@ -137,3 +145,5 @@ SIZED: Mapping[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.repeat_interleave, Tensor.repeat_interleave), _repeat_interleave),
     F.one_hot: _one_hot,
 }
+# The same where nothing may be taken from the example batch.
+UNSIZED: Mapping[Any, Callable[..., Any]] = dict.fromkeys((torch.bincount, Tensor.bincount), _least_bins)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from autopar.capture.data.data_sizes import SIZED, places
+from autopar.capture.data.data_sizes import SIZED, UNSIZED, places
 from autopar.capture.data.folding import with_numbers
 from autopar.capture.data.known_values import STEADY, Values
 from autopar.capture.data.reads import COUNT, Reads
@@ -63,7 +63,10 @@ def specialised(
 
 def _of_fixed_size(function: Any, args: Any, kwargs: Any, numbers: _Numbers) -> Callable[[], Any] | None:
     if function in SIZED:
-        result = SIZED[function](numbers.count, *args, **kwargs)
+        without = UNSIZED.get(function) if numbers.reads is None else None
+        result = NotImplemented if without is None else without(*args, **kwargs)
+        if result is NotImplemented:
+            result = SIZED[function](numbers.count, *args, **kwargs)
         if result is not NotImplemented:
             return lambda: result
     changed = with_numbers(function, args, kwargs, numbers.of, numbers.places)

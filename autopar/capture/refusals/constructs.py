@@ -110,7 +110,7 @@ SIZES: Mapping[Any, Construct] = {
         "linalg.lstsq, which has residuals if the matrix has full rank",
         "Of full rank it is torch.linalg.pinv(a) @ b, or torch.linalg.solve(a.mT @ a, a.mT @ b)."),
     **dict.fromkeys((torch.bincount, Tensor.bincount), Construct(
-        "bincount", "Give it a fixed number of classes: F.one_hot(index, n).sum(0), or zeros(n).index_add(0, ...).")),
+        "bincount without minlength", "Give it a fixed number of classes: torch.bincount(index, minlength=n).")),
 }  # fmt: skip
 
 LENGTH = Construct(
@@ -213,7 +213,7 @@ FAILURES: tuple[tuple[re.Pattern[str], Construct], ...] = tuple(
         (r"Quantized|qint8|quint8", _QUANTIZED),
         (r"dynamo-optimized function", Construct(
             "a module or function that torch.compile made", "Leave torch.compile out of what autopar compiles.")),
-        (r"Expected all tensors to be on the same device|found at least two devices", Construct(
+        (r"Expected all tensors to be on the same device|found (at least )?two (different )?devices", Construct(
             "tensors on several devices",
             "Make new tensors on that of their operands, e.g. torch.ones(4, device=x.device), and leave .to() out: "
             "autopar places the model.")),

@@ -72,6 +72,7 @@ _ROWS: tuple[tuple[dict[str, Any], str], ...] = (
         leaky_relu_backward log_sigmoid_backward mish_backward hardshrink_backward softshrink_backward
         rrelu_with_noise_backward rsub where:Scalar where:ScalarOther where:ScalarSelf where:self masked_fill fill copy
         zero zeros_like ones_like full_like empty_like _conj resolve_conj resolve_neg _neg_view real imag
+        leaky_relu _conj_physical
     """),
     ({"pointwise": False}, "bucketize equal searchsorted"),  # tagged, though they read more than the element
     # Where the elements of an operand are in a result.

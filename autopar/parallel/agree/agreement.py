@@ -6,6 +6,7 @@ import difflib
 import hashlib
 import itertools
 import sys
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -319,11 +320,13 @@ class Announcer:
 
     def __init__(self, agreement: Agreement) -> None:
         self._agreement = agreement
-        self._progress = _Progress(())
+        self._progress = _Progress(lambda: None)
 
-    def watch(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Follow these parameters from now on."""
-        self._progress = _Progress(tuple(parameters))
+    def watch(self, parameters: Iterable[nn.Parameter]) -> Watched:
+        """Follow these parameters from now on, as long as the caller keeps what this gives."""
+        watched = Watched(tuple(parameters))
+        self._progress = _Progress(weakref.ref(watched))
+        return watched
 
     def call(
         self, name: str, lines: Sequence[str] = (), what: str = "arguments", data: Sequence[int] | None = None,
@@ -352,12 +355,27 @@ class Announcer:
             self._progress.stepped()
 
 
-class _Progress:
-    """Steps since the weights changed, and since `.grad` was empty."""
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class Watched:
+    """Parameters that an announcer follows."""
 
-    def __init__(self, parameters: tuple[nn.Parameter, ...]) -> None:
-        self._parameters, self._version = parameters, -1
+    parameters: tuple[nn.Parameter, ...]
+
+
+class _Progress:
+    """Steps since the weights changed, and since `.grad` was empty.
+
+    Parameters know the announcer, which therefore does not own them: no `del` would free them.
+    """
+
+    def __init__(self, watched: Callable[[], Watched | None]) -> None:
+        self._watched, self._version = watched, -1
         self._steps = self._added = 0
+
+    @property
+    def _parameters(self) -> tuple[nn.Parameter, ...]:
+        watched = self._watched()
+        return watched.parameters if watched else ()
 
     def read(self) -> None:
         """Notice what the user changed since the last step."""
@@ -377,4 +395,5 @@ class _Progress:
 
     def _versions(self) -> int:
         """A number that grows with each write in place, by whichever way to a parameter."""
-        return sum(map(_version_of, self._parameters)) + sum(map(_version_of, map(local_of, self._parameters)))
+        parameters = self._parameters
+        return sum(map(_version_of, parameters)) + sum(map(_version_of, map(local_of, parameters)))

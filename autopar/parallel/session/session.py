@@ -23,10 +23,10 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.options import StepKeywords, StepOptions
 from autopar.ir.plan import DEVICES, Fixed
 from autopar.machines import named
-from autopar.parallel.agree.agreement import Agreement, Announcer, Phase
+from autopar.parallel.agree.agreement import Agreement, Announcer, Phase, Watched
 from autopar.parallel.batches.local_batch import BatchWorld
 from autopar.parallel.session.auto_options import AUTO, check_open, check_own, machine_for
-from autopar.parallel.session.compilers import check_compiler
+from autopar.parallel.session.compilers import check_compiler, compiler_on
 from autopar.parallel.session.devices import compute_on, device_of_rank
 from autopar.parallel.session.loss_scale import LossScale
 from autopar.parallel.session.random_state import RandomState
@@ -71,7 +71,7 @@ class Requested:
         mesh = self.mesh_on(world)
         phase.texts["mesh"] = [AUTO if self.is_auto else str(mesh)]
         phase.now = "options"
-        options = options_of(**self.step)
+        options = compiler_on(options_of(**self.step), device)
         check_open(self.is_auto, self.step, self.batch, self.machine)
         check_own(self.batch, mesh, options)
         if self.is_auto:
@@ -123,6 +123,7 @@ class Session:
     store: ParameterStore
     agreement: Agreement
     announcer: Announcer
+    watched: Watched
     replicas: Replicas
     random: RandomState
     scale: LossScale | None
@@ -146,8 +147,8 @@ def open_session(asked: Requested) -> Session:
     replicas = Replicas(store, agreement, every_of(asked.check_replicas))
     scale = LossScale() if options.precision == "fp16" else None
     store.distribute(agreement, asked.seed, asked.weights)
-    announcer.watch(tables.parameters(asked.model))
-    return Session(settings, store, agreement, announcer, replicas, RandomState(asked.seed), scale)
+    watched = announcer.watch(tables.parameters(asked.model))
+    return Session(settings, store, agreement, announcer, watched, replicas, RandomState(asked.seed), scale)
 
 
 def join(asked: Requested) -> tuple[Agreement, Mesh, DeviceMesh, StepOptions]:

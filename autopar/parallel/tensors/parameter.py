@@ -210,11 +210,14 @@ def _check_backward(tensor: Any) -> None:
     """Refuse a backward pass from a plain tensor where torch itself takes the ops of DTensors in it (2.11): the
     gradient would become one of torch's own, which knows nothing of our layouts."""
     with no_torch_function():  # as autograd sees it
-        is_ours = isinstance(tensor.detach(), PlacedTensor)
+        try:
+            is_ours = isinstance(tensor.detach(), PlacedTensor)
+        except AutoparError:  # torch's own ops are told so
+            is_ours = False
     if not is_ours:
         raise AutoparError(
             f"torch {torch.__version__} cannot bring a gradient from a plain tensor to a parameter of a parallel "
-            f"model: use torch 2.12, or compute with the parameters themselves, `(weight * weight).sum().backward()`."
+            f"model: use torch 2.13, or compute with the parameters themselves, `(weight * weight).sum().backward()`."
         )
 
 

@@ -17,7 +17,7 @@ from autopar.torch_compat import maker_of
 from autopar.torch_shortcuts import add_to_versions
 
 Method = Callable[..., Any]
-_NUMBERS = frozenset({"alpha", "value"})  # keyword arguments of the methods below that may not be tensors
+_NUMBERS = frozenset({"alpha", "value"})  # keyword arguments of the methods below that are no operands
 _grad_is_on = torch.is_grad_enabled
 
 
@@ -56,7 +56,7 @@ def _of_one(kind: type[Any], method: Method, is_in_place: bool) -> Method:
     new = maker_of(kind)
 
     def quick(self: Any, *args: Any, **options: Any) -> Any:
-        if len(args) != 1 or _grad_is_on() or (options and not options.keys() <= _NUMBERS):
+        if len(args) != 1 or _grad_is_on() or (options and not _are_numbers(options)):
             return method(self, *args, **options)
         (operand,) = args
         given = type(operand)
@@ -78,7 +78,7 @@ def _of_two(kind: type[Any], method: Method, is_in_place: bool) -> Method:
     new = maker_of(kind)
 
     def quick(self: Any, *args: Any, **options: Any) -> Any:
-        if len(args) != 2 or _grad_is_on() or (options and not options.keys() <= _NUMBERS):
+        if len(args) != 2 or _grad_is_on() or (options and not _are_numbers(options)):
             return method(self, *args, **options)
         first, second = args
         spec, given = self._spec, type(second)
@@ -106,6 +106,11 @@ def _like(tensor: Any, out: torch.Tensor, new: Callable[[torch.Tensor, Any], Any
     made = new(out, spec)
     made.place = tensor.place
     return made
+
+
+def _are_numbers(options: dict[str, Any]) -> bool:
+    """Whether keyword arguments are numbers alone: torch reads one that is a tensor, which has a way of its own."""
+    return options.keys() <= _NUMBERS and all(type(value) in (float, int) for value in options.values())
 
 
 def _is_number(operand: Any, tensor: Any) -> bool:

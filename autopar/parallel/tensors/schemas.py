@@ -14,7 +14,7 @@ ALIASES = frozenset({"alias", "detach", "lift_fresh", "detach_"})
 LIKES = frozenset({"empty_like", "full_like", "ones_like", "zeros_like"})
 FUSED = frozenset({"_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"})
 TURNS = frozenset({"squeeze_", "t_", "transpose_", "unsqueeze_"})
-_STORAGE = frozenset({"set_", "resize_", "resize_as_", "_resize_output_", "rename_", "share_memory_", "resize"})
+_STORAGE = frozenset({"_resize_output_", "share_memory_", "resize"})  # beside what torch's tags say
 _REDUCING_LISTS = frozenset({"_foreach_max", "_foreach_norm", "_foreach_powsum"})
 NAMESPACES_OF_COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional"})
 
