@@ -33,14 +33,14 @@ from autopar.capture.inputs.outside import Outside, with_inputs
 from autopar.capture.inputs.partners import Partners, check_plain, inlined
 from autopar.capture.ops.functions import Dropout
 from autopar.capture.ops.raised import ALWAYS, RAISED
-from autopar.capture.ops.raised_lookups import counts_rows, dense, looked_up
+from autopar.capture.ops.raised_lookups import counts_rows, dense, has_max_norm, looked_up
 from autopar.capture.ops.raised_packed import NOTE as PACKED_NOTE
 from autopar.capture.ops.raised_packed import PACKING, Packs, PlainPacks
 from autopar.capture.ops.raised_scatter import ASKING
 from autopar.capture.ops.validation import is_validation, note_of
 from autopar.capture.python.ran import Ran
 from autopar.capture.python.stand_in import with_tensors
-from autopar.capture.refusals.constructs import DENSE, LENGTH, NOTED, READS, REFUSED, SEEDED, SIZES, SPARSE
+from autopar.capture.refusals.constructs import DENSE, LENGTH, MAX_NORM, NOTED, READS, REFUSED, SEEDED, SIZES, SPARSE
 from autopar.capture.refusals.explain_failure import SIZE, refusal, size_refusal, wants_data
 from autopar.capture.refusals.location import Line, Locator, Place, is_user_code, user_frame
 from autopar.errors import CaptureError
@@ -172,6 +172,8 @@ class Raise(TorchFunctionMode):
         return NotImplemented
 
     def _make_dense(self, call: _Call) -> Any:
+        if self.captures and has_max_norm(call.function, call.args, call.kwargs):
+            raise refusal(MAX_NORM, call.line)
         made = dense(call.function, call.args, call.kwargs)
         if made is not None:
             call.args, call.kwargs = made

@@ -25,6 +25,11 @@ def dense(function: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     return (*args[:at], False, *args[at + 1 :])[: len(args)], {k: v for k, v in kwargs.items() if k != "sparse"}
 
 
+def has_max_norm(function: Any, args: Any, kwargs: Any) -> bool:
+    """True for a lookup that scales the rows of its table down in place."""
+    return function in (F.embedding, F.embedding_bag) and (*args[3:4], kwargs.get("max_norm"))[0] is not None
+
+
 def embedding_bag(
     input: Tensor, weight: Tensor, offsets: Tensor | None = None, max_norm: float | None = None, norm_type: float = 2,
     scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False,

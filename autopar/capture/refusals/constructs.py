@@ -173,6 +173,12 @@ DRAWN_NUMBER = Construct(
     "torch.where(torch.rand(()) < p, a, b).",
 )
 
+MAX_NORM = Construct(
+    "an embedding with max_norm=, which writes into its table",
+    "A compiled step gives gradients and changes no weights. Scale what is looked up, "
+    "rows * (max_norm / rows.norm(dim=-1, keepdim=True)).clamp(max=1), or the table after optimizer.step(), under "
+    "torch.no_grad(): weight.copy_(torch.renorm(weight, 2, 0, max_norm)).",
+)
 DENSE = (
     "an embedding with sparse=True at {}:{}: the gradient of its table is dense (torch.optim.SparseAdam takes no dense "
     "one: take torch.optim.Adam)"
