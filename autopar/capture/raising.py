@@ -33,7 +33,7 @@ from autopar.capture.inputs.outside import Outside, with_inputs
 from autopar.capture.inputs.partners import Partners, check_plain, inlined
 from autopar.capture.ops.functions import Dropout
 from autopar.capture.ops.raised import ALWAYS, RAISED
-from autopar.capture.ops.raised_lookups import counts_rows, dense, has_max_norm, looked_up
+from autopar.capture.ops.raised_lookups import counts_rows, dense, has_max_norm, looked_up, rejoined
 from autopar.capture.ops.raised_packed import NOTE as PACKED_NOTE
 from autopar.capture.ops.raised_packed import PACKING, Packs, PlainPacks
 from autopar.capture.ops.raised_scatter import ASKING
@@ -363,6 +363,9 @@ class Raise(TorchFunctionMode):
             result = ALWAYS[func](self, *args, **kwargs)
         elif func in RAISED and self.captures and not in_transform():
             result = RAISED[func](*args, **kwargs)
+        tracer = self.selected.tracer
+        if result is NotImplemented and tracer is not None and not in_transform():
+            result = rejoined(func, args, kwargs, tracer.node_of)
         if result is NotImplemented and func in ASKING and self._asks(call):
             result = ASKING[func](self, *args, **kwargs)
         return self._called(call, func, args, kwargs) if result is NotImplemented else result

@@ -64,6 +64,11 @@ def both(h: Tensor, ids: Tensor, rows: Tensor) -> Tensor:
     return h.masked_scatter((ids == VIDEO)[..., None], rows.view(-1, 3, WIDTH)[:, 2:] * 2)
 
 
+def one_by_one(h: Tensor, ids: Tensor, rows: Tensor) -> Tensor:
+    """As Llava: images in a list."""
+    return broadcast(h, ids, torch.cat(list(rows), dim=0))
+
+
 def again(h: Tensor, ids: Tensor, rows: Tensor) -> Tensor:
     put: Tensor = checkpoint(lambda h, rows: broadcast(h, ids, rows).sin(), h, rows, use_reentrant=False)
     return put
@@ -74,7 +79,7 @@ def of_weights(h: Tensor, ids: Tensor, rows: Tensor) -> Tensor:
     return h.masked_scatter((ids == IMAGE)[..., None] & (h[..., :1] > 0), rows)
 
 
-SPELLINGS = [expanded, broadcast, repeated, flat, in_place, written, written_flat, index_put, both, again]
+SPELLINGS = [expanded, broadcast, repeated, flat, in_place, written, written_flat, index_put, both, one_by_one, again]
 
 
 class Model(nn.Module):
@@ -119,6 +124,36 @@ def test_samples_are_split(put: Put, mesh: str, options: dict[str, Any]) -> None
             **options,
         )
         assert report.ok, report
+
+
+JOINED: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "cat of rows": (lambda x: torch.cat(list(x)), True),
+    "stack of rows": (lambda x: torch.stack(x.unbind(), 0), True),
+    "cat of parts": (lambda x: torch.cat(x.split(2)), True),
+    "cat of unlike parts": (lambda x: torch.cat(torch.split(x, [1, 3]), dim=0), True),
+    "another order": (lambda x: torch.cat(list(x)[::-1]), False),
+    "some": (lambda x: torch.cat(list(x)[:3]), False),
+    "one twice": (lambda x: torch.cat([*x, x[0]]), False),
+    "another dim": (lambda x: torch.cat(list(x), 1), False),
+    "parts of another dim": (lambda x: torch.cat(x.unbind(1)), False),
+    "without a gradient": (lambda x: torch.cat([part.detach() for part in x]) + x.sum(), False),
+}
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_parts_that_are_joined_again(name: str) -> None:
+    join, is_whole = JOINED[name]
+
+    def squares(model: nn.Module, x: Tensor) -> Tensor:
+        return join(model(x)).pow(3).cos().mean()
+
+    x = torch.randn(4, 2, 6, dtype=torch.float64)
+    options = {"microbatches": 2} if is_whole else {}
+    torch.manual_seed(0)
+    assert autopar.verify(nn.Linear(6, 4).double(), "dp=2", loss_fn=squares, batch=(x,), **options).ok
+    step = autopar.compile(nn.Linear(6, 4).double(), "dp=2", loss_fn=squares, batch=(x,))
+    joins = [node for node in dict(step.history)["capture"].calls() if str(node.target) in ("aten.cat.default",)]
+    assert is_whole == (not joins)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
