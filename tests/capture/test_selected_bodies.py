@@ -186,6 +186,13 @@ def added_by_mask(x: Tensor, y: Tensor) -> Tensor:
     return out
 
 
+def by_two_masks(x: Tensor, y: Tensor) -> Tensor:
+    out, inside = torch.zeros_like(x), x[:, 0] > 0
+    out[inside] = torch.tanh(y[inside])
+    out[~inside] = torch.sin(y[~inside])
+    return out
+
+
 def by_mask_of_two(x: Tensor, y: Tensor) -> Tensor:
     """Rows of rows: [3, 2, 8]."""
     x, y = x.view(3, 2, 8), y.view(3, 2, 8)
@@ -213,7 +220,9 @@ class Taken(nn.Module):
         return self.take(x, self.layer(x)).square().mean()
 
 
-@pytest.mark.parametrize("take", [add, by_mask, added_by_mask, by_mask_of_two, flat_places, column_of_places])
+@pytest.mark.parametrize(
+    "take", [add, by_mask, added_by_mask, by_two_masks, by_mask_of_two, flat_places, column_of_places]
+)
 def test_however_rows_are_taken_and_put_back(take: Callable[[Tensor, Tensor], Tensor]) -> None:
     torch.manual_seed(0)
     verified(Taken(take), ("dp=2", "tp=2"), None, (rows(),), steps=1)
