@@ -1,4 +1,4 @@
-# What there is to do here: make demo, test, test-all, check, golden, docs, install.
+# What there is to do here: make demo, test, test-all, test-torch, check, golden, docs, install.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 DOCS_VENV := .venv-docs
 JOBS   ?= 3  # test processes: some of them wait for ranks that they started
 
-.PHONY: demo test test-all check types golden docs install clean
+.PHONY: demo test test-all test-torch check types golden docs install clean
 
 # Four local processes train a small GPT, then one device does the same.
 demo: $(STAMP)
@@ -21,6 +21,13 @@ test: $(STAMP)
 # And what takes minutes: the programs that Inductor compiles.
 test-all: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m ""
+
+# The tests with another torch, in an environment of its own: make test-torch TORCH=2.14.1
+test-torch:
+	test -n "$(TORCH)" || { echo "say which: make test-torch TORCH=2.14.1"; exit 2; }
+	test -x .venv-torch-$(TORCH)/bin/python || $(PYTHON) -m venv .venv-torch-$(TORCH)
+	.venv-torch-$(TORCH)/bin/python -m pip install -q "torch==$(TORCH)" -e ".[test]"
+	.venv-torch-$(TORCH)/bin/python -m pytest -n $(JOBS) --dist worksteal
 
 check: $(STAMP)
 	$(BIN)/ruff check .

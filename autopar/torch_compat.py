@@ -1,6 +1,6 @@
 """Every private torch name that autopar uses, each with its reason (those for speed alone are in `torch_shortcuts.py`,
 those by which a parameter becomes another one in place in `torch_identity.py`).
-torch 2.11 to 2.13.
+torch 2.11 to 2.14.
 
 - `torch._subclasses.FakeTensorMode`: shapes without memory during the capture. The public way to get one
   (`make_fx(tracing_mode="fake")`) needs real tensors as its inputs, which a 70B model has not.
@@ -57,7 +57,8 @@ torch 2.11 to 2.13.
 - `torch._dynamo.source.ConstantSource`, `ShapeEnv.create_symbol` and its like: a number that a trace does not know (the
   micro-batch); `torch.export.Dim` names sizes of tensors alone.
 - `torch._inductor.cpp_builder.get_cpp_compiler`: the C++ compiler that Inductor will call, asked for before it fails.
-- `torch.fx._symbolic_trace._is_fx_tracing_flag`, from torch 2.14 on `_is_fx_tracing_context`: what torch.fx sets while it traces; what `torch.compile` made refuses
+- `torch.fx._symbolic_trace._is_fx_tracing_flag`, from torch 2.14 on `_is_fx_tracing_context`: what torch.fx sets while
+  it traces; what `torch.compile` made refuses
   to run then, and would compile itself otherwise.
 - `torch.ops._c10d_functional`: collectives that Inductor knows (in `runtime/compilers/functional.py`); the public
   functions of `torch.distributed._functional_collectives` are as private, and wrap their results in a tensor class.
@@ -69,6 +70,7 @@ torch 2.11 to 2.13.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -149,7 +151,15 @@ GROUPED_MM: Callable[..., torch.Tensor] = torch._grouped_mm
 ASKED_TO_COMPILE = "_torchdynamo_orig_callable"
 # Of a tensor of one bool, with a message. A GPU asserts it when its stream comes there; the CPU raises at once.
 assert_async: Callable[[torch.Tensor, str], None] = torch._assert_async
-SUBCLASSED_DTENSORS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+SUBCLASSED_DTENSORS = _VERSION >= (2, 13)
+_NEWEST = (2, 14)  # that autopar was tried with
+if _VERSION > _NEWEST:
+    warnings.warn(
+        f"torch {torch.__version__} is newer than those that autopar was tried with, 2.11 to 2.14: it may lack a "
+        f"private name that autopar uses (autopar/torch_compat.py lists them).",
+        stacklevel=2,
+    )
 
 
 def decompositions_of(ops: Sequence[Any]) -> dict[Any, Callable[..., Any]]:

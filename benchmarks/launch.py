@@ -74,7 +74,7 @@ class Pair:
     kept: list[object]  # what a program alone gave, which lives as long as gradients do
 
     @staticmethod
-    def of(layers: int, compiler: str | None = None) -> Pair:
+    def of(layers: int, compiler: str = "auto") -> Pair:
         torch.manual_seed(0)
         config = GPTConfig(context=TOKENS, layers=layers, width=WIDTH)
         plain = GPT(config)

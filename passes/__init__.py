@@ -14,12 +14,14 @@ from autopar.passes.collectives.reshard import reshard
 from autopar.passes.collectives.ring import ring
 from autopar.passes.collectives.zero import zero
 from autopar.passes.fuse import fuse
+from autopar.passes.groups import group
 from autopar.passes.lengths.convolution_windows import windows
 from autopar.passes.lengths.lengthen import lengthen
 from autopar.passes.lengths.reslice import reslice
 from autopar.passes.lengths.scans import scans
 from autopar.passes.lengths.shifts import shifts
 from autopar.passes.lengths.unslice import unslice
+from autopar.passes.masks.causal_masks import causal_masks
 from autopar.passes.masks.compare_masks import compare_masks
 from autopar.passes.masks.rowwise import rowwise
 from autopar.passes.overlap.bucket import bucket
@@ -37,6 +39,7 @@ from autopar.passes.sorts.unsort import unsort
 Pass = Callable[[Program, Plan], Program]
 
 PASSES: tuple[tuple[Pass, Level], ...] = (
+    (group, Level.CAPTURED),  # norms take the samples of a rank or a micro-batch together, where that is asked for
     (unsort, Level.CAPTURED),  # rows sorted by expert stay in their own order
     (rowwise, Level.CAPTURED),  # what a row looks up in itself is split with it
     (windows, Level.CAPTURED),  # convolutions along a sequence take in the pads and slices beside them
@@ -46,6 +49,7 @@ PASSES: tuple[tuple[Pass, Level], ...] = (
     (reslice, Level.CAPTURED),  # rows of a sequence are taken by slices, however the model spells it
     (unslice, Level.CAPTURED),  # a slice of a sequence that cp splits is the whole with rows that weigh nothing
     (compare_masks, Level.CAPTURED),  # a mask that compares vectors is known by them, not by its elements
+    (causal_masks, Level.CAPTURED),  # with slices: a mask that hides what lies behind each query is causal
     (lengthen, Level.CAPTURED),  # a sequence with a class token gets rows until cp divides it
     (precision, Level.CAPTURED),  # products in a short float, with casts around them
     (propagate, Level.SHARDED),  # every value gets a layout

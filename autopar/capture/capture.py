@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,16 +13,30 @@ import torch
 from torch import fx, nn
 
 from autopar.capture.captured import Captured
-from autopar.capture.data.determinism import Steady
+from autopar.capture.data.determinism import HostDrawsFound, Steady
 from autopar.capture.data.foreign import foreign_state
 from autopar.capture.data.item_values import check_returned
-from autopar.capture.data.reads import Reads, Unknown, fake_like, known_inputs
+from autopar.capture.data.reads import Answers, Reads, Unknown, fake_like, known_inputs
 from autopar.capture.data.recorded_calls import CHANGING, RecordedCalls, behind_of
+from autopar.capture.draws.host_draws import HostDraws, States, generators, names_made_anew, set_generators
+from autopar.capture.draws.joins import CoinPlan, Sides, plan
+from autopar.capture.draws.step_coins import CoinFound, Coins, StepCoins
+from autopar.capture.draws.trail import Trail
 from autopar.capture.forks import Forks, captured
 from autopar.capture.inputs import tables
 from autopar.capture.inputs.containers import Form, check_detached, put_together, take_apart, take_call_apart
 from autopar.capture.inputs.loss_outputs import LossFn, check_loss, has_own_backward, loss_of, split_result
-from autopar.capture.inputs.module_state import attributes, device_of, fakes_of, once_each, state_of, unmoved
+from autopar.capture.inputs.module_state import (
+    attributes,
+    check_buffers,
+    device_of,
+    fakes_of,
+    name_if_trained,
+    once_each,
+    state_of,
+    unmoved,
+    unsynced,
+)
 from autopar.capture.inputs.outside import Outside, outside_fault
 from autopar.capture.inputs.partners import Partner, Partners, UnknownPartner
 from autopar.capture.leftovers import Leftovers, settled
@@ -29,10 +44,8 @@ from autopar.capture.ops.decompositions import decompositions
 from autopar.capture.python.attributes import Attributes
 from autopar.capture.python.ran import Ran
 from autopar.capture.raising import Raise, default_dtype, idle_autocast
-from autopar.capture.refusals.constructs import Construct
-from autopar.capture.refusals.explain_failure import explain, refusal
+from autopar.capture.refusals.explain_failure import explain
 from autopar.capture.refusals.location import Locator
-from autopar.capture.refusals.user_lines import line_that_changes
 from autopar.capture.resizing.earlier import Earlier
 from autopar.capture.resizing.resizing import Resizing
 from autopar.capture.trace.normalise import functional, normalise, without_seed
@@ -68,43 +81,6 @@ class Step(nn.Module):
         return result
 
 
-# Check what a step leaves in the buffers of a module.
-
-
-def check_buffers(
-    old: Mapping[str, torch.Tensor], new: Iterable[tuple[str, torch.Tensor]], run: Callable[[], object],
-    find: Callable[[str], torch.Tensor],
-) -> None:  # fmt: skip
-    """Raise CaptureError for a buffer that a program cannot leave behind. run: makes another run, so that the line is
-    found that does it. find: a buffer as it is by then."""
-    for name, tensor in new:
-        fault = buffer_fault(name, old[name], tensor)
-        if fault is not None:
-            raise refusal(fault, line_that_changes(run, lambda name=name: form_of(find(name))))  # type: ignore[misc]
-
-
-def form_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What a buffer must keep."""
-    return tuple(tensor.shape), tensor.dtype, tensor.requires_grad
-
-
-def buffer_fault(name: str, old: torch.Tensor, new: torch.Tensor) -> Construct | None:
-    """What is wrong with the new value of a buffer."""
-    if (old.shape, old.dtype) != (new.shape, new.dtype):
-        was, now = (f"{list(t.shape)} of {str(t.dtype).removeprefix('torch.')}" for t in (old, new))
-        return Construct(
-            f"a buffer '{name}' of another form ({was} before the step, {now} after it)",
-            "A program is compiled for one form: make the buffer of its full size in __init__ and write into a part of "
-            "it, or pass it in with the batch.",
-        )
-    if new.grad_fn is not None and not old.requires_grad:  # a leaf is but marked, and holds what it held
-        return Construct(
-            f"a buffer '{name}' whose new value has a gradient",
-            "Its graph is gone in the next step: write x.detach() into it, under torch.no_grad().",
-        )
-    return None
-
-
 __all__ = ["Captured", "LossFn", "capture", "fake_like", "loss_of", "state_of"]
 
 
@@ -118,7 +94,9 @@ def capture(
     lift: torch.dtype | None = None,
     specialize: bool = False,
     precision: str | None = None,
+    statistics: str = "batch",
     earlier: Earlier | None = None,
+    answers: Answers | None = None,
 ) -> Captured:
     """Trace one step of `model` on a batch (tensors and arrays in any containers; their values are not read).
 
@@ -127,21 +105,35 @@ def capture(
     module itself does. `lift`: the dtype that the model's own floating-point casts go to, if not their own.
     `specialize`: values that the model reads from tensors are taken from the batch, which then needs data.
     `precision`: with a short float the model's own casts stay in the program even where they change nothing yet, and
-    with "fp16" the gradients are those of the loss times an input of kind "scale". `earlier`: captures of the same step
-    at other sizes, which may tell its program. Raises CaptureError with the user's line where it cannot be captured.
+    with "fp16" the gradients are those of the loss times an input of kind "scale". `statistics`: of which samples norms
+    take mean and variance; those of a "rank" or a "microbatch" are told by the pass `group`. `earlier`: captures of the
+    same step at other sizes, which may tell its program. `answers`: what is known of the step that is meant. Raises
+    CaptureError with the user's line where it cannot be captured.
     """
 
-    left, answers = Leftovers(), () if earlier is None else earlier.answers
+    left, start, has_drawn = Leftovers(), generators(), False
+    known = answers or Answers()
+    asked = Reads(is_permitted=specialize, given=known.values, told=len(known.values), asks=known.asks)
 
     def run(reads: Reads, forks: Forks) -> Captured:
         others = None if specialize or forks.sides is not None else earlier
-        made = _Capture(model, loss_fn, args, dict(kwargs), train, lift, reads, precision, forks, others)
+        coins = Coins(known.seed)
+        step = model, loss_fn, args, dict(kwargs), train, lift, reads, precision, forks
+        made = _Capture(*step, others, coins)
+        made.statistics = statistics
+        if has_drawn:
+            made.start, made.is_drawn, made.resizing = start, True, Resizing(None)
         try:
             return made.run()
         finally:
+            coins.dismiss()
             left.dismiss([calls.values for calls in made.runs], made.graphs)
 
-    return settled(partial(captured, run, specialize, answers), left, lift)
+    try:
+        return settled(partial(captured, run, asked), left, lift)
+    except HostDrawsFound:
+        has_drawn = True  # and nothing holds the tensors of that capture
+    return settled(partial(captured, run, asked), left, lift)
 
 
 Trainable = list[tuple[str, torch.Tensor]]  # parameters with their names
@@ -151,15 +143,19 @@ class _Capture:
     def __init__(
         self, model: nn.Module, loss_fn: LossFn | None, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool,
         lift: torch.dtype | None, reads: Reads, precision: str | None, forks: Forks,
-        earlier: Earlier | None,
+        earlier: Earlier | None, coins: Coins,
     ) -> None:  # fmt: skip
+        self.coins, self.hosts = coins, list[list[torch.Tensor]]()  # of each run, if they are drawn
+        self.start: States | None = None  # of the generators, where each run draws the same
+        self.is_drawn = False  # on the host, of which the program has tensors
+        self.step_coins: StepCoins | None = None
         self.graphs, self.runs = list[fx.Graph](), list[RecordedCalls]()  # all of the capture's
         self.forks, self.resizing = forks, Resizing(earlier)
         self.model, self.loss_fn, self.train, self.lift, self.reads = model, loss_fn, train, lift, reads
         self.keeps_casts, self.is_scaled = precision in ("bf16", "fp16"), precision == "fp16" and train
         self.scale: torch.Tensor | None = None
         self.selects = (False, False)  # rows, by a mask; and they could be taken by their number
-        self.unknown: Unknown | UnknownPartner | None = None
+        self.unknown: Unknown | UnknownPartner | CoinFound | None = None
         self.partners = Partners(model, loss_fn)
         self.parts = take_call_apart(args, kwargs)
         self.leaves = self.parts.leaves
@@ -179,6 +175,7 @@ class _Capture:
         self.untrained: dict[int, str] = {}  # names of plain attributes that require a gradient
         self.outside: Mapping[int, Outside] = {}
         self.fault: AutoparError | None = None
+        self.statistics = "batch"
         self.new_buffers: list[tuple[str, torch.Tensor]] = []
 
     def run(self) -> Captured:
@@ -199,7 +196,7 @@ class _Capture:
                     self.resizing, self.ran = Resizing(self.resizing.earlier), Ran()
                     traced, inputs, fakes = self._whole_trace(before)
                     is_plain = is_plain and self._is_plain(before, drawn)
-                told = self.notes
+                told, way, hosts = self.notes, self.calls.way(), self.hosts[-1:]
                 check_collectives(traced, self.locator)
                 notes = told + check_writes(traced, inputs, self.locator)
                 notes += self._steady(fakes, before, drawn)
@@ -221,10 +218,44 @@ class _Capture:
         program, constants = normalise(traced, tuple(inputs), tuple(self.outputs), self.keeps_casts)
         if not self.has_random_ops:
             program = without_seed(program)
+        notes += self.step_coins.notes() if self.step_coins is not None else []
         program = program.with_(notes=(*notes, *(read.note for read in self.reads.known)))
         if is_plain:
             self.resizing.keep(program, constants, told, self.ran)
-        return self._captured(program, constants)
+        found = self._captured(program, constants)
+        if self.start is None:
+            return found
+        host = HostDraws(way, names_made_anew(constants, hosts[0], self.hosts[-1]), self._replay())
+        return replace(found, program=program.with_(notes=(*program.notes, host.note(self.start))), host=host)
+
+    def _replay(self) -> Callable[[], tuple[int, tuple[torch.Tensor, ...]]]:
+        """Draws anew: a run on shapes. It holds no tensor of the batch."""
+        parts, reads = self.parts, self.reads.anew(self.reads.known, guards=True)
+        leaves = [torch.empty_like(x, device="meta") if isinstance(x, torch.Tensor) else x for x in parts.leaves]
+        plan, form, given = self.coins.planned(), parts.form, (self.model, self.loss_fn)
+        train, lift, keeps_casts, partners, state = (
+            self.train, self.lift, self.keeps_casts, self.partners, self.state
+        )  # fmt: skip
+
+        def replay() -> tuple[int, tuple[torch.Tensor, ...]]:
+            args, kwargs = put_together(form, leaves)
+            again = reads.anew(reads.known)
+            step = _Capture(*given, args, kwargs, train, lift, again, None, Forks(), None, plan())
+            before, step.keeps_casts, step.partners = Attributes(given[0]), keeps_casts, partners
+            step.state, step.is_drawn = state, True
+            calls, way = RecordedCalls(), 0
+            try:
+                with quiet(), default_dtype(lift):
+                    step._again(fakes_of(step._given(), step.fake, step.device), calls, is_watched=False)
+                way = calls.way()
+            except (Exception, Unknown, CoinFound):  # another way, of which its own capture says what is wrong
+                way = 0
+            finally:
+                before.restore()
+                step.coins.dismiss()
+            return way, tuple(step.hosts[-1])
+
+        return replay
 
     def _captured(self, program: Program, constants: Mapping[str, torch.Tensor]) -> Captured:
         """What was captured. constants: those that are not the model's own."""
@@ -234,17 +265,27 @@ class _Capture:
             entry.name for entry, tensor in entries if entry.kind == "parameter" and not tensor.requires_grad
         )
         reads, partners = tuple(self.reads.known), tuple(self.partners.known.values())
-        return Captured(program, {**kept, **constants}, *self.result, reads, frozen, partners, self.ran)
+        return Captured(
+            program, {**kept, **constants}, *self.result, reads, frozen, partners, self.ran, coins=self.step_coins
+        )
 
     def _steady(self, fakes: list[torch.Tensor], before: Attributes, drawn: Mapping[str, Any]) -> list[str]:
         """Notes of a second run; see `Steady.check`."""
+        drawn = foreign_state() if self.start is not None else drawn
         run, names = partial(self._again, fakes), frozenset(n for entry, _ in self.state.entries for n in entry.names)
-        return Steady(self._submodule, run, self.calls, before, self.replaced, drawn, names, *self.selects).check()
+        steady = Steady(self._submodule, run, self.calls, before, self.replaced, drawn, names, *self.selects)
+        notes, second = steady.check(), len(self.hosts)
+        if self.start is not None:
+            start, self.start = self.start, None
+            steady.check_floats_of_host()
+            self.start = start
+            del self.hosts[second:]
+        return notes
 
     def _is_plain(self, before: Attributes, drawn: Mapping[str, Any]) -> bool:
         """True if the graph of the step is all that there is to say of it; see `earlier.py`."""
         is_other = self.partners.known or self.forks.lines or self.reads.known or any(self.selects)
-        is_other = is_other or self.calls.drawn or self.has_items
+        is_other = is_other or self.calls.drawn or self.has_items or self.coins.is_sought or self.is_drawn
         return not (is_other or self.replaced or before.changes()) and foreign_state() == drawn
 
     def _whole_trace(self, before: Attributes) -> tuple[Traced, list[Input], list[torch.Tensor]]:
@@ -259,11 +300,15 @@ class _Capture:
                 if partner is not None:
                     before.add(partner.traced, partner.name)
                 self.state = state_of(self.model, {p.name: p.traced for p in self.partners.known.values()})
+            elif isinstance(self.unknown, CoinFound):
+                before.restore()
+                self.coins.look(partial(self._plan, fakes, before))
             elif self.unknown is not None:
                 traced = functional(traced, fakes, self.fake)
                 self.reads.learn(self.unknown, *known_inputs(traced, self.unknown, given, self.device))
                 before.restore()
             else:
+                self.step_coins = self.coins.of_step([name_if_trained(*entry) for entry in given] if self.train else [])
                 return traced, [entry for entry, _ in given], fakes
 
     def _given(self) -> list[tuple[Input, torch.Tensor | None]]:
@@ -295,16 +340,17 @@ class _Capture:
         mode = Raise(self.locator, inputs[-1], self.lift, self.calls, self.reads, self.keeps_casts, self.partners)
         self.outside = mode.outside
         mode.forks, mode.ran, mode.selected.tracer = self.forks, self.ran, self.tracer
-        self._start()
+        mode.statistics = self.statistics
+        self._start(mode, self.tracer)
         body = self._train_body if self.train else self._forward_body
         try:
             with self.resizing.watching(self.ran):
                 result = self._run(inputs, mode, body, self.replaced, {})
-        except (Unknown, UnknownPartner) as found:
+        except (Unknown, UnknownPartner, CoinFound) as found:
             self.unknown = found
             return (found.tensor if isinstance(found, Unknown) else inputs[-1],)
         finally:
-            self.calling, self.may_specialize = mode.calling, mode.may_specialize and not self.reads.is_allowed
+            self.calling, self.may_specialize = mode.calling, mode.may_specialize and mode.permitted is None
             self.notes = mode.told()
             self.ran.values = mode.values
         self.has_random_ops, self.has_items = bool(mode.random_ops), bool(mode.items.found)
@@ -313,22 +359,61 @@ class _Capture:
         self.selects = bool(mode.selected.known), mode.selected.may_specialize
         return tuple(result)
 
-    def _start(self) -> None:
-        """A run begins."""
+    def _start(self, mode: Raise, tracer: Tracer | None = None, sides: Sides | None = None) -> None:
+        """A run begins. tracer, sides: as of `Coins.start`."""
+        mode.coins = self.coins
+        if self.is_drawn:
+            if self.start is not None:
+                set_generators(self.start)
+            mode.hosts = []
+            self.hosts.append(mode.hosts)
+        self.coins.start(mode.inputs, mode.numbered, tracer, sides)
         self.forks.start()
         self.reads.start()
 
     def _again(self, inputs: list[torch.Tensor], calls: RecordedCalls, is_watched: bool = True) -> None:
         """Forward and loss once more, on shapes alone; what the model prints is printed already. is_watched: no line is
         looked for meanwhile, which another trace function does."""
-        self._start()
         self.runs.append(calls)
         with self.fake, Unseen(Results(self.fake)), redirect_stdout(io.StringIO()):
             mode = Raise(Locator(), inputs[-1], self.lift, calls, self.reads, self.keeps_casts, self.partners, False)
-            mode.forks, mode.ran = self.forks, self.ran
+            mode.forks, mode.ran, mode.statistics = self.forks, self.ran, self.statistics
+            self._start(mode)
             with self.ran.watch() if is_watched else nullcontext():
-                self._run(inputs, mode, lambda _: self._result, self.replaced, dict(self.replaced))
+                self._run(inputs, mode, lambda _: self._ended, self.replaced, dict(self.replaced))
             self.ran.is_whole |= is_watched
+
+    def _ended(self, *args: Any, **kwargs: Any) -> None:
+        """The forward pass, and all that it gives."""
+        result = self._result(*args, **kwargs)
+        if self.coins.trail is not None:
+            self.coins.left(
+                [*take_apart(result, lenient=True).leaves, *(tensor for _, tensor in self._named_buffers())]
+            )
+
+    def _plan(self, inputs: list[torch.Tensor], before: Attributes, fixed: Sides) -> CoinPlan:
+        """What to do about the coins, from runs on shapes with other sides."""
+
+        def run(sides: Sides) -> Trail | None:
+            before.restore()
+            calls = RecordedCalls()
+            self.runs.append(calls)
+            reads = self.reads.anew(self.reads.known)  # another side may read other values
+            with self.fake, Unseen(Results(self.fake)), redirect_stdout(io.StringIO()):
+                mode = Raise(Locator(), inputs[-1], self.lift, calls, reads, self.keeps_casts, self.partners)
+                mode.forks, mode.statistics = self.forks, self.statistics
+                self._start(mode, None, sides)
+                try:
+                    self._run(inputs, mode, lambda _: self._ended, {}, {})
+                except (Exception, Unknown):
+                    return None
+            return self.coins.trail
+
+        first = run(fixed)
+        before.restore()
+        found = plan(run, fixed, first) if first is not None else CoinPlan({}, frozenset())
+        before.restore()
+        return found
 
     def _check_buffers(self, inputs: list[torch.Tensor]) -> None:
         old = {entry.name: tensor for (entry, _), tensor in zip(self.state.entries, inputs, strict=False)}
@@ -379,14 +464,16 @@ class _Capture:
         for extra in inputs[position:]:
             calls.values.given(extra, "seed")
         self.scale = inputs[position] if self.is_scaled else None
+        if self.coins.trail is not None:
+            self.coins.trail.given(values)
         calls.given(values, [*behind, *[CHANGING] * (len(values) - len(behind))])
         self.given = [(value, value._version) for value in values]
         constants.update(carried)
         mode.sample_counts = tuple({tensor.shape[0]: None for _, tensor in self.parts.tensors() if tensor.ndim})
         args, kwargs = put_together(self.parts.form, leaves)
         step = Step(self.model, self.partners.known.values(), body(trainable), replaced)
-        state = attributes(step, constants, replaced), unmoved(tables.modules(step))
-        with mode, state[0], state[1], nullcontext() if self.train else torch.no_grad():
+        state = attributes(step, constants, replaced), unmoved(tables.modules(step)), unsynced(tables.modules(step))
+        with mode, state[0], state[1], state[2], nullcontext() if self.train else torch.no_grad():
             return tables.functional_call(step, once_each(step, swapped), args, kwargs)
 
     def _result(self, *args: Any, **kwargs: Any) -> Any:
@@ -398,6 +485,8 @@ class _Capture:
         def body(*args: Any, **kwargs: Any) -> list[Any]:
             with self.partners.watch():
                 loss, aux = split_result(self._result(*args, **kwargs), self.loss_fn)
+            if self.coins.trail is not None:
+                loss, aux = self._joined(loss, aux)
             check_returned((loss,))
             check_loss(loss, self.loss_fn, bool(trainable))
             self.fault = outside_fault(loss, {id(tensor) for _, tensor in trainable}, self.untrained, self.outside)
@@ -427,6 +516,8 @@ class _Capture:
         def body(*args: Any, **kwargs: Any) -> list[Any]:
             with self.partners.watch():
                 result = self._result(*args, **kwargs)
+            if self.coins.trail is not None:
+                (result,) = self._joined(result)
             self.outputs = []
             values = self._values(result)
             buffers = self._buffers()
@@ -462,11 +553,21 @@ class _Capture:
         self.outputs += [Output("guard", position) for position in guards]
         return list(guards.values())
 
+    def _joined(self, *results: Any) -> Any:
+        """What a run gave, with the sides of its coins joined."""
+        parts = take_apart(results, lenient=True)
+        buffers = [tensor for _, tensor in self._named_buffers()]
+        joined = self.coins.left([*parts.leaves, *buffers])
+        return put_together(parts.form, joined[: len(parts.leaves)])
+
+    def _named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from tables.named_buffers(self.model)
+        for partner in self.partners.known.values():
+            yield from tables.named_buffers(partner.traced, prefix=partner.name)
+
     def _buffers(self) -> list[tuple[str, torch.Tensor]]:
         known = {entry.name for entry, _ in self.state.entries if entry.kind == "buffer"}
-        named_buffers = dict(tables.named_buffers(self.model))
-        for partner in self.partners.known.values():
-            named_buffers.update(tables.named_buffers(partner.traced, prefix=partner.name))
+        named_buffers = {name: self.coins.joined(tensor) for name, tensor in self._named_buffers()}
         self.new_buffers = [(name, tensor) for name, tensor in named_buffers.items() if name in known]
         for position, ((entry, tensor), (given, version)) in enumerate(
             zip(self.state.entries, self.given, strict=False)

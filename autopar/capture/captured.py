@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from autopar.capture.data.reads import Read
+from autopar.capture.draws.host_draws import HostDraws
+from autopar.capture.draws.step_coins import StepCoins
 from autopar.capture.inputs.batch_dims import Dims
 from autopar.capture.inputs.containers import Form, put_together
 from autopar.capture.inputs.partners import Partner
@@ -26,7 +28,8 @@ class Captured:
     values taken from the example batch, in the order of the program's outputs of kind "guard". `frozen` are the
     parameters that are not trained, by first name. `partners` are other models in the loss, whose tensors' names begin
     with theirs. `ran` are the user's functions that ran. `batch_dims`: the dim that counts the samples, by batch tensor
-    (None: it has none); None as a whole where nothing was said.
+    (None: it has none); None as a whole where nothing was said. `coins`: the random branches of the step. `host`:
+    what it draws on the host.
     """
 
     program: Program
@@ -38,11 +41,18 @@ class Captured:
     partners: tuple[Partner, ...] = ()
     ran: Ran = field(default_factory=Ran)
     batch_dims: Mapping[str, int | None] | None = None
+    coins: StepCoins | None = None
+    host: HostDraws | None = None
 
     @property
     def has_result(self) -> bool:
         """False if a module returned more than its own loss, which does not leave the program."""
         return self.result_form is not None
+
+    @property
+    def is_by_chance(self) -> bool:
+        """Whether random numbers decide which program a step runs."""
+        return self.host is not None or (self.coins is not None and self.coins.is_alone)
 
     def with_dims(self, dims: Dims | None) -> Captured:
         """Note the dim of each leaf of the batch that counts the samples; None where nothing was said."""

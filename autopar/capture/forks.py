@@ -10,12 +10,11 @@ import io
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import torch
 
 from autopar.capture.captured import Captured
-from autopar.capture.data.reads import Reads, Value
+from autopar.capture.data.reads import Reads
 from autopar.capture.refusals.location import Line
 from autopar.errors import CaptureError
 from autopar.ir.text.text import print_program
@@ -36,6 +35,10 @@ class Forks:
         """A run begins."""
         self.taken.clear()
 
+    def see(self, line: Line | None) -> None:
+        """A branch that is none of two sides to be compared."""
+        self.lines.append(line)
+
     def take(self, line: Line | None) -> bool | None:
         """The side of the next branch; None if none may be taken."""
         self.lines.append(line)
@@ -51,27 +54,46 @@ class Forks:
 Run = Callable[[Reads, Forks], Captured]
 
 
-def captured(run: Run, specialize: bool, answers: tuple[Value, ...] | None) -> Captured:
+def captured(run: Run, asked: Reads) -> Captured:
     """What `run` gives: of rows that a mask selects by their number, if nothing else does; of branches whose sides are
-    the same, one. answers: as of `Reads`."""
-    sized: frozenset[Line | None] = frozenset()
+    the same, one; of other branches on data the one that is most likely, which each step checks. asked: what may be
+    read, and what a step found."""
+    reads = asked.anew()
+    if asked.given:
+        return _guarded(run, reads)
     while True:
-        reads, forks = Reads(sized, specialize, answers), Forks()
+        forks = Forks()
         try:
             return run(reads, forks)
         except CaptureError:
-            if not reads.selected <= sized:
-                sized |= reads.selected  # what follows their rows in any number is at an end
+            if not reads.selected <= reads.sized:  # what follows their rows in any number is at an end
+                reads = reads.anew(sized=reads.sized | reads.selected)
             elif not forks.lines:
                 raise
             else:
-                captured = _of_all_sides(run, partial(Reads, sized, specialize, answers))
-                if captured is None:
-                    raise
-                return captured
+                return _of_all_sides(run, reads) or _guarded(run, reads)
 
 
-def _of_all_sides(run: Run, reads: Callable[[], Reads]) -> Captured | None:
+def _guarded(run: Run, asked: Reads) -> Captured:
+    """The capture with the truth of data taken as it most likely is. A side that fails is not: the other one is taken.
+    So is another fact than one that was taken for granted."""
+    reads, failed = asked.anew(guards=True), CaptureError()
+    while True:
+        try:
+            return run(reads, Forks())
+        except CaptureError as error:
+            if not reads.selected <= reads.sized:
+                reads = reads.anew(sized=reads.sized | reads.selected, given=asked.given)
+                continue
+            guesses = [at for at, read in enumerate(reads.known) if read.is_guess and at >= len(reads.given)]
+            if not guesses:
+                fault = failed if len(reads.given) > reads.told else error
+                raise fault from fault.__cause__
+            *before, last = (read.value for read in reads.known[: guesses[-1] + 1])
+            reads, failed = reads.anew(given=(*before, not last)), error
+
+
+def _of_all_sides(run: Run, reads: Reads) -> Captured | None:
     """The capture that all ways through the branches give; None if one gives another, or fails."""
     first: Captured | None = None
     pending: list[tuple[bool, ...]] = [()]
@@ -80,7 +102,7 @@ def _of_all_sides(run: Run, reads: Callable[[], Reads]) -> Captured | None:
         forks = Forks(pending.pop())
         try:
             with redirect_stdout(io.StringIO()):  # what a side prints, it would print of no data
-                found = run(reads(), forks)
+                found = run(reads.anew(), forks)
         except CaptureError:
             return None
         if first is not None and not _is_same(first, found):

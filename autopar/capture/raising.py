@@ -6,7 +6,7 @@ Which ones and how: `raised.py`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,16 +17,17 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from autopar.capture.data.casts import TO_WIDE, lifted, of_dtype, traced
-from autopar.capture.data.coins import COMPARISONS, DrawnNumber, decided
+from autopar.capture.data.coins import COMPARISONS, decided
 from autopar.capture.data.folding import FOLDED, folded
 from autopar.capture.data.item_values import Items
-from autopar.capture.data.known_values import ABSENT, STEADY, Operands
+from autopar.capture.data.known_values import ABSENT, MEMORY, RANDOM, STEADY, Operands
 from autopar.capture.data.reads import FULL_LENGTH, OWN_ROWS, READERS, Reads
 from autopar.capture.data.recorded_calls import RecordedCalls
 from autopar.capture.data.row_counts import with_sizes
 from autopar.capture.data.same import compared, is_idle
 from autopar.capture.data.selected import Selected, mask_of
 from autopar.capture.data.specialised import specialised
+from autopar.capture.draws.step_coins import Coins
 from autopar.capture.forks import Forks
 from autopar.capture.inputs.arrays import FROM_ARRAY, BatchArray
 from autopar.capture.inputs.outside import Outside, with_inputs
@@ -34,6 +35,7 @@ from autopar.capture.inputs.partners import Partners, check_plain, inlined
 from autopar.capture.ops.functions import Dropout
 from autopar.capture.ops.raised import ALWAYS, RAISED
 from autopar.capture.ops.raised_lookups import counts_rows, dense, has_max_norm, looked_up, rejoined
+from autopar.capture.ops.raised_norms import NORMS, Norm, is_count, norm_of
 from autopar.capture.ops.raised_packed import NOTE as PACKED_NOTE
 from autopar.capture.ops.raised_packed import PACKING, Packs, PlainPacks
 from autopar.capture.ops.raised_scatter import ASKING
@@ -44,9 +46,9 @@ from autopar.capture.refusals.constructs import DENSE, LENGTH, MAX_NORM, NOTED, 
 from autopar.capture.refusals.explain_failure import SIZE, refusal, size_refusal, wants_data
 from autopar.capture.refusals.location import Line, Locator, Place, is_user_code, user_frame
 from autopar.errors import CaptureError
-from autopar.ir.ops.op_facts import QUERIES
+from autopar.ir.ops.op_facts import ALIKE, QUERIES
 from autopar.ir.ops.ops import op
-from autopar.torch_compat import in_transform
+from autopar.torch_compat import in_transform, no_function_modes, on_data
 
 Tensor = torch.Tensor
 
@@ -100,8 +102,8 @@ class Raise(TorchFunctionMode):
         self.seed = seed
         self.lift = lift
         self.calls = calls or RecordedCalls()
-        self.reads = reads if reads is not None and reads.is_allowed else None
-        self.facts, self._held = reads, dict[Line | None, bool]()  # what held, by line
+        self.reads, self.permitted = reads, reads if reads is not None and reads.is_permitted else None
+        self._held = dict[Line | None, bool]()  # what held, by line
         self._line: Line | None = None
         self.packs = PlainPacks() if locator is None else Packs()
         self.sample_counts: tuple[int, ...] = ()  # that a batch may have
@@ -113,7 +115,11 @@ class Raise(TorchFunctionMode):
         self.notes: dict[str, None] = {}
         self.validated: dict[str, None] = {}  # lines of the user's where torch.distributions checks its arguments
         self.random_ops: set[int] = set()
-        self.items, self.forks = Items(), Forks()
+        self.statistics = "batch"  # of which samples norms take mean and variance: the option `batch_statistics`
+        self.plain_norm: Callable[..., Any] | None = None  # of the plain module, where it takes those of groups
+        self.items, self.forks, self.coins = Items(), Forks(), Coins()
+        self.skips: Mapping[int, int] = {}  # random ops that the plain module leaves out, by how many there were before
+        self.hosts: list[Tensor] | None = None  # where numbers of the host are drawn: tensors with data, as they come
         self.ran = Ran()
         self.inputs: dict[int, Tensor] = {}  # by the id of the parameter that each stands for
         self.outside: dict[int, Outside] = {}  # tensors of the user's that no input stands for
@@ -168,6 +174,8 @@ class Raise(TorchFunctionMode):
     # -- the call as another one --------------------------------------------------------------------------------
 
     def _put_inputs(self, call: _Call) -> Any:
+        if self.coins.trail is not None:
+            self.coins.join(lambda *sides: self.__torch_function__(torch.where, (), sides))
         call.args, call.kwargs = with_tensors(call.function, *with_inputs((call.args, call.kwargs), self.inputs))
         return NotImplemented
 
@@ -266,6 +274,13 @@ class Raise(TorchFunctionMode):
                 return value
         return NotImplemented
 
+    def _updates(self, call: _Call) -> Any:
+        """Any number, where a norm turns the count of its updates to one: what is raised reads the count itself."""
+        if call.function not in _AS_NUMBERS or not is_count(call.args[0], call.frame):
+            return NotImplemented
+        self.calling = None
+        return 1.0
+
     def _constant(self, call: _Call) -> Any:
         value = self.known.answer(call.function, call.args, call.kwargs, call.before)
         return value if value is NotImplemented else self._took(call, value)
@@ -275,9 +290,33 @@ class Raise(TorchFunctionMode):
         return NotImplemented if is_equal is None else is_equal
 
     def _drawn(self, call: _Call) -> Any:
-        if call.function not in _OF_DRAWS or not self.known.is_draw(call.args[0]) or call.args[0].numel() != 1:
+        if call.function is not Tensor.__float__ or not self.known.is_draw(call.args[0]) or call.args[0].numel() != 1:
             return NotImplemented
-        return DrawnNumber() if call.function is Tensor.item else self.calls.draw(call.line)
+        return self.calls.draw(call.line)
+
+    def _chance(self, call: _Call) -> Any:
+        """What Python takes out of a tensor that random numbers alone decide: a truth or an integer."""
+        if call.function not in READERS or call.before.kinds & ~MEMORY != RANDOM or call.args[0].numel() != 1:
+            return NotImplemented
+        if not self._is_forward():
+            return NotImplemented
+        tensor, line, is_int = call.args[0], call.line, not call.args[0].dtype.is_floating_point
+        if call.function is Tensor.item and call.args[0].dtype != torch.bool:
+            number = self.items.number(tensor, line, False, self._take) if is_user_code(call.frame) else NotImplemented
+            if self.known.is_draw(tensor) and number is not NotImplemented:
+                self.known.saw_draws(None, (), None, [number.tensor()])
+            return number
+        if call.function is Tensor.__bool__ or call.function is Tensor.item:
+            return self._take(tensor, line, bool)
+        return self._take(tensor, line, int) if is_int else NotImplemented
+
+    def _take(self, tensor: Tensor, line: Line | None, read: Callable[[Any], Any]) -> Any:
+        """A truth or an integer of what random numbers decide; NotImplemented for a float."""
+        if read is not bool and tensor.dtype.is_floating_point:
+            return NotImplemented
+        with no_function_modes():  # no draw may decide otherwise
+            sure = self.known.answer(read, (tensor,), {}, self.known.operands(tensor, None))
+        return self.coins.take(tensor, line, read) if sure is NotImplemented else sure
 
     def _checked(self, call: _Call) -> Any:
         """True for what torch.distributions asks of its arguments, with a note."""
@@ -292,14 +331,39 @@ class Raise(TorchFunctionMode):
             return NotImplemented
         may_specialize, line = not call.before.kinds & ~STEADY, call.line
         is_item = call.function is Tensor.item and is_user_code(call.frame)  # .tolist() calls it too
-        number = self.items.number(call.args[0], line, may_specialize) if is_item else NotImplemented
-        if number is not NotImplemented and (self.reads is None or not may_specialize):
+        number = self.items.number(call.args[0], line, may_specialize, self._guard) if is_item else NotImplemented
+        is_known = self.permitted is not None and may_specialize
+        if number is not NotImplemented and not is_known:
             return number
-        is_known = self.reads is not None and may_specialize
-        side = self.forks.take(line) if call.function is Tensor.__bool__ and not is_known else None
-        if side is not None:
-            return side
-        return NotImplemented if self.reads is None else self.reads.take(call.function, call.args[0], line)
+        is_truth = call.function is Tensor.__bool__ or call.args[0].dtype == torch.bool
+        if is_truth and not is_known:
+            return self._guard(call.args[0], line, bool, call.function is Tensor.__bool__)
+        return NotImplemented if self.permitted is None else self.permitted.take(call.function, call.args[0], line)
+
+    def _guard(self, tensor: Tensor, line: Line | None, read: Callable[[Any], Any], may_fork: bool = False) -> Any:
+        """The truth of data, of which each step checks that it is so; NotImplemented as long as nothing is guarded."""
+        if read is not bool:
+            return NotImplemented
+        if not may_fork:
+            self.forks.see(line)
+        side = self.forks.take(line) if may_fork else None
+        if side is not None or self.reads is None or not self.reads.guards:
+            return NotImplemented if side is None else side
+        last = self.calls.made[-1].function if self.calls.made else ""
+        return self.reads.guard(tensor, line, last == "all")
+
+    def _equal(self, call: _Call) -> Any:
+        """Whether tensors are alike, as the truth of a tensor."""
+        if call.function not in ALIKE or not self._is_forward():
+            return NotImplemented
+        is_known = self.permitted is not None and not call.before.kinds & ~STEADY
+        if not is_known and (self.reads is None or not self.reads.guards):
+            return self._guard(call.args[0], call.line, bool)
+        compare, together = ALIKE[call.function]
+        truth = self.__torch_function__(together, (), (self.__torch_function__(compare, (), call.args, call.kwargs),))
+        if is_known and self.permitted is not None:
+            return self.permitted.take(Tensor.__bool__, truth, call.line)
+        return self._guard(truth, call.line, bool)
 
     def _number_of(self, call: _Call, tensor: Tensor) -> Any:
         """The value of a tensor that hangs on no input; NotImplemented of another one."""
@@ -320,6 +384,12 @@ class Raise(TorchFunctionMode):
         """The result of a call, of which all is noted that others ask for."""
         assert self.locator is not None
         func, args, kwargs, before = call.function, call.args, call.kwargs, call.before
+        if self.hosts is not None:
+            if func in FROM_ARRAY and not before.tensors:
+                with no_function_modes(), on_data():
+                    return self._seen(self.hosts, func(*args, **kwargs))
+            for operand in before.tensors:
+                self._seen(self.hosts, operand)
         if self.selected.known:
             args, kwargs = with_sizes(func, args, kwargs)
         if _selects(func, args, kwargs) and not self._is_sized(call, before.kinds):
@@ -341,6 +411,8 @@ class Raise(TorchFunctionMode):
         self.locator.adopt(result, call.place)
         if self._is_forward():
             self.calls.saw(func, args, kwargs, result, self.locator.line(call.place[1]), written)
+            if self.coins.trail is not None and func not in QUERIES:
+                self.coins.trail.saw(func, args, kwargs, result, written)
         self.calling = None
         return result
 
@@ -351,6 +423,14 @@ class Raise(TorchFunctionMode):
         if mask is None or not kinds or self._is_sized(call, kinds):
             return args
         return self.selected.by_places(call.function, args, mask, call.line, not kinds & ~STEADY) or args
+
+    def _seen(self, known: list[Tensor], tensor: Tensor) -> Tensor:
+        """Enter a tensor that has data, the first time that it is met."""
+        if type(tensor) in _REAL and not any(tensor is each for each in known):
+            known.append(tensor)
+            if self.coins.trail is not None:
+                self.coins.trail.joined(tensor, ("host", len(known)))
+        return tensor
 
     def _run_plain(self, call: _Call) -> Any:
         made = self.packs.call(self, call.function, call.args, call.kwargs, call.frame)
@@ -363,12 +443,19 @@ class Raise(TorchFunctionMode):
             result = ALWAYS[func](self, *args, **kwargs)
         elif func in RAISED and self.captures and not in_transform():
             result = RAISED[func](*args, **kwargs)
+        elif func in NORMS and not in_transform():
+            result = self._norm(func, norm_of(call.frame), *args, **kwargs)
         tracer = self.selected.tracer
         if result is NotImplemented and tracer is not None and not in_transform():
             result = rejoined(func, args, kwargs, tracer.node_of)
         if result is NotImplemented and func in ASKING and self._asks(call):
             result = ASKING[func](self, *args, **kwargs)
         return self._called(call, func, args, kwargs) if result is NotImplemented else result
+
+    def _norm(self, func: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.captures:
+            return NORMS[func](Norm(self.statistics, module), *args, **kwargs)
+        return NotImplemented if self.plain_norm is None else self.plain_norm(func, module, args, kwargs)
 
     def _packs(self, call: _Call) -> Any:
         """What a call gives that packs sequences, or takes packed ones; NotImplemented for another one."""
@@ -389,9 +476,9 @@ class Raise(TorchFunctionMode):
         if not self._is_forward():
             return self._held.get(self._line, False)
         kinds = self.known.operands(source, None).kinds
-        if self.facts is None or self.facts.answers is None or kinds & ~(STEADY | ABSENT):
+        if self.reads is None or not self.reads.asks or kinds & ~(STEADY | ABSENT):
             return False
-        self._held[self._line] = is_so = self.facts.holds(name, fact(), self._line, not kinds & ABSENT)
+        self._held[self._line] = is_so = self.reads.holds(name, fact(), self._line, not kinds & ABSENT)
         return is_so
 
     # -- packed sequences -----------------------------------------------------------------------------------------
@@ -415,9 +502,9 @@ class Raise(TorchFunctionMode):
             return int(found)
         if self.holds(lambda: lengths.max() == most, lengths, FULL_LENGTH):
             return most
-        if self.reads is None or before.kinds & ~STEADY:
+        if self.permitted is None or before.kinds & ~STEADY:
             raise size_refusal(LENGTH, self._line, not before.kinds & ~STEADY)
-        length = self.reads.take(Tensor.__int__, lengths.max(), self._line)
+        length = self.permitted.take(Tensor.__int__, lengths.max(), self._line)
         assert isinstance(length, int)
         return length
 
@@ -452,15 +539,15 @@ class Raise(TorchFunctionMode):
         if func in READERS:
             self.may_specialize = not call.before.kinds & ~STEADY
             return None
-        specialized, self.may_specialize = specialised(func, args, kwargs, self.reads, self.known, call.line)
+        specialized, self.may_specialize = specialised(func, args, kwargs, self.permitted, self.known, call.line)
         return specialized
 
     def _is_sized(self, call: _Call, kinds: int) -> bool:
         """True where the number of rows is taken from the example batch."""
-        if self.reads is None or kinds & ~STEADY:
+        if self.permitted is None or kinds & ~STEADY:
             return False
-        self.reads.selected.add(call.line)
-        return call.line in self.reads.sized
+        self.permitted.selected.add(call.line)
+        return call.line in self.permitted.sized
 
     def _is_forward(self) -> bool:
         return self.locator is not None and self.locator.phase == "forward"
@@ -502,10 +589,18 @@ class Raise(TorchFunctionMode):
         value: Tensor = op("random")(self.seed, self._number(), kind, sizes, dtype, sizes, sizes, [0] * len(sizes))
         return value
 
+    def numbered(self) -> int:
+        """How many random ops there were so far."""
+        return torch.default_generator.initial_seed() - _FIRST
+
     def _number(self) -> int:
         """The number of a random op, which is its key."""
         assert self.seed is not None
-        number = torch.default_generator.initial_seed() - _FIRST + 1
+        number = self.numbered() + 1
+        while number - 1 in self.skips:
+            left_out = range(number, number + self.skips[number - 1])
+            self.random_ops.update(left_out)
+            number = left_out.stop
         if not 0 < number <= len(self.random_ops) + 1:
             raise refusal(SEEDED, user_frame(sys._getframe(1)))
         if self.locator and self.locator.phase == "backward" and number not in self.random_ops:
@@ -552,14 +647,17 @@ _TO_VALUES: frozenset[Any] = frozenset(
 )
 
 _NONZERO = (torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere)
-_OF_DRAWS: frozenset[Any] = frozenset((Tensor.item, Tensor.__float__))
 
+_AS_NUMBERS: frozenset[Any] = frozenset((Tensor.item, Tensor.__float__))
 _Interceptor = Callable[[Raise, _Call], Any]
 # Who gives a value that Python asks for, the surest first.
 _VALUES: tuple[_Interceptor, ...] = (
+    Raise._updates,  # it is raised with the call that follows
     Raise._constant,  # what hangs on no input is the same in each step
     Raise._same,  # so is the comparison of a tensor with itself
     Raise._drawn,  # before `_read`: a draw is no data of the batch
+    Raise._chance,  # nor is what is computed of draws
+    Raise._equal,
     Raise._checked,  # before `_read`, which would take a check for a branch of the model
     Raise._read,
 )

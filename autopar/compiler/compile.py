@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import nn
 
 from autopar.capture import Captured, Earlier, LossFn, capture, dims_of_call
+from autopar.capture.data.reads import Answers
 from autopar.compiler.constraints import (
     check_batch,
     check_slices,
@@ -69,33 +70,43 @@ def span_us(compiled: Lowered) -> float:
 WHOLE_TRIES = 8  # searches of a program in which some values turn out to be needed of the whole batch
 
 
+class CaptureKeywords(TypedDict, total=False):
+    """What `capture` may be told of the step that is meant."""
+
+    train: bool
+    lift: torch.dtype | None
+    earlier: Earlier | None
+    answers: Answers | None
+
+
 def compile_step(
     model: nn.Module, loss_fn: LossFn | None, args: tuple[Any, ...], kwargs: Mapping[str, Any], mesh: Mesh,
-    options: StepOptions, *, train: bool = True, lift: torch.dtype | None = None, fixed: Fixed | None = None,
+    options: StepOptions, *, fixed: Fixed | None = None, **known: Unpack[CaptureKeywords],
 ) -> tuple[Captured, Lowered]:  # fmt: skip
     """Check a model, capture its step and take that through the passes: the one way from a module to its programs.
 
-    train, lift: as of `capture`. fixed: as of `lower`.
+    fixed: as of `lower`. known: what `capture` may be told.
     """
-    captured = capture_step(model, loss_fn, args, kwargs, options, train=train, lift=lift)
+    captured = capture_step(model, loss_fn, args, kwargs, options, **known)
     return captured, lower(captured, mesh, options, fixed)
 
 
 @uncollected()
 def capture_step(
     model: nn.Module, loss_fn: LossFn | None, args: tuple[Any, ...], kwargs: Mapping[str, Any], options: StepOptions,
-    *, train: bool = True, lift: torch.dtype | None = None, earlier: Earlier | None = None,
+    **known: Unpack[CaptureKeywords],
 ) -> Captured:  # fmt: skip
-    """Check a model and capture its step: what every way to its programs begins with. earlier: as of `capture`."""
+    """Check a model and capture its step: what every way to its programs begins with. known: what `capture` may
+    be told."""
     check_model(model)
     captured = capture(
-        model, loss_fn, args, kwargs,
-        train=train, lift=lift, specialize=options.specialize, precision=options.precision, earlier=earlier,
+        model, loss_fn, args, kwargs, specialize=options.specialize, precision=options.precision,
+        statistics=options.batch_statistics, **known,
     )  # fmt: skip
     for partner in captured.partners:
         if partner.module is partner.traced:  # a parallel one is checked already
             check_model(partner.module)
-    function, behind = (loss_fn, 1) if loss_fn is not None and train else (model.forward, 0)
+    function, behind = (loss_fn, 1) if loss_fn is not None and known.get("train", True) else (model.forward, 0)
     return captured.with_dims(dims_of_call(options.batch_dims, args, kwargs, function, behind))
 
 

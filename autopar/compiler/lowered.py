@@ -98,6 +98,11 @@ class Lowered:
         """The final program, the same for every rank."""
         return self.history[-1][1]
 
+    @property
+    def grouped(self) -> Program:
+        """The captured program, whose norms take the samples together that this plan says."""
+        return dict(self.history)["group"]
+
     @functools.cached_property
     def ranks(self) -> tuple[RankProgram, ...]:
         pipeline, coords = self.pipeline, enumerate(self.mesh.coords())

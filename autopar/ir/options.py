@@ -27,6 +27,7 @@ RECOMPUTE = ("none", "selective", "full")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PRECISIONS = tuple(DTYPES)
 ATTENTION = ("auto", "gather", "ring", "ulysses")
+STATISTICS = ("batch", "rank", "microbatch")
 Compiler = Literal["auto", "executor", "inductor", "triton"]
 COMPILERS: tuple[Compiler, ...] = get_args(Compiler)
 Policy = str | int | float
@@ -160,7 +161,7 @@ class StepOptions:
     sequence_parallel: split norms, dropout and residuals over tp on the sequence. Reduce-scatter and all-gather then
       stand in place of all-reduce (arXiv 2205.05198). "auto" does so where the model allows it and where it is
       simulated as faster (`passes/costs/streams.py`); a note says so.
-    specialize: take values that the model reads from tensors (`if mask.any():`, `.item()`) from the first batch of each
+    specialize: take values that the model reads from tensors (`int(t)`, `.item()`, sizes) from the first batch of each
       signature. Each step is checked to have the same; if not, another program is compiled for its values, up to 8.
       Needs batch="global".
     microbatches: parts of a rank's batch that are computed one after another. Loss, gradients and masks stay those
@@ -170,6 +171,9 @@ class StepOptions:
       and the schedule seq1f1b or gpipe, or one of your own. Their lengths are such that the pipeline does not wait for
       the last ones, which attend to more; a list says them: `[1024, 512, 512]`. "auto" compiles 1, 2, 4 and 8 of them,
       and takes what ends a step soonest by the simulation of the schedule.
+    batch_statistics: the samples of which BatchNorm in training takes mean and variance: the whole "batch", as on one
+      device, those of a data "rank", or those of a "microbatch" of a rank, as other trainers do. With "microbatch"
+      BatchNorm goes with micro-batches, pipelines and all schedules; docs/pipelines.md tells the running statistics.
     schedule: of a pipeline (an axis pp): gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-h2, zb-v, seq1f1b, or a CSV file of
       actions such as 0F0. In Python also a function, see docs/pipelines.md. (arXiv 1811.06965 for gpipe, 2104.04473
       for 1f1b and interleaved-1f1b, 2406.03488 for seq1f1b, 2401.10241 for the others.)
@@ -217,6 +221,9 @@ class StepOptions:
         1,
         Valid(_is_slices, f'{_COUNT}, the positions of each: [1024, 512], or "auto"', BatchError),
         Flag(str, "N|N,N,...|auto", read_slices),
+    )
+    batch_statistics: str = option(
+        "batch", Valid(lambda value: value in STATISTICS, one_of(STATISTICS)), Flag(str, "|".join(STATISTICS))
     )
     schedule: ScheduleLike = option("1f1b", flag=Flag(str, "NAME|FILE.csv"))
     chunks: int | None = option(None, Valid(_is_count, _COUNT, ScheduleError), Flag(int, "V"))
@@ -312,6 +319,7 @@ class StepKeywords(TypedDict, total=False):
     specialize: bool
     microbatches: int | None
     slices: Slices
+    batch_statistics: str
     schedule: ScheduleLike
     stages: Sequence[str] | None
     chunks: int | None

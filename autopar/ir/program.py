@@ -234,6 +234,15 @@ def source_of(node: fx.Node) -> tuple[fx.Node, int]:
     return producer, sum(type_ is not None for type_ in record(producer).types[:index])
 
 
+def of_parameters(program: Program) -> set[fx.Node]:
+    """The nodes that hang on a parameter."""
+    nodes = {node for node, _ in program.parameters()}
+    for node in program.calls():
+        if any(operand in nodes for operand in node.all_input_nodes):
+            nodes.add(node)
+    return nodes
+
+
 @dataclass(slots=True)
 class Builder:
     """Rewrites a program node by node: a pass puts other nodes in place of some, and the rest is copied.

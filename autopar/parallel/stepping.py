@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from autopar.capture.capture import fake_like
-from autopar.capture.data.reads import check_reads
+from autopar.capture.data.reads import OtherValues, check_reads
 from autopar.capture.raising import default_dtype
 from autopar.errors import BatchError
 from autopar.ir.layout import Layout, local_part
@@ -30,9 +30,10 @@ def train_step(
     """Run a training program: gradients are added to `.grad`, buffers are written. The loss, and all outputs; is_whole:
     those of all ranks, and not this rank's rows."""
     outputs = run_step(session, running, given, is_step=True)
+    unused = _unused(session, running)
     session.random.steps += 1
     running.write_buffers(outputs)
-    parameters, gradients = running.gradients(outputs)
+    parameters, gradients = running.gradients(outputs, unused)
     if session.scale is None or session.scale.take(gradients, session.settings.device):
         accumulate(parameters, gradients)
     else:
@@ -41,6 +42,16 @@ def train_step(
     (loss,) = running.losses
     loss_of_step = finished(outputs[loss])
     return loss_of_step, outputs if is_whole else own_rows(outputs, running, given)
+
+
+def _unused(session: Session, running: Running) -> frozenset[str]:
+    """The parameters that no rank used in this step, as random numbers decided: they have no gradient."""
+    coins = running.captured.coins
+    if coins is None or coins.uses is None:
+        return frozenset()
+    drawn = session.random.tensor(torch.device("cpu"), True)
+    places = range(session.world.places) if session.settings.is_own else (0,)
+    return frozenset.intersection(*(coins.left_out(seed_of(drawn, place)) for place in places))
 
 
 def forward_step(session: Session, is_whole: bool, running: Running, given: Given) -> Any:
@@ -74,8 +85,29 @@ def run_step(session: Session, running: Running, given: Given, is_step: bool) ->
     lift = session.settings.lift
     with default_dtype(lift) if lift is not None else nullcontext():
         outputs = running.run(_inputs(session, running, given, is_step))
-    check_reads(running.captured.reads, [outputs[at] for at in running.reads])
+    _check(session, running, outputs)
     return means(outputs, running.together, session.world) if session.settings.is_own else outputs
+
+
+def _check(session: Session, running: Running, outputs: tuple[torch.Tensor, ...]) -> None:
+    """Raise OtherValues if the program read other values than this step has: on every rank alike. Where each rank has a
+    step of its own they may differ, and all of them refuse it."""
+    found = [outputs[at] for at in running.reads]
+    if not found or not session.settings.is_own:
+        return check_reads(running.captured.reads, found)
+    other: OtherValues | None = None
+    try:
+        check_reads(running.captured.reads, found)
+    except OtherValues as error:
+        other = error
+    if session.agreement.any("values that a step reads", other is not None):
+        why = ' With batch="ddp" all ranks run one program.'
+        raise (
+            BatchError(f"the batch of another rank has other values than the program.{why}")
+            if other is None
+            else (other.read.refused(other.values[-1], why))
+        )
+    return None
 
 
 def _inputs(session: Session, running: Running, given: Given, is_step: bool) -> StepInputs:

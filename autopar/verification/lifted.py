@@ -30,6 +30,7 @@ from autopar.verification.judge.comparison import Table, Values
 from autopar.verification.judge.noise import Limits, Trained
 from autopar.verification.places import Batches, Made
 from autopar.verification.plain import OptimizerFactory
+from autopar.verification.versions import Versions
 from autopar.verification.virtual_side import Virtual
 
 EXACT = torch.float64
@@ -38,7 +39,7 @@ EXACT = torch.float64
 def lifted(made: Made) -> Made:
     """A program that computes in float64 throughout, with its constants."""
     captured, compiled = made
-    program = _lifted(captured.program)
+    program = _lifted(compiled.grouped)
     constants = {name: cast(value, EXACT) for name, value in captured.constants.items()}
     pipeline = compiled.pipeline and _pipeline(compiled.pipeline)
     history = (("capture", compiled.program), ("lifted", _lifted(compiled.program)))
@@ -55,21 +56,27 @@ def all_lifted(model: nn.Module, programs: Sequence[Made], batches: Batches) -> 
     return module_in(copied(model), EXACT), [found[id(compiled)] for _, compiled in programs], batches
 
 
+def _on_one_device(programs: Sequence[Made]) -> list[Made]:
+    """The captured programs of places, as programs of a device each."""
+    plan = Plan(Mesh(((DATA_AXES[0], len(programs)),)))
+    whole = {
+        id(captured): (captured, Lowered(plan, (("capture", _replicated(captured.program)),)))
+        for captured, _ in programs
+    }
+    return [whole[id(captured)] for captured, _ in programs]
+
+
 class Single:
-    """The captured programs on one device, in place of the plain module; those of places on a device each. programs:
-    lifted ones."""
+    """The captured programs on one device, in place of the plain module; those of places on a device each. versions:
+    of lifted ones."""
 
     note, short = "", None
 
-    def __init__(self, model: nn.Module, programs: Sequence[Made], make: OptimizerFactory) -> None:
-        plan = Plan(Mesh(((DATA_AXES[0], len(programs)),)))
-        whole = {
-            id(captured): (captured, Lowered(plan, (("capture", _replicated(captured.program)),)))
-            for captured, _ in programs
-        }
-        first, *others = [whole[id(captured)] for captured, _ in programs]
-        self.again = partial(Single, programs=programs, make=make)
-        self.side = Virtual(copied(model), *first, make, None, others)
+    def __init__(self, model: nn.Module, versions: Versions, make: OptimizerFactory) -> None:
+        single = versions.mapped(_on_one_device)
+        first, *others = single.known[0]
+        self.again = partial(Single, versions=versions, make=make)
+        self.side = Virtual(copied(model), *first, make, None, others, single)
         self.dtype, self.table, self.limits = EXACT, Table.of(EXACT), Limits.of(EXACT)
 
     def step(self, batches: Batches, seed: torch.Tensor) -> Values:

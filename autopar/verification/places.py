@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from autopar.capture import Captured, LossFn
+from autopar.capture.data.reads import Answers
 from autopar.capture.inputs.batch_dims import dims_of_call
 from autopar.capture.inputs.containers import Parts, put_together, take_call_apart
 from autopar.compiler.compile import batch_arguments, compile_step
@@ -149,14 +150,15 @@ def whole_batch(batch: Any) -> Batches:
 
 def programs_of(
     model: nn.Module, loss_fn: LossFn | None, batches: Batches, mesh: Mesh, options: StepOptions,
-    lift: torch.dtype | None,
+    lift: torch.dtype | None, answers: Answers | None = None,
 ) -> list[Made]:  # fmt: skip
-    """The program of each place; batches of the same shapes share one. The first one decides the layouts."""
-    fixed = Fixed(is_own=len(batches) > 1)
+    """The program of each place; batches of the same shapes share one. The first one decides the layouts. answers: what
+    is known of the step."""
+    fixed, answers = Fixed(is_own=len(batches) > 1), replace(answers or Answers(), asks=len(batches) == 1)
     found: dict[tuple[torch.Size, ...], Made] = {}
     for batch in batches:
         if shapes_of(batch) not in found:
-            made = compile_step(model, loss_fn, *batch, mesh, options, lift=lift, fixed=fixed)
+            made = compile_step(model, loss_fn, *batch, mesh, options, lift=lift, fixed=fixed, answers=answers)
             found[shapes_of(batch)] = made
             options, fixed = _bound_by(made[1], options, fixed)
     return [found[shapes_of(batch)] for batch in batches]

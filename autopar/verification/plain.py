@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.capture.draws.host_draws import drawing_for
 from autopar.capture.inputs import tables
 from autopar.capture.inputs.containers import map_tensors, take_apart
 from autopar.capture.inputs.loss_outputs import LossFn, split_result
+from autopar.capture.inputs.module_state import unsynced
 from autopar.capture.inputs.partners import Partner
 from autopar.capture.raising import Raise, default_dtype
 from autopar.capture.refusals.explain_failure import line_of
@@ -24,6 +26,7 @@ from autopar.verification.copies import copied
 from autopar.verification.dtypes import dtype_of
 from autopar.verification.judge.comparison import Values
 from autopar.verification.places import Batches, aux_at
+from autopar.verification.plain_norms import PlainNorms
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 SCALE = 256.0  # of the loss, where gradients in fp16 are compared
@@ -33,6 +36,16 @@ _DTYPE = (
     "Where it runs without autopar: verify computes in {}, so give what the model makes itself the dtype of its "
     "operands (dtype=x.dtype), or compare in {}: verify(..., dtype=torch.{})."
 )
+
+
+Skips = Callable[
+    [torch.Tensor], Mapping[int, int]
+]  # random ops that the step of a seed leaves out, by how many there were before
+
+
+def no_skips(_: torch.Tensor) -> Mapping[int, int]:
+    """A step without random branches."""
+    return {}
 
 
 def optimized(model: nn.Module) -> list[nn.Parameter]:
@@ -47,13 +60,15 @@ def values_of(aux: Any) -> Values:
 
 
 class Plain:
-    """The user's module, trained as it is; with `autocast` as under torch.autocast in that dtype."""
+    """The user's module, trained as it is; with `autocast` as under torch.autocast in that dtype. norms: of groups of
+    samples, where they do not take the whole batch. skips: of the program that it is compared with."""
 
     def __init__(
         self, model: nn.Module, loss_fn: LossFn | None, make: OptimizerFactory, autocast: torch.dtype | None = None,
-        partners: tuple[Partner, ...] = (),
+        partners: tuple[Partner, ...] = (), norms: PlainNorms | None = None, skips: Skips = no_skips,
     ) -> None:  # fmt: skip
-        self.model, self.loss_fn, self.autocast = model, loss_fn, autocast
+        self.model, self.loss_fn, self.autocast, self.norms = model, loss_fn, autocast, norms
+        self.skips = skips
         self.optimizer = make(optimized(model))
         self.borrowed = Borrowed(partners, dtype_of(model))
         self.buffers = dict(tables.named_buffers(model)).keys()  # a table that a step keeps is none of the state
@@ -75,10 +90,17 @@ class Plain:
         parameter = next(tables.parameters(self.model))
         dtype, low = dtype_of(self.model), self.autocast
         scale = SCALE if low is torch.float16 else 1.0
-        with default_dtype(dtype), Raise(None, seed, None if low else dtype):
+        mode = Raise(None, seed, None if low else dtype)
+        mode.skips = self.skips(seed)
+        if self.norms is not None:
+            self.norms.begin()
+            mode.plain_norm = self.norms.call
+        with drawing_for(seed), default_dtype(dtype), mode, unsynced(tables.modules(self.model)):
             with torch.autocast(parameter.device.type, low) if low else nullcontext():
                 loss, aux = self._forward(args, kwargs, dtype)
             backward(loss * scale if scale != 1.0 else loss)
+        if self.norms is not None:  # a checkpoint runs some of them once more in the backward pass
+            self.norms.finish()
         values: Values = {("loss", "loss"): loss.detach(), **values_of(aux if self.loss_fn else None)}
         for name, parameter in tables.named_parameters(self.model):
             if parameter.grad is not None:

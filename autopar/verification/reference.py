@@ -10,6 +10,7 @@ from torch import nn
 from autopar.capture.inputs.containers import map_tensors
 from autopar.capture.inputs.loss_outputs import LossFn
 from autopar.capture.inputs.partners import Partner
+from autopar.compiler.lowered import Lowered
 from autopar.ir.options import StepOptions
 from autopar.verification.borrowed import Borrowed
 from autopar.verification.copies import copied
@@ -17,7 +18,8 @@ from autopar.verification.dtypes import cast, dtype_of, module_in
 from autopar.verification.judge.comparison import Table, Values
 from autopar.verification.judge.noise import Limits, Trained
 from autopar.verification.places import Batches
-from autopar.verification.plain import OptimizerFactory, Plain, PlainReplicas
+from autopar.verification.plain import OptimizerFactory, Plain, PlainReplicas, Skips, no_skips
+from autopar.verification.plain_norms import PlainNorms
 
 
 class Reference:
@@ -29,10 +31,12 @@ class Reference:
 
     def __init__(
         self, model: nn.Module, loss_fn: LossFn | None, make: OptimizerFactory, options: StepOptions,
-        partners: tuple[Partner, ...] = (), places: int = 1,
+        partners: tuple[Partner, ...] = (), places: int = 1, compiled: Lowered | None = None,
+        skips: Skips = no_skips,
     ) -> None:  # fmt: skip
         self.short, self.low = short_of(options), options.low_dtype
         self.loss_fn, self.make, self.partners, self.places = loss_fn, make, partners, places
+        self.compiled, self.skips = compiled, skips
         exact = copied(model)
         self.plain = self.anew(exact if self.short is None else module_in(exact, torch.float64), None)
         self.other = self.anew(copied(model), self.low) if self.low else None
@@ -42,16 +46,23 @@ class Reference:
         # Under a precision the noise is that of torch.autocast, beside float64: with its own error in it.
         self.limits = Limits.of(self.dtype) if self.short is None else Limits.of(self.short)
 
-    def borrow(self, partners: tuple[Partner, ...]) -> None:
-        """Give each side values of its own for the other models in the loss."""
-        self.partners = partners
+    def borrow(self, partners: tuple[Partner, ...], compiled: Lowered) -> None:
+        """Give each side values of its own for the other models in the loss, and the groups of its norms."""
+        self.partners, self.compiled = partners, compiled
         for side in filter(None, (self.plain, self.other)):
             for replica in side.all:
                 replica.borrowed = Borrowed(partners, dtype_of(replica.model))
+                replica.norms = self._norms()
 
     def anew(self, model: nn.Module, low: torch.dtype | None) -> PlainReplicas:
         """A module to train as this side does, under torch.autocast in a dtype if there is one."""
-        return PlainReplicas(lambda one: Plain(one, self.loss_fn, self.make, low, self.partners), model, self.places)
+        return PlainReplicas(
+            lambda one: Plain(one, self.loss_fn, self.make, low, self.partners, self._norms(), self.skips),
+            model, self.places,
+        )  # fmt: skip
+
+    def _norms(self) -> PlainNorms | None:
+        return None if self.compiled is None else PlainNorms.of(self.compiled)
 
     def trained(
         self, model: nn.Module, batches: Batches, seeds: Sequence[torch.Tensor], steps: Sequence[Values]

@@ -18,11 +18,12 @@ from autopar.verification.copies import copied
 from autopar.verification.judge.comparison import Exact, Mismatch, Report, Values
 from autopar.verification.judge.noise import Trained, judged, move_away
 from autopar.verification.judge.sum_dtypes import wrong_sums
-from autopar.verification.lifted import Single, all_lifted
+from autopar.verification.lifted import Single, all_lifted, lifted
 from autopar.verification.locate import locate
 from autopar.verification.places import Batches, Made, seeds_of
 from autopar.verification.plain import OptimizerFactory
 from autopar.verification.reference import Reference
+from autopar.verification.versions import Versions
 from autopar.verification.virtual_side import Virtual
 
 
@@ -42,6 +43,7 @@ class Trial:
     _: KW_ONLY
     others: tuple[Made, ...] = ()
     is_lifted: bool = False  # to float64: beside the captured programs, see `lifted.py`
+    versions: Versions | None = None  # of the programs, if draws or data decide which one runs
 
     def lifted(self) -> Trial:
         """The same programs in float64, beside the captured ones."""
@@ -49,7 +51,7 @@ class Trial:
         model, (first, *others), batches = all_lifted(self.model, programs, self.batches)
         return Trial(
             model, *first, self.loss_fn, batches, self.steps, self.make, self.seed,
-            others=tuple(others), is_lifted=True,
+            others=tuple(others), is_lifted=True, versions=self._versions.mapped(lambda made: list(map(lifted, made))),
         )  # fmt: skip
 
     def report(self) -> Report:
@@ -99,7 +101,8 @@ class Trial:
         seeds = seeds_of(self._seeds()[0], len(self.batches))
         for (captured, compiled), batch, seed in zip(first.programs, self.batches, seeds, strict=True):
             whole = first.whole(*batch, seed)
-            mismatch = locate(captured.program, compiled, whole, tolerance, first.dtype, first.device)
+            meant = captured.program if self.is_lifted else compiled.grouped
+            mismatch = locate(meant, compiled, whole, tolerance, first.dtype, first.device)
             if mismatch.node:
                 return mismatch
         return (
@@ -123,15 +126,24 @@ class Trial:
 
     def _other_side(self) -> Reference | Single:
         if self.is_lifted:
-            return Single(self.model, [(self.captured, self.compiled), *self.others], self.make)
+            return Single(self.model, self._versions, self.make)
         options, partners = self.compiled.plan.options, self.captured.partners
-        return Reference(self.model, self.loss_fn, self.make, options, partners, len(self.batches))
+        return Reference(
+            self.model, self.loss_fn, self.make, options, partners, len(self.batches), self.compiled,
+            self._versions.skips,
+        )  # fmt: skip
+
+    @property
+    def _versions(self) -> Versions:
+        return self.versions or Versions([[(self.captured, self.compiled), *self.others]])
 
     def _virtual(self) -> Virtual:
         if self.is_lifted:
-            return Virtual(copied(self.model), self.captured, self.compiled, self.make, None, self.others)
+            return Virtual(
+                copied(self.model), self.captured, self.compiled, self.make, None, self.others, self.versions
+            )
         kernels = kernels_of(self.compiled.plan.options.compile, next(tables.parameters(self.model)).device)
-        return Virtual(copied(self.model), self.captured, self.compiled, self.make, kernels, self.others)
+        return Virtual(copied(self.model), self.captured, self.compiled, self.make, kernels, self.others, self.versions)
 
     def _seeds(self) -> list[torch.Tensor]:
         device = next(tables.parameters(self.model)).device

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, Unpack
 
 import torch
 from torch import nn
 
 from autopar.capture import Captured, LossFn
+from autopar.capture.data.reads import Answers
 from autopar.capture.inputs.containers import map_tensors
 from autopar.capture.inputs.module_state import device_of
 from autopar.compiler.check_options import options_of
@@ -22,10 +24,11 @@ from autopar.parallel.session.compilers import check_in_one_process, compiler_on
 from autopar.verification.copies import copied
 from autopar.verification.dtypes import cast, in_dtype, module_in
 from autopar.verification.judge.comparison import Report
-from autopar.verification.places import batches_of, programs_of, whole_batch
+from autopar.verification.places import Made, batches_of, programs_of, whole_batch
 from autopar.verification.plain import OptimizerFactory
 from autopar.verification.reference import short_of
 from autopar.verification.trial import Trial
+from autopar.verification.versions import Versions
 
 __all__ = ["Report", "cast", "descent", "verify", "verify_compiled"]
 
@@ -76,9 +79,12 @@ def verify(
     batches = batches_of(batch, parsed, chosen, model, loss_fn, ddp)
     lift = dtype if is_exact else None
     with in_dtype(model, loss_fn, dtype) if is_exact else nullcontext():
-        made = programs_of(model, loss_fn, batches, parsed, chosen, lift)
-    trial = Trial(model, *made[0], loss_fn, batches, steps, optimizer or descent, seed, others=tuple(made[1:]))
-    report = trial.report()
+        versions = Versions([], partial(programs_of, model, loss_fn, batches, parsed, chosen, lift))
+        first, *others = versions.of(torch.tensor([seed, 0]))
+        trial = Trial(
+            model, *first, loss_fn, batches, steps, optimizer or descent, seed, others=tuple(others), versions=versions
+        )
+        report = trial.report()
     if not report.asks_longer_float or (is_exact and dtype is torch.float64):
         return report
     plainly: Any = {key: value for key, value in options.items() if key not in ("precision", "reduce_dtype")}
@@ -103,6 +109,16 @@ def verify_compiled(
     """Verify a program that is compiled already; `model` and `batch` have the dtype to compare in, or under a
     precision their own."""
     trial = Trial(model, captured, compiled, loss_fn, whole_batch(batch), steps, optimizer or descent, seed)
+    return trial.report().settled()
+
+
+def verify_ways(
+    model: nn.Module, made: Made, remake: Callable[[Answers], Made], loss_fn: LossFn | None, batch: Any
+) -> Report:
+    """Verify a program as `verify_compiled` does. remake: makes that of another way through branches which draws or
+    data decide."""
+    versions = Versions([[made]], lambda answers: [remake(answers)])
+    trial = Trial(model, *made, loss_fn, whole_batch(batch), 2, descent, 0, versions=versions)
     return trial.report().settled()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -116,14 +117,20 @@ class _Trial:
         """Train both sides. The table, and what the plain module gave, are rank 0's; with the sums of gradients that
         have another dtype than was asked for. is_away: where the model may refuse the numbers."""
         job, places = self.job, len(self.batches)
-        plain = Reference(self.model, job.loss_fn, job.make_optimizer, options_of(**job.step), places=places)
+        skips: dict[int, Mapping[int, int]] = {}  # by the step
+        plain = Reference(
+            self.model, job.loss_fn, job.make_optimizer, options_of(**job.step), places=places,
+            skips=lambda drawn: skips.get(int(drawn[1]), {}),
+        )  # fmt: skip
         parallel = self._parallel()
         self._prepare(parallel)
-        plain.borrow(parallel.programs[-1].captured.partners)
+        plain.borrow(parallel.programs[-1].captured.partners, parallel.programs[-1].compiled)
         optimizer = job.make_optimizer(optimized(parallel))
         steps, failed = [], None
         for drawn in self._seeds():
             given = self._step(parallel, optimizer)
+            coins = parallel.programs[-1].captured.coins
+            skips[int(drawn[1])] = {} if coins is None else coins.skips(drawn)
             if dist.get_rank() == 0 and failed is None:
                 try:
                     steps.append(plain.step(self.batches, drawn))

@@ -10,6 +10,7 @@ from torch import nn
 
 from autopar.capture import Captured
 from autopar.capture.capture import state_of
+from autopar.capture.data.reads import check_reads
 from autopar.capture.raising import default_dtype
 from autopar.compiler.lowered import Lowered
 from autopar.ir.layout import combine, replica_error
@@ -21,6 +22,7 @@ from autopar.verification.dtypes import dtype_of
 from autopar.verification.judge.comparison import Values
 from autopar.verification.places import Batches, Made, aux_at, meshes_of_place, places_of, seeds_of, with_means
 from autopar.verification.plain import SCALE, OptimizerFactory, optimized
+from autopar.verification.versions import Versions
 from autopar.verification.virtual_inputs import Whole, outputs_on, whole_inputs
 
 OF_A_PLACE = ("aux", "guard")  # outputs that are not of all places together
@@ -29,14 +31,15 @@ OF_A_PLACE = ("aux", "guard")  # outputs that are not of all places together
 class Virtual:
     """The programs of all ranks on a virtual mesh; the optimizer steps on the whole parameters, as on DTensors.
     kernels: of the programs' groups. others: the programs of the places behind the first one, where each place has a
-    batch of its own."""
+    batch of its own. versions: all programs of the step, if draws or data decide which one runs."""
 
     def __init__(
         self, model: nn.Module, captured: Captured, compiled: Lowered, make: OptimizerFactory,
-        kernels: Kernels | None = None, others: Sequence[Made] = (),
+        kernels: Kernels | None = None, others: Sequence[Made] = (), versions: Versions | None = None,
     ) -> None:  # fmt: skip
         self.model, self.captured, self.compiled = model, captured, compiled
         self.programs: list[Made] = [(captured, compiled), *others]
+        self.versions = versions or Versions([self.programs])
         self.optimizer = make(optimized(model))
         self.replicas: dict[tuple[str, str], float] = {}
         self.parameters, self.buffers = (
@@ -53,11 +56,19 @@ class Virtual:
 
     def step_on(self, batches: Batches, seed: torch.Tensor) -> Values:
         """What a step gives, on one batch or on one for each place."""
+        values: Values = {}
         self.optimizer.zero_grad()
+        self.versions.run(seed, lambda programs: self._take_programs(programs, batches, seed, values))
+        self._update(values)
+        return values
+
+    def _take_programs(self, programs: list[Made], batches: Batches, seed: torch.Tensor, values: Values) -> None:
+        """Enter what a step gives with some programs into `values`. Raises OtherValues for a step that wants others."""
+        self.programs, (self.captured, self.compiled) = programs, programs[0]
         program, plan = self.compiled.program, self.compiled.plan
         with default_dtype(self.dtype):  # a number and a bool add up to it
             outputs = self._run(self.compiled, batches, seed) if len(batches) == 1 else self._run_own(batches, seed)
-        values: Values = {}
+        guards: list[torch.Tensor] = []
         layouts = record(program.graph.output_node()).operands
         shapes = {name: tensor.shape for name, tensor in (*self.parameters.items(), *self.partners.items())}
         for i, (out, layout) in enumerate(zip(program.outputs, layouts, strict=True)):
@@ -67,7 +78,7 @@ class Virtual:
             parts = [rank[i] for rank in outputs if rank[i] is not None]
             held = self.compiled.mesh if len(parts) == self.compiled.mesh.size else plan.mesh_of_stage
             if out.kind == "guard":
-                self.captured.reads[int(out.name)].check(combine(parts, layout, held))
+                guards.append(combine(parts, layout, held))
                 continue
             whole_ = combine(parts, layout, held)
             values[out.kind, out.name] = beginning(whole_, shapes[out.name]) if out.kind == "gradient" else whole_
@@ -76,8 +87,12 @@ class Virtual:
                 values[out.kind, out.name] /= SCALE
         if len(batches) > 1:
             values.update(self._of_places(outputs))
-        self._update(values)
-        return values
+        else:
+            check_reads(self.captured.reads, guards)
+        if self.captured.coins is not None:
+            unused = [self.captured.coins.left_out(drawn) for drawn in seeds_of(seed, len(batches))]
+            for name in frozenset.intersection(*unused):
+                values.pop(("gradient", name), None)
 
     def _run(self, compiled: Lowered, batches: Batches, seed: torch.Tensor) -> list[Outputs]:
         """The outputs of every rank, None for those that other stages have."""

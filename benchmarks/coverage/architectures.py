@@ -28,7 +28,7 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"), 2),
     "num_key_value_heads": 2, "d_kv": 8, "head_dim": 8, "vocab_size": VOCABULARY, "embedding_size": 16,
     "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "image_size": IMAGE, "patch_size": 8,
-    "layerdrop": 0.0, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0, "pad_token_id": 0,
+    "pad_token_id": 0,
     "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
 }  # fmt: skip
 
@@ -39,9 +39,8 @@ LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope
 STARTS = {"decoder_start_token_id": 1}
 TWO_STAGES = {"depths": [1, 1], "hidden_sizes": [16, 32], "embedding_size": 16}
 WINDOWS = {"depths": [1, 2], "num_heads": [2, 4], "embed_dim": 16, "window_size": 4, "patch_size": 4}
-# Layer drop branches on a random number and SpecAugment draws in numpy: neither is a program.
 WAVES = {"conv_dim": [16, 16, 16], "conv_stride": [5, 4, 2], "conv_kernel": [10, 4, 2], "num_feat_extract_layers": 3,
-         "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 4, "apply_spec_augment": False,
+         "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 4,
          "classifier_proj_size": 16}  # fmt: skip
 GEMMA = {
     "hidden_size": 32,

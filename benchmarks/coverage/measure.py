@@ -9,6 +9,7 @@ import time
 import traceback
 import warnings
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,7 +71,15 @@ def quiet() -> None:
     torch.set_num_threads(1)
 
 
-def captured_model(name: str, row: Row | None = None) -> tuple[Any, Any, Any, Any]:
+def _made(name: str, mesh: Any, answers: Any) -> tuple[Any, Any]:
+    """The program of another way through a model: as draws or data decide."""
+    from autopar.compiler.compile import lower
+
+    captured = captured_model(name, answers=answers)[-1]
+    return captured, lower(captured, mesh)
+
+
+def captured_model(name: str, row: Row | None = None, answers: Any = None) -> tuple[Any, Any, Any, Any]:
     """As `model_of` in float64, and its step; `row` gets the seconds."""
     from autopar.capture import capture
     from autopar.compiler.compile import batch_arguments
@@ -84,7 +93,7 @@ def captured_model(name: str, row: Row | None = None) -> tuple[Any, Any, Any, An
     batch = tree_map(lambda leaf: cast(leaf, dtype), batch)
     args, kwargs = batch_arguments(batch)
     start = time.process_time()
-    captured = capture(model, loss_fn, args, kwargs, lift=dtype, specialize=name in SPECIALIZED)
+    captured = capture(model, loss_fn, args, kwargs, lift=dtype, specialize=name in SPECIALIZED, answers=answers)
     if row is not None:
         row.capture_s = time.process_time() - start
     return model, loss_fn, batch, captured
@@ -93,7 +102,7 @@ def captured_model(name: str, row: Row | None = None) -> tuple[Any, Any, Any, An
 def _fill(row: Row) -> None:
     from autopar.compiler.compile import lower
     from autopar.ir.mesh import parse_mesh
-    from autopar.verification.verify import verify_compiled
+    from autopar.verification.verify import verify_ways
 
     model, loss_fn, batch, captured = captured_model(row.name, row)
     for mesh in MESHES:
@@ -104,7 +113,8 @@ def _fill(row: Row) -> None:
             _shares(row, compiled)
         else:
             row.dp_flops = min(row.dp_flops, flops_split(compiled, "dp"))
-        report = verify_compiled(model, captured, compiled, loss_fn=loss_fn, batch=batch)
+        remake = partial(_made, row.name, parse_mesh(mesh))
+        report = verify_ways(model, (captured, compiled), remake, loss_fn, batch)
         row.errors[mesh] = report.max_error
         if not report.ok:
             row.fault = row.fault or " ".join(str(report.mismatch).split())[:300]

@@ -17,40 +17,41 @@ from autopar.torch_compat import schema_of
 
 
 @dataclass(frozen=True, slots=True)
-class _Places:
-    """Among the arguments of an attention: keys, values and `causal`; of a backward call the logsumexp; of a mask that
-    is known by a condition its vectors over the queries, and over the keys, and the condition."""
+class AttentionPlaces:
+    """Among the arguments of an attention: keys, values and `causal`; of a backward call the logsumexp; the mask, or of
+    one that is known by a condition its vectors over the queries, and over the keys, and the condition."""
 
     k: int
     v: int
     causal: int
     lse: int | None = None
+    mask: int | None = None
     vectors: tuple[int, int, int] | None = None
 
 
-def _places_of(one: SemanticOp) -> _Places | None:
+def _places_of(one: SemanticOp) -> AttentionPlaces | None:
     """Where an attention has them, by its schema; None for another op."""
     at = {argument.name: place for place, argument in enumerate(schema_of(op(one.name)).arguments)}
     if "causal" not in at:
         return None
     vectors = (at["rows"], at["columns"], at["compare"]) if "compare" in at else None
-    return _Places(at["k"], at["v"], at["causal"], at.get("lse"), vectors)
+    return AttentionPlaces(at["k"], at["v"], at["causal"], at.get("lse"), at.get("mask"), vectors)
 
 
-_PLACES: Mapping[object, _Places] = {op(one.name): found for one in SEMANTIC if (found := _places_of(one))}
+_PLACES: Mapping[object, AttentionPlaces] = {op(one.name): found for one in SEMANTIC if (found := _places_of(one))}
 
 
 def carried(node: fx.Node, user: fx.Node) -> str | None:
     """The key under which slices keep `node`, keys or values or what a mask knows of keys, of which causal attention
     `user` reads what lies before its queries; None if it is nothing of the kind."""
     places = _PLACES.get(user.target)
-    if places is None or not _is_causal(user, places):
+    if places is None or not is_causal(user, places):
         return None
     at = next((name for name, place in _read_of_keys(user, places) if place is node), None)
     return at and f"{_forward_of(user).name}.{at}"
 
 
-def _read_of_keys(user: fx.Node, places: _Places) -> Iterator[tuple[str, object]]:
+def _read_of_keys(user: fx.Node, places: AttentionPlaces) -> Iterator[tuple[str, object]]:
     """What an attention reads of each key, by its name: the key, its value, and what a mask compares."""
     yield "k", user.args[places.k]
     yield "v", user.args[places.v]
@@ -67,17 +68,21 @@ def carried_back(node: fx.Node) -> str | None:
     if places is None or places.lse is None or at not in (1, 2):
         return None
     assert isinstance(call, fx.Node)
-    is_causal = _is_causal(call, places)
-    return f"{_forward_of(call).name}.{'dk' if at == 1 else 'dv'}" if is_causal else None
+    return f"{_forward_of(call).name}.{'dk' if at == 1 else 'dv'}" if is_causal(call, places) else None
 
 
 def sees_before(node: fx.Node) -> bool:
     """True for causal attention, whose work grows with the positions before its queries: not for that of a window."""
     places = _PLACES.get(node.target)
-    return places is not None and bool(node.args[places.causal]) and _is_causal(node, places)
+    return places is not None and bool(node.args[places.causal]) and is_causal(node, places)
 
 
-def _is_causal(user: fx.Node, places: _Places) -> bool:
+def places_in(user: fx.Node) -> AttentionPlaces | None:
+    """Where an attention, or what makes its gradients, has its arguments; None for another op."""
+    return _PLACES.get(user.target)
+
+
+def is_causal(user: fx.Node, places: AttentionPlaces) -> bool:
     """True if query i sees none but the keys up to i, and there are as many queries as keys."""
     q, keys = user.args[places.k - 1], user.args[places.k]
     assert isinstance(q, fx.Node) and isinstance(keys, fx.Node)

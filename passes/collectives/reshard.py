@@ -15,6 +15,7 @@ from autopar.ir.ops.ops import is_collective, op
 from autopar.ir.plan import Plan
 from autopar.ir.program import CAST, Builder, Level, Output, Program, Record, is_given, operand_nodes, record
 from autopar.passes.collectives.carried import carried, carried_back
+from autopar.passes.collectives.gather_notes import with_gather_notes
 from autopar.passes.precision.gradient_terms import is_short
 
 MADE_BY = "reshard"
@@ -47,7 +48,7 @@ def reshard(program: Program, plan: Plan) -> Program:
     are kept in between (arXiv 2205.05198, section 4.2.2); with ZeRO-3 parameters are (arXiv 1910.02054, section 5.3).
     Under a precision no gradient of a weight, nor of what is computed of weights, is summed shorter than was asked for.
     """
-    return _Reshard(program, plan).run()
+    return with_gather_notes(_Reshard(program, plan).run())
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,8 +140,8 @@ def _part(split: fx.Node, index: int) -> Rows | None:
 def _indexed(node: fx.Node, known: Known) -> Rows | None:
     """Rows by an index that is a run of numbers."""
     args: Any = node.args
-    x, dim, index = args if isinstance(args[1], int) else (args[0], *_only(args[1]))
-    run = None if index is None else _run(index, known)
+    x, dim, index, *_ = args if isinstance(args[1], int) else (args[0], *_only(args[1]))
+    run = None if index is None else _run(index, known, record(x).type.shape, dim)
     return None if run is None else Rows(x, dim % len(record(x).type.shape), *run)
 
 
@@ -151,15 +151,21 @@ def _only(indices: Sequence[fx.Node | None]) -> tuple[int, fx.Node | None]:
     return found[0] if len(found) == 1 else (0, None)
 
 
-def _run(index: fx.Node, known: Known) -> tuple[int, int] | None:
-    """The first number of an index and the one behind the last, if each is the one before it and one."""
+def _run(index: fx.Node, known: Known, shape: Sequence[int], dim: int) -> tuple[int, int] | None:
+    """The first number of an index along a dim of a tensor of this shape, and the one behind the last, if each is the
+    one before it and one. An index of more dims has the same numbers for all rows of the others."""
     type_ = record(index).type
-    if len(type_.shape) != 1 or type_.dtype not in (torch.int32, torch.int64) or not type_.numel:
+    if type_.dtype not in (torch.int32, torch.int64) or not type_.numel:
+        return None
+    sizes = [size for i, size in enumerate(shape) if i != dim % len(shape)]
+    if len(type_.shape) != 1 and [size for i, size in enumerate(type_.shape) if i != dim % len(shape)] != sizes:
         return None
     value = known.value(index)
-    if value is None or value[0] < 0 or not torch.equal(value, torch.arange(int(value[0]), int(value[0]) + len(value))):
+    if value is None:
         return None
-    return int(value[0]), int(value[0]) + len(value)
+    rows = value if value.ndim == 1 else value.movedim(dim, -1).flatten(0, -2)
+    first, count = int(value.flatten()[0]), rows.shape[-1]
+    return (first, first + count) if first >= 0 and bool((rows == torch.arange(first, first + count)).all()) else None
 
 
 def _cut(x: fx.Node, pads: Sequence[int]) -> Rows | None:
@@ -203,14 +209,14 @@ def _joined(parts: Sequence[Rows | None], dim: int) -> Rows | None:
 def _put_back(node: fx.Node, known: Known) -> Rows | None:
     """What a call puts into zeros, and where: by an index, or joined with them."""
     args: Any = node.args
+    if facts_of(node.target).moves == "added" and isinstance(args[1], int):
+        return _put(args[3], args[1], args[2], known) if _is_zero(args[0]) and not node.kwargs else None
     match op_name(node.target):
         case "index_put" if len(args) > 3 and args[3] and _is_zero(args[0]):
             dim, index = _only(args[1])
             return _put(args[2], dim, index, known)
         case "embedding_backward" if args[3] < 0:
             return _put(args[0], 0, args[1], known)
-        case "index_add" if _is_zero(args[0]) and not node.kwargs:
-            return _put(args[3], args[1], args[2], known)
         case "cat":
             return _among_zeros(args[0], _dim(node), [record(one).type.shape[_dim(node)] for one in args[0]], known)
         case "stack":
@@ -219,7 +225,7 @@ def _put_back(node: fx.Node, known: Known) -> Rows | None:
 
 
 def _put(x: fx.Node, dim: int, index: fx.Node | None, known: Known) -> Rows | None:
-    run = None if index is None else _run(index, known)
+    run = None if index is None else _run(index, known, record(x).type.shape, dim)
     return None if run is None else Rows(x, dim % len(record(x).type.shape), *run)
 
 

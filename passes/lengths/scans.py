@@ -10,7 +10,7 @@ from torch import fx
 
 from autopar.ir.ops.ops import op
 from autopar.ir.plan import Plan
-from autopar.ir.program import Builder, Program, erase_unused, operand_nodes, record
+from autopar.ir.program import Builder, Program, erase_unused, of_parameters, operand_nodes, record
 from autopar.passes.search.intents import context_axes
 
 aten = torch.ops.aten
@@ -57,15 +57,6 @@ def scans(program: Program, plan: Plan) -> Program:
     made = build.rewrite(program, put)
     erase_unused(made.graph)
     return made
-
-
-def of_parameters(program: Program) -> set[fx.Node]:
-    """The nodes that hang on a parameter."""
-    nodes = {node for node, _ in program.parameters()}
-    for node in program.calls():
-        if any(operand in nodes for operand in node.all_input_nodes):
-            nodes.add(node)
-    return nodes
 
 
 def _scan(node: fx.Node) -> Scan | None:

@@ -11,8 +11,7 @@ from torch import fx
 from autopar.ir.ops.op_facts import is_zeros
 from autopar.ir.ops.ops import op
 from autopar.ir.plan import Plan
-from autopar.ir.program import Builder, Program, erase_unused, operand_nodes, record
-from autopar.passes.lengths.scans import of_parameters
+from autopar.ir.program import Builder, Program, erase_unused, of_parameters, operand_nodes, record
 from autopar.passes.lengths.sliced_rows import Window, pad_of, window_of
 from autopar.passes.search.intents import context_axes
 

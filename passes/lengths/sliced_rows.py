@@ -197,9 +197,9 @@ class SlicedRows:
     def _is_possible(self, node: fx.Node) -> bool:
         """True if a call has no index that a dropped row could lack, and gives at the whole length what it should."""
         if node.target is op("checked_index"):
-            index, size, ignored = node.args
+            index, size, ignored, least = (*node.args, 0)[:4]
             number = self.number(index)  # type: ignore[arg-type]
-            return number is not None and (number == ignored or 0 <= number < size)  # type: ignore[operator]
+            return number is not None and (number == ignored or least <= number < size)  # type: ignore[operator]
         facts = facts_of(node.target)
         is_lookup = not facts.pointwise and facts.moves not in _VIEWS and op_name(node.target) != "sum"
         checked = semantic_of(node.target) is not None

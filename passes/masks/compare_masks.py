@@ -12,11 +12,12 @@ from torch import fx
 from autopar.ir.comparisons import TRUE, BoolVector
 from autopar.ir.ops.ops import op
 from autopar.ir.plan import Plan
-from autopar.ir.program import Builder, Program, Record, erase_unused, record
+from autopar.ir.program import Builder, Program, Record, erase_unused, of_parameters, record
 from autopar.passes.masks.mask_conditions import MaskCondition, condition_of
 from autopar.passes.masks.mask_values import Vector
-from autopar.passes.masks.mask_views import in_order
+from autopar.passes.masks.mask_views import axes_of, in_order
 from autopar.passes.masks.rowwise import Known
+from autopar.passes.search.intents import context_axes
 
 # The vectors of a condition as values of a program: [b|1, h|1, s] over the queries, [b|1, h|1, t] over the keys.
 
@@ -113,7 +114,7 @@ def compare_masks(program: Program, plan: Plan) -> Program:
     is causal and no window, the op is told so in place of a comparison, and its work is balanced. A mask of which not
     every element is known to come from such comparisons stays as it is.
     """  # noqa: E501
-    known, found = Known(), dict[fx.Node, tuple[MaskCondition, Sizes]]()
+    known, found, notes = Known(), dict[fx.Node, tuple[MaskCondition, Sizes]](), list[tuple[fx.Node, str]]()
     conditions: dict[tuple[Any, ...], MaskCondition | None] = {}
     for node in program.calls():
         if node.target not in _MASK_AT or node.args[_MASK_AT[node.target]] is None:
@@ -125,6 +126,12 @@ def compare_masks(program: Program, plan: Plan) -> Program:
         condition = conditions[key]
         if condition is not None:
             found[node] = condition, sizes
+        elif not record(node).is_backward and {"s", "t"} <= _axes(mask):
+            notes.append((mask, _note(node, mask, sizes)))
+    if notes and context_axes(plan.mesh):
+        weighted = of_parameters(program)
+        kept = dict.fromkeys(note for mask, note in notes if mask not in weighted)
+        program = program.with_(notes=(*program.notes, *kept)) if kept else program
     if not found:
         return program
     build = Builder(MADE_BY)
@@ -132,6 +139,21 @@ def compare_masks(program: Program, plan: Plan) -> Program:
     made = build.rewrite(program, lambda node: write.call(node, *found[node]) if node in found else None)
     erase_unused(made.graph)
     return made
+
+
+def _axes(mask: fx.Node) -> frozenset[str]:
+    shape = record(mask).type.shape
+    return axes_of(shape, ("b", "h", "s", "t")[4 - len(shape) :])
+
+
+def _note(node: fx.Node, mask: fx.Node, sizes: Sizes) -> str:
+    """What is told of a mask that stays a tensor."""
+    at = record(mask).source or record(node).source
+    return (
+        f"axis 'cp': the mask of the attention at {record(node).source} stays a tensor of {sizes['s']} x {sizes['t']} "
+        f"(made at {at}), since what it compares is not known. Write it as comparisons of positions and of vectors "
+        f"over queries and keys, hidden keys as False or -inf (docs/spellings.md)"
+    )
 
 
 def _read(node: fx.Node) -> tuple[fx.Node, bool, Sizes]:

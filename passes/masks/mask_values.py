@@ -23,6 +23,7 @@ from autopar.passes.masks.mask_views import Letters, axes_of, in_order, under
 from autopar.passes.masks.rowwise import Known
 
 MOST = 32  # combinations of the numbers of operands
+FEW = 3  # numbers of a mask that are looked for in its elements
 _TURNED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "==": "==", "!=": "!="}
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -87,7 +88,7 @@ class MaskValues:
             if type_.dtype == torch.bool:
                 return self._flag(Vector(node, letters))
             if type_.dtype in _INTEGERS:
-                return SignedSum(((1, self._counted(Vector(node, letters))),))
+                return self._line(Vector(node, letters))
         if node.op != "call_function":
             return None
         below = under(node, letters, self.sizes)
@@ -95,7 +96,8 @@ class MaskValues:
             return self.of(*below)
         if op_name(node.target) in ("tril", "triu"):
             return self._triangle(node, letters)
-        return self._pointwise(node, letters) if facts_of(node.target).pointwise else None
+        found = self._pointwise(node, letters) if facts_of(node.target).pointwise else None
+        return found or self._by_elements(node, letters)
 
     # --- vectors
 
@@ -117,17 +119,22 @@ class MaskValues:
         name = self._name(vector)
         return Cases(((True, BoolVector(name)), (False, BoolVector(name, False))))
 
-    def _counted(self, vector: Vector) -> Vector:
-        """The positions, if that is what a vector holds."""
+    def _line(self, vector: Vector) -> Value:
+        """A vector of integers; of one that hangs on no input, the number that it is everywhere, or the positions that
+        it holds, whichever sample and head it is repeated for."""
         assert vector.node is not None
-        value, axes = self.known.value(vector.node), self._axes(vector)
-        if value is None or len(axes) != 1 or not axes <= {"s", "t"} or not value.numel():
-            return vector
-        letter = next(iter(axes))
+        value, letter = self.known.value(vector.node), "".join(self._axes(vector) & {"s", "t"})
+        if value is None or not value.numel():
+            return SignedSum(((1, vector),))
         first = int(value.flatten()[0])
-        if not torch.equal(value.flatten(), torch.arange(first, first + self.sizes[letter], dtype=value.dtype)):
-            return vector
-        return Vector(None, (letter,), first)
+        if bool((value == first).all()):
+            return Cases(((first, TRUE),))
+        if letter and "".join(vector.letters).count(letter) == 1:
+            (dim,) = (i for i, one in enumerate(vector.letters) if letter in one)
+            counted = torch.arange(first, first + value.shape[dim], dtype=value.dtype)
+            if vector.letters[dim] == letter and bool((value.movedim(dim, -1) == counted).all()):
+                return SignedSum(((1, Vector(None, (letter,), first)),))
+        return SignedSum(((1, vector),))
 
     # --- values
 
@@ -146,6 +153,33 @@ class MaskValues:
         kept = {number: every(condition, keep) for number, condition in found.of}
         kept[zero] = some(kept.get(zero, some()), opposite(keep))
         return Cases(tuple(kept.items()))
+
+    def _by_elements(self, node: fx.Node, letters: Letters) -> Cases | None:
+        """What hangs on no input, if where it has each of its numbers is told by how far a key is before its query."""
+        shape, lengths = record(node).type.shape, (self.sizes["s"], self.sizes["t"])
+        value = self.known.value(node) if axes_of(shape, letters) == {"s", "t"} else None
+        if value is None or shape[-2:] != lengths or letters[-2:] != ("s", "t"):
+            return None
+        value = value.reshape(lengths)
+        numbers = value[[0, -1]].unique().tolist()
+        far = torch.arange(lengths[0])[:, None] - torch.arange(lengths[1])
+        if len(numbers) > FEW or not all(bool((value == number).any()) for number in numbers):
+            return None
+        bands = {number: _band(value == number, far) for number in numbers}
+        last = [number for number, band in bands.items() if band is None]
+        places = {number: self._between(band) for number, band in bands.items() if band is not None}
+        rest = opposite(some(*places.values()))
+        if len(last) > 1 or (sum(value.eq(number).sum() for number in numbers) != value.numel()):
+            return None
+        return Cases((*places.items(), *((number, rest) for number in last)))
+
+    def _between(self, band: tuple[int, int]) -> Condition:
+        """How far a key is before its query: at least so many places, at most so many."""
+        near, far = band
+        ends = [(">=", -far)] if far < self.sizes["s"] - 1 else []
+        ends += [("<=", -near)] if near > 1 - self.sizes["t"] else []
+        column = Vector(None, ("t",))
+        return every(*(Comparison(self._name(column), sign, self._name(Vector(None, ("s",), n))) for sign, n in ends))
 
     def _pointwise(self, node: fx.Node, letters: Letters) -> Value:
         operands = dict.fromkeys(operand_nodes(node))
@@ -206,6 +240,13 @@ class MaskValues:
             sign, shift = sign + "=", shift - 1 if sign == "<" else shift + 1
         name = self._name(Vector(column.node, column.letters))
         return Comparison(name, sign, self._name(Vector(row.node, row.letters, shift)))
+
+
+def _band(where: torch.Tensor, far: torch.Tensor) -> tuple[int, int] | None:
+    """From how far before its query a key is among those of a mask to how far, if that is all there is to it."""
+    found = far[where]
+    near, last = int(found.min()), int(found.max())
+    return (near, last) if torch.equal(where, (far >= near) & (far <= last)) else None
 
 
 def _fill(node: fx.Node) -> Any:

@@ -39,7 +39,8 @@ def under(node: fx.Node, letters: Letters, sizes: Mapping[str, int]) -> tuple[fx
     if stacked is not None:
         return stacked, letters
     x = node.args[0] if node.args else None
-    if not isinstance(x, fx.Node) or not is_view(node.target) or not record(x).is_tensor or not record(node).is_tensor:
+    shows = is_view(node.target) or op_name(node.target) == "repeat"
+    if not isinstance(x, fx.Node) or not shows or not record(x).is_tensor or not record(node).is_tensor:
         return None
     pair = rule_of(call_of(node)) if record(x).type.dtype == record(node).type.dtype else None
     if pair is None:

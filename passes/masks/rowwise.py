@@ -107,10 +107,20 @@ def _lookup(node: fx.Node, known: Known) -> Make | None:
         rows[dim] = 0 if row in rows else row
     if not any(rows):
         return None
+    if node.target in _LOOKUPS and all(rows) and len(rows) == len(shape) and rows == sorted(rows):
+        return lambda build: _shown(build, node, rows)
     name = "index_of_rows" if node.target in _LOOKUPS else "index_put_of_rows"
     others = [None if row else index for index, row in zip(indices, rows, strict=True)]
     values = rest if node.target in _LOOKUPS else [rest[0], bool(rest[1:] and rest[1])]
     return lambda build: build.call(op(name), *build.new((x, others, rows, *values)), like=record(node), name=name)
+
+
+def _shown(build: Builder, node: fx.Node, rows: list[int]) -> fx.Node:
+    """What is looked up by its own numbers alone, as a view: x[arange(b)[:, None, None], arange(t)]."""
+    x, wanted = build.value[_args(node)[0]], record(node).type.shape
+    shape = [size if i - len(wanted) in rows else 1 for i, size in enumerate(wanted)]
+    made = build.infer(aten.reshape.default, x, shape, like=record(node), name="rows")
+    return made if shape == [*wanted] else build.infer(aten.expand.default, made, [*wanted], like=record(node))
 
 
 def _row_itself(node: fx.Node, known: Known) -> Make | None:

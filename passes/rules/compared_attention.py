@@ -40,6 +40,20 @@ def _rule(
     )  # fmt: skip
 
 
+def _checked(call: Call) -> Rule:
+    """Each query beside all keys; along dims of which what is given back has one, all are checked together."""
+    _x, rows, columns, _compare = call.args
+    lasts = ["s" if rows else "st", *["s"] * len(rows), *["t"] * len(columns)]
+    named = [
+        " ".join("1" if size == 1 else name for name, size in zip(f"bh{last}", operand.shape, strict=True))
+        for last, operand in zip(lasts, call.operands, strict=True)
+    ]
+    free = {"b", "h", "s"} & set(named[0])
+    return instantiate(
+        f"{', '.join(named)} -> {named[0]}", call, replicated={"b", "h", "s", "t"} - free, positional={"s"} & free
+    )
+
+
 def _vectors(call: Call, places: Iterable[int], last: str) -> Iterable[str]:
     """The dims of vectors: broadcast to b (k g) and the queries or the keys."""
     for at in places:
@@ -50,4 +64,5 @@ def _vectors(call: Call, places: Iterable[int], last: str) -> Iterable[str]:
 ROWS: Mapping[str, Row] = {
     "autopar.compared_attention.default": Row(_compared),
     "autopar.compared_attention_backward.default": Row(_compared_backward),
+    "autopar.checked_causal.default": Row(_checked),
 }

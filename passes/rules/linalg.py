@@ -71,7 +71,6 @@ def _least_squares(call: Call) -> Rule:
 ROWS: Mapping[str, Row] = {
     "aten._linalg_eigh.default": _row("_ _ -> _, _ _"),
     "aten._linalg_svd.default": _row("_ _ -> _ _, _, _ _"),
-    "aten.cholesky.default": _row("_ _ -> _ _"),
     "aten.cholesky_inverse.default": _row("_ _ -> _ _"),
     "aten.cholesky_solve.default": _solved(0, lambda _: "_ k, _ _ -> _ k", FIRST),
     "aten.geqrf.default": _row("_ _ -> _ _, _"),

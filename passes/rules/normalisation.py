@@ -162,6 +162,7 @@ ROWS: Mapping[str, Row] = {
     "aten._fused_rms_norm_backward.default": Row(_rms_norm_backward),
     "autopar.rms_norm.default": Row(_row_norm),
     "autopar.rms_norm_backward.default": Row(_row_norm_backward),
+    "autopar.running_average.default": Row(replicated_rule),
     "aten.native_group_norm.default": _group_norm_local(3),
     "aten.native_group_norm_backward.default": _group_norm_local(5),
     "aten._native_batch_norm_legit_functional.default": Row(_batch_norm),

@@ -89,6 +89,13 @@ def _view(call: Call) -> Rule:
     return Rule((operand,), (result,), sizes, replicated, linear=FIRST)
 
 
+def _in_groups(call: Call) -> Rule:
+    """Rule of `in_groups`, a view; a second operand has the dims of the result already."""
+    view = _view(call)
+    rest = len(call.operands) - 1
+    return replace(view, operands=(*view.operands, *view.results * rest))
+
+
 def _permuted(call: Call, order: tuple[int, ...]) -> Rule:
     dims = named(call.operands[0].shape)
     return build(call, [dims], [tuple(dims[dim] for dim in order)], linear=FIRST)
@@ -245,6 +252,7 @@ ROWS: Mapping[str, Row] = {
     "aten._unsafe_view.default": Row(_view, shape_arg=1),
     "aten.reshape.default": Row(_view, shape_arg=1),
     "aten.view_copy.default": Row(_view, shape_arg=1),
+    "autopar.in_groups.default": Row(_in_groups),
     "aten.permute.default": Row(_permute),
     "aten.transpose.int": Row(_transpose),
     "aten.t.default": Row(_t),

@@ -315,6 +315,7 @@ _RULES: Mapping[str, Callable[[SortedRows, fx.Node], bool]] = {
     "div": SortedRows.divided,
     "floor_divide": SortedRows.divided,
     "remainder": SortedRows.wrapped,
+    "checked_index": SortedRows.reshaped,
 }
 _BY_MOVES: Mapping[str, Callable[[SortedRows, fx.Node], bool]] = {
     **dict.fromkeys(("same", "flat", "repeated"), SortedRows.reshaped),

@@ -61,17 +61,22 @@ class Mask:
     @staticmethod
     def of(q: Tensor, k: Tensor, call: ComparedCall) -> Mask:
         """The mask of a call; what is causal in it is one more comparison."""
-        condition, s, t = parse_condition(call.compare), q.shape[2], k.shape[2]
+        return Mask.within(q.shape[2], k.shape[2], call, "<=" if call.causal else "", q.device)
+
+    @staticmethod
+    def within(s: int, t: int, call: ComparedCall, sign: str, device: torch.device) -> Mask:
+        """The mask of s queries and t keys; with a sign, of those keys at positions `sign` that of the query."""
+        condition = parse_condition(call.compare)
         vectors = {f"r{i}": row.unsqueeze(-1) for i, row in enumerate(call.rows)}
         # of a slice of a sequence the keys behind it are not there, and no query of it would see them
         vectors |= {f"c{i}": column[..., :t].unsqueeze(-2) for i, column in enumerate(call.columns)}
         runs = RowRuns.of(call.starts, s)
-        if call.causal:
+        if sign:
             row, column = f"r{len(call.rows)}", f"c{len(call.columns)}"
-            condition = every(condition, Comparison(column, "<=", row))
-            places = [torch.arange(start, start + runs.width, device=q.device) for start in runs.starts]
+            condition = every(condition, Comparison(column, sign, row))
+            places = [torch.arange(start, start + runs.width, device=device) for start in runs.starts]
             vectors[row] = torch.cat(places).view(1, 1, s, 1)
-            vectors[column] = torch.arange(t, device=q.device).view(1, 1, 1, t)
+            vectors[column] = torch.arange(t, device=device).view(1, 1, 1, t)
         return Mask(condition, vectors, s, t, runs)
 
     def part(self, sample: int | None, rows: slice, keys: Sequence[slice]) -> Tensor:

@@ -89,16 +89,16 @@ class RankTrace(fx.Interpreter):
 
 
 @torch.library.custom_op(f"{NAMESPACE}::checked_copy", mutates_args=())
-def checked_copy(index: torch.Tensor, size: int, ignored: int | None, place: str) -> torch.Tensor:
+def checked_copy(index: torch.Tensor, size: int, ignored: int | None, least: int, place: str) -> torch.Tensor:
     """`checked_index`, in memory of its own: a compiler takes a result for that. `place` says where it stands."""
     try:
-        return checked_index(index, size, ignored).clone(memory_format=torch.contiguous_format)
+        return checked_index(index, size, ignored, least).clone(memory_format=torch.contiguous_format)
     except BatchError as error:
         raise BatchError(f"{error}\n  In {place}") from None
 
 
 @checked_copy.register_fake
-def _(index: torch.Tensor, size: int, ignored: int | None, place: str) -> torch.Tensor:
+def _(index: torch.Tensor, size: int, ignored: int | None, least: int, place: str) -> torch.Tensor:
     return torch.empty_like(index, memory_format=torch.contiguous_format)
 
 
@@ -107,7 +107,7 @@ def decomposed(target: Any, place: str) -> Function:
     attention, the cross entropy, lookups); the others are opaque. `place` describes its node, for an error at run time.
     """
     if target == op("checked_index"):
-        return lambda index, size, ignored: checked_copy(index, size, ignored, place)
+        return lambda index, size, ignored, least=0: checked_copy(index, size, ignored, least, place)
     kernel = KERNELS.get(target)
     if kernel is None:
         return function_of(target)

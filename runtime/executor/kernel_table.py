@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from autopar.ir.ops.ops import NAMESPACE, is_mesh_op, op
-from autopar.runtime.attention import attention_compared, attention_dropout, attention_whole
+from autopar.runtime.attention import attention_compared, attention_dropout, attention_whole, checked_causal
 from autopar.runtime.kernels import (
     contraction,
     convolve,
@@ -33,8 +33,8 @@ from autopar.runtime.kernels import (
 from autopar.runtime.kernels.kernel import Function, Kernel
 
 _FILES = (
-    attention_whole, attention_compared, attention_dropout, run_chain, contraction, convolve, ctc, dropout, embedding,
-    experts, indices, loss_kernels, norm_kernels, random_kernels, rows, scan_kernels,
+    attention_whole, attention_compared, attention_dropout, checked_causal, run_chain, contraction, convolve, ctc,
+    dropout, embedding, experts, indices, loss_kernels, norm_kernels, random_kernels, rows, scan_kernels,
 )  # fmt: skip
 
 KERNELS: Mapping[Any, Kernel] = MappingProxyType(

@@ -13,8 +13,8 @@ from autopar.runtime.kernels.kernel import Kernel
 from autopar.torch_compat import assert_async
 
 
-def checked_index(index: torch.Tensor, size: int, ignored: int | None) -> torch.Tensor:
-    """The index itself. Raises BatchError if a value is neither in 0..size-1 nor `ignored`.
+def checked_index(index: torch.Tensor, size: int, ignored: int | None, least: int = 0) -> torch.Tensor:
+    """The index itself. Raises BatchError if a value is neither in least..size-1 nor `ignored`.
 
     Off the CPU an answer would wait for the device at every step: the device itself asserts it, as torch's own lookups
     do, and whatever is read next raises its error.
@@ -22,24 +22,25 @@ def checked_index(index: torch.Tensor, size: int, ignored: int | None) -> torch.
     if index.numel() == 0:
         return index
     if not host.on_host(index):
-        assert_async(_inside(index, size, ignored).all(), f"an index is out of range: the table has {size} entries")
+        inside = _inside(index, size, ignored, least)
+        assert_async(inside.all(), f"an index is out of range: the table has {size} entries")
         return index
     low, high = (int(bound) for bound in torch.aminmax(index))
-    if low >= 0 and high < size:
+    if low >= least and high < size:
         return index
-    outside = ~_inside(index, size, ignored)
+    outside = ~_inside(index, size, ignored, least)
     if not outside.any():
         return index
     value = int(index[outside].flatten()[0])
     also = "" if ignored is None else f", or {ignored}, which is ignored"
     raise BatchError(
-        f"index {value} is out of range: the table has {size} entries, so an index is 0 to {size - 1}{also}. "
+        f"index {value} is out of range: the table has {size} entries, so an index is {least} to {size - 1}{also}. "
         f"Correct the token ids or labels, or enlarge the table."
     )
 
 
-def _inside(index: torch.Tensor, size: int, ignored: int | None) -> torch.Tensor:
-    inside = (index >= 0) & (index < size)
+def _inside(index: torch.Tensor, size: int, ignored: int | None, least: int) -> torch.Tensor:
+    inside = (index >= least) & (index < size)
     return inside if ignored is None else inside | (index == ignored)
 
 

@@ -65,8 +65,23 @@ def _dims(weight: torch.Tensor) -> list[int]:
     return list(range(-weight.ndim, 0))
 
 
+def in_groups(x: torch.Tensor, synced: bool, like: torch.Tensor | None = None) -> torch.Tensor:
+    """x with the dims of one group, or of those of `like`."""
+    return x.reshape((1, 1, *x.shape) if like is None else like.shape)
+
+
+def running_average(
+    running: torch.Tensor, values: torch.Tensor, count: torch.Tensor | None, momentum: float
+) -> torch.Tensor:
+    """The statistic after one update."""
+    factor = momentum if count is None else count.to(running.dtype).reciprocal()
+    return (running * (1 - factor) + values.reshape(running.shape) * factor).to(running.dtype)
+
+
 # A compiler fuses the parts with what stands around them.
 KERNELS = {
+    "in_groups": Kernel(in_groups, traced=in_groups),
+    "running_average": Kernel(running_average, traced=running_average),
     "rms_norm": Kernel(rms_norm, traced=_plain),
     "rms_norm_backward": Kernel(rms_norm_backward, traced=_plain_backward),
 }

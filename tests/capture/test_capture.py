@@ -86,7 +86,7 @@ def test_what_happens_at_the_capture_only_is_noted(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", [*named("works"), *named("noted")])
+@pytest.mark.parametrize("name", [*named("works"), *named("noted"), *named("guarded")])
 def test_what_is_taken_is_right(name: str) -> None:
     model, loss_fn = step_of(name)
     report = verify(model, "dp=2", loss_fn=loss_fn, batch=torch.randn(4, 4))
@@ -95,6 +95,16 @@ def test_what_is_taken_is_right(name: str) -> None:
         # What is taken may still be computed whole; and what is kept in a list is that of the capture.
         expected = ("has no rule", "divides no product", "kept by the model outside of itself")
         assert not [note for note in compiled(name).notes if not any(text in note for text in expected)]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", named("guarded"))
+def test_the_truth_of_data_is_noted_with_its_line(name: str) -> None:
+    file, line, _ = place_of(CASES[name])
+    notes = [
+        note for note in compiled(name).notes if note.startswith(f"bool() of a tensor at {file}:{line} is taken as")
+    ]
+    assert notes and "each step checks that it is before anything is changed" in notes[0]
 
 
 def test_a_capture_leaves_the_module_as_it_was() -> None:
@@ -170,7 +180,7 @@ FILELESS = ["<ipython-input-3>", "<stdin>", "<doc>", "<my template>"]
 @pytest.mark.parametrize("name", FILELESS)
 def test_a_loss_of_a_notebook(name: str) -> None:
     names: dict[str, Any] = {}
-    text = "def loss(model, x):\n    y = model(x)\n    if y.sum() > 0:\n        return y.sum()\n    return -y.sum()\n"
+    text = "def loss(model, x):\n    y = model(x)\n    if int(y.sum()) > 0:\n        y = -y\n    return y.sum()\n"
     exec(builtins.compile(text, name, "exec"), names)
     with pytest.raises(CaptureError, match=rf"depends on the values in a tensor at {name}:3\n"):
         compile(nn.Linear(4, 4), "dp=2", loss_fn=names["loss"], batch=torch.randn(4, 4))

@@ -1,4 +1,4 @@
-"""`if torch.rand(1) > p` where p lets no draw decide; and where `specialize=True` is offered."""
+"""`if torch.rand(1) > p`: where p lets no draw decide, and where each step is decided by its own draw."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from verified import verified
 
@@ -118,17 +119,174 @@ def test_a_layer_that_is_always_dropped_is_no_branch() -> None:
         assert 'gradient "adapter.weight"' not in found.text()
 
 
-@pytest.mark.parametrize(
-    "body", [loha, as_a_float, at_least, negated, inverted, mirrored, as_a_number, of_a_part, filled]
-)
-def test_a_layer_that_may_be_dropped_is_refused_and_nothing_is_offered(body: Body) -> None:
-    with pytest.raises(CaptureError) as caught:
-        autopar.compile(made(body, p=0.1), "dp=2", loss_fn=loss_fn, batch=(rows(),))
-    text = str(caught.value)
-    assert f"{__file__}:{body.__code__.co_firstlineno}" in text.replace(
-        f":{body.__code__.co_firstlineno + 1}", f":{body.__code__.co_firstlineno}"
-    ).replace(f":{body.__code__.co_firstlineno + 2}", f":{body.__code__.co_firstlineno}")
-    assert "torch.where" in text and "specialize" not in text
+# Coins that leave a layer out, others that decide what is computed, and integers.
+
+
+def flipped(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    return h.flip(0) if torch.rand(1) < 0.5 else h * 2 + m.adapter(x)
+
+
+def counted(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    for _ in range(int(torch.randint(1, 3, ()))):
+        h = m.adapter(h)
+    return h
+
+
+def cropped(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    at = torch.randint(0, 3, (1,)).item()
+    return h[:, at : at + 2] * 2
+
+
+def drawn_at_once(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    keep = torch.rand(3)
+    for i in range(3):
+        if keep[i] < 0.5:
+            h = h + F.dropout(m.adapter(h), 0.2)
+    return F.dropout(h, 0.2)
+
+
+def bernoulli(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    if torch.bernoulli(torch.tensor(0.5)):
+        h = h + m.adapter(x)
+    return h if h.new_empty(1).bernoulli_(0.5).item() == 1.0 else h + m.adapter(h)
+
+
+def returned(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    if torch.rand(()) < 0.5:
+        h = F.dropout(m.adapter(h), 0.3)
+    if torch.rand(()).item() < 0.5:
+        return h + F.dropout(m.adapter(x), 0.3) * torch.rand(())
+    return F.dropout(h, 0.1)
+
+
+def nested(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    if torch.rand(()) < 0.7:
+        h = h + m.linear(h)
+        if torch.rand(()) < 0.5:
+            h = F.dropout(h + m.adapter(x), 0.3)
+    return F.dropout(h, 0.1)
+
+
+def written_inside(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    h = h * 1
+    if torch.rand(()) < 0.5:
+        h += m.adapter(x)
+    return h
+
+
+def a_buffer_inside(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    if torch.rand(()) < 0.5:
+        m.count += 1
+        h = h + m.adapter(x)
+    return h * (1 + m.count)
+
+
+def asked_twice(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    coin = torch.rand(())
+    skip = coin < 0.5
+    if not skip:
+        h = h + m.adapter(x)
+    if skip:
+        h = h * 3
+    return h if coin >= 0.2 else h + 1
+
+
+def as_long_as(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    while torch.rand(()) < 0.5:
+        h = m.adapter(h)
+    return h
+
+
+def with_data(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    return h * 2 if torch.rand(()) < x.mean().abs() else h
+
+
+def skips_over(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    """What the third layer leaves out, if it does, is not what the second gave."""
+    first = h if torch.rand(()) < 0.5 else F.dropout(m.adapter(h), 0.2)
+    second = first if torch.rand(()) < 0.5 else m.linear(first)
+    third = first if torch.rand(()) < 0.5 else m.adapter(first + second)
+    return second + third
+
+
+def with_a_guard(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    for _ in range(3):
+        if torch.rand(()) < 0.5:
+            continue
+        h = m.adapter(h)
+        if not torch.isfinite(h).all():
+            h = torch.nan_to_num(h)
+    return h
+
+
+JOINED = [loha, at_least, negated, inverted, mirrored, as_a_number, of_a_part, filled, drawn_at_once, skips_over,
+          with_a_guard]  # fmt: skip
+ALONE = [flipped, counted, cropped, bernoulli, returned, nested, written_inside, a_buffer_inside, asked_twice,
+         as_long_as, with_data]  # fmt: skip
+
+
+@pytest.mark.parametrize("body", [*JOINED, *ALONE])
+def test_what_random_numbers_decide_is_decided_in_each_step(body: Body) -> None:
+    report = autopar.verify(made(body, p=0.4), "dp=2,tp=2", loss_fn=loss_fn, batch=(rows(),), steps=6)
+    assert report.ok and report.max_error < 1e-10, report
+
+
+@pytest.mark.parametrize("body", JOINED)
+def test_calls_that_are_left_out_are_one_program(body: Body) -> None:
+    found = autopar.compile(made(body, p=0.4), "dp=2", loss_fn=loss_fn, batch=(rows(),))
+    assert any(
+        note.startswith(f"{__file__}:") and "a random number decides whether calls are left out" in note
+        for note in found.notes
+    )
+    assert not any("there is one for each way" in note for note in found.notes)
+
+
+def test_a_draw_that_is_made_a_float_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"a random number that is taken out of a tensor") as caught:
+        autopar.compile(made(as_a_float, p=0.1), "dp=2", loss_fn=loss_fn, batch=(rows(),))
+    assert "specialize" not in str(caught.value)
+
+
+class Stack(nn.Module):
+    """Layers with dropout, each left out by chance; the second half reads what the first gave, as a decoder does."""
+
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(layers))
+        self.cross = nn.ModuleList(nn.Linear(8, 8) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory = x
+        for layer in self.layers:
+            if torch.rand([]) < 0.5:
+                continue
+            memory = memory + F.dropout(layer(memory), 0.1)
+        h = x * 2
+        for layer in self.cross:
+            if torch.rand([]) >= 0.5:
+                h = F.dropout(layer(h), 0.2) + memory
+        return F.dropout(h, 0.1)
+
+
+@pytest.mark.parametrize("options", [{"mesh": "pp=2", "microbatches": 2}, {"mesh": "dp=3", "dtype": torch.float32}])
+def test_layers_that_are_left_out(options: dict[str, Any]) -> None:
+    """With weights that a step does not use: AdamW leaves them alone, as it does on one device."""
+    torch.manual_seed(1)
+    mesh = options.pop("mesh")
+    report = autopar.verify(Stack(), mesh, loss_fn=loss_fn, batch=(rows(),), steps=5, **options)
+    assert report.ok, report
+
+
+def test_a_step_leaves_parameters_without_a_gradient() -> None:
+    torch.manual_seed(1)
+    parallel = autopar.parallelize(Stack(), "dp=1", loss_fn=loss_fn, seed=3)
+    seen: set[tuple[bool, ...]] = set()
+    for _ in range(6):
+        parallel.zero_grad()
+        parallel.forward_backward(rows())
+        seen.add(tuple(parameter.grad is None for parameter in parallel.parameters()))
+    assert len(seen) > 3 and len(parallel.programs) == 1
+    assert all(any(flags) for flags in seen)
 
 
 def written_in_part(m: Any, h: Tensor, x: Tensor) -> Tensor:
@@ -146,8 +304,7 @@ def written_uncounted(m: Any, h: Tensor, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("body", [written_in_part, written_uncounted])
 def test_a_draw_that_is_written_into_decides(body: Body) -> None:
-    with pytest.raises(CaptureError, match=r"torch\.where"):
-        autopar.compile(made(body), "dp=2", loss_fn=loss_fn, batch=(rows(),))
+    assert autopar.verify(made(body), "dp=2", loss_fn=loss_fn, batch=(rows(),), steps=4).ok
 
 
 def test_what_hands_draws_on_may_be_called_by_keywords() -> None:
@@ -240,13 +397,19 @@ def by_written_buffer(m: Any, h: Tensor, x: Tensor) -> Tensor:
     return h * 2 if m.count > 0 else h
 
 
-REFUSED = [written, written_by_a_view, written_by_an_alias, shifted, rounded, wider, normal, many, computed_with,
-           float_by_chance, float_in_between, two_floats, float_computed_with, by_weight,
-           by_written_buffer]  # fmt: skip
+DRAWN = [written, written_by_a_view, written_by_an_alias, shifted, rounded, wider, normal, many, computed_with,
+         by_weight, by_written_buffer]  # fmt: skip
+FLOATS = [float_by_chance, float_in_between, two_floats, float_computed_with]
 
 
-@pytest.mark.parametrize("body", REFUSED)
-def test_what_each_step_has_anew_is_refused_and_nothing_is_offered(body: Body) -> None:
+@pytest.mark.parametrize("body", DRAWN)
+def test_what_each_step_has_anew(body: Body) -> None:
+    report = autopar.verify(made(body), "dp=2", loss_fn=loss_fn, batch=(rows(),), steps=4)
+    assert report.ok and report.max_error < 1e-10, report
+
+
+@pytest.mark.parametrize("body", FLOATS)
+def test_floats_that_each_step_has_anew_are_refused_and_nothing_is_offered(body: Body) -> None:
     with pytest.raises(CaptureError) as caught:
         autopar.compile(made(body), "dp=2", loss_fn=loss_fn, batch=(rows(),))
     lines = range(body.__code__.co_firstlineno, body.__code__.co_firstlineno + 5)
@@ -263,15 +426,13 @@ def by_buffer(m: Any, h: Tensor, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("body", [by_batch, by_buffer])
-def test_where_it_is_offered_it_is_taken(body: Body) -> None:
-    with pytest.raises(CaptureError, match="Or specialize=True takes the value"):
-        autopar.compile(made(body), "dp=2", loss_fn=loss_fn, batch=(rows(),))
-    report = autopar.verify(made(body), "dp=2", loss_fn=loss_fn, batch=(rows(),), specialize=True)
+@pytest.mark.parametrize("specialize", [False, True])
+def test_the_truth_of_data(body: Body, specialize: bool) -> None:
+    report = autopar.verify(made(body), "dp=2", loss_fn=loss_fn, batch=(rows(),), specialize=specialize)
     assert report.ok and report.max_error < 1e-10, report
 
 
-def test_without_data_nothing_is_offered() -> None:
-    with pytest.raises(CaptureError) as caught:
-        autopar.compile(made(by_batch), "dp=2", loss_fn=loss_fn, batch=(torch.empty(12, 5, 8, device="meta"),))
-    assert "an `if`" in str(caught.value) or "a conditional expression" in str(caught.value)
-    assert "specialize" not in str(caught.value)
+def test_without_data_the_truth_is_a_guess() -> None:
+    batch = (torch.empty(12, 5, 8, device="meta"),)
+    notes = autopar.compile(made(by_batch), "dp=2", loss_fn=loss_fn, batch=batch).notes
+    assert any(note.startswith("bool() of a tensor at") and "is taken as False" in note for note in notes)

@@ -29,12 +29,6 @@ class Model(nn.Module):
         return self.body(self.linear, x)
 
 
-def branches(linear: nn.Module, x: Tensor) -> Tensor:
-    if x.sum() > 0:
-        return linear(x)
-    return -linear(x)
-
-
 def loops(linear: nn.Module, x: Tensor) -> Tensor:
     for _ in range(int(x.max())):
         x = linear(x)
@@ -42,7 +36,6 @@ def loops(linear: nn.Module, x: Tensor) -> Tensor:
 
 
 DATA_DEPENDENT: list[tuple[Callable[[nn.Module, Tensor], Tensor], str]] = [
-    (branches, "if x.sum() > 0:"),
     (loops, "for _ in range(int(x.max())):"),
     (lambda linear, x: linear(x) * float(x.mean()), ""),
 ]

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar import compile, verify
-from autopar.errors import CaptureError
+from autopar import compile, parallelize, verify
+from autopar.capture.data import reads
+from autopar.errors import BatchError
 
 
 class Branching(nn.Module):
@@ -116,10 +117,27 @@ def constant(m: Any, y: Tensor, x: Tensor) -> Tensor:
     return y * torch.tensor([1.0] * 8 if y.sum() > 0 else [2.0] * 8, dtype=y.dtype)
 
 
-@pytest.mark.parametrize("body", [other, second, raised, endless, rounds, remembered, kept, constant])
-def test_sides_that_are_not_the_same_are_refused(body: Any) -> None:
-    with pytest.raises(CaptureError, match="the program depends on the values in a tensor at"):
-        verify(Branching(body), "dp=2", loss_fn=squares, batch=torch.randn(12, 8))
+@pytest.mark.parametrize("body", [other, second, raised, rounds, kept, constant])
+def test_sides_that_are_not_the_same_are_guarded(body: Any) -> None:
+    torch.manual_seed(3)
+    batch = torch.randn(12, 8)
+    assert verify(Branching(body), "dp=2", loss_fn=squares, batch=batch).ok
+    notes = compile(Branching(body), "dp=2", loss_fn=squares, batch=batch).notes
+    assert any(note.startswith("bool() of a tensor at") for note in notes)
+
+
+def test_a_loop_that_no_data_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reads, "_MOST", 5)
+    monkeypatch.setattr(reads, "_ROUNDS", 2)
+    with pytest.raises(BatchError, match="a branch on data behind 64 others of the same step"):
+        parallelize(Branching(endless), "dp=1", loss_fn=squares).forward_backward(torch.zeros(4, 8))
+
+
+def test_a_branch_that_python_remembers_is_refused() -> None:
+    model = Branching(remembered)
+    batch = 5 * model.inner.weight.detach().sum(0).expand(12, 8).clone()  # the sum of what comes out is above 0
+    with pytest.raises(BatchError, match="'flag'"):
+        parallelize(model, "dp=1", loss_fn=squares).forward_backward(batch)
 
 
 def test_what_is_returned_beside_the_loss_is_a_side_too() -> None:
@@ -127,5 +145,5 @@ def test_what_is_returned_beside_the_loss_is_a_side_too() -> None:
         value = squares(model, x)
         return value, {"kind": "large" if value > 1 else "small"}
 
-    with pytest.raises(CaptureError, match="depends on the values in a tensor"):
-        verify(Branching(warned), "dp=2", loss_fn=loss, batch=torch.randn(12, 8))
+    notes = compile(Branching(warned), "dp=2", loss_fn=loss, batch=torch.randn(12, 8)).notes
+    assert any("is taken as" in note for note in notes)

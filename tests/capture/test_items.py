@@ -69,7 +69,6 @@ def caught(m: Item, y: Tensor, x: Tensor) -> Tensor:
 
 
 ITEMS_REFUSED: dict[str, tuple[Any, str]] = {
-    "a branch": (lambda m, y, x: y if y.mean().item() > 0 else -y, r"The number is compared \(gt\) at"),
     "a size": (lambda m, y, x: y[:, : x.argmax().item() % 8], r"The number is used by Python itself \(%\)"),
     "a list of sizes": (lambda m, y, x: y.split([8, y[0, 0].item()], 1)[0], r"is in an argument of split\(\)"),
     "a text": (lambda m, y, x: y * len(f"{y.mean().item():.3f}"), r"Python itself \(format\)"),

@@ -54,6 +54,7 @@ def made(name: str, **sizes: Any) -> Any:
     torch.manual_seed(0)
     model, config = {
         "mistral": ("MistralForCausalLM", "MistralConfig"),
+        "qwen2": ("Qwen2ForCausalLM", "Qwen2Config"),
         "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig"),
         "llama": ("LlamaForCausalLM", "LlamaConfig"),
         "llama4": ("Llama4ForCausalLM", "Llama4TextConfig"),
@@ -89,6 +90,29 @@ def test_slices_of_transformers(name: str) -> None:
     options = {"microbatches": 2, "slices": [10, 6, 5, 3], "schedule": "seq1f1b"}
     ((_, found),) = verified(made(name, **MODELS[name][0]), ["pp=2"], loss, (tokens(), seen()), **options)
     assert conditions(found) == MODELS[name][1] and not found.notes
+
+
+# Of a mask that transformers makes without one of its own: of one document nothing is left but that it is causal.
+SLICED: dict[str, tuple[str, dict[str, Any], list[tuple[str, bool]]]] = {
+    "llama": ("pp=2,tp=2", {}, [("", True)] * 2),
+    "mistral": ("dp=2,pp=2", {"sliding_window": 5}, [("c0>=r0 & c0<=r1", False)] * 2),
+    "qwen2": (
+        "pp=2", {"use_sliding_window": True, "sliding_window": 5, "layer_types": LAYERS[::-1]},
+        [("", True), ("c0>=r0 & c0<=r1", False)],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SLICED)
+def test_slices_without_padding(name: str) -> None:
+    """One document in each row, and several, whose positions the batch gives."""
+    mesh, sizes, wanted = SLICED[name]
+    options = {"microbatches": 2, "slices": [10, 6, 5, 3], "schedule": "seq1f1b", "zero": 3 if "dp" in mesh else 0}
+    step = lambda m, x, **more: m(input_ids=x, labels=x, use_cache=False, **more).loss  # noqa: E731
+    ((_, found),) = verified(made(name, **sizes), [mesh], step, (tokens(),), **options)
+    assert conditions(found) == wanted and not found.notes
+    ids = torch.stack([torch.cat([torch.arange(n), torch.arange(TIME - n)]) for n in (7, 24, 12, 19)])
+    verified(made(name, **sizes), [mesh], step, {"x": tokens(), "position_ids": ids}, **options)
 
 
 def test_what_transformers_spells_out_stays_right() -> None:

@@ -101,6 +101,27 @@ def test_both_sides_have_the_same_losses(name: str, scripts: Scripts, tmp_path: 
     torch.testing.assert_close(after, before, rtol=1e-6, atol=0)
 
 
+@pytest.mark.gloo
+def test_a_model_without_values_goes_on_from_files(
+    scripts: Scripts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the plain model that `from_pretrained` loads."""
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(str(TUTORIALS))
+    from toy import dataset
+
+    scripts.losses("transformers_before", tmp_path)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "llama")
+    optimizer, wanted = torch.optim.SGD(plain.parameters(), lr=0.1), []
+    for tokens, _ in torch.utils.data.DataLoader(dataset(), batch_size=8):
+        loss = plain(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted.append(loss.item())
+    torch.testing.assert_close(scripts.losses("transformers_meta", tmp_path), wanted, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_page_shows_the_difference(name: str) -> None:
     assert difference(name) in (TUTORIALS / f"from_{name}.md").read_text(), f"docs/tutorials/from_{name}.md is behind"

@@ -24,7 +24,9 @@ each = pytest.mark.parametrize("one", SEMANTIC, ids=lambda one: one.name)
 
 # Why an op has no gradient; one of which the name ends in "_backward" is a gradient itself.
 NO_GRADIENT = {
-    "checked_index": "integers", "random": "what is drawn depends on no tensor but the seed",
+    "checked_index": "integers", "checked_causal": "what it checks is of the batch",
+    "random": "what is drawn depends on no tensor but the seed", "in_groups": "BatchNorm's own gradient has it",
+    "running_average": "of buffers",
     **dict.fromkeys(
         ("index_of_rows", "index_put_of_rows", "convolution", "pad_rows", "running_sum", "linear_scan",
          "chain", "compared_attention"),

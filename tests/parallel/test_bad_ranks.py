@@ -39,7 +39,7 @@ def batch(rows: int = 12, shift: int = 0) -> tuple[Tensor, Tensor]:
 
 def branching_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     out = model(x)
-    if out.sum() > 0:  # the branch
+    if int(out.sum()) > 0:  # the branch
         out = out * 2
     return F.mse_loss(out, y)
 
@@ -220,9 +220,10 @@ CASES: dict[str, tuple[Callable[..., None], tuple[Any, ...], str]] = {
     )),
     "a branch on data": (_step, ({"loss_fn": branching_loss},), (
         "CaptureError: the program depends on the values in a tensor at FILE:the branch\n"
-        "    if out.sum() > 0:  # the branch\n"
-        "This line has an `if` on a tensor. Compute both sides and choose by element, e.g. torch.where(condition, a, b)"
-        "; or decide before the step and pass a Python bool."
+        "    if int(out.sum()) > 0:  # the branch\n"
+        "This line has a tensor as a Python integer (int(), range, an index or a size). Pass the number in as a Python "
+        "int (each value compiles a program of its own), or use a fixed size and a mask; to look a value up, keep the "
+        "list as a tensor: table[index]."
     )),
     "bad shard patterns": (
         _step,

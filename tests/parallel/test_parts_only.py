@@ -119,6 +119,25 @@ def test_no_more_than_one_parameter_is_ever_whole(eight: int, mesh: str, source:
     assert tracker.peak_bytes() <= 1.05 * (max(held(model), whole / 8) + largest * 9 / 8)
 
 
+def test_a_llama_of_transformers_reads_its_parts(eight: int, tmp_path: Path) -> None:
+    """Its frequencies, which no file holds, are those of rotary modules alone: no parameter is made for them."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=WIDTH, intermediate_size=3 * WIDTH, vocab_size=ROWS, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=4, tie_word_embeddings=False,
+    )  # fmt: skip
+    save(transformers.LlamaForCausalLM(config), tmp_path)
+    plain = on_meta(lambda: transformers.AutoModelForCausalLM.from_config(config))
+    whole, largest = sizes(plain)
+    gc.collect()
+    with Real() as tracker:
+        model = autopar.parallelize(
+            plain, "fsdp=8", loss_fn=lambda m, x: m(input_ids=x, labels=x).loss, zero=3, weights=tmp_path
+        )
+        at_once = tracker.peak_bytes()
+    assert held(model) <= 1.05 * whole / 8 and at_once <= 1.05 * whole / 8 + largest
+
+
 def test_what_the_user_had_is_given_up_one_by_one(eight: int) -> None:
     """A model in this process's memory and its parts are never there together."""
     plain = Stack()
@@ -247,7 +266,7 @@ def test_files_that_do_not_fit(tmp_path: Path) -> None:
     assert str(error.value) == (
         f"weights='{tmp_path}' does not fit the model: 'tokens.weight' is [2048, 256] there and [2049, 256] in the "
         f"model; 'layers.1.0.weight', 'layers.1.0.bias', 'layers.1.1.weight' and 3 more are on the meta device and in "
-        f"no file (what no checkpoint keeps, such as a buffer with persistent=False, must be built on a real device)."
+        f"no file (give files that have them, or build them on a real device)."
     )
 
 

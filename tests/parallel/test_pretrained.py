@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from processes import Ranks
 from torch import nn
 
 import autopar
-from autopar.errors import AutoparError, CaptureError
+from autopar.errors import AutoparError
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.gloo
@@ -99,23 +100,44 @@ def test_gradient_checkpointing_of_transformers(two: Ranks) -> None:
     two.run(_checkpointed)
 
 
-def _from_files(rank: int, folder: str, mesh: str, tied: bool) -> None:
-    plain = llama(tied)
+FLOWS: dict[str, Any] = {
+    "class": lambda config: transformers.LlamaForCausalLM(config),
+    "from_config": lambda config: transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16),
+}
+
+
+def on_meta(flow: str, folder: str) -> nn.Module:
+    """The model of a folder without values, as users of transformers get one."""
+    if flow == "device_map":
+        made: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(folder, device_map="meta")
+        return made
     with torch.device("meta"):
-        bare = llama(tied)
-    with pytest.raises(CaptureError, match=r"'model.rotary_emb.inv_freq'.* are on the meta device and in no file"):
-        autopar.parallelize(bare, mesh, loss_fn=_loss, weights=folder)
-    bare.model.rotary_emb = type(bare.model.rotary_emb)(bare.config)  # what no checkpoint keeps
-    model = autopar.parallelize(bare, mesh, loss_fn=_loss, weights=folder)
+        return FLOWS[flow](transformers.AutoConfig.from_pretrained(folder))
+
+
+def _from_files(rank: int, folder: str, tied: bool) -> None:
+    """Each flow on another mesh: loss, weights, and the frequencies that are in no file."""
     x = torch.arange(32).view(4, 8)
-    torch.testing.assert_close(model.forward_backward(x), _loss(plain, x).detach())
-    weights = model.full_state_dict()
-    for name, value in plain.state_dict().items() if rank == 0 else ():
-        assert torch.equal(weights[name], value), name
+    for flow, mesh, options in (
+        ("class", "tp=2", {}),
+        ("device_map", "fsdp=2", {"zero": 3}),
+        ("from_config", "pp=2", {}),
+    ):
+        bare = on_meta(flow, folder)
+        plain = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=bare.dtype)
+        assert all(tensor.device.type == "meta" for tensor in (*bare.parameters(), *bare.buffers()))
+        model = autopar.parallelize(bare, mesh, loss_fn=_loss, weights=folder, **options)
+        bound = {"rtol": 2e-2, "atol": 0} if plain.dtype == torch.bfloat16 else {}
+        torch.testing.assert_close(model.forward_backward(x).detach(), _loss(plain, x).detach(), **bound)
+        for name, value in plain.named_buffers():
+            assert torch.equal(model.get_buffer(name), value), name
+        weights = model.full_state_dict()
+        for name, value in plain.state_dict().items() if rank == 0 else ():
+            assert torch.equal(weights[name], value), name
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["apart", "tied"])
 def test_a_model_on_the_meta_device_reads_those_files_by_part(two: Ranks, tmp_path: Path, tied: bool) -> None:
     llama(tied).save_pretrained(tmp_path, max_shard_size="8KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    two.run(_from_files, str(tmp_path), "tp=2", tied)
+    two.run(_from_files, str(tmp_path), tied)

@@ -49,6 +49,11 @@ def additive(seen: Tensor, dtype: torch.dtype, hidden: float = -math.inf) -> Ten
     return torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, hidden)
 
 
+def looked_up(x: Tensor, of_keys: int) -> Tensor:
+    """What is known of each query or key, by the numbers of samples and positions."""
+    return x[torch.arange(ROWS)[:, None, None, None], places() if of_keys else places()[:, None]]
+
+
 # Each with the condition that it is known by, and whether the op is causal.
 MASKS: dict[str, tuple[Any, str, bool]] = {
     "window": (lambda s, d, t: causal() & (places()[:, None] - places() < 5), "c0<=r0 & c0>=r1", False),
@@ -69,6 +74,32 @@ MASKS: dict[str, tuple[Any, str, bool]] = {
         lambda s, d, t: causal() & ~(places()[:, None] - places() >= 6) & (d[:, None, :, None] == d[:, None, None])
         & s[:, None, None],
         "c0<=r0 & c0>r1 & c1==r2 & c2", False,
+    ),
+    "places of each": (
+        lambda s, d, t: ((p := places().repeat(ROWS, 1))[:, None, :, None] >= p[:, None, None]) & s[:, None, None],
+        "c0", True,
+    ),
+    "places as floats": (
+        lambda s, d, t: (places().to(t)[:, None] >= places().to(t)) & s[:, None, None], "c0", True,
+    ),
+    "row by row": (lambda s, d, t: torch.stack([places() <= i for i in range(TIME)]) & s[:, None, None], "c0", True),
+    "a band by numbers": (
+        lambda s, d, t: (torch.ones(TIME, TIME).tril() - torch.ones(TIME, TIME).tril(-5)).cumsum(0).cumsum(1).diff(
+            dim=0, prepend=torch.zeros(1, TIME)
+        ).diff(dim=1, prepend=torch.zeros(TIME, 1)) > 0.5,
+        "c0>=r0 & c0<=r1", False,
+    ),
+    "documents of one": (
+        lambda s, d, t: causal() & ((n := torch.zeros(ROWS, TIME).long())[:, None, :, None] == n[:, None, None]) & s[
+            :, None, None
+        ],
+        "c0", True,
+    ),
+    "looked up": (
+        lambda s, d, t: (looked_up(places().expand(ROWS, -1), 1) <= looked_up(places().expand(ROWS, -1), 0)) & (
+            looked_up(d, 1) == looked_up(d, 0)
+        ),
+        "c0==r0", True,
     ),
     "triangle": (lambda s, d, t: torch.ones(TIME, TIME, dtype=torch.bool).tril(-2), "c0<=r0", False),
     "triangle above": (lambda s, d, t: ~torch.ones(TIME, TIME).triu(3).bool() & s[:, None, None], "c0<=r0 & c1", False),
@@ -168,7 +199,6 @@ UNKNOWN: dict[str, Any] = {
     "a small number": lambda s, d, t: additive(causal(), t, -1e4),
     "a bias of the distance": lambda s, d, t: (places() - places()[:, None]).to(t) * 0.1,
     "of a product": lambda s, d, t: (s.to(t)[:, :, None] @ s.to(t)[:, None] > 0)[:, None] & causal(),
-    "floats": lambda s, d, t: places().to(t)[:, None] >= places().to(t),
     "sums": lambda s, d, t: places()[:, None] + places() < 30,
     "of the keys alone": lambda s, d, t: s[:, None, None],
 }

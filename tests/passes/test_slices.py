@@ -204,8 +204,9 @@ def test_a_last_batch_that_does_not_divide_is_not_cut() -> None:
 # -- refused -----------------------------------------------------------------------------------------------------------
 
 HINT = (
-    "A slice sees the slices before it in causal attention alone (scaled_dot_product_attention with is_causal=True, or "
-    "a mask that compares positions so), and not in what pools, adds up or mixes positions. Use slices=1."
+    "A slice sees the slices before it in causal attention alone (scaled_dot_product_attention with is_causal=True or "
+    "a causal mask; of transformers with attn_implementation='sdpa'), and not in attention that is spelled out, nor in "
+    "what pools, adds up or mixes positions. Use slices=1."
 )
 
 

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import autopar
 from autopar.ir.ops.ops import op
+from autopar.runtime.attention.checked_causal import checked_causal
 from autopar.runtime.executor.kernel_table import KERNELS
 from autopar.runtime.kernels.counter import Counters, PieceRuns, keys_of
 from autopar.runtime.kernels.indices import checked_index
@@ -64,6 +65,19 @@ def test_the_device_asserts_that_an_index_is_inside(value: int) -> None:
         with pytest.raises(RuntimeError, match="an index is out of range: the table has 8 entries"):
             checked_index(index, 8, None)
         checked_index(torch.arange(8), 8, None)
+
+
+def test_the_device_asserts_that_a_mask_is_causal() -> None:
+    """A mask of elements, and one of vectors, of which no block is decided."""
+    mask, places = torch.ones(2, 1, 6, 6, dtype=torch.bool).tril(), torch.arange(6).view(1, 1, 6)
+    with off_host():
+        assert torch.equal(checked_causal(mask, [], [], ""), mask)
+        assert torch.equal(
+            checked_causal(places[..., 3:], [places[..., 3:]], [places], "c0<=r0", starts=[3]), places[..., 3:]
+        )
+        for given in ((mask.mT, [], [], ""), (places, [places + 1], [places], "c0<=r0")):
+            with pytest.raises(RuntimeError, match="a mask lets a query see a later key, but slices compute"):
+                checked_causal(*given)
 
 
 @pytest.mark.parametrize("which", [0, 1])

@@ -216,11 +216,10 @@ class LayerDrop(nn.Module):
         return x
 
 
-def test_layerdrop_of_zero_is_no_branch() -> None:
+def test_layerdrop() -> None:
     torch.manual_seed(1)
     check(LayerDrop(0.0).train(), "dp=2")
-    with pytest.raises(CaptureError, match=r"depends on the values in a tensor at .*test_random.py"):
-        check(LayerDrop(0.1).train(), "dp=2")
+    check(LayerDrop(0.4).train(), "dp=2")
 
 
 REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
@@ -237,13 +236,11 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 
 
 @pytest.mark.parametrize(
-    ("draw", "name"),
-    [(lambda x: x * random.random(), "Python's random module"), (lambda x: x * np.random.rand(), "numpy.random")],
-    ids=["python", "numpy"],
+    "draw", [lambda x: x * random.random(), lambda x: x * np.random.rand()], ids=["python", "numpy"]
 )
-def test_generators_outside_of_torch_are_refused(draw: Callable[[Tensor], Tensor], name: str) -> None:
+def test_floats_of_generators_outside_of_torch_are_refused(draw: Callable[[Tensor], Tensor]) -> None:
     """What they give would be a constant of the program, without a word."""
-    with pytest.raises(CaptureError, match=f"the model draws numbers from {name} while it runs"):
+    with pytest.raises(CaptureError, match="the model computes with a float that it draws while it runs"):
         check(Drawing(draw), "dp=2")
 
 

@@ -14,7 +14,7 @@ Body = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Case:
-    """A forward or a loss: `outcome` is refused, noted or works; `said` is what the message or note has in it."""
+    """A forward or a loss: `outcome` is refused, noted, guarded or works; `said` is what message or note have in it."""
 
     body: Body
     outcome: str
@@ -27,6 +27,11 @@ def refused(*said: str) -> Callable[[Body], Case]:
 
 def noted(*said: str) -> Callable[[Body], Case]:
     return lambda body: Case(body, "noted", said)
+
+
+def guarded(body: Body) -> Case:
+    """The truth of data that each step checks."""
+    return Case(body, "guarded")
 
 
 def works(body: Body) -> Case:

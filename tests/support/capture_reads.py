@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from capture_case import noted, refused, works
+from capture_case import guarded, noted, refused, works
 from torch import Tensor
 
 log = logging.getLogger(__name__)
@@ -19,14 +19,14 @@ log.propagate = False  # the handlers of pytest would print the tensor again
 # Control flow that reads data
 
 
-@refused("an `if` on a tensor", "torch.where(condition, a, b)")
+@guarded
 def if_sum(m: Any, x: Tensor) -> Tensor:
     if x.sum() > 0:  # HERE
         return m.linear(x)
     return -m.linear(x)
 
 
-@refused("a `while` on a tensor", "torch.where(done, x, step(x))")
+@guarded
 def while_norm(m: Any, x: Tensor) -> Tensor:
     while x.norm() > 1:  # HERE
         x = m.linear(x) / 2
@@ -40,51 +40,51 @@ def for_range(m: Any, x: Tensor) -> Tensor:
     return x
 
 
-@refused("`and`, `or` or `not` on a tensor", "Use &, | and ~")
+@guarded
 def boolean_and(m: Any, x: Tensor) -> Tensor:
     positive = x.sum() > 0 and m.training  # HERE
     return m.linear(x) if positive else x
 
 
-@refused("`and`, `or` or `not` on a tensor", "Use &, | and ~")
+@guarded
 def boolean_not(m: Any, x: Tensor) -> Tensor:
     empty = not x.any()  # HERE
     return m.linear(x) if empty else m.linear(-x)
 
 
-@refused("an `assert` on a tensor", "Check the batch before the step")
+@guarded
 def asserts(m: Any, x: Tensor) -> Tensor:
     assert (x < 100).all(), "too large"  # HERE
     return m.linear(x)
 
 
-@refused("an `if` on a tensor", "torch.where")
+@guarded
 def raises_on_nan(m: Any, x: Tensor) -> Tensor:
     if torch.isnan(x).any():  # HERE
         raise ValueError("nan in the input")
     return m.linear(x)
 
 
-@refused("a conditional expression on a tensor", "torch.where(condition, a, b)")
+@guarded
 def ternary(m: Any, x: Tensor) -> Tensor:
     return m.linear(x) if x.mean() > 0 else x  # HERE
 
 
-@refused("allclose, which gives a Python bool", "torch.isclose(a, b).all()")
+@guarded
 def all_close(m: Any, x: Tensor) -> Tensor:
     if torch.allclose(x, torch.zeros_like(x)):  # HERE
         return x
     return m.linear(x)
 
 
-@refused("torch.equal, which gives a Python bool", "(a == b).all()")
+@guarded
 def is_equal(m: Any, x: Tensor) -> Tensor:
     if torch.equal(x, x.T):  # HERE
         return x
     return m.linear(x)
 
 
-@refused("`in` on a tensor", "(x == value).any()")
+@guarded
 def membership(m: Any, x: Tensor) -> Tensor:
     return m.linear(x) if 1.0 in x else m.linear(-x)  # HERE
 
@@ -97,7 +97,7 @@ def item(m: Any, x: Tensor) -> Tensor:
     return m.linear(x) * x.mean().item()
 
 
-@refused(".item()", "Leave it a tensor")
+@guarded
 def item_of_a_branch(m: Any, x: Tensor) -> Tensor:
     mean = x.mean().item()  # HERE
     return m.linear(x) if mean > 0 else x
@@ -118,7 +118,7 @@ def int_of(m: Any, x: Tensor) -> Tensor:
     return m.linear(x) * int(x.max())  # HERE
 
 
-@refused("bool() of a tensor", "x * (y > 0)")
+@guarded
 def bool_of(m: Any, x: Tensor) -> Tensor:
     return m.linear(x) * bool(x.max() > 0)  # HERE
 

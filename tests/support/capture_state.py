@@ -207,19 +207,12 @@ def own_side_loss(m: Any, x: Tensor) -> Tensor:
     return h
 
 
-@refused("numbers from Python's random module", "use torch.rand")
+@refused("computes with a float that it draws", "draw it by torch.rand")
 def random_random(m: Any, x: Tensor) -> Tensor:
     return m.linear(x) * random.random()  # HERE
 
 
-@refused("numbers from Python's random module", "use torch.rand")
-def layer_drop(m: Any, x: Tensor) -> Tensor:
-    if random.random() < 0.5:  # HERE
-        return m.linear(x)
-    return m.linear(m.linear(x))
-
-
-@refused("numbers from numpy.random", "use torch.rand")
+@refused("computes with a float that it draws", "draw it by torch.rand")
 def numpy_random(m: Any, x: Tensor) -> Tensor:
     return m.linear(x) * np.random.rand()  # HERE
 

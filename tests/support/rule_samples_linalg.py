@@ -25,7 +25,7 @@ def linalg_samples() -> Samples:
     }  # fmt: skip
     found["aten._linalg_svd.default"] += [sample(r(6, 4, 2), True), sample(r(6, 4, 4), False, False)]
     found["aten.linalg_qr.default"] += [sample(r(6, 4, 2), "complete"), sample(r(6, 4, 2), "r")]
-    for name in ("_linalg_eigh", "linalg_cholesky_ex", "cholesky", "cholesky_inverse", "linalg_ldl_factor_ex"):
+    for name in ("_linalg_eigh", "linalg_cholesky_ex", "cholesky_inverse", "linalg_ldl_factor_ex"):
         found[f"aten.{name}.default"] = [sample(positive), sample(_positive(2, 6))]
     lu, pivots = torch.linalg.lu_factor(square[0])
     ld, turns = torch.linalg.ldl_factor(positive)

@@ -38,6 +38,7 @@ def attention_samples() -> Samples:
         "autopar.attention_backward.default": backward,
         **dropped_attention_samples(),
         **compared_attention_samples(),
+        **checked_causal_samples(),
     }
 
 
@@ -59,6 +60,19 @@ def compared_attention_samples() -> Samples:
         out, lse = run(name, (q, k, v, *args), {})
         backward.append(sample(r(2, heads, 6, 8), q, k, v, rows, columns, out, lse, *args[2:]))
     return {name: forward, name.replace("attention", "attention_backward"): backward}
+
+
+def checked_causal_samples() -> Samples:
+    """Masks of samples, of heads and of both, and vectors that are alike for all or not."""
+    places, ids = torch.arange(6).view(1, 1, 6), torch.arange(6).view(1, 1, 6) + torch.tensor([3, 9]).view(2, 1, 1)
+    masks = (torch.ones(shape, dtype=torch.bool).tril() for shape in ((2, 1, 6, 6), (1, 4, 6, 6), (2, 4, 6, 6)))
+    by_vectors = ((places, [places], [places]), (ids, [places, ids], [places, ids]), (places, [places, ids], [ids]))
+    return {
+        "autopar.checked_causal.default": [
+            *(sample(mask, [], [], "") for mask in masks),
+            *(sample(x, rows, columns, f"c0<r{len(rows) - 1} & c0<=r0") for x, rows, columns in by_vectors),
+        ]
+    }
 
 
 def dropped_attention_samples() -> Samples:
@@ -107,6 +121,11 @@ def norm_samples() -> Samples:
     return {
         "aten.native_layer_norm.default": layer,
         "aten.native_layer_norm_backward.default": layer_back,
+        "autopar.in_groups.default": [sample(r(12, 6, 4), False), sample(r(12, 4), True, r(2, 3, 2, 4))],
+        "autopar.running_average.default": [
+            sample(r(6), r(1, 1, 1, 6, 1), None, 0.1),
+            sample(r(6), r(1, 1, 1, 6), torch.tensor(9), 0.0),
+        ],
         "autopar.rms_norm.default": [sample(x, r(12), 1e-5), sample(x, r(6, 12), 1e-5), sample(r(12), r(12), 1e-5)],
         "autopar.rms_norm_backward.default": [
             sample(r(4, 6, 12), x, r(12), r(4, 6, 1)),

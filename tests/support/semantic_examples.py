@@ -33,6 +33,7 @@ def semantic_examples() -> dict[str, tuple[object, ...]]:
         "attention_backward": (out, q, q, q, None, out, lse, True, 0.4),
         "compared_attention": (q, q, q, *compared, "c0>r0 & c1", True, 0.4),
         "compared_attention_backward": (out, q, q, q, *compared, seen, seen_lse, "c0>r0 & c1", True, 0.4),
+        "checked_causal": (places, [places], [places], "c0<r0"),
         "dropped_attention": (q, q, q, None, seed, True, 0.4, *drawn),
         "dropped_attention_backward": (out, q, q, q, None, dropped, dropped_lse, seed, True, 0.4, *drawn),
         "rms_norm": (q, torch.randn(6, 8), 1e-5),
@@ -58,5 +59,7 @@ def semantic_examples() -> dict[str, tuple[object, ...]]:
         "running_sum": (x, 2, True),
         "chain": ([q[0, 0]], [torch.randn(5, 6, 8)], [torch.randn(8, 8)], STEP, True),
         "linear_scan": (torch.rand(2, 4, 12), x, torch.randn(2, 4, 1), 2, True),
+        "in_groups": (x, False, torch.randn(1, 2, 1, 4, 12)),
+        "running_average": (torch.rand(5), torch.randn(1, 1, 1, 5, 1), torch.tensor(7), 0.1),
         "random": (torch.tensor([1, 2]), 3, "normal", [2, 3], torch.float32, [2, 3], [2, 3], [0, 0]),
     }

@@ -12,16 +12,12 @@ from __future__ import annotations
 import itertools
 import operator
 import random
-import sys
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from autopar.capture.data.known_values import Values
-from autopar.capture.refusals.constructs import DRAWN_NUMBER
-from autopar.capture.refusals.explain_failure import refusal
-from autopar.capture.refusals.location import user_frame
 from autopar.ir.ops.op_facts import spellings_of
 
 Tensor = torch.Tensor
@@ -83,33 +79,3 @@ def _of_every_draw(compare: Compare, p: float, count: int) -> bool | None:
     if p == 0 and compare is operator.lt:
         return False
     return compare in (operator.lt, operator.le) if p >= 1 else None
-
-
-class DrawnNumber:
-    """Stands for a draw as a Python number, which may only be compared, and with what it can be on one side of."""
-
-    __slots__ = ()
-
-    def _refuse(self, *_: Any) -> NoReturn:
-        raise refusal(DRAWN_NUMBER, user_frame(sys._getframe(1)))
-
-    def _compared(self, compare: Compare, p: Any) -> bool:
-        value = _of_every_draw(compare, p, 1) if type(p) in (int, float) else None
-        return self._refuse() if value is None else value
-
-    def __lt__(self, p: Any) -> bool:
-        return self._compared(operator.lt, p)
-
-    def __le__(self, p: Any) -> bool:
-        return self._compared(operator.le, p)
-
-    def __gt__(self, p: Any) -> bool:
-        return self._compared(operator.gt, p)
-
-    def __ge__(self, p: Any) -> bool:
-        return self._compared(operator.ge, p)
-
-    __bool__ = __int__ = __float__ = __index__ = __round__ = __abs__ = __neg__ = __eq__ = __ne__ = _refuse  # type: ignore[assignment]
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __pow__ = _refuse
-    __rpow__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __format__ = __repr__ = __str__ = _refuse  # type: ignore[assignment]
-    __hash__ = None  # type: ignore[assignment]

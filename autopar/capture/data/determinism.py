@@ -42,6 +42,16 @@ _DRAWN = (
 )
 
 
+_FLOAT = (
+    "Each step would be another program. Make a tensor of it (torch.tensor(random.random())), which is an input of "
+    "each step, or draw it by torch.rand (see docs/random.md)."
+)
+
+
+class HostDrawsFound(CaptureError):
+    """The model computes with numbers that it draws on the host."""
+
+
 class ShapeRun(Protocol):
     """Runs forward and loss on shapes. is_watched: it notes which of the user's functions run (see `Ran.watch`)."""
 
@@ -97,17 +107,21 @@ class Steady:
             raise self._unsteady(difference)
         return self._notes(changes)
 
-    def _draws(self, name: str) -> CaptureError:
+    def _draws(self, name: str) -> HostDrawsFound:
         line = self._again(partial(_state_of, name))
         where = f", at {quoted(line)}" if line else ". "
-        return CaptureError(f"the model draws numbers from {name} while it runs{where}{_DRAWN}")
+        return HostDrawsFound(f"the model draws numbers from {name} while it runs{where}{_DRAWN}")
 
     def _drawn_idly(self, name: str) -> str:
         """A note on numbers that decide nothing. Raises CaptureError if they do."""
+        before: RecordedCalls | None = None
         for _ in settings():
-            calls, error = self._fresh()
-            if error is not None or first_difference(self.first, calls) is not None:
+            self._start_anew()
+            calls, error = self._second(shows_data=True)
+            is_other = before is not None and calls.way() != before.way()
+            if error is not None or is_other or len(calls.made) != len(self.first.made):
                 raise self._draws(name)
+            before = calls
         return f"the model draws numbers from {name} while it runs, and whatever they are, it computes the same"
 
     def _check_floats(self) -> None:
@@ -118,8 +132,11 @@ class Steady:
             if error is not None or first_difference(self.first, calls) is not None:
                 raise refusal(DRAWN_NUMBER, self.first.drawn[0])
 
-    def _second(self, draws: Callable[[], float] | None = None) -> tuple[RecordedCalls, Exception | None]:
+    def _second(
+        self, draws: Callable[[], float] | None = None, shows_data: bool = False
+    ) -> tuple[RecordedCalls, Exception | None]:
         calls = RecordedCalls(self.first)
+        calls.shows_data = shows_data
         calls.draws = draws or calls.draws
         try:
             self.run(calls)
@@ -168,6 +185,20 @@ class Steady:
         """Another run, from what the model was at first."""
         self._start_anew()
         return self._second()
+
+    def check_floats_of_host(self) -> None:
+        """Raise HostDrawsFound where Python computes with a float that it draws: each step would have another one."""
+        with kept():
+            for _ in settings():
+                calls, _error = self._fresh()
+                for one, other in zip(self.first.made, calls.made, strict=False):
+                    if one.function != other.function or len(one.numbers) != len(other.numbers):
+                        break
+                    if any(type(a) is float and a != b for a, b in zip(one.numbers, other.numbers, strict=True)):
+                        where = f", at {quoted(one.line)}" if one.line else ". "
+                        raise HostDrawsFound(
+                            f"the model computes with a float that it draws while it runs{where}{_FLOAT}"
+                        )
 
     def _again(self, state: Callable[[], object]) -> Line | None:
         self._start_anew()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from autopar.capture.refusals.location import Line
 from autopar.errors import CaptureError
 
 Tensor = torch.Tensor
+Take = Callable[[Tensor, Line | None, Callable[[Any], Any]], Any]
 
 
 @dataclass(slots=True)
@@ -30,9 +31,13 @@ class _Item(Misuse):
     line: Line | None = None
     may_specialize: bool = False
     made: list[weakref.ref[Scalar]] = field(default_factory=list)
+    take: Take | None = None
 
     def error(self, how: str) -> CaptureError:
         return read_refusal(READS[Tensor.item], self.line, self.may_specialize, f"The number {how}.")
+
+    def read(self, tensor: Tensor, function: Callable[[Any], Any]) -> Any:
+        return NotImplemented if self.take is None else self.take(tensor, self.line, function)
 
     def watch(self, number: Scalar) -> None:
         self.made.append(weakref.ref(number))
@@ -44,11 +49,12 @@ class Items:
 
     found: list[_Item] = field(default_factory=list)
 
-    def number(self, tensor: Tensor, line: Line | None, may_specialize: bool) -> Any:
-        """What `.item()` of a tensor gives; NotImplemented where Python would have neither a float nor an integer."""
+    def number(self, tensor: Tensor, line: Line | None, may_specialize: bool, take: Take | None = None) -> Any:
+        """What `.item()` of a tensor gives; NotImplemented where Python would have neither a float nor an integer.
+        take: gives Python what it wants of a number that random numbers alone decide, or the truth of data."""
         if tensor.numel() != 1 or tensor.is_complex() or tensor.dtype == torch.bool:
             return NotImplemented
-        item = _Item(True, line=line, may_specialize=may_specialize)
+        item = _Item(True, line=line, may_specialize=may_specialize, take=take)
         self.found.append(item)
         wide = torch.float64 if tensor.is_floating_point() else torch.int64
         return Scalar.of_tensor(tensor.detach().reshape(()).to(wide), item)

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 
 from autopar.capture.python.stand_in import stands_for_number
-from autopar.ir.ops.op_facts import form_argument, is_undecided, moves_of, writes_first
+from autopar.ir.ops.op_facts import form_argument, is_undecided, is_unwritten, moves_of, writes_first
 from autopar.torch_compat import FakeTensor, in_transform, on_data, storage_of
 
 Tensor = torch.Tensor
-BATCH, BUFFER, CONSTANT, PARAMETER, RANDOM, OTHER, ABSENT = (1 << i for i in range(7))
+BATCH, BUFFER, CONSTANT, PARAMETER, RANDOM, MEMORY, OTHER, ABSENT = (1 << i for i in range(8))
 KINDS = {"batch": BATCH, "buffer": BUFFER, "constant": CONSTANT, "parameter": PARAMETER, "seed": RANDOM, "scale": OTHER}
 STEADY = BATCH | BUFFER | CONSTANT  # what a step leaves as it is; ABSENT: and has no data here
 
@@ -116,8 +116,9 @@ class Values:
         written, given = _written(function, args, before), {id(tensor) for tensor in before.tensors}
         if not made and not written:
             return written
+        chance = MEMORY if is_unwritten(_name(function)) else RANDOM if _is_undecided(function) else 0
         function, args, before = _by_form(function, args, before, lambda args: self.operands(args, kwargs))
-        kinds = before.kinds | (RANDOM if _is_undecided(function) else 0)
+        kinds = before.kinds | chance
         if any(type(tensor) is not FakeTensor for tensor in written):  # the user's own, which no run on data may change
             kinds |= OTHER
         if not kinds:

@@ -9,18 +9,20 @@ not, the program is right for any batch, and nothing is checked.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import linecache
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from autopar.capture.ops.canonical import filled
 from autopar.capture.refusals.constructs import Construct
-from autopar.capture.refusals.explain_failure import refusal
+from autopar.capture.refusals.explain_failure import refusal, wants_data
 from autopar.capture.refusals.location import Line
 from autopar.capture.trace.tracer import Traced
-from autopar.errors import BatchError
+from autopar.errors import AutoparError, BatchError, CaptureError
 from autopar.ir.program import Input
 from autopar.torch_compat import FakeTensor
 
@@ -72,11 +74,14 @@ def _reader(function: Any) -> tuple[str, Callable[[Tensor], Value]]:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """One value that was read: by which function, where, and what it is for the example batch."""
+    """One value that was read: by which function, where, and what it is for the example batch. is_guess: no data said
+    so; the first step that finds another value takes another program."""
 
     function: Any
     line: Line | None
     value: Value
+    is_guess: bool = False
+    is_guard: bool = False  # the truth of a tensor, for which nobody has to ask
 
     def __str__(self) -> str:
         where = f"{self.line[0]}:{self.line[1]}" if self.line else "an unknown line"
@@ -85,10 +90,19 @@ class Read:
     @property
     def is_checked(self) -> bool:
         """False for a fact that does not hold: the program is right where it does, too."""
-        return self.function not in (OWN_ROWS, FULL_LENGTH) or bool(self.value)
+        return not self.is_fact or bool(self.value)
+
+    @property
+    def is_fact(self) -> bool:
+        return self.function in (OWN_ROWS, FULL_LENGTH)
 
     @property
     def note(self) -> str:
+        if self.is_guard:
+            return (
+                f"{self} is taken as {self.value}; each step checks that it is before anything is changed, and takes "
+                f"another program where it is not. On a GPU that waits for the device"
+            )
         if self.function is FULL_LENGTH and not self.value:
             return f"{self} is not in the example batch"
         if not self.is_checked:
@@ -118,10 +132,11 @@ class Read:
 
     def refused(self, now: Value, why: str = "") -> BatchError:
         """What is said of a batch with another value; why: no program is compiled for it."""
+        origin = "" if self.is_guard or self.is_fact else ", as in the example (specialize=True)"
         return BatchError(
-            f"{self} is {now} for this batch, but the program was compiled for {self.value}, as in the example "
-            f"(specialize=True).{why} Nothing was changed by this step. Give batches that agree in it, or keep it a "
-            f"tensor: compute both sides and choose with torch.where."
+            f"{self} is {now} for this batch, but the program was compiled for {self.value}{origin}.{why} "
+            f"Nothing was changed by this step. Give batches that agree in it, or keep it a tensor: compute both sides "
+            f"and choose with torch.where."
         )
 
 
@@ -141,6 +156,15 @@ class OtherValues(Exception):
         super().__init__(str(read))
         self.read, self.values = read, values
 
+    def raised(self, error: CaptureError) -> Exception:
+        """What a step raises whose way the model does not go to its end: the model's own error, if it raises one."""
+        own = error.__cause__
+        if not isinstance(own, Exception) or isinstance(own, AutoparError) or wants_data(own):
+            return self.read.refused(self.values[-1], f" This way cannot be compiled: {error}\n")
+        own = own.with_traceback(None)
+        own.add_note(f"{self.read} is {self.values[-1]} for this batch. Nothing was changed by this step.")
+        return own
+
 
 def check_reads(reads: Sequence[Read], tensors: Sequence[Tensor]) -> None:
     """Raise OtherValues where this step's tensors have other values. What was read after the first of them was read on
@@ -153,20 +177,49 @@ def check_reads(reads: Sequence[Read], tensors: Sequence[Tensor]) -> None:
             raise OtherValues(read, tuple(values))
 
 
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What is known of the step that a program is made for: its seed and its number, which decide random branches, and
+    what the first of its reads give. asks: it may ask for facts of the data, too."""
+
+    seed: tuple[int, int] = (0, 0)
+    values: tuple[Value, ...] = ()
+    asks: bool = True
+
+
+_MOST = 64  # values of one step
+_ROUNDS = 16  # of a `while` on data, in the first program
+_LOOP = re.compile(r"while\b\s*(not\b)?")
+_TOO_MANY = Construct(
+    "a branch on data behind 64 others of the same step",
+    "Each is checked at every step. Run a fixed number of rounds and keep the value where it is done: "
+    "x = torch.where(done, x, step(x)).",
+)
+
+
 @dataclass(slots=True)
 class Reads:
     """The reads of a model in their order. `tensors`: those of the run that goes on, as far as it has come; None for
-    what is not checked. is_allowed: to read more than facts. answers: to what is asked in this order of a batch that
-    has no data: facts behind them are taken to hold, until a step finds that they do not; None: no fact is asked for.
+    what is not checked.
 
-    sized: lines that select rows by a mask, whose number is read; `selected` are those where it could be."""
+    sized: lines that select rows by a mask, whose number is read; `selected` are those where it could be.
+    is_permitted: values of what steps leave as it is may be taken from the example batch. guards: the truth of any
+    other tensor is guarded, and guessed where nobody knows it. given: what the first reads give, of which a step has
+    told so many. asks: for facts, which are taken to hold where no data say so."""
 
     sized: frozenset[Line | None] = frozenset()
-    is_allowed: bool = True
-    answers: tuple[Value, ...] | None = None
+    is_permitted: bool = True
+    guards: bool = False
+    given: tuple[Value, ...] = ()
+    told: int = 0
+    asks: bool = True
     known: list[Read] = field(default_factory=list)
     tensors: list[Tensor | None] = field(default_factory=list)
     selected: set[Line | None] = field(default_factory=set)
+
+    def anew(self, known: Iterable[Read] = (), **changes: Any) -> Reads:
+        """Those of other runs, of which so many are known."""
+        return replace(self, known=list(known), tensors=[], **changes)
 
     def start(self) -> None:
         """A run begins."""
@@ -175,17 +228,36 @@ class Reads:
     def take(self, function: Any, tensor: Tensor, line: Line | None) -> Value:
         """The value of the next read. Raises Unknown if no trace has come this far."""
         if len(self.tensors) == len(self.known):
-            raise Unknown(function, tensor, line)
+            if len(self.known) >= len(self.given):
+                raise Unknown(function, tensor, line)
+            self.known.append(Read(function, line, self.given[len(self.known)]))
+        return self._next(tensor)
+
+    def guard(self, tensor: Tensor, line: Line | None, guess: bool) -> Value:
+        """The truth of a tensor. guess: it most likely is, where no step has told yet."""
+        position = len(self.tensors)
+        if position == len(self.known):
+            if position >= _MOST:
+                raise refusal(_TOO_MANY, line)
+            loop = _LOOP.match(linecache.getline(*line).strip()) if line else None
+            if loop is not None:  # so that the first step finds its end, in whichever round
+                has_rounds = sum(read.line == line for read in self.known) < max(_ROUNDS, 2 * self.told)
+                guess = has_rounds != bool(loop[1])
+            value = guess if position >= len(self.given) else self.given[position]
+            self.known.append(Read(Tensor.__bool__, line, value, position >= self.told, is_guard=True))
+        return self._next(tensor)
+
+    def _next(self, tensor: Tensor) -> Value:
         read = self.known[len(self.tensors)]
-        self.tensors.append(tensor.detach() if read.is_checked else None)
+        self.tensors.append(tensor.detach().clone() if read.is_checked else None)  # the model may write into it later
         return read.value
 
     def holds(self, fact: str, tensor: Tensor, line: Line | None, has_data: bool) -> bool:
         """Whether a fact holds, of a batch that has no data as far as is known."""
-        assert self.answers is not None
-        if not has_data and len(self.tensors) == len(self.known):
-            value = self.answers[len(self.known)] if len(self.known) < len(self.answers) else True
-            self.known.append(Read(fact, line, bool(value)))
+        position = len(self.tensors)
+        if position == len(self.known) and not has_data:
+            value = position >= len(self.given) or bool(self.given[position])
+            self.known.append(Read(fact, line, value, position >= self.told))
         return bool(self.take(fact, tensor, line))
 
     def learn(self, unknown: Unknown, traced: Traced, inputs: Sequence[Tensor | None]) -> None:

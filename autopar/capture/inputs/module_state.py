@@ -16,6 +16,7 @@ from autopar.capture.inputs import tables
 from autopar.capture.refusals.constructs import Construct
 from autopar.capture.refusals.explain_failure import refusal
 from autopar.capture.refusals.location import user_frame
+from autopar.capture.refusals.user_lines import line_that_changes
 from autopar.ir.program import Input
 from autopar.torch_compat import FakeTensorMode
 
@@ -92,6 +93,23 @@ def unmoved(modules: Iterable[nn.Module]) -> Iterator[None]:
             del vars(module)["_apply"]
 
 
+@contextmanager
+def unsynced(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Let each SyncBatchNorm run as a BatchNorm as long as the context lasts: whose statistics it takes is told by the
+    program, and its own collectives would wait for ranks that run another part of the step."""
+    plain, synced = nn.modules.batchnorm._BatchNorm.forward, nn.SyncBatchNorm
+    found = [
+        one for one in modules if isinstance(one, synced) and getattr(one.forward, "__func__", 0) is synced.forward
+    ]
+    for module in found:
+        vars(module)["forward"] = functools.partial(plain, module)
+    try:
+        yield
+    finally:
+        for module in found:
+            del vars(module)["forward"]
+
+
 def _moved(module: nn.Module, move: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
     """In place of `Module._apply`, which `to`, `cuda`, `float` and the like call."""
     for name, tensor in (*tables.named_parameters(module, "", recurse), *tables.named_buffers(module, "", recurse)):
@@ -129,3 +147,45 @@ def fakes_of(
             else:
                 fakes.append(torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device))
     return fakes
+
+
+def name_if_trained(entry: Input, tensor: torch.Tensor | None) -> str | None:
+    """The name of an input that gets a gradient; None of another one."""
+    return entry.name if entry.kind == "parameter" and tensor is not None and tensor.requires_grad else None
+
+
+# Check what a step leaves in the buffers of a module.
+
+
+def check_buffers(
+    old: Mapping[str, torch.Tensor], new: Iterable[tuple[str, torch.Tensor]], run: Callable[[], object],
+    find: Callable[[str], torch.Tensor],
+) -> None:  # fmt: skip
+    """Raise CaptureError for a buffer that a program cannot leave behind. run: makes another run, so that the line is
+    found that does it. find: a buffer as it is by then."""
+    for name, tensor in new:
+        fault = buffer_fault(name, old[name], tensor)
+        if fault is not None:
+            raise refusal(fault, line_that_changes(run, lambda name=name: form_of(find(name))))  # type: ignore[misc]
+
+
+def form_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What a buffer must keep."""
+    return tuple(tensor.shape), tensor.dtype, tensor.requires_grad
+
+
+def buffer_fault(name: str, old: torch.Tensor, new: torch.Tensor) -> Construct | None:
+    """What is wrong with the new value of a buffer."""
+    if (old.shape, old.dtype) != (new.shape, new.dtype):
+        was, now = (f"{list(t.shape)} of {str(t.dtype).removeprefix('torch.')}" for t in (old, new))
+        return Construct(
+            f"a buffer '{name}' of another form ({was} before the step, {now} after it)",
+            "A program is compiled for one form: make the buffer of its full size in __init__ and write into a part of "
+            "it, or pass it in with the batch.",
+        )
+    if new.grad_fn is not None and not old.requires_grad:  # a leaf is but marked, and holds what it held
+        return Construct(
+            f"a buffer '{name}' whose new value has a gradient",
+            "Its graph is gone in the next step: write x.detach() into it, under torch.no_grad().",
+        )
+    return None

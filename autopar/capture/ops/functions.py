@@ -6,6 +6,7 @@ gradients enabled. The ops have none of their own, so it goes through the functi
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any
 
@@ -347,6 +348,52 @@ class BatchNorm(Function):
         return grad_x, grad_weight, grad_bias.to(weight.dtype) if ctx.has_bias else None, None
 
 
+class GroupedBatchNorm(Function):
+    """Normalisation with statistics of each group of samples, as those of a micro-batch.
+
+    Returns (y, mean, unbiased variance), the statistics with the dims of `in_groups`, of which synced is an
+    argument. The counts that sums are divided by are those of a batch that is one group.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, synced: bool) -> Any:
+        grouped = op("in_groups")(widened(x), synced)
+        dims, shape, count = _per_channel_of_group(grouped)
+        mean = grouped.sum(dims, keepdim=True) / count
+        centred = grouped - mean
+        squares = (centred * centred).sum(dims, keepdim=True)
+        rstd = (squares / count + eps).rsqrt()
+        unbiased = squares / (count - 1)
+        y = normal = centred * rstd
+        if weight is not None:
+            y = y * weight.reshape(shape)
+        if bias is not None:
+            y = y + bias.reshape(shape)
+        kept = normal if x.dtype == grouped.dtype else x  # of a short float what is short
+        ctx.save_for_backward(kept, grouped, mean, rstd, weight)
+        ctx.has_bias, ctx.synced, ctx.shape = bias is not None, synced, list(x.shape)
+        ctx.mark_non_differentiable(mean, unbiased)
+        return y.reshape(x.shape).to(x.dtype), mean, unbiased
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        _once("batch norm")
+        kept, grouped, mean, rstd, weight = ctx.saved_tensors
+        dims, shape, count = _per_channel_of_group(grouped)
+        is_normal = kept.ndim == grouped.ndim
+        normal = kept if is_normal else (op("in_groups")(widened(kept), ctx.synced, grouped) - mean) * rstd
+        grad = op("in_groups")(widened(grads[0]), ctx.synced, grouped)
+        total, along = grad.sum(dims, keepdim=True), (grad * normal).sum(dims, keepdim=True)
+        scale = rstd if weight is None else rstd * weight.reshape(shape)
+        inner = (grad - total / count - normal * (along / count)) * scale
+        grad_x = inner.reshape(ctx.shape).to(grads[0].dtype) if ctx.needs_input_grad[0] else None
+        if weight is None:
+            return grad_x, None, None, None, None
+        others = [dim for dim in range(grouped.ndim) if dim != _CHANNEL]
+        grad_weight, grad_bias = along.sum(others).to(weight.dtype), total.sum(others).to(weight.dtype)
+        return grad_x, grad_weight, grad_bias if ctx.has_bias else None, None, None
+
+
 def widened(x: Tensor) -> Tensor:
     """A short float in float32, in which torch's kernels add and normalise; any other tensor as it is."""
     return x.float() if x.is_floating_point() and x.dtype.itemsize < torch.float32.itemsize else x
@@ -356,3 +403,12 @@ def _per_channel(x: Tensor) -> tuple[list[int], list[int], int]:
     dims = [dim for dim in range(x.ndim) if dim != 1]
     shape = [x.shape[1] if dim == 1 else 1 for dim in range(x.ndim)]
     return dims, shape, x.numel() // x.shape[1]
+
+
+_CHANNEL = 3  # behind the dims of `in_groups`
+
+
+def _per_channel_of_group(x: Tensor) -> tuple[list[int], list[int], int]:
+    dims = [0, 2, *range(_CHANNEL + 1, x.ndim)]  # all but groups and channels
+    shape = [x.shape[dim] if dim == _CHANNEL else 1 for dim in range(x.ndim)]
+    return dims, shape, math.prod(x.shape[dim] for dim in dims)

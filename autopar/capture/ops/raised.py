@@ -25,11 +25,9 @@ from autopar.capture.ops.raised_lookups import (
     where_self,
 )
 from autopar.capture.ops.raised_losses import (
-    batch_norm,
     cross_entropy,
     ctc_loss,
     embedding,
-    instance_norm,
     linear_cross_entropy,
     log_softmax,
     nll_loss,
@@ -97,9 +95,7 @@ RAISED: dict[Any, Callable[..., Any]] = {
     F.embedding_bag: embedding_bag,
     torch.where: where,
     Tensor.where: where_self,
-    F.batch_norm: batch_norm,
     **dict.fromkeys((F.rms_norm, torch.rms_norm), rms_norm),
-    F.instance_norm: instance_norm,
     **{function: with_bias_apart(function) for function in (
         torch.conv1d, torch.conv2d, torch.conv3d, torch.conv_transpose1d, torch.conv_transpose2d,
         torch.conv_transpose3d)},

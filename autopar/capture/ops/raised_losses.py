@@ -1,4 +1,4 @@
-"""Losses, normalisation and lookups, raised so that a piece of the batch or of the classes is right by itself."""
+"""Losses, norms of rows and lookups, raised so that a piece of the batch or of the classes is right by itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from autopar.capture.ops.functions import (
-    BatchNorm,
     CrossEntropy,
     CTCLoss,
     Einsum,
@@ -19,7 +18,6 @@ from autopar.capture.ops.functions import (
     Pick,
     RMSNorm,
     SmoothedCrossEntropy,
-    widened,
 )
 from autopar.capture.ops.raised_products import linear
 from autopar.ir.ops.ops import op
@@ -161,54 +159,6 @@ def rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None,
     if input.is_complex():
         return NotImplemented
     return RMSNorm.apply(input, weight, torch.finfo(input.dtype).eps if eps is None else float(eps))
-
-
-def batch_norm(
-    input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None = None,
-    bias: Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
-) -> Any:  # fmt: skip
-    """Raise F.batch_norm to sums over the whole batch and pointwise ops; running statistics are written too."""
-    if not training:
-        assert running_mean is not None and running_var is not None
-        shape = [input.shape[1] if dim == 1 else 1 for dim in range(input.ndim)]
-        y = (widened(input) - running_mean.reshape(shape)) * (widened(running_var) + eps).rsqrt().reshape(shape)
-        y = y if weight is None else y * weight.reshape(shape)
-        return (y if bias is None else y + bias.reshape(shape)).to(input.dtype)
-    y, mean, variance = BatchNorm.apply(input, weight, bias, eps)
-    if running_mean is not None and running_var is not None:
-        count = input.numel() // input.shape[1]
-        _move(running_mean, mean, momentum)
-        _move(running_var, variance * (count / (count - 1)), momentum)
-    return y
-
-
-def instance_norm(
-    input: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None, weight: Tensor | None = None,
-    bias: Tensor | None = None, use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5,
-) -> Any:  # fmt: skip
-    """Raise F.instance_norm with running statistics to sums and pointwise ops. NotImplemented without such statistics:
-    torch's own op is per sample already."""
-    if not use_input_stats:
-        return batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
-    if running_mean is None or running_var is None:
-        return NotImplemented
-    inner = list(range(2, input.ndim))
-    count = math.prod(input.shape[2:])
-    wide = widened(input)
-    mean = wide.sum(inner, keepdim=True) / count
-    variance = (wide - mean).square().sum(inner, keepdim=True) / count
-    # torch keeps the mean over the batch of what each instance would keep
-    _move(running_mean, mean.flatten(1).sum(0) / len(input), momentum)
-    _move(running_var, variance.flatten(1).sum(0) * (count / (count - 1) / len(input)), momentum)
-    shape = [input.shape[1], *(1 for _ in inner)]
-    y = (wide - mean) * (variance + eps).rsqrt()
-    y = y if weight is None else y * weight.reshape(shape)
-    return (y if bias is None else y + bias.reshape(shape)).to(input.dtype)
-
-
-def _move(running: Tensor, value: Tensor, momentum: float) -> None:
-    with torch.no_grad():
-        running.copy_(running * (1 - momentum) + value.detach() * momentum)
 
 
 def with_reduction(function: Callable[..., Tensor]) -> Callable[..., Any]:

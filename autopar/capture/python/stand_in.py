@@ -41,6 +41,10 @@ class Misuse:
         """What is said of a number that is used so."""
         return CaptureError(f"a number {how}.")
 
+    def read(self, tensor: Tensor, function: Callable[[Any], Any]) -> Any:
+        """What Python is given of a number that a tensor holds; NotImplemented where no step may give it."""
+        return NotImplemented
+
     def watch(self, number: Scalar) -> None:
         """Be told of each number that is made."""
 
@@ -56,11 +60,12 @@ _DIVIDES = "is divided with a number, which Python refuses where it is zero"
 _RAISES = "is in a power of numbers"
 
 
-def _refusal(name: str) -> Callable[..., Any]:
-    """A method for what takes the value out of a number."""
+def _refusal(name: str, function: Callable[[Any], Any] | None = None) -> Callable[..., Any]:
+    """A method for what takes the value out of a number. function: how."""
 
     def method(self: Scalar, *_: Any) -> Any:
-        self.refuse(f"is used by Python itself ({name})")
+        value = self.read(self.tensor, function) if function is not None else NotImplemented
+        return self.refuse(f"is used by Python itself ({name})") if value is NotImplemented else value
 
     return method
 
@@ -71,7 +76,9 @@ def _comparison(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     def method(self: Scalar, other: Any) -> Any:
         if isinstance(other, Tensor):
             return _of_two(function, self, other)
-        return self.refuse(f"is compared ({function.__name__})")
+        is_number = type(other) in DTYPES
+        value = self.read(lambda: function(self.tensor(), other), bool) if is_number else NotImplemented
+        return self.refuse(f"is compared ({function.__name__})") if value is NotImplemented else value
 
     return method
 
@@ -135,6 +142,11 @@ class Scalar:
         for place in places:
             misuse.reasons.setdefault(place, f"{how}{line}")
         raise misuse.error(f"{how}{line}")
+
+    def read(self, made: Callable[[], Tensor], function: Callable[[Any], Any]) -> Any:
+        """What Python is given of a tensor that is made of this number; NotImplemented if no tensor holds it."""
+        is_held = self._at is None and self._book[0].is_open
+        return self._book[0].read(made(), function) if is_held else NotImplemented
 
     def like(self, tensors: list[Tensor], is_same: bool) -> Tensor:
         """The tensor that promotes others as the number does. is_same: the function wants one dtype of all."""
@@ -235,7 +247,8 @@ class Scalar:
     def __ceil__(self) -> Any:
         return _of_numbers(math.ceil, self)
 
-    __bool__, __float__, __int__, __index__ = map(_refusal, ("bool", "float", "int", "index"))
+    __bool__, __int__, __index__ = map(_refusal, ("bool", "int", "index"), (bool, int, int))
+    __float__ = _refusal("float")
     __eq__, __ne__ = map(_comparison, (operator.eq, operator.ne))
     __lt__, __le__, __gt__, __ge__ = map(_comparison, (operator.lt, operator.le, operator.gt, operator.ge))
     __hash__, __str__, __repr__, __format__ = map(_refusal, ("hash", "str", "repr", "format"))
@@ -244,6 +257,8 @@ class Scalar:
 
 def with_tensors(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The arguments of a torch function with tensors for the stand-ins among them."""
+    if func in _INDEXED:
+        args = (args[0], _index(args[1]), *args[2:])
     values = [*args, *kwargs.values()]
     for inside in (item for value in values if type(value) in (tuple, list) for item in value):
         if type(inside) is Scalar:
@@ -257,6 +272,18 @@ def with_tensors(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     tensors = [value for value in values if isinstance(value, Tensor)]
     made = [v.like(tensors, name.strip("_") == "lerp") if type(v) is Scalar else v for v in values]
     return tuple(made[: len(args)]), dict(zip(kwargs, made[len(args) :], strict=True))
+
+
+_INDEXED = (Tensor.__getitem__, Tensor.__setitem__)
+
+
+def _index(value: Any) -> Any:
+    """An index with Python integers for the stand-ins in it."""
+    if type(value) is tuple:
+        return tuple(map(_index, value))
+    if type(value) is slice:
+        return slice(*map(_index, (value.start, value.stop, value.step)))
+    return operator.index(value) if type(value) is Scalar else value
 
 
 def _of_two(function: Callable[[Any, Any], Any], left: Any, right: Any) -> Any:

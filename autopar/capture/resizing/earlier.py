@@ -22,7 +22,6 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import combinations
-from typing import Any
 
 import torch
 
@@ -83,7 +82,6 @@ class Earlier:
         self._groups: dict[Hashable, _Group] = {}
         self.ran = Ran()  # in all of them
         self.guards: Guards | None = None  # of what ran in all of them, once they are enough
-        self.answers: tuple[Any, ...] | None = ()  # to what the next one asks of a batch without data, as of `Reads`
         self.made = 0  # programs that were not captured in full
 
     @property

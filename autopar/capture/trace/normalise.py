@@ -169,15 +169,11 @@ class _Normaliser:
         Where the model calls it the index is checked as torch does, for the kernel leaves out what no rank holds; in
         the backward pass of what has read these rows it was checked.
         """
-        place = self.value[index]
-        if place_of(node)[0] == "backward":
-            return self._make(index, aten.remainder.Scalar, (place, rows), {}, like=node)
-        if node.target is not aten.index_add.default:  # -1 is the last one
-            below = self._make(index, aten.lt.Scalar, (place, 0), {}, like=node)
-            set_record(below, record(below).with_(types=(TensorType(record(below).type.shape, torch.bool),)))
-            shifted = self._make(index, aten.add.Tensor, (place, rows), {}, like=node)
-            place = self._make(index, aten.where.self, (below, shifted, place), {}, like=node)
-        return self._make(index, op("checked_index"), (place, rows, None), {}, like=node)
+        place, is_put = self.value[index], node.target is not aten.index_add.default
+        if place_of(node)[0] != "backward":
+            checked = (place, rows, None, -rows) if is_put else (place, rows, None)
+            place = self._make(index, op("checked_index"), checked, {}, like=node)
+        return self._make(index, aten.remainder.Scalar, (place, rows), {}, like=node)  # -1 is the last one
 
     def _in_memory_order(self, node: fx.Node, value: Any) -> fx.Node:
         """The operand of an `as_strided`, contiguous as it lay in memory when it was traced."""

@@ -39,3 +39,10 @@ compared_attention_backward = SemanticOp(
     precision="low",
     statistic=7,
 )
+
+# The rows of a mask: x, the mask itself, or where `compare` is not empty one of the vectors over its queries. It is an
+# error if a query sees a key after its own position. starts: of the runs of queries, if they are a piece of the whole.
+checked_causal = SemanticOp(
+    f"checked_causal(Tensor x, {_MASK}, str compare, *, SymInt[] starts=[]) -> Tensor",
+    lambda x, *_, **__: torch.empty_like(x, memory_format=torch.contiguous_format),
+)

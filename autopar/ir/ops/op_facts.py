@@ -55,7 +55,7 @@ _ROWS: tuple[tuple[dict[str, Any], str], ...] = (
         nll_loss2d_backward log_sigmoid_forward log_sigmoid_backward softplus softplus_backward xlogy logit
         logit_backward acos acosh asin atanh cosh sinh tan erfinv exp exp2 expm1 log log10 log1p log2 logaddexp
         logaddexp2 pow square reciprocal rsqrt digamma lgamma polygamma mvlgamma igamma igammac _cdist_forward
-        _cdist_backward _euclidean_dist renorm std_mean cholesky cholesky_inverse cholesky_solve geqrf ormqr
+        _cdist_backward _euclidean_dist renorm std_mean cholesky_inverse cholesky_solve geqrf ormqr
         triangular_solve lu_unpack grid_sampler_2d grid_sampler_2d_backward grid_sampler_3d grid_sampler_3d_backward
         affine_grid_generator _upsample_bilinear2d_aa _upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa
         _upsample_bicubic2d_aa_backward multi_margin_loss multi_margin_loss_backward multilabel_margin_loss_forward
@@ -190,11 +190,18 @@ QUERIES: frozenset[Any] = frozenset(
         "size", "dim", "stride", "numel", "storage_offset", "is_contiguous", "is_floating_point", "is_complex",
         "untyped_storage", "is_conj", "is_neg", "is_inference", "element_size", "__len__")]
 )  # fmt: skip
+# Functions that say whether tensors are alike: the one that says so of each element, and what is asked of all of them.
+ALIKE: Mapping[Any, tuple[Any, Any]] = {
+    **dict.fromkeys((torch.equal, torch.Tensor.equal), (torch.eq, torch.all)),
+    **dict.fromkeys((torch.allclose, torch.Tensor.allclose), (torch.isclose, torch.all)),
+    torch.Tensor.__contains__: (torch.eq, torch.any),
+}
 # What draws in steps of its own, or where it is told to, and what gives memory as it was found.
 _UNDECIDED = frozenset(
     ("gumbel_softmax", "dropout1d", "dropout2d", "dropout3d", "fractional_max_pool2d", "fractional_max_pool3d",
-     "multi_head_attention_forward", "new", "resize_", "resize_as_", "set_")
+     "multi_head_attention_forward")
 )  # fmt: skip
+_UNWRITTEN = frozenset(("new", "resize_", "resize_as_", "set_"))
 _RECURRENT = frozenset(("lstm", "gru", "rnn_tanh", "rnn_relu"))  # tagged as random, for their dropout
 
 
@@ -228,7 +235,13 @@ def moves_of(name: str) -> Moves:
 def is_undecided(name: str) -> bool:
     """True for a function whose result its arguments do not decide: it draws, or gives memory as it was found."""
     draws = any(facts_of(one).random for one in overloads_of(name)) and name not in _RECURRENT
-    return draws or name in _UNDECIDED or name.removeprefix("new_").startswith("empty")
+    return draws or name in _UNDECIDED or is_unwritten(name)
+
+
+@cache
+def is_unwritten(name: str) -> bool:
+    """True for a function that gives memory as it was found."""
+    return name in _UNWRITTEN or name.removeprefix("new_").startswith("empty")
 
 
 @cache
@@ -236,7 +249,7 @@ def form_argument(name: str) -> int | None:
     """The place of the argument of which a function looks at the shape and the dtype, and at nothing that it holds."""
     if name in ("expand_as", "view_as", "reshape_as", "type_as", "to"):
         return 1
-    return 0 if (name.startswith("new_") or name.endswith("_like")) and not is_undecided(name) else None
+    return 0 if name.startswith("new_") or name.endswith("_like") else None
 
 
 @cache

@@ -16,7 +16,7 @@ import torch
 
 from autopar.ir.ops import chain_step, window_ops
 from autopar.ir.ops.collective_ops import COLLECTIVES, CollectiveOp
-from autopar.ir.ops.compared import compared_attention, compared_attention_backward
+from autopar.ir.ops.compared import checked_causal, compared_attention, compared_attention_backward
 from autopar.ir.ops.semantic import NAMESPACE, SemanticOp, name_of, semantic
 from autopar.torch_compat import schema_of
 
@@ -104,9 +104,9 @@ def logsumexp(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty(x.shape[:-1], dtype=torch.float32 if x.dtype.itemsize == 2 else x.dtype)
 
 
-@semantic("checked_index(Tensor index, int size, int? ignored) -> Tensor", returns_operand=True)
-def checked_index(index: torch.Tensor, size: int, ignored: int | None) -> torch.Tensor:
-    """The index itself, its values known to be in 0..size-1 or `ignored`; see runtime/kernels/indices.py."""
+@semantic("checked_index(Tensor index, int size, int? ignored, int least=0) -> Tensor", returns_operand=True)
+def checked_index(index: torch.Tensor, size: int, ignored: int | None, least: int = 0) -> torch.Tensor:
+    """The index itself, its values known to be in least..size-1 or `ignored`; see runtime/kernels/indices.py."""
     return torch.empty_like(index)
 
 
@@ -255,12 +255,29 @@ def random(
     return seed.new_empty(shape, dtype=dtype)
 
 
+@semantic("in_groups(Tensor x, bool synced, Tensor? like=None) -> Tensor", moves="flat", returns_operand=True)
+def in_groups(x: torch.Tensor, synced: bool, like: torch.Tensor | None = None) -> torch.Tensor:
+    """x, whose dim 0 holds samples, with three dims in its place: [before, groups, samples of each]. A captured step,
+    which knows no mesh, has one group; the pass `group` makes more. synced: a group has the samples of all ranks. like:
+    what has the groups already."""
+    return x.view((1, 1, *x.shape) if like is None else like.shape)
+
+
+@semantic("running_average(Tensor running, Tensor values, Tensor? count, float momentum) -> Tensor", precision="high")
+def running_average(
+    running: torch.Tensor, values: torch.Tensor, count: torch.Tensor | None, momentum: float
+) -> torch.Tensor:
+    """A running statistic [c] after the values of a group, [1, 1, 1, c, ...]; the pass `group` writes what it is after
+    those of all. count: the updates until then, of which it is the mean; without it each weighs `momentum`."""
+    return torch.empty_like(running)
+
+
 SEMANTIC = (
     einsum, attention, attention_backward, dropped_attention, dropped_attention_backward, logsumexp, checked_index,
     pick, pick_backward, cross_entropy_backward, embedding, embedding_backward, expert_mm, expert_mm_backward,
     ctc_loss, ctc_loss_backward, index_of_rows, index_put_of_rows, dropout, random, rms_norm, rms_norm_backward,
     *window_ops.SEMANTIC, *chain_step.SEMANTIC, compared_attention,
-    compared_attention_backward,
+    compared_attention_backward, checked_causal, in_groups, running_average,
 )  # fmt: skip
 
 WAIT = "wait(Tensor x) -> Tensor"  # what a start gave, once it is done

@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from autopar.capture import Earlier
+from autopar.capture.data.reads import Answers
 from autopar.capture.python.guards import Change, Guards
 from autopar.capture.python.scalars import NumberPlace, Scalars, places_of
 from autopar.capture.python.spots import Numbers, Spot
 from autopar.compiler.compile import capture_step, lower
 from autopar.compiler.lowered import Lowered
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, CaptureError
 from autopar.ir.mesh import PIPELINE, group_name
 from autopar.ir.options import SequenceParallel, StepOptions
 from autopar.ir.plan import Decided, Fixed
@@ -49,13 +50,11 @@ class Maker:
         self._recordings = recordings(session.settings.graphs, session.settings.device)
         self._said: set[str] = set()
 
-    def make(
-        self, given: Given, numbers: Numbers, train: bool, is_first: bool, answers: tuple[Any, ...] = ()
-    ) -> Running:
+    def make(self, given: Given, numbers: Numbers, train: bool, is_first: bool, answers: Answers) -> Running:
         """The program for a call with these arguments. Every rank must call this.
 
         numbers: those among the arguments. is_first: of the model's programs, so that it decides the layouts. answers:
-        as of `Reads`.
+        what is known of the step.
         """
         if is_first:
             given.check_first()
@@ -77,20 +76,25 @@ class Maker:
         return self._ready(built)
 
     def _built(
-        self, given: Given, numbers: Numbers, train: bool, is_first: bool, scalars: Scalars, answers: tuple[Any, ...]
+        self, given: Given, numbers: Numbers, train: bool, is_first: bool, scalars: Scalars, answers: Answers
     ) -> Built:
         """The program, built by this rank alone: no data moves between ranks. scalars: numbers that are inputs."""
         is_own = given.portion is not None and given.portion.is_own
         settings, model, mesh = self._settings, self._store.model, self._store.distributor.mesh
-        asks = not is_own and not settings.graphs  # a place knows its own data alone, a recording none
-        earlier = self._earlier[train]
-        earlier.answers = answers if asks else None
+        answers = replace(
+            answers, asks=not is_own and not settings.graphs
+        )  # a place knows its own data, a recording none
         with scalars, naming_parts(given):
             args, kwargs = given.arguments(numbers)
             captured = capture_step(
                 model, settings.loss_fn, args, kwargs, replace(settings.options, batch_dims=None),
-                train=train, lift=settings.lift, earlier=earlier,
+                train=train, lift=settings.lift, earlier=self._earlier[train], answers=answers,
             )  # fmt: skip
+        if settings.is_own and captured.coins is not None and captured.coins.is_alone:
+            raise CaptureError(
+                'batch="ddp": random numbers decide which calls a step makes, others on each rank, and all run one '
+                'program. Write batch="local", whose step is that of all parts together.'
+            )
         captured = captured.with_dims(given.dims)
         guards = Guards(model, settings.loss_fn if train else None, captured.ran, scalars, numbers)
         scalars.check(captured.constants, guards.places, captured.result_leaves)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -12,13 +13,14 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from autopar.capture.data.reads import OtherValues
+from autopar.capture.data.reads import Answers, OtherValues, Value
+from autopar.capture.draws.host_draws import Drawn, generators, set_generators
 from autopar.capture.inputs.batch_dims import Dims
 from autopar.capture.inputs.containers import check_detached, take_call_apart
 from autopar.capture.inputs.leaves import text_of
 from autopar.capture.inputs.partners import Partner
 from autopar.capture.python.spots import Numbers
-from autopar.errors import AutoparError, BatchError, RankError
+from autopar.errors import AutoparError, BatchError, CaptureError, RankError
 from autopar.parallel.agree.agreement import difference
 from autopar.parallel.batches import batch_checks as batches
 from autopar.parallel.batches.digests import Digests
@@ -33,6 +35,7 @@ from autopar.torch_compat import no_torch_function
 _log = logging.getLogger("autopar")
 VALUES = 8  # of one signature, for other values that the model reads from its tensors (specialize=True)
 PROGRAMS = 32  # compiled at a time; the one unused longest goes first
+_WAYS = 64  # through a model that random numbers decide
 _NAMED = 3  # changes that a note names
 _FIRST = "Python values as at first"
 _COMPARED, _REFUSED = "batch and modes", "arguments refused: "
@@ -49,6 +52,7 @@ class CallSignature:
     key: Key
     programs: list[Running] = field(default_factory=list)
     lines: dict[Dims | None, list[str]] = field(default_factory=dict)
+    by_chance: int = 0  # programs made so far of which random numbers decide the way
 
     def line(self) -> str:
         """How what stands in Python now differs from what the first program read."""
@@ -90,6 +94,7 @@ class Programs:
         self._partners: dict[Key, tuple[Partner, ...]] = {}  # by the model's own part of a key
         self._numbers: Numbers = {}  # among the arguments of the call at hand
         self._uses = self._made = 0
+        self._drawn: Drawn | None = None  # on the host, for the call at hand
 
     # -- what a call asks for -----------------------------------------------------------------------------------
 
@@ -107,6 +112,7 @@ class Programs:
     def prepare(self, call: str, args: Any, kwargs: Any, train: bool) -> tuple[Running, Given]:
         """The program for a call of that name, compiled if there is none yet, and its arguments, taken apart."""
         session, given = self._session, self._take(call, args, kwargs, train)
+        self._drawn = None
         try:
             signature, running = self._agree(call, given, train)
             given = given.agreed()
@@ -117,7 +123,7 @@ class Programs:
             check_enabled(call)
             if session.replicas.is_due(session.random.steps):
                 session.replicas.check(session.random.steps)
-        return self._use(signature, running) if running else self._make(signature, given, train), given
+        return self._use(signature, running) if running else self._make(signature, given, train, ()), given
 
     def run(
         self, call: str, args: Any, kwargs: Any, train: bool, step: Callable[[Running, Given], T]
@@ -131,10 +137,13 @@ class Programs:
                 return running, step(running, given)
             except OtherValues as found:
                 other = found
-            if running.number > made:
+            if running.number > made and not other.read.is_guess:
                 why = " It was compiled for this very batch: a number that is summed in another order is another one."
                 raise other.read.refused(other.values[-1], why)
+            guessed = running if running.number > made else None
             running = self._for_values(call, given, train, other)
+            if guessed is not None:  # it has never run
+                self._forget(guessed)
 
     def _for_values(self, call: str, given: Given, train: bool, other: OtherValues) -> Running:
         """The program for a batch with these values among its reads, which every rank has found."""
@@ -146,11 +155,14 @@ class Programs:
         if running:
             return self._use(signature, running)
         count = sum(bool(each.captured.reads) for each in signature.programs)
-        if count >= VALUES:
+        if count >= (PROGRAMS if other.read.is_guard else VALUES):
             raise other.read.refused(other.values[-1], f" {count} programs were compiled for other values already.")
         if dist.get_rank() == 0:
             _log.warning("%s is %s for this batch and was another value: compiling again", other.read, other.values[-1])
-        return self._make(signature, given, train, other.values)
+        try:
+            return self._make(signature, given, train, other.values)
+        except CaptureError as error:
+            raise other.raised(error) from error
 
     # -- which program it is ------------------------------------------------------------------------------------
 
@@ -189,12 +201,45 @@ class Programs:
         key = self._key(given, train)
         signature = self.signatures.get(key) or CallSignature(key)
         fault = self._session.store.structure.fault()
-        running, values = (None, [fault]) if fault else signature.find(fits)
+        by_chance = self._draw(signature, train)
+        running, values = (None, [fault]) if fault else signature.find(lambda one: by_chance(one) and fits(one))
         if self._session.agreement.size > 1:
             self._compare(call, signature, given, values, is_new=running is None)
         if fault:
             raise AutoparError(fault)
         return signature, running
+
+    def _draw(self, signature: CallSignature, train: bool) -> Callable[[Running], bool]:
+        """Which programs a call may run, as random numbers decide. What the model draws on the host is drawn, once a
+        call, from the generators of rank 0."""
+        seed = self._session.random.tensor(torch.device("cpu"), train)
+        host = next((one.captured.host for one in signature.programs if one.captured.host is not None), None)
+        if host is not None and self._drawn is None:
+            with self._as_rank_0():
+                self._drawn = host.draw()
+        drawn = self._drawn
+
+        def fits(one: Running) -> bool:
+            coins, host = one.captured.coins, one.captured.host
+            is_way = host is None or drawn is None or host.way == drawn.way
+            return is_way and (coins is None or coins.fit(seed))
+
+        return fits
+
+    @contextmanager
+    def _as_rank_0(self) -> Iterator[None]:
+        """Draw on the host what rank 0 draws; the generators of other ranks stay as they are."""
+        agreement, own = self._session.agreement, generators()
+        if agreement.size == 1:
+            yield
+            return
+        rank = dist.get_rank()
+        set_generators(agreement.everyone("generators of the host", own if rank == 0 else None)[0])
+        try:
+            yield
+        finally:
+            if rank:
+                set_generators(own)
 
     def _compare(self, call: str, signature: CallSignature, given: Given, values: list[str], is_new: bool) -> None:
         """Raise RankError on every rank if ranks differ; _Uneven if in how many samples they have alone. values: what
@@ -231,15 +276,25 @@ class Programs:
         """A program, as the one used last."""
         self._uses += 1
         running.used = self._uses
+        if self._drawn is not None and running.captured.host is not None:
+            running.constants.put(running.captured.host.values(self._drawn))
         if signature.programs[0] is not running:
             signature.programs.sort(key=lambda each: each is not running)
         return running
 
-    def _make(self, signature: CallSignature, given: Given, train: bool, answers: tuple[Any, ...] = ()) -> Running:
-        """Compile a program and keep it; forget the one unused longest. answers: as of `Reads`."""
+    def _make(self, signature: CallSignature, given: Given, train: bool, values: tuple[Value, ...]) -> Running:
+        """Compile a program and keep it; forget the one unused longest. values: of the first of its reads."""
         self._tell(signature, given, train)
         self._made += 1  # also of one that fails: on all ranks
-        with torch.inference_mode(False):  # what is made here is trained later
+        with torch.inference_mode(False), self._as_rank_0():  # what is made here is trained later
+            if self._drawn is not None:
+                set_generators(self._drawn.start)
+            if signature.by_chance >= _WAYS:
+                raise BatchError(
+                    f"random numbers decided {_WAYS} programs of this step already, each another way through the "
+                    f"model. Keep what they decide in tensors (torch.where, a factor of 0 or 1, rows by an index)."
+                )
+            answers = Answers(self._session.random.numbers(train), values)
             running = self._maker.make(given, self._numbers, train, not self.signatures, answers)
         self._portions.learn(given, train)
         running.number = self._made
@@ -249,6 +304,7 @@ class Programs:
         key = (*own, flags_of(partners))
         signature = signature if key == signature.key else self.signatures.get(key) or CallSignature(key)
         running.line = signature.line()
+        signature.by_chance += running.captured.is_by_chance
         signature.programs.insert(0, running)
         self.signatures[key] = signature
         self._use(signature, running)

@@ -75,7 +75,7 @@ class Running:
         self._gradients = [at for at, _ in trained]
         known = store.structure.parameters
         self._trained = [known.get(name) for _, name in trained]
-        names = [name for _, name in trained]
+        names = self._names = [name for _, name in trained]
         self._foreign = [(at, name) for at, name in enumerate(names) if name.startswith(PARTNER)]
         self._padded = [(at, name) for at, name in enumerate(names) if self._is_padded(name)]
         self._shared: frozenset[int] | None = None  # outputs that are not memory of their own, once known
@@ -94,8 +94,11 @@ class Running:
             values[at] = given(slot.entry, slot.layout, slot.coord)
         return dict(zip(self._keys, values, strict=True))
 
-    def gradients(self, outputs: Outputs) -> tuple[Sequence[nn.Parameter], list[Tensor | None]]:
-        """The parameters that a step trains, and this rank's part of each one's gradient; None on other stages."""
+    def gradients(
+        self, outputs: Outputs, unused: frozenset[str] = frozenset()
+    ) -> tuple[Sequence[nn.Parameter], list[Tensor | None]]:
+        """The parameters that a step trains, and this rank's part of each one's gradient; None on other stages. unused:
+        those that the step leaves without."""
         values = [outputs[at] for at in self._gradients]
         for at, name in self._padded:
             values[at] = self._owners.taken(name, values[at])
@@ -105,6 +108,9 @@ class Running:
             trained = list(trained)
             for at, name in self._foreign:
                 trained[at], values[at] = known[name], self._owners.taken(name, values[at])
+        if unused:
+            used = [at for at, name in enumerate(self._names) if name not in unused]
+            return [trained[at] for at in used], [values[at] for at in used]
         return trained, values
 
     def write_buffers(self, outputs: Outputs) -> None:

@@ -27,9 +27,14 @@ class RandomState:
     def tensor(self, device: torch.device, is_step: bool) -> torch.Tensor:
         """The seed and the number of the call, as programs take them: filled in on the device, for which a copy would
         wait. Numbers of forward calls are those below 0, which no step has."""
-        made = torch.full((2,), self.steps if is_step else -1 - self.forwards, dtype=torch.int64, device=device)
-        made[:1].fill_(self.seed)
+        seed, number = self.numbers(is_step)
+        made = torch.full((2,), number, dtype=torch.int64, device=device)
+        made[:1].fill_(seed)
         return made
+
+    def numbers(self, is_step: bool) -> tuple[int, int]:
+        """The seed and the number of the call."""
+        return self.seed, self.steps if is_step else -1 - self.forwards
 
     def state_dict(self) -> dict[str, Any]:
         return {"seed": self.seed, "steps": self.steps, "forwards": self.forwards}

@@ -78,8 +78,6 @@ class Likeness(Inlined):
         _refuse_compiling(self)
 
     def __getattr__(self, name: str) -> Any:
-        if name == ASKED_TO_COMPILE:
-            _refuse_compiling(self)
         with suppress(AttributeError):
             return super().__getattr__(name)
         if "_stand_in" not in self.__dict__ or _is_special(name):
@@ -293,6 +291,11 @@ def _refuse_compiling(_: object) -> NoReturn:
         'Leave torch.compile out; autopar.parallelize(..., compile="inductor") compiles what each rank computes with '
         "Inductor."
     )
+
+
+setattr(
+    Likeness, ASKED_TO_COMPILE, property(_refuse_compiling)
+)  # a property: from torch 2.14 on no `__getattr__` is asked
 
 
 def _public(names: Any) -> list[str]:

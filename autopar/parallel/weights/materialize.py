@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,9 @@ from autopar.parallel.tensors.parameter import ParameterTensor, parameter_tensor
 from autopar.parallel.tensors.place import Place, World
 from autopar.parallel.weights.distribute import Distributor
 from autopar.parallel.weights.identity import make_parallel
+from autopar.parallel.weights.rebuild import RESET, is_filled, mark_of, rebuilt
 from autopar.torch_compat import local_of
 
-_RESET = ("reset_parameters", "_reset_parameters")
 Made = list[tuple[Input, torch.Tensor]]
 
 
@@ -84,12 +85,23 @@ class _Filling:
         return made
 
     def _read(self, entries: Made, files: Weights) -> Made:
-        files.check([(entry.names, tensor) for entry, tensor in entries])
-        made = [
-            (entry, self._fill(entry, tensor, self._like(entry, tensor, lambda p: files.part(entry.names, p, tensor))))  # noqa: B023
+        unkept = {entry.name: tensor for entry, tensor in entries if self._is_unkept(entry) and not files.has(entry)}
+        files.check([(entry.names, tensor) for entry, tensor in entries if entry.name not in unkept])
+        values = rebuilt(self.model, unkept, self.seed)
+
+        def part(entry: Input, tensor: torch.Tensor, place: Place) -> torch.Tensor:
+            return values[entry.name] if entry.name in values else files.part(entry.names, place, tensor)
+
+        return [
+            (entry, self._fill(entry, tensor, self._like(entry, tensor, partial(part, entry, tensor))))
             for entry, tensor in entries
         ]
-        return made
+
+    def _is_unkept(self, entry: Input) -> bool:
+        """Whether checkpoints leave a tensor out: a buffer with persistent=False, a tensor that is an attribute."""
+        path, _, attribute = entry.name.rpartition(".")
+        owner = tables.submodule(self.model, path)
+        return entry.kind == "constant" or attribute in owner._non_persistent_buffers_set
 
     def _fill(self, entry: Input, tensor: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
         """Let a tensor on the meta device become one with memory."""
@@ -100,7 +112,7 @@ class _Filling:
 
     def _empty(self, entry: Input, tensor: torch.Tensor) -> torch.Tensor:
         """Memory for a tensor, full of what no initialisation leaves."""
-        mark = _mark(tensor.dtype)
+        mark = mark_of(tensor.dtype)
 
         def part(place: Any) -> torch.Tensor:
             shape = place.part(torch.empty(tensor.shape, device="meta")).shape
@@ -130,7 +142,7 @@ class _Filling:
             for path, module in reversed(list(tables.named_modules(self.model))):
                 inside = {name for name in everything if name.startswith(f"{path}." if path else "")}
                 own = any(name.rpartition(".")[0] == path for name in on_meta)
-                reset = next((getattr(module, name) for name in _RESET if hasattr(module, name)), None)
+                reset = next((getattr(module, name) for name in RESET if hasattr(module, name)), None)
                 if callable(reset) and (own or (inside and inside <= on_meta)):
                     self._on_parts(reset, inside)
 
@@ -196,21 +208,9 @@ def assign(model: nn.Module, name: str, tensor: torch.Tensor, kind: str) -> None
         setattr(owner, attribute, tensor)
 
 
-def _mark(dtype: torch.dtype) -> float | int | bool:
-    """A value that no initialisation leaves: what still holds it was not filled."""
-    if dtype.is_floating_point or dtype.is_complex:
-        return float("nan")
-    return True if dtype == torch.bool else torch.iinfo(dtype).max
-
-
 def _is_marked(tensor: torch.Tensor) -> bool:
     """Whether this rank's part was not filled."""
-    part = local_of(tensor).detach() if isinstance(tensor, ParameterTensor) else tensor
-    if part.numel() == 0:
-        return False
-    mark = _mark(part.dtype)
-    found = torch.isnan(part) if mark != mark else part == mark
-    return bool(found.all() if part.dtype == torch.bool else found.any())
+    return not is_filled(local_of(tensor).detach() if isinstance(tensor, ParameterTensor) else tensor)
 
 
 # -- files of weights -------------------------------------------------------------------------------------------------
@@ -237,6 +237,9 @@ class Weights:
         opened = [safe_open(file, framework="pt") for file in files]
         return Weights(path, {name: file for file in opened for name in file.keys()})  # noqa: SIM118
 
+    def has(self, entry: Input) -> bool:
+        return self._known(entry.names) is not None
+
     def check(self, wanted: Sequence[tuple[Sequence[str], torch.Tensor]]) -> None:
         """Raise CaptureError for tensors, by their names, that are in no file or have another shape there."""
         faults, missing = [], []
@@ -249,8 +252,8 @@ class Weights:
         if missing:
             faults.append(
                 f"{', '.join(missing[:3])}{f' and {len(missing) - 3} more' if missing[3:] else ''} "
-                f"{'are' if missing[1:] else 'is'} on the meta device and in no file (what no checkpoint keeps, such "
-                f"as a buffer with persistent=False, must be built on a real device)"
+                f"{'are' if missing[1:] else 'is'} on the meta device and in no file (give files that have "
+                f"{'them' if missing[1:] else 'it'}, or build {'them' if missing[1:] else 'it'} on a real device)"
             )
         if faults:
             raise CaptureError(f"weights='{self.path}' does not fit the model: {'; '.join(faults)}.")

@@ -15,8 +15,9 @@ from autopar.ir.ops.storage import is_view
 from autopar.ir.program import is_getitem, record
 
 _SLICED = (
-    "A slice sees the slices before it in causal attention alone (scaled_dot_product_attention with is_causal=True, or "
-    "a mask that compares positions so), and not in what pools, adds up or mixes positions. Use slices=1."
+    "A slice sees the slices before it in causal attention alone (scaled_dot_product_attention with is_causal=True or "
+    "a causal mask; of transformers with attn_implementation='sdpa'), and not in attention that is spelled out, nor in "
+    "what pools, adds up or mixes positions. Use slices=1."
 )
 
 
@@ -60,8 +61,9 @@ def coupled(
 
 
 _HINT = (
-    "BatchNorm in training does this, and what takes all samples together more than once. Use microbatches=1, or a "
-    "module without it (GroupNorm, LayerNorm; BatchNorm in eval mode)."
+    "BatchNorm in training does this, and what takes all samples together more than once. Use "
+    "batch_statistics='microbatch', where BatchNorm takes the samples of each micro-batch as other trainers do, "
+    "microbatches=1, or a module without it (GroupNorm, LayerNorm; BatchNorm in eval mode)."
 )
 
 

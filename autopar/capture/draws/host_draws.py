@@ -1,0 +1,90 @@
+"""Numbers that the model draws on the host while it runs: Python's `random`, numpy's generator.
+
+A step runs the model's Python once more, on shapes, from where the generators stand: so they move on as for the plain
+module. The tensors that are made of such numbers are inputs of the step; another way through the model, or another
+number that Python computes with, is another program.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+Tensor = torch.Tensor
+States = tuple[Any, Any]  # of Python's generator and numpy's
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What the host draws in one step. way: a key for the calls that the model then makes. tensors: those that are made
+    of the numbers, in order. start: the generators before."""
+
+    way: int
+    tensors: tuple[Tensor, ...]
+    start: States
+
+
+@dataclass(frozen=True, slots=True)
+class HostDraws:
+    """What the host draws in a captured step. names: of constants, which tensor each is. replay: draws anew."""
+
+    way: int
+    names: Mapping[str, int]
+    replay: Callable[[], tuple[int, tuple[Tensor, ...]]]
+
+    def draw(self) -> Drawn:
+        """The numbers of one step; the generators move on."""
+        start = generators()
+        return Drawn(*self.replay(), start)
+
+    def values(self, drawn: Drawn) -> dict[str, Tensor]:
+        """The constants that they make of a step which goes this program's way."""
+        return {name: drawn.tensors[at] for name, at in self.names.items()}
+
+    def note(self, start: States) -> str:
+        """What is said of it. start: the generators before the step."""
+        moved = [one != other for one, other in zip(map(repr, generators()), map(repr, start), strict=True)]
+        names = [
+            name for name, has_moved in zip(("Python's random module", "numpy.random"), moved, strict=True) if has_moved
+        ]
+        return (
+            f"the model draws numbers from {' and '.join(names)} while it runs: each step runs its Python once more, "
+            f"on shapes, and takes rank 0's numbers; {len(self.names)} tensors made of them are inputs of the program"
+        )
+
+
+def generators() -> States:
+    """The states of the global generators of Python and numpy."""
+    return random.getstate(), np.random.get_state()
+
+
+def set_generators(states: States) -> None:
+    """Put the generators where they were."""
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+
+
+@contextmanager
+def drawing_for(seed: Tensor) -> Iterator[None]:
+    """Draw on the host what a step with this seed draws; then the generators are as before."""
+    before, (first, second) = generators(), seed.tolist()
+    random.seed(f"{first} {second}")
+    np.random.seed(random.getrandbits(32))
+    try:
+        yield
+    finally:
+        set_generators(before)
+
+
+def names_made_anew(
+    constants: Mapping[str, Tensor], first: Sequence[Tensor], second: Sequence[Tensor]
+) -> dict[str, int]:
+    """Which constants are made anew in each run: by name, which of the tensors they are."""
+    anew = [at for at, (one, other) in enumerate(zip(first, second, strict=True)) if one is not other]
+    return {name: at for name, value in constants.items() for at in anew if first[at] is value}
