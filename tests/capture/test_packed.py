@@ -125,9 +125,8 @@ def batch(dtype: torch.dtype, lengths: Tensor = LENGTHS) -> Any:
 @pytest.mark.parametrize("name", CASES)
 def test_layers_of_packed_sequences(name: str) -> None:
     options = {} if name == "sequences" else {"microbatches": 2}
-    for mesh, more in (("dp=2,tp=2", {}), ("dp=2", options)):
-        report = autopar.verify(make(name).double(), mesh, loss_fn=loss, batch=batch(torch.float64), **more)
-        assert report.ok, (mesh, report)
+    report = autopar.verify(make(name).double(), "dp=2,tp=2", loss_fn=loss, batch=batch(torch.float64), **options)
+    assert report.ok, report
 
 
 @pytest.mark.parametrize("kind", LAYERS)
