@@ -15,6 +15,7 @@ import argparse
 import itertools
 import logging
 import random
+import re
 import resource
 import signal
 import time
@@ -91,6 +92,8 @@ def draw(seed: int, number: int, recurrent: bool = False, in_float64: bool = Fal
         options.pop("specialize", None)
     if dice.random() < 1 / 2 and not in_float64:  # last, so that the rows before it stay as they were
         options |= dice.choice(FLOATS)
+    if name in architectures.MIXTURES and dice.random() < 1 / 2:
+        mesh = re.sub(r"\b(dp|fsdp)=\d", "ep=2", mesh, count=1) if "dp" in mesh else f"ep=2,{mesh}"
     return name, mesh, options
 
 

@@ -13,6 +13,7 @@ from autopar.capture import Captured, Earlier, LossFn, capture, dims_of_call
 from autopar.capture.data.reads import Answers
 from autopar.compiler.constraints import (
     check_batch,
+    check_experts,
     check_slices,
     check_zero,
     divides_batch,
@@ -200,4 +201,5 @@ def make_plan(captured: Captured, mesh: Mesh, options: StepOptions, fixed: Fixed
     )
     check_zero(plan)
     check_slices(plan)
+    check_experts(plan)
     return with_positions(plan, program)

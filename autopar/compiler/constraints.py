@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from autopar.errors import BatchError, LayoutError, PlanError, divisors, one_of
 from autopar.ir.layout import Layout, factor_sizes, parse_layout, spelled
-from autopar.ir.mesh import GRADIENT_AXES, PIPELINE, Mesh
+from autopar.ir.mesh import EXPERT, GRADIENT_AXES, PIPELINE, Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.program import PARTNER, Input, Program, TensorType, record
 from autopar.passes.search.intents import INTENTS, BatchDims, batch_dims_of, batch_size, context_axes
@@ -95,6 +95,8 @@ def _misfit(entry: Input, type_: TensorType, layout: Layout, mesh: Mesh, origin:
         ]
     if layout.partial:
         return [f"'{entry.name}': a parameter cannot be partial, as layout {layout} says. {origin}."]
+    if layout.owned:
+        return [f"'{entry.name}': a parameter has no owners ('@'), as layout {layout} says. {origin}."]
     if any(isinstance(factor, int) and factor < 0 for dim in layout.dims for factor in dim):
         return [f"'{entry.name}': a parameter cannot be mirrored ('~'), as layout {layout} says. {origin}."]
     unknown = sorted({axis for axis in layout.axes if axis not in mesh})
@@ -168,6 +170,23 @@ def check_zero(plan: Plan) -> None:
         raise PlanError(
             f"zero={plan.zero} splits states over a data axis, but mesh '{plan.mesh}' has none. Add dp, fsdp or cp to "
             f"it, e.g. 'dp=2,{plan.mesh}', or leave zero out."
+        )
+
+
+def check_experts(plan: Plan) -> None:
+    """Raise PlanError where rows cannot go to other ranks: for a compiler of fixed shapes, and where ranks know nothing
+    of each other's batches."""
+    if dict(plan.mesh.axes).get(EXPERT, 1) == 1:
+        return
+    if plan.fixed.is_own:
+        raise PlanError(
+            f"batch=\"ddp\" computes each rank's batch apart, and on mesh '{plan.mesh}' rows go to the experts of "
+            f'other ranks. Use batch="local", whose means are over the rows of all ranks, or dp in place of {EXPERT}.'
+        )
+    if plan.options.compile == "inductor":
+        raise PlanError(
+            f"compile=\"inductor\" is for shapes that are known, and on mesh '{plan.mesh}' as many rows come to a rank "
+            f"as choose its experts. Leave compile out, or give the ranks of {EXPERT} to dp or tp."
         )
 
 

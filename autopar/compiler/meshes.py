@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import MeshError
-from autopar.ir.mesh import CONTEXT_AXES, PIPELINE, TIME_AXES, Mesh, parse_mesh
+from autopar.ir.mesh import CONTEXT_AXES, EXPERT, PIPELINE, TIME_AXES, Mesh, parse_mesh
 from autopar.passes.search.intents import INTENTS
 
 AXES = tuple(sorted({*INTENTS, PIPELINE} - {*TIME_AXES}))
@@ -37,6 +37,11 @@ def mesh_of(mesh: MeshLike, world: int | None = None) -> Mesh:
         raise MeshError(
             f"mesh '{found}': {' and '.join(ordered)} split pieces of each other, in this order: write "
             f"'{_reordered(found, ordered)}'."
+        )
+    if EXPERT in found and (before := [axis for axis in inner if found.names.index(axis) < found.names.index(EXPERT)]):
+        raise MeshError(
+            f"mesh '{found}': {EXPERT} splits the batch, and {' and '.join(before)} what it leaves of a sample: write "
+            f"'{_reordered(found, [EXPERT, *inner])}'."
         )
     return found
 

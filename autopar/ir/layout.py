@@ -7,6 +7,8 @@ The one spelling, used in plans, dumps, golden files and errors:
     [3:tp,-]             dim 0 read as (3, tp, rest): every third is split over tp (a fused qkv)
     [-,2~cp]             dim 1 read as (2, cp, rest), where the second half has the places of cp in reverse: of 2 n
                          chunks rank r has the chunks r and 2 n - 1 - r (zigzag; `~` stands behind an even number)
+    [@ep,-]              row i of dim 0 is on the rank of ep that holds the expert of row i: ranks hold different
+                         numbers of rows, in an order of their own
     [-,-] partial(tp)    whole, and the sum over tp is still to be taken
     [-] partial(max:tp)  as above with the maximum
 """
@@ -24,6 +26,7 @@ from autopar.errors import LayoutError
 from autopar.ir.mesh import SLICE, Mesh
 
 Factor = str | int
+OWNED = 0  # before an axis: a row is on the rank that holds its owner, an expert
 PARTIAL_KINDS = ("sum", "max", "min", "logsumexp")
 _TEXT = re.compile(r"\s*\[([^\[\]]*)\]\s*(?:partial\(([^()]*)\))?\s*\Z")
 _NAME = re.compile(r"[A-Za-z_]\w*\Z")
@@ -34,8 +37,9 @@ class Layout:
     """For each tensor dim its factors, major to minor: an axis name splits, an integer does not.
 
     The last factor of a dim (what is left of its size) is not written. A negative integer -k stands for k places, in
-    every second of which the axis behind it is mirrored: `k~axis`. `partial` holds
-    (axis, kind) pairs in the order of their axes: the value is the `kind` over these axes of what the ranks hold.
+    every second of which the axis behind it is mirrored: `k~axis`. OWNED says that the axis behind it holds rows where
+    their owners are: `@axis`. `partial` holds (axis, kind) pairs in the order of their axes: the value is the `kind`
+    over these axes of what the ranks hold.
     """
 
     dims: tuple[tuple[Factor, ...], ...]
@@ -54,6 +58,23 @@ class Layout:
         return tuple(f for dim in self.dims for f in dim if isinstance(f, str))
 
     @property
+    def owned(self) -> tuple[tuple[int, str], ...]:
+        """The dims of which rows are with their owners, each with the axis."""
+        if not any(OWNED in factors for factors in self.dims):  # nearly always: passes ask of each value
+            return ()
+        return tuple(
+            (dim, str(factors[place + 1]))
+            for dim, factors in enumerate(self.dims)
+            for place, factor in enumerate(factors)
+            if factor == OWNED
+        )
+
+    @property
+    def at_home(self) -> Layout:
+        """The same layout with every row where it comes from."""
+        return Layout(tuple(tuple(f for f in dim if f != OWNED) for dim in self.dims), self.partial)
+
+    @property
     def is_replicated(self) -> bool:
         """True if every rank holds the whole value."""
         return not self.partial and not any(self.dims)
@@ -61,8 +82,13 @@ class Layout:
 
 def spelled(factors: Sequence[Factor]) -> str:
     """The factors of a dim as layouts spell them: `2~cp:tp`."""
-    text = "".join(f"{-f}~" if isinstance(f, int) and f < 0 else f"{f}:" for f in factors)
-    return text.removesuffix(":")
+    return "".join(map(_spelled, factors)).removesuffix(":")
+
+
+def _spelled(factor: Factor) -> str:
+    if factor == OWNED:
+        return "@"
+    return f"{-factor}~" if isinstance(factor, int) and factor < 0 else f"{factor}:"
 
 
 def replicated(ndim: int) -> Layout:
@@ -94,8 +120,8 @@ def _parse_dim(part: str, text: str) -> tuple[Factor, ...]:
             raise LayoutError(f"layout '{text}': '~' stands behind an even number, like '2~cp', not behind '{factor}'.")
         if factor.isdigit() and int(factor) > 1:
             factors.append(-int(factor) if link == "~" else int(factor))
-        elif _NAME.match(factor):
-            factors.append(factor)
+        elif _NAME.match(factor.removeprefix("@")):
+            factors += [OWNED, factor[1:]] if factor.startswith("@") else [factor]
         else:
             raise LayoutError(f"layout '{text}': '{factor}' is neither an axis name, an integer above 1 nor '-'.")
     if isinstance(factors[-1], int):
@@ -112,14 +138,14 @@ def _parse_partial(part: str, text: str) -> tuple[str, str]:
 
 def factor_sizes(dim: tuple[Factor, ...], mesh: Mesh) -> tuple[int, ...]:
     """The sizes of a dim's written factors."""
-    return tuple([mesh[f] if isinstance(f, str) else abs(f) for f in dim])
+    return tuple([mesh[f] if isinstance(f, str) else abs(f) or 1 for f in dim])
 
 
 def outer_of(factors: Sequence[Factor], axis: str) -> int:
     """The places that a dim has outside of an axis, on one rank: the integers before it. Negative if the axis is
     mirrored in every second of them."""
     place = list(factors).index(axis)
-    size = math.prod(abs(factor) for factor in factors[:place] if isinstance(factor, int))
+    size = math.prod(abs(factor) or 1 for factor in factors[:place] if isinstance(factor, int))
     return -size if is_mirrored(factors, place) else size
 
 
@@ -151,7 +177,7 @@ def fits(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> bool:
 
 
 def local_shape(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> tuple[int, ...]:
-    """The shape of one rank's part of a value of global `shape`."""
+    """The shape of one rank's part of a value of global `shape`; of rows that are with their owners the mean."""
     assert fits(shape, layout, mesh), (shape, str(layout), str(mesh))
     return tuple([size // pieces(dim, mesh) if dim else size for size, dim in zip(shape, layout.dims, strict=True)])
 
@@ -164,6 +190,7 @@ def padded_shape(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> tuple[in
 
 def local_part(value: torch.Tensor, layout: Layout, mesh: Mesh, coord: Mapping[str, int]) -> torch.Tensor:
     """What the rank at `coord` holds of a global value. Partial sums are held by coordinate 0."""
+    assert not layout.owned, f"who holds which rows of {layout} the owners say"
     first = all(coord[axis] == 0 for axis, kind in layout.partial if kind == "sum")
     if mesh.lengths:
         value, layout = of_slice(value, layout, mesh, coord[SLICE])
@@ -213,6 +240,7 @@ def combine(parts: list[torch.Tensor], layout: Layout, mesh: Mesh) -> torch.Tens
 
 def combine_grid(parts: torch.Tensor, layout: Layout, mesh: Mesh) -> torch.Tensor:
     """Put the parts together that stand in one tensor, a rank a row (see `combine`)."""
+    assert not layout.owned, f"where the rows of {layout} belong the owners say"
     local = parts.shape[1:]
     grid = parts.reshape((*mesh.shape, *local))
     names = list(mesh.names)

@@ -13,7 +13,8 @@ from autopar.errors import MeshError, divisors, one_of
 PIPELINE, MICROBATCH = "pp", "mb"  # the axes of stages, and of micro-batches
 SLICE = "sl"  # the axis of the slices of a sequence that a stage computes one after another
 TIME_AXES = (MICROBATCH, SLICE)  # one rank computes all of their parts, the slices of a micro-batch in a row
-DATA_AXES = ("dp", "fsdp")  # split the batch
+EXPERT = "ep"  # splits the batch, and experts
+DATA_AXES = ("dp", "fsdp", EXPERT)  # split the batch
 CONTEXT, ULYSSES = "cp", "ulysses"  # split the sequence; the second one gives attention whole heads
 # Gradients are sums over these: what moves over several of them moves at once.
 CONTEXT_AXES = (CONTEXT, ULYSSES)

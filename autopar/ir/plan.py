@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from autopar.ir.layout import Layout
-from autopar.ir.mesh import CONTEXT_AXES, DATA_AXES, MICROBATCH, PIPELINE, SHARDED, SLICE, Mesh
+from autopar.ir.mesh import CONTEXT_AXES, DATA_AXES, EXPERT, MICROBATCH, PIPELINE, SHARDED, SLICE, Mesh
 from autopar.ir.options import StepOptions
 from autopar.machines import Machine, named
 
@@ -128,9 +128,9 @@ class Plan:
 
     @property
     def zero_axes(self) -> tuple[str, ...]:
-        """The axes over which ZeRO splits states, in the order of the mesh: `fsdp` if there is one, else `dp`, and
-        those of the sequence; none without ZeRO."""
-        chosen = (SHARDED if SHARDED in self.mesh else "dp", *CONTEXT_AXES) if self.zero else ()
+        """The axes over which ZeRO splits states, in the order of the mesh: `fsdp` if there is one, else `dp`, that of
+        experts, and those of the sequence; none without ZeRO."""
+        chosen = (SHARDED if SHARDED in self.mesh else "dp", EXPERT, *CONTEXT_AXES) if self.zero else ()
         return tuple(axis for axis, size in self.mesh.axes if axis in chosen and size > 1)
 
     @property

@@ -253,6 +253,14 @@ def loss_fn(model: nn.Module, **batch: Any) -> Tensor:
 # They read values of the batch (is any token global? are the lengths right?): taken with `specialize=True`.
 SPECIALIZED = frozenset(("longformer", "led", "flaubert", "xlm", "prophetnet"))
 
+# Their experts are products by expert, which an axis `ep` splits.
+MIXTURES = frozenset(
+    (
+        "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "flex_olmo", "granitemoe", "granitemoeshared",
+        "gpt_oss", "deepseek_v2", "deepseek_v3", "phimoe", "ernie4_5_moe", "dots1", "glm4_moe", "minimax", "jamba",
+    )
+)  # fmt: skip
+
 # Networks without attention: tp divides what it can of them.
 NOT_TRANSFORMERS = frozenset(
     (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from autopar.errors import VerificationError
-from autopar.ir.layout import Layout
+from autopar.ir.layout import OWNED, Layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, is_getitem, record
@@ -68,11 +68,22 @@ def _is_right(rule: Rule, name: str | None, operands: tuple[State, ...], results
     in_order = any(isinstance(state, tuple) and state[1] > 0 for state in (*operands, *results))
     if name in rule.replicated or (name in rule.reversed and in_order):
         return False
+    if rule.owned and (rule.owned[0], OWNED) in (*operands, *results):
+        tensors = zip((*rule.operands, *rule.results), (*operands, *results), strict=True)
+        return all(state == _with_owner(rule.owned, dims) for dims, state in tensors)
+    if (name, OWNED) in (*operands, *results) and name in rule.ordered:
+        return False
     contracted = any(_has(dims, name) for dims in rule.operands)
     return all(_is_cut(dims, name, s) for dims, s in zip(rule.operands, operands, strict=True)) and all(
         _is_cut(dims, name, state) if _has(dims, name) else state == (rule.partial if contracted else None)
         for dims, state in zip(rule.results, results, strict=True)
     )
+
+
+def _with_owner(owned: tuple[str, str], dims: Dims) -> State:
+    """What an axis does to a tensor of a call whose rows are with their owners."""
+    rows, owners = owned
+    return (rows, OWNED) if _has(dims, rows) else (owners, 1) if _has(dims, owners) else None
 
 
 def _has(dims: Dims, name: str) -> bool:

@@ -16,6 +16,7 @@ from autopar.ir.ops.ring_ops import CHAIN_IN_TURNS
 from autopar.ir.plan import Plan
 from autopar.ir.program import Builder, Level, Program, Record, is_getitem, operand_nodes, record, set_record
 from autopar.passes.collectives.halos import Edges, halos_of, runs_of
+from autopar.passes.collectives.owned_rows import count_of, counted, owned_name
 from autopar.passes.collectives.running_states import with_states_before
 from autopar.passes.collectives.sized import Cut, Sized, sized_program
 from autopar.passes.rules import Rules, call_of, table_of
@@ -104,7 +105,7 @@ class _Partition:
             sizes = {name: self.sized.size(size, cuts.get(name, ())) for name, size in sizes.items()}
         # A rank that has some rows of a table, or of a sequence, has to know which: numbers that differ by rank.
         indexed = [name for name in rule.indexed if name in cuts]
-        assert len(indexed) <= 1, (node, indexed)
+        assert len(indexed) <= 1 and all(len(cuts[name]) == 1 for name in indexed), (node, indexed, cuts)
         halos = halos_of(rule, cuts, self.mesh)
         offset = self._offset(cuts[indexed[0]][0][2], sizes[indexed[0]], known) if indexed else None
         read = cuts.keys() if row.local else cuts.keys() & rule.positional
@@ -113,6 +114,11 @@ class _Partition:
             self._position(one, known) for name in rule.positional & cuts.keys() for one in starts_of(readings[name])
         ]
         args, kwargs = local_call(call, row, rule, shapes, sizes, offset, readings, starts)
+        rows, count = owned_name(cuts), None
+        if rows is not None and (row.shape_arg is not None or row.local is not None):
+            at, dims = next((i, dims) for i, dims in enumerate(rule.operands) if (rows,) in dims)
+            count = count_of(self.build, self.build.value[operand_nodes(node)[at]], dims.index((rows,)), known)
+            args, kwargs = counted((args, kwargs), call, row, rule, shapes, sizes, rows, count)
         # What the call reads beyond its own rows is fetched, and what it gives beyond them is added where it belongs.
         value = dict(self.build.value) if halos.operands else self.build.value
         for i, edges in halos.operands.items():
@@ -120,6 +126,8 @@ class _Partition:
             value[operand] = self._with_halos(value[operand], known.operands[i], edges, known)
         made = self.build.copy(node)
         made.args, made.kwargs = fx.node.map_arg((args, dict(kwargs)), lambda old: value.get(old, old))
+        if count is not None and not count.users:
+            self.build.graph.erase_node(count)
         for edges in halos.results.values():
             made = self._summed(made, edges)
         # A recurrence along a cut dim: the ranks hand their states on, by sums of all before, or in turns.

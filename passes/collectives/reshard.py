@@ -9,14 +9,16 @@ from itertools import takewhile
 import torch
 from torch import fx
 
-from autopar.ir.layout import Factor, Layout, is_mirrored, outer_of
+from autopar.ir.layout import OWNED, Factor, Layout, is_mirrored, outer_of
 from autopar.ir.mesh import CONTEXT_AXES, DATA_AXES, GRADIENT_AXES, MICROBATCH, SLICE, TIME_AXES, group_name
 from autopar.ir.ops.ops import is_collective, op
 from autopar.ir.plan import Plan
 from autopar.ir.program import CAST, Builder, Level, Output, Program, Record, is_given, operand_nodes, record
 from autopar.passes.collectives.carried import carried, carried_back
 from autopar.passes.collectives.gather_notes import with_gather_notes
+from autopar.passes.collectives.routing import Routing
 from autopar.passes.precision.gradient_terms import is_short
+from autopar.passes.rules import table_of
 
 MADE_BY = "reshard"
 
@@ -69,6 +71,7 @@ class _Reshard:
         self.gathered: dict[fx.Node, dict[Layout, fx.Node]] = {}  # for the backward pass alone
         self.leaving: dict[fx.Node, dict[Layout, fx.Node]] = {}  # for outputs beside the loss alone
         self.carried: dict[tuple[fx.Node, fx.Node], dict[Layout, fx.Node]] = {}  # keys and values, by attention
+        self.sent: dict[tuple[fx.Node, fx.Node], dict[Layout, fx.Node]] = {}  # to owners, by index
         results = program.leaving
         self.beside = frozenset(node for node, out in results if out.kind == "aux")
         self.wants: dict[fx.Node, list[tuple[fx.Node, Layout]]] = {}  # users with the layouts that they want
@@ -78,9 +81,12 @@ class _Reshard:
                 self.outputs.setdefault(node, out)
 
     def run(self) -> Program:
+        is_owned = False
         for user in self.program.graph.nodes:
             for node, wanted in zip(operand_nodes(user), record(user).operands, strict=False):
                 self.wants.setdefault(node, []).append((user, wanted))
+                is_owned = is_owned or bool(wanted.owned)
+        self.routing = Routing(self.program, table_of(self.plan)) if is_owned else None
         return self.build.rewrite(self.program, self._put, level=Level.EXPLICIT)
 
     def _put(self, node: fx.Node) -> fx.Node:
@@ -90,7 +96,7 @@ class _Reshard:
         if not is_given and record(node).is_tensor and layouts and layouts[0] is not None:
             # whole ones first: what is split is sliced from them
             for user, wanted in sorted(self.wants.get(node, ()), key=lambda pair: len(pair[1].axes)):
-                if not self._is_kept(node, user) and not self._key(node, user):
+                if not (self._is_kept(node, user) or self._key(node, user) or self._lacks_route(node, wanted, user)):
                     self._move(node, wanted, user)
         return made
 
@@ -115,6 +121,8 @@ class _Reshard:
             moved = self.leaving.setdefault(node, dict(moved))
         if self._key(node, user):  # of this attention alone, and on its stage
             moved = self.carried.setdefault((node, user), {})
+        if self.routing is not None and wanted.owned and not has.owned:
+            moved = self.sent.setdefault((node, self.routing.index_of(node, user)), dict(moved))
         if wanted in moved:
             return moved[wanted]
         # Micro-batches first: what they add up to is moved once, not once for each; but then it is kept whole.
@@ -128,8 +136,38 @@ class _Reshard:
             made = moved[wanted] = self._cast(made, record(node).type.dtype, like)
             return made
         for step in self._in_order(steps, node, user):
-            made = moved[step.layout] = moved.get(step.layout) or self._step(made, step, like)
+            made = moved[step.layout] = moved.get(step.layout) or self._routed(made, step, like, (node, user))
         return made
+
+    def _routed(self, made: fx.Node, step: ReshardMove, like: Record, between: tuple[fx.Node, fx.Node]) -> fx.Node:
+        """A step, which rows take by the route of their index if they go to their owners, or come back."""
+        has = record(made).layout
+        if self.routing is None or has.owned == step.layout.owned:
+            return self._step(made, step, like)
+        index, axis, home = self.routing.index_of(*between), str(step.args[0]), Layout(has.at_home.dims[:1])
+        self._make(index)
+        order, counts = self.routing.route(self.build, index, self._move(index, home, between[1]), axis)
+        is_index = self.routing.is_index(between[0], index)  # it is computed, not sent
+        name, args = ("owned_index", [counts]) if is_index else (step.name, [order, counts])
+        type_ = record(made).type
+        return self.build.lay(op(name), made, axis, *args, like=like, type_=type_, layout=step.layout, name=name)
+
+    def _make(self, index: fx.Node) -> None:
+        """Put an index that stands further down in the program, and what it is made of."""
+        missing, pending = {index} - self.build.value.keys(), [index]
+        while pending:
+            more = {node for node in pending.pop().all_input_nodes if node not in self.build.value} - missing
+            missing |= more
+            pending += more
+        for node in self.program.graph.nodes if missing else ():
+            if node in missing and node not in self.build.value:
+                self._put(node)
+
+    def _lacks_route(self, node: fx.Node, wanted: Layout, user: fx.Node) -> bool:
+        """True for rows that go to owners whose index is not there yet where the rows are made."""
+        if self.routing is None or not (wanted.owned or record(node).layout.owned):
+            return False
+        return self.routing.index_of(node, user) not in self.build.value
 
     def _like(self, node: fx.Node, has: Layout, wanted: Layout, user: fx.Node) -> Record:
         """The record of the moves between two layouts, but for these."""
@@ -192,8 +230,15 @@ class _Reshard:
         if node in self.stored:
             return self.plan.gathers_again and record(user).is_backward
         phases = record(node).phase, record(user).phase
+        if record(user).operands and self._goes_to_owners(node, user):
+            return False  # rows at their owners stay there: they would be sent again
         along = self.plan.sequence_parallel or any(axis in record(node).layout.axes for axis in CONTEXT_AXES)
         return along and node.op != "placeholder" and phases == ("forward", "backward")
+
+    def _goes_to_owners(self, node: fx.Node, user: fx.Node) -> bool:
+        return self.routing is not None and any(
+            one is user and wanted.owned for one, wanted in self.wants.get(node, ())
+        )
 
     def _shortest(
         self, node: fx.Node, wanted: Layout, moved: dict[Layout, fx.Node], first: tuple[str, ...]
@@ -235,13 +280,17 @@ class _Moves:
         self.first = first
         self.dims = [list(dim) for dim in has.dims]
         self.partial = list(has.partial)
-        self.wanted = wanted
+        self.wanted = wanted.at_home
         self.steps: list[ReshardMove] = []
+        self._from_owners([pair for pair in has.owned if pair not in wanted.owned])
+        if has.owned and has.owned == wanted.owned:
+            self.wanted = wanted
         self._slice()
         self._reduce()
         self._gather()
         self._split()
         self._make_partial()
+        self._to_owners([pair for pair in wanted.owned if pair not in has.owned])
         assert self._layout() == wanted, (str(has), str(wanted), str(self._layout()))
 
     def _layout(self) -> Layout:
@@ -249,6 +298,18 @@ class _Moves:
 
     def _step(self, name: str, *args: str | int) -> None:
         self.steps.append(ReshardMove(name, args, self._layout()))
+
+    def _from_owners(self, owned: list[tuple[int, str]]) -> None:
+        """Rows come back to their places, before anything else: there they may be summed, and be fewer."""
+        for dim, axis in owned:
+            del self.dims[dim][self.dims[dim].index(axis) - 1]
+            self._step("combine", axis)
+
+    def _to_owners(self, owned: list[tuple[int, str]]) -> None:
+        """Rows go to their owners last: where these are, ranks have different numbers of them."""
+        for dim, axis in owned:
+            self.dims[dim].insert(self.dims[dim].index(axis), OWNED)
+            self._step("dispatch", axis)
 
     def _slice(self) -> None:
         """Split over axes that the value is still whole on, where that is the next factor of a dim."""

@@ -224,7 +224,7 @@ def _load(node: fx.Node, mesh: Mesh, sizes: Mapping[fx.Node, int]) -> Load | Non
     if is_mesh_op(node.target):
         if not is_collective(node.target):
             return None
-        link = MESSAGE if goes_to_one(node, mesh) else collective_of(node.target).name
+        link = MESSAGE if goes_to_one(node, mesh) else collective_of(node.target).timed_as
         return Load(link=link, axis=str(node.args[1]), sent=((1, moved_type(node, mesh).bytes_),))
     computed = _computed(node, mesh, sizes)
     if not is_ring(node.target):

@@ -100,6 +100,8 @@ class Facts:
         how = self.how.get(node)
         if how is None or self.is_view(node) or node in self.added or is_getitem(node):
             return False
+        if any(layout is not None and layout.owned for layout in record(node).layouts):
+            return False  # a kernel is written for a number of rows
         if op_facts.facts_of(node.target).moves == "joined" and len(node.all_input_nodes) > MOST_PIECES:
             return False
         types = [self.types[each] for each in self.values(node)]

@@ -56,7 +56,7 @@ class Coalesced:
         """The start of what `nodes`, of the program before, do."""
         first = nodes[0]
         part = self.build.value[first.args[0]]  # type: ignore[index]
-        like, args = record(first).with_(reason=reason), first.args[1:]
+        like, args = record(first).with_(reason=reason), self.build.new(first.args[1:])
         if len(nodes) > 1:
             rows = [self._row(node) for node in nodes]
             total, given = self._type(sum(record(row).type.shape[-1] for row in rows), first), record(rows[0]).layout

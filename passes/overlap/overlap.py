@@ -7,6 +7,7 @@ from collections import defaultdict
 from torch import fx
 
 from autopar.ir.mesh import is_in_time
+from autopar.ir.ops.collective_ops import COLLECTIVES
 from autopar.ir.ops.ops import is_collective, op
 from autopar.ir.plan import Plan
 from autopar.ir.program import Builder, Program, record
@@ -17,7 +18,7 @@ from autopar.passes.overlap.coalesce import Coalesced
 MADE_BY = "overlap"
 WINDOW = 2  # collectives that a gradient waits for at most: its operands live as long
 _EINSUM = op("einsum")
-_MOVES = frozenset(op(name) for name in ("all_reduce", "all_gather", "reduce_scatter"))
+_MOVES = frozenset(op(one.name) for one in COLLECTIVES if one.halves and not one.to_one)
 
 
 def overlap(program: Program, plan: Plan) -> Program:

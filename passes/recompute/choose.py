@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import fx
 
-from autopar.ir.ops.ops import is_collective
+from autopar.ir.ops.ops import collective_of, is_collective, op
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, operand_nodes, record
 from autopar.passes.costs.node_costs import local_bytes, node_times
@@ -22,6 +22,7 @@ from autopar.passes.recompute.rematerialize import RecomputedCall
 # Operations for each byte of a product's result: about what a GPU does while it writes that byte and reads it again.
 # Products over the width of a head (64 to 256 in 16 bits) are below, those over the width of a model are above.
 _FLOPS_PER_BYTE = 256.0
+WAIT = op("wait")
 
 
 def attention_core(program: Program) -> frozenset[fx.Node]:
@@ -50,6 +51,12 @@ def attention_core(program: Program) -> frozenset[fx.Node]:
         if any(user in products or (user in before and not _ends(user)) for user in node.users):
             before.add(node)
     return frozenset(after & before)
+
+
+def _routes(node: fx.Node) -> list[fx.Node]:
+    """By which ways a collective sends rows to their owners, or back."""
+    moves_rows = is_collective(node.target) and node.target is not WAIT and collective_of(node.target).owned is not None
+    return list(operand_nodes(node)[1:]) if moves_rows else []
 
 
 def _ends(node: fx.Node) -> bool:
@@ -91,11 +98,13 @@ class _Choice:
         return {node: group for node, group in found.items() if group and node not in self.once}
 
     def _once(self) -> frozenset[fx.Node]:
-        """What a pipeline computes once, for all micro-batches, or beside its gradients: there is nothing to save."""
+        """What a pipeline computes once, for all micro-batches, or beside its gradients: there is nothing to save. And
+        the ways of rows to their experts, for which the host waits."""
+        routes = frozenset(route for call in self.forward.calls for route in _routes(call.node))
         if not self.plan.is_staged:
-            return frozenset()
+            return routes
         times = times_of(self.program, self.plan.parts)
-        return frozenset(call.node for call in self.forward.calls if not times.is_forward(call.node))
+        return routes.union(call.node for call in self.forward.calls if not times.is_forward(call.node))
 
     # -- who needs what -----------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from autopar.passes.rules.rule import Call, Dim, Dims, Rule
@@ -49,6 +50,13 @@ def replicated_rule(call: Call) -> Rule:
     operands = [named(type_.shape, f"a{i}_") for i, type_ in enumerate(call.operands)]
     results = [named(type_.shape, f"r{i}_") for i, type_ in enumerate(call.results)]
     return build(call, operands, results, replicated=names_of(*operands, *results))
+
+
+def with_owners(rule: Rule, index: Dims, owners: str) -> Rule:
+    """The rule of a call that may have rows where their owners are, by an index of these dims: if that is a vector. Of
+    one row, or one owner, there is nothing to divide."""
+    is_vector = len(index) == 1 and len(index[0]) == 1 and rule.sizes.get(owners, 1) > 1
+    return replace(rule, owned=(index[0][0], owners)) if is_vector else rule
 
 
 def names_of(*tensors: Dims) -> set[str]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from autopar.ir.ops.ops import contraction_flops
-from autopar.passes.rules.build import SECOND, Linear, argument, build, replicated_rule
+from autopar.passes.rules.build import SECOND, Linear, argument, build, replicated_rule, with_owners
 from autopar.passes.rules.linalg import batched
 from autopar.passes.rules.notation import instantiate
 from autopar.passes.rules.rule import Call, Row, Rule
@@ -81,12 +81,14 @@ def _grouped(call: Call) -> Rule:
 def _expert_mm(call: Call) -> Rule:
     """Each row is multiplied by the matrix of its expert: rows are apart, and so are experts (the rest adds zeros)."""
     flops = 2 * call.operands[0].numel * call.results[0].shape[-1]
-    return instantiate("s k, g k n, s -> s n", call, indexed={"g"}, linear=EITHER, flops=flops)
+    rule = instantiate("s k, g k n, s -> s n", call, indexed={"g"}, linear=EITHER, flops=flops)
+    return with_owners(rule, rule.operands[2], "g")
 
 
 def _expert_mm_backward(call: Call) -> Rule:
     flops = 2 * call.operands[0].numel * call.operands[1].shape[-1]
-    return instantiate("s k, s n, s -> g k n", call, indexed={"g"}, linear=EITHER, flops=flops)
+    rule = instantiate("s k, s n, s -> g k n", call, indexed={"g"}, linear=EITHER, flops=flops)
+    return with_owners(rule, rule.operands[2], "g")
 
 
 def _solve_triangular(call: Call) -> Rule:

@@ -18,6 +18,7 @@ from autopar.passes.rules.build import (
     names_of,
     replace_dim,
     replicated_rule,
+    with_owners,
 )
 from autopar.passes.rules.notation import instantiate
 from autopar.passes.rules.rule import Call, Dims, Row, Rule
@@ -26,7 +27,8 @@ FIRST_AND_THIRD: Linear = (frozenset({0, 2}),)
 
 
 def _embedding(call: Call) -> Rule:
-    return instantiate("v h, ... -> ... h", call, indexed={"v"}, linear=({0},))
+    rule = instantiate("v h, ... -> ... h", call, indexed={"v"}, linear=({0},))
+    return with_owners(rule, rule.operands[1], "v")
 
 
 def _embedding_backward(call: Call) -> Rule:
@@ -36,7 +38,7 @@ def _embedding_backward(call: Call) -> Rule:
     rest = dims[len(index.shape) :]
     rows = named(call.results[0].shape[:1], "v")
     rule = build(call, [dims, dims[: len(index.shape)]], [(*rows, *rest)], linear=FIRST)
-    return replace(rule, indexed=frozenset(names_of(rows)))
+    return with_owners(replace(rule, indexed=frozenset(names_of(rows))), rule.operands[1], "v0")
 
 
 def _aten_embedding(call: Call) -> Rule:

@@ -88,6 +88,8 @@ class Rule:
     factor: the operand by which each row multiplies that sum before it adds its own; None if it does not.
     turns: the name along which each row needs what the one before it ends with: ranks compute their pieces one after
       the other. Empty if there is none.
+    owned: (rows, owners): an index operand tells for each row of the first name which of the second it needs: a rank
+      that has a piece of the owners may have exactly their rows, and then gives whole results of them.
     """
 
     operands: tuple[Dims, ...]
@@ -105,6 +107,14 @@ class Rule:
     reversed: frozenset[str] = frozenset()
     factor: int | None = None
     turns: str = ""
+    owned: tuple[str, str] | None = None
+
+    @property
+    def owners_index(self) -> int:
+        """The operand that tells the owner of each row."""
+        assert self.owned is not None
+        rows = ((self.owned[0],),)
+        return next(i for i, dims in enumerate(self.operands) if dims == rows)
 
     @property
     def neighbours(self) -> frozenset[str]:

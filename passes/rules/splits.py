@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 
+from autopar.ir.layout import OWNED
 from autopar.passes.rules.rule import Dims
 
-Split = tuple[int, int]  # (dim, outer)
+Split = tuple[int, int]  # (dim, outer); outer OWNED: each row is with its owner
 Choice = tuple[str, int]  # (name, outer within the name)
 
 
@@ -23,6 +24,8 @@ def place(dims: Dims, choice: Choice, sizes: dict[str, int]) -> Split | None:
 def choice_at(dims: Dims, split: Split, sizes: dict[str, int]) -> Choice | None:
     """The choice that splits a tensor with these names at (dim, outer): the inverse of `place`."""
     dim, outer = split
+    if outer == OWNED:
+        return (dims[dim][0], OWNED) if len(dims[dim]) == 1 else None
     before = 1
     for name in dims[dim]:
         if abs(outer) % before:

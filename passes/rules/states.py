@@ -8,11 +8,12 @@ a `Layout`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.errors import VerificationError
-from autopar.ir.layout import Factor, Layout
+from autopar.ir.layout import OWNED, Factor, Layout
 from autopar.ir.mesh import Mesh
 from autopar.passes.rules.rule import Dim, Dims, Rule
 from autopar.passes.rules.splits import Choice, Split, place
@@ -46,6 +47,15 @@ def may_split(rule: Rule, choice: Choice, size: int, taken: tuple[tuple[Choice, 
     name, outer = choice
     if name in rule.replicated or (name in rule.indexed and outer != 1):
         return False
+    if rule.owned and name == rule.owned[1] and (rule.owned[0], OWNED) in (other for other, _ in taken):
+        return False  # an earlier axis split the owners
+    if outer == OWNED:
+        tensors = (*rule.operands, *rule.results)
+        alone = all(names == (name,) for dims in tensors for names in dims if name in names)
+        before = math.prod(other_size for (other, _), other_size in taken if other == name)
+        if rule.owned and rule.owned[0] == name and not may_split(rule, (rule.owned[1], 1), size, taken):
+            return False
+        return alone and name not in rule.ordered and rule.sizes[name] % (size * before) == 0
     if name in rule.reversed and (outer > 0 or any(other == name for (other, _), _ in taken)):
         return False
     inside = 1  # earlier pieces that this axis splits further
@@ -54,6 +64,7 @@ def may_split(rule: Rule, choice: Choice, size: int, taken: tuple[tuple[Choice, 
             continue
         if name in rule.indexed:
             return False
+        other_outer = other_outer or 1  # as many for each owner, for what splits them further
         if (outer, other_outer) != (1, 1) and name in rule.neighbours:
             return False  # the pieces beside one are those of one group of ranks
         if other_outer == outer:
@@ -81,6 +92,9 @@ def strategies(
             choice = (name, outer)
             if not may_split(rule, choice, size, taken):
                 continue
+            if outer == OWNED and rule.owned and rule.owned[0] == name:
+                found.append(_with_owners(rule, sizes, size))
+                continue
             operands: tuple[State, ...] = tuple(place(dims, choice, sizes) for dims in rule.operands)
             contracted = any(state is not None for state in operands)
             results = tuple(
@@ -91,6 +105,17 @@ def strategies(
         operands = tuple("sum" if i in group else None for i in range(len(rule.operands)))
         found.append(Strategy(operands, ("sum",) * len(rule.results)))
     return list(dict.fromkeys(found))
+
+
+def _with_owners(rule: Rule, sizes: dict[str, int], size: int) -> Strategy:
+    """Rows are with the ranks that have their owners: what a rank gives of them is no part of a sum."""
+    assert rule.owned is not None
+    rows, owners = (rule.owned[0], OWNED), (rule.owned[1], 1)
+
+    def state(dims: Dims) -> State:
+        return place(dims, rows, sizes) or place(dims, owners, sizes)
+
+    return Strategy(tuple(map(state, rule.operands)), tuple(map(state, rule.results)), rows, 1 / size)
 
 
 def _share(outer: int, size: int, grows: bool) -> float:
@@ -116,6 +141,8 @@ def _factors(splits: list[tuple[int, int, str]], mesh: Mesh) -> tuple[Factor, ..
     factors: list[Factor] = []
     position = 1
     for outer, _, axis in sorted(splits, key=by_outer):
+        if outer == OWNED:
+            factors.append(OWNED)
         if abs(outer) > position:
             assert outer % position == 0, (splits, str(mesh))
             factors.append((abs(outer) // position) * (-1 if outer < 0 else 1))
@@ -127,7 +154,7 @@ def _factors(splits: list[tuple[int, int, str]], mesh: Mesh) -> tuple[Factor, ..
 
 def by_outer(cut: tuple[int, int, str]) -> tuple[int, int]:
     """Sorts (outer, order of the axis, axis): outermost first."""
-    return abs(cut[0]), cut[1]
+    return abs(cut[0]) or 1, cut[1]
 
 
 def states_of(layout: Layout, mesh: Mesh) -> dict[str, State]:
@@ -138,7 +165,10 @@ def states_of(layout: Layout, mesh: Mesh) -> dict[str, State]:
         previous: Factor | None = None
         for factor in factors:
             if isinstance(factor, int):
-                position *= abs(factor)
+                position *= abs(factor) or 1
+            elif previous == OWNED:
+                states[factor] = (dim, OWNED)
+                position *= mesh[factor]
             else:
                 if isinstance(previous, int):
                     run = position if previous > 0 else -position
@@ -169,7 +199,11 @@ def _choose(
         previous: Factor | None = None
         while factors and position < sizes[name]:
             factor, left = factors.pop(0), sizes[name] // position
-            if isinstance(factor, int):
+            if factor == OWNED:
+                factor = factors.pop(0)
+                choices[str(factor)] = name, OWNED
+                position *= mesh[str(factor)]
+            elif isinstance(factor, int):
                 blocks = min(abs(factor), left)
                 more, odd = divmod(abs(factor), blocks)
                 if odd or left % blocks or (more == 1 and blocks == left and factor < 0):

@@ -17,7 +17,7 @@ from autopar.ir.ops.ops import NAMESPACE, SEMANTIC
 from autopar.ir.program import TensorType, operand_nodes
 from autopar.passes.rules import linalg
 from autopar.passes.rules.local import local_call
-from autopar.passes.rules.rule import Arguments, Call, Dims, Row, Rule, Table
+from autopar.passes.rules.rule import Arguments, Call, Dims, Row, Rule, Table, call_of
 from autopar.passes.rules.splits import Choice, Split, choice_at, place
 
 # Their results depend on where a row stands.
@@ -122,6 +122,15 @@ def resized(type_: TensorType, at: Split | None, short: int, long: int) -> Tenso
         return type_
     dim = at[0]
     return TensorType((*type_.shape[:dim], type_.shape[dim] // short * long, *type_.shape[dim + 1 :]), type_.dtype)
+
+
+def takes_each(node: fx.Node, known: Mapping[int, Split], table: Table) -> bool:
+    """Whether a call takes rows one by one, in whatever order and however many there are; known: as of `through`."""
+    found = through(call_of(node), known, table, adds=False)
+    if isinstance(found, str) or not any(found.operands):
+        return False
+    rows = found.rule.sizes[found.choice[0]]
+    return gives(node, found, rows, 2 * rows)
 
 
 def gives(node: fx.Node, through: Through, short: int, long: int) -> bool:

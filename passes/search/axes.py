@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.ir.mesh import DATA_AXES, MICROBATCH, Mesh
 from autopar.ir.plan import Plan
@@ -78,7 +78,7 @@ class AxisSearch:
         Where no plan splits every weight that the intent would split, those stay replicated that must; where there is
         none within the intent, its prohibitions are broken.
         """
-        if self.is_idle:
+        if self.is_idle and not self.intent.experts:  # experts stay split, whatever the batch
             return Solution([[(_whole(item), 0.0)] for item in self.classes.items], [0] * len(self.classes.items))
         for whole_weights, strict in ((False, True), (True, True), (True, False)):
             options = self.options(self.pins, whole_weights)
@@ -112,6 +112,8 @@ def axis_searches(classes: Classes, plan: Plan) -> Iterator[AxisSearch]:
             intent = intent_of(axis, mesh, plan.sequence_parallel, plan.options.attention, lengths)
             is_idle = plan.batch_replicated and axis in DATA_AXES  # micro-batches divide it all the same
             is_idle |= plan.context_replicated and intent.context
+            if is_idle and intent.experts:
+                intent = replace(intent, batch_split=False)
             per_flop = plan.weighed_on.bytes_per_flop()
             whole = {number for node, number in classes.of.items() if axis == MICROBATCH and node.name in plan.whole}
             yield AxisSearch(

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from autopar.ir.layout import Layout, fits
+from autopar.ir.layout import OWNED, Layout, fits
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, record, source_of
 from autopar.passes.rules.splits import Split, choice_at
@@ -230,10 +230,17 @@ class _Question:
         only = [strategy.results[self.result] for strategy, _ in self.options[self.number]]
         if self.entry is not None and only == [None]:
             return self.unsplit()
+        if self._is_owned():
+            return INTENT, f"'{self.axis.axis}' {self._intent()}"
         if any(one.verdict == FORBIDDEN for one in alternatives):
             return INTENT, f"'{self.axis.axis}' {self._intent()}"
         reasons = "; ".join(dict.fromkeys(one.why for one in alternatives if one.why))
         return (SIZE if alternatives[1:] and all("divisible" in one.why for one in alternatives[1:]) else RULE), reasons
+
+    def _is_owned(self) -> bool:
+        """True for rows that are where their experts are."""
+        state = self.solution.strategy(self.number).results[self.result]
+        return isinstance(state, tuple) and state[1] == OWNED
 
     def _subject(self) -> str:
         if self.axis.intent.context:
@@ -250,6 +257,8 @@ class _Question:
                 if self.entry.kind == "batch"
                 else "splits the sequence; all other inputs are replicated"
             )
+        if self.axis.intent.experts and (self._is_owned() or (self.item.role is not None and self.item.role.experts)):
+            return "splits the experts; their products have rows where these are"
         if self.axis.intent.batch_split:
             if self.entry is None:
                 return "splits what is computed from the batch; only gradients and scalars move"
@@ -277,6 +286,8 @@ class _Question:
         if isinstance(state, str):
             return f"partial ({state})"
         dim, outer = state
+        if outer == OWNED:
+            return f"has each row of dim {dim} where its expert is"
         blocks = f", each of {abs(outer)} blocks of it" if outer != 1 else ""
         return f"splits dim {dim}{blocks}{', every second in reverse' if outer < 0 else ''}"
 

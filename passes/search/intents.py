@@ -5,6 +5,7 @@
          (arXiv 1909.08053). With sequence parallelism they are scattered and gathered instead, and lie split on the
          sequence where no weight needs them whole (arXiv 2205.05198)
     fsdp as dp; ZeRO splits states over it
+    ep   as dp, and the experts are split: rows go to the rank that holds theirs, and come back (arXiv 2006.16668)
     cp   the sequence is split: the batch is whole and sliced where it is used, parameters are whole; what attention
          reads is gathered, its gradients scattered (all-gather of keys and values, arXiv 2407.21783, section 3.3.2;
          the pass `ring` may let them go round instead), or its heads are split instead (all-to-all, arXiv 2309.14509)
@@ -24,7 +25,8 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.ir.mesh import CONTEXT, DATA_AXES, MICROBATCH, SLICE, ULYSSES, Mesh
+from autopar.ir.layout import OWNED
+from autopar.ir.mesh import CONTEXT, DATA_AXES, EXPERT, MICROBATCH, SLICE, ULYSSES, Mesh
 from autopar.ir.program import Input, TensorType
 from autopar.passes.rules.splits import Split
 from autopar.passes.rules.states import State
@@ -46,7 +48,8 @@ class Role:
     """What a placeholder is, as far as intents care.
 
     `multiplied`: operand of a matrix product or convolution; `table`: looked up by indices; `vocabulary`: by indices
-    that come from the batch. `splits`: the states in which every user can take it.
+    that come from the batch; `experts`: by the index that says of each row to which expert it goes. `splits`: the
+    states in which every user can take it.
     """
 
     entry: Input
@@ -55,6 +58,7 @@ class Role:
     multiplied: bool = False
     table: bool = False
     vocabulary: bool = False
+    experts: bool = False
     batch_dim: int | None = None  # the dim that counts the samples, of a tensor of the batch
 
 
@@ -74,11 +78,14 @@ class Intent:
     no_heads: bool = False  # attention splits none, even where other ops would
     only_positions: bool = False  # of the batch's dims the second alone is a sequence
     in_time: bool = False  # one rank computes all parts: what is added up early is not computed again for each
+    experts: bool = False  # experts are split, and rows go to theirs
 
     def states(self, role: Role) -> list[tuple[State, float]]:
         """The states that a placeholder may have, with their costs in bytes."""
         if self.batch_split and role.batch_dim is not None:
             return [((role.batch_dim, 1), 0.0)]
+        if self.experts and role.experts and (0, 1) in role.splits:
+            return [((0, 1), 0.0)]
         if role.entry.kind != "parameter" or not self.weights_split:
             return [(None, 0.0)]
         if role.vocabulary or (role.table and role.multiplied):
@@ -93,9 +100,17 @@ class Intent:
         """The splits of a placeholder that this axis is about: candidates spread from here."""
         if self.batch_split and role.batch_dim is not None:
             return [(role.batch_dim, 1)]
+        if self.experts and role.experts:
+            return [(0, 1)]
         if role.entry.kind == "parameter" and self.weights_split and (role.multiplied or role.table):
             return [(dim, 1) for dim in range(len(role.type.shape))]
         return self.sequence_seeds(role)
+
+    @property
+    def owns_rows(self) -> bool:
+        """True if rows go to the rank of their expert. Of a batch that the axis cannot divide each rank has all rows,
+        and computes those of its experts."""
+        return self.experts and self.batch_split
 
     @property
     def divides_products(self) -> bool:
@@ -124,6 +139,7 @@ class Intent:
         of_parameters: the value is computed from parameters alone. to_gradient: it leaves as a gradient.
         along_sequence: it is, or will be, split on a sequence. at_attention: attention gives it or reads it.
         """
+        source, target = at_home(source), at_home(target)
         gathers = isinstance(source, tuple) and source != target
         scatters = isinstance(source, str) and isinstance(target, tuple)
         if of_parameters and gathers:
@@ -143,6 +159,7 @@ class Intent:
     def is_last_resort(self, source: State, target: State) -> bool:
         """True for a move that must not pay for itself by whatever else it saves: over dp the gather of a split value.
         A whole batch on every rank would save all gradients' reductions, and be data parallel no more."""
+        source, target = at_home(source), at_home(target)
         return self.batch_split and isinstance(source, tuple) and source != target
 
     def gradient_factor(self, source: State, target: State, to_gradient: bool) -> float | None:
@@ -155,12 +172,18 @@ class Intent:
         return 1.0 if to_gradient or self.in_time else BEFORE_IT_LEAVES
 
 
+def at_home(state: State) -> State:
+    """The state in which rows come from their owners, and go there: split in the order of the whole."""
+    return (state[0], 1) if isinstance(state, tuple) and state[1] == OWNED else state
+
+
 _DATA = Intent(batch_split=True, weights_split=False)
 _SEQUENCE = Intent(batch_split=False, weights_split=False, sequence_split=True, context=True)
 _CONTEXT = replace(_SEQUENCE, mirrored=2)
 _SLICES = replace(_SEQUENCE, only_positions=True, in_time=True)
 INTENTS = {
     **dict.fromkeys(DATA_AXES, _DATA),
+    EXPERT: replace(_DATA, experts=True),
     MICROBATCH: replace(_DATA, in_time=True),
     SLICE: _SLICES,
     CONTEXT: _CONTEXT,

@@ -97,13 +97,27 @@ class Classes:
     of_terms: set[int]  # the classes that the terms of gradients go through, where `sums` is asked for
     casts: set[int]  # the casts among them
     sums: torch.dtype | None = None  # the shortest dtype in which gradients may be summed
+    table: Table = field(default_factory=dict)  # of the rules
     _users: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    _indices: frozenset[tuple[int, int]] | None = None
 
     def is_short_term(self, source: int, result: int, user: int) -> bool:
         """True for a term of a gradient, (class, result) as a class reads it, that is too short to be summed."""
         if self.sums is None or user not in self.of_terms:
             return False
         return is_short(self.items[source].types[result].dtype, self.sums)
+
+    def owner_indices(self) -> frozenset[tuple[int, int]]:
+        """What tells of rows to which expert they go, (class, result): the indices of products by expert."""
+        if self._indices is None:
+            owned = [item for item in self.items if item.rule and item.rule.owned and item.rule.flops]
+            self._indices = frozenset(item.sources[item.rule.owners_index] for item in owned if item.rule)
+        return self._indices
+
+    def is_by_owner(self, i: int) -> bool:
+        """True for a call that multiplies or looks up by the expert of each row; any other index sends no rows."""
+        rule, sources = self.items[i].rule, self.items[i].sources
+        return rule is not None and rule.owned is not None and sources[rule.owners_index] in self.owner_indices()
 
     def users(self, i: int) -> list[tuple[int, int]]:
         """The classes that use a class, with the position of the operand."""
@@ -153,7 +167,18 @@ def build_classes(
     for i, colour in enumerate(colours):
         members.setdefault(colour, []).append(i)
     classes = Classes(
-        [], {node: colours[i] for i, node in enumerate(nodes)}, [], [], [], set(), set(), set(), set(), set(), sums
+        [],
+        {node: colours[i] for i, node in enumerate(nodes)},
+        [],
+        [],
+        [],
+        set(),
+        set(),
+        set(),
+        set(),
+        set(),
+        sums,
+        table,
     )
     for colour in range(len(members)):
         first = members[colour][0]
@@ -270,15 +295,38 @@ def _give_roles(classes: Classes, entries: Entries, samples: Mapping[str, int]) 
 def used_role(classes: Classes, i: int, role: Role) -> Role:
     """The role of a placeholder with what is made of it."""
     users = classes.users(i)
-    lookups = [user for user, position in users if _looks_up(classes.items[user], position)]
+    lookups = [user for user, position in users if _looks_up(classes, user, position)]
     vocabulary = any(s in classes.of_batch for user in lookups for s, _ in classes.items[user].sources)
-    return replace(role, multiplied=_is_multiplied(classes, i), table=bool(lookups), vocabulary=vocabulary)
+    experts = role.entry.kind == "parameter" and _is_of_experts(classes, i)
+    return replace(
+        role, multiplied=_is_multiplied(classes, i), table=bool(lookups), vocabulary=vocabulary, experts=experts
+    )
 
 
-def _looks_up(item: Item, position: int) -> bool:
-    """True for a table; the matrices of experts are multiplied, not read."""
+def _is_of_experts(classes: Classes, i: int) -> bool:
+    """True for a parameter of which rows pick their owner's part, as it is or after views."""
+    known, pending = {i}, [i]
+    while pending:
+        for user, position in classes.users(pending.pop()):
+            rule = classes.items[user].rule
+            is_owner = rule is not None and rule.owned and any(rule.owned[1] in dim for dim in rule.operands[position])
+            if is_owner and classes.is_by_owner(user):
+                return True
+            if user in classes.of_parameters and user not in known:
+                known.add(user)
+                pending.append(user)
+    return False
+
+
+def _looks_up(classes: Classes, user: int, position: int) -> bool:
+    """True for a table; the matrices of experts are multiplied, not read, and their biases follow them."""
+    item = classes.items[user]
     assert item.rule is not None
-    return not item.rule.flops and any(item.rule.indexed & set(dim) for dim in item.rule.operands[position])
+    return (
+        not classes.is_by_owner(user)
+        and not item.rule.flops
+        and any(item.rule.indexed & set(dim) for dim in item.rule.operands[position])
+    )
 
 
 def _is_multiplied(classes: Classes, i: int) -> bool:

@@ -11,6 +11,7 @@ from autopar.passes.search.axes import AxisSearch, Solution
 from autopar.passes.search.heads import head_splits
 from autopar.passes.search.items import Classes, Item, operations
 from autopar.passes.search.search import ATTENTION, HEADS, sequences_of
+from autopar.passes.search.whole_experts import whole_experts
 
 SHOWN = 3  # products in a note
 FEW = 0.05  # the share of the work that may stay whole without a word on why
@@ -34,6 +35,8 @@ def axis_notes(search: AxisSearch, solution: Solution) -> list[str]:
         )
     if search.intent.only_heads:
         _check_heads(search, solution)
+    if search.intent.experts:
+        notes += whole_experts(search, solution)
     notes += _unbalanced(search, solution)
     if search.intent.weights_split:
         notes += _whole_weights(search.classes, search.axis, search.size)

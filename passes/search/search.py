@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 
+from autopar.ir.layout import OWNED
 from autopar.ir.mesh import MICROBATCH
 from autopar.ir.ops.ops import op, op_name
 from autopar.ir.program import TensorType
 from autopar.passes.rules.rule import Halo
 from autopar.passes.rules.splits import Choice, Split, choice_at, place
 from autopar.passes.rules.states import State, Strategy, strategies
-from autopar.passes.search.intents import BYTES_PER_REPLICA, Intent, Role
+from autopar.passes.search.intents import BYTES_PER_REPLICA, Intent, Role, at_home
 from autopar.passes.search.items import Classes, Item, operand_types, used_role
+from autopar.passes.search.row_owners import RowOwners
 from autopar.passes.search.solver.problem import Edge, Problem
 
 # What moving a value between two states of an axis costs, in bytes per rank (ring algorithms).
@@ -31,6 +33,10 @@ def move_cost(source: State, target: State, bytes_: float, size: int) -> float:
     if source == target:
         return 0.0
     share = (size - 1) / size
+    if at_home(source) != source or at_home(target) != target:  # by way of home; where owners have as many rows each
+        home = (at_home(source), at_home(target))
+        ways = (source != home[0]) + (target != home[1])
+        return move_cost(*home, bytes_, size) + ways * (share * bytes_ / size + BYTES_PER_COLLECTIVE)
     if source is None:
         # A slice, or zeros but on the first rank: nothing moves. The tiny cost prefers not to.
         return BYTES_PER_COLLECTIVE / 16
@@ -134,6 +140,8 @@ def options_of(
             found = [one for one in found if not one.choice or one.choice[0] not in item.rule.neighbours]
         if intent.divides_products and item.is_product:
             found = [one for one in found if one.work < 1] or found
+        if intent.owns_rows and classes.is_by_owner(number):
+            found = [one for one in found if one.choice and one.choice[1] == OWNED] or found
         if intent.only_heads and item.node.target in ATTENTION:
             found = [one for one in found if one.choice and one.choice[0] in HEADS] or found
         if intent.no_heads and item.node.target in ATTENTION:
@@ -222,7 +230,10 @@ Values = dict[tuple[int, int], set[Split]]  # the splits of each (item, result)
 
 def _candidates(classes: Classes, intent: Intent) -> Names:
     """The splits of each name that are worth a thought: those that spread from what the intent splits."""
-    candidates = _spread(classes, lambda i, role: intent.seeds(used_role(classes, i, role)), intent.sequence_outers)[0]
+    owners = RowOwners(classes) if intent.owns_rows else None
+    candidates = _spread(
+        classes, lambda i, role: intent.seeds(used_role(classes, i, role)), intent.sequence_outers, owners
+    )[0]
     for item, names in zip(classes.items, candidates, strict=True):
         if intent.heads and item.node.target in ATTENTION:
             for name in HEADS:
@@ -237,12 +248,14 @@ def sequences_of(classes: Classes, intent: Intent) -> Values:
 
 
 def _spread(
-    classes: Classes, seeds: Callable[[int, Role], list[Split]], of_sequences: tuple[int, ...]
+    classes: Classes, seeds: Callable[[int, Role], list[Split]], of_sequences: tuple[int, ...],
+    owners: RowOwners | None = None,
 ) -> tuple[Names, Values]:  # fmt: skip
     """Splits of placeholders, spread over the graph: the names that they are splits of, and the values'.
 
     of_sequences: the outers of their splits. What is cut out of the batch is a sequence, too, though no split of the
-    batch gets there.
+    batch gets there. owners: which calls may have their rows where the owners are; what they give is a split, too, for
+    gradients of rows are reached from no placeholder.
 
     They spread along names through calls and along edges between them, both ways, until nothing new is found. A
     compound dim `(c n)` that is split on n is seen by its neighbours at outer = size(c): so the fused weight of a
@@ -260,6 +273,9 @@ def _spread(
         if item.role is not None:
             values[i, 0] = set(seeds(i, item.role))
             pending.update(dict.fromkeys(users.get((i, 0), ())))
+    for value, splits in owners.seeds() if owners else ():
+        values.setdefault(value, set()).update(splits)
+        pending.update(dict.fromkeys(t for t in (value[0], *users.get(value, ())) if classes.items[t].rule is not None))
     cut = list(cut_from_batch(classes)) if of_sequences else []
     attending = [i for i, item in enumerate(classes.items) if of_sequences and item.node.target in ATTENTION]
     while pending or cut or attending:
@@ -292,6 +308,8 @@ def _spread(
             for split in values.get(value, ()):
                 choice = choice_at(dims, split, sizes)
                 if choice is None or choice[0] in rule.replicated:
+                    continue
+                if choice[1] == OWNED and not (owners and owners.may_take(i, choice[0])):
                     continue
                 outers = names[i].setdefault(choice[0], set())
                 if choice[1] not in outers and len(outers) < MAX_OUTERS:
@@ -346,6 +364,8 @@ def problem_of(
                 splits = {state for state in (s, t) if isinstance(state, tuple)}
                 heads = {state for state in splits if attends and intent.heads and state[0] == 1}
                 along = bool(splits) and splits <= sequences.get((source, result), set()) | heads
+                if s != t and any(split[1] == OWNED and split[0] for split in splits):
+                    continue  # rows move along the first dim
                 if s == "sum" and s != t and classes.is_short_term(source, result, user):
                     continue  # the terms of a gradient are summed behind their cast
                 if strict and intent.only_positions and not attends and s == "sum" and joins not in (None, s != t):

@@ -1,6 +1,6 @@
 """Each collective once: what a rank gives, and what it makes of what it gets.
 
-A collective is a `Move`, one of five primitives among the ranks of an axis, and what follows of its result: the value,
+A collective is a `Move`, one of six primitives among the ranks of an axis, and what follows of its result: the value,
 or the next move. What moves data supplies the primitives: tensor maths between all ranks (`together`, for the virtual
 mesh and for micro-batches), torch.distributed (distributed.py), functional collectives for a compiler (functional.py).
 """
@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 
+from autopar.errors import RankError
 from autopar.ir.layout import reduce_dim
 from autopar.ir.ops.ops import collective_of, op, whole_of
 from autopar.runtime.collectives.halo_rows import halo, halo_sum
 from autopar.runtime.collectives.mesh_ops import join, pieces
 from autopar.runtime.collectives.moves import Member, Move, Step
+from autopar.runtime.collectives.rows_to_owners import combine, dispatch, route
 
 __all__ = ["Member", "Move", "Step", "begin", "reduce_parts", "together"]
 
@@ -64,6 +66,20 @@ def _meet(moves: list[Move]) -> list[Tensor]:
             return [torch.stack([part[place] for part in parts]) for place in range(len(parts))]
         case "shift":
             return [parts[move.source].clone() for move in moves]
+        case "rows":
+            return _rows_sent(moves)
+
+
+def _rows_sent(moves: list[Move]) -> list[Tensor]:
+    for place, move in enumerate(moves):
+        sent = tuple(other.sent[place] for other in moves)
+        if sent != move.received or sum(move.sent) != len(move.x):
+            raise RankError(
+                f"rank {place} of the axis awaits {move.received} rows and {sent} are sent to it; it sends "
+                f"{move.sent} of {len(move.x)}"
+            )
+    split = [move.x.split(move.sent) for move in moves]
+    return [torch.cat([part[place] for part in split]) for place in range(len(moves))]
 
 
 def _apart(results: list[Tensor]) -> list[Tensor]:
@@ -137,5 +153,8 @@ def _as_it_is(result: Tensor) -> Tensor:
 # Each function has the name of its collective.
 _BEGIN: Mapping[Any, Callable[..., Step]] = {
     op(one.__name__.strip("_")): one
-    for one in (_all_reduce, _all_gather, _reduce_scatter, _all_to_all, _shift, halo, halo_sum, _earlier, _later)
-}
+    for one in (
+        _all_reduce, _all_gather, _reduce_scatter, _all_to_all, _shift, halo, halo_sum, _earlier, _later, route,
+        dispatch, combine,
+    )
+}  # fmt: skip

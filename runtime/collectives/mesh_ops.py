@@ -16,8 +16,10 @@ import torch
 from autopar.ir.layout import cut_out, mirrored
 from autopar.ir.mesh import SLICE, Mesh, axes_of_group, group_name
 from autopar.ir.ops.ops import op
+from autopar.runtime.collectives.rows_to_owners import order_by_owner, owned_index
 
 SHARD, KEEP_FIRST, COORD = op("shard"), op("keep_first"), op("coord")
+ORDER, OWNED_INDEX = op("order_by_owner"), op("owned_index")
 WAIT = op("wait")
 
 
@@ -78,7 +80,7 @@ def keep_first(x: torch.Tensor, place: int) -> torch.Tensor:
 
 
 def local_answer(mesh: Mesh, coord: Mapping[str, int], target: object, args: tuple[object, ...]) -> object:
-    """The result of a mesh op in which nothing moves: shard, keep_first or coord. Where slices of a sequence differ in
+    """The result of a mesh op in which nothing moves. Where slices of a sequence differ in
     length, the coordinate of one is where it begins, in units that the lengths of all are multiples of."""
     if target == COORD:
         (axis,) = args
@@ -91,6 +93,12 @@ def local_answer(mesh: Mesh, coord: Mapping[str, int], target: object, args: tup
     place = axis_coord(mesh, coord, axis)
     if target == KEEP_FIRST:
         return keep_first(x, place)
+    if target == ORDER:
+        return order_by_owner(x)
+    if target == OWNED_INDEX:
+        (counts,) = rest
+        assert isinstance(counts, torch.Tensor)
+        return owned_index(x, mesh[axis], place, counts)
     assert target == SHARD, target
     dim, outer = rest
     assert isinstance(dim, int) and isinstance(outer, int)
@@ -104,4 +112,4 @@ def local_answer(mesh: Mesh, coord: Mapping[str, int], target: object, args: tup
 
 
 def is_local(target: object) -> bool:
-    return target in (SHARD, KEEP_FIRST, COORD)
+    return target in (SHARD, KEEP_FIRST, COORD, ORDER, OWNED_INDEX)

@@ -141,6 +141,13 @@ def describe(node: fx.Node) -> str:
     return f"{text}  (made by {known.made_by})" + (f"  # {place}" if place else "")
 
 
+def at_call(error: BatchError, node: fx.Node) -> BatchError:
+    """The error of a batch with the user's line that it is about."""
+    known = record(node)
+    module = f" in {known.module}" if known.module else ""
+    return BatchError(f"{error} It is at {known.source}{module}.")
+
+
 def describe_read(node: fx.Node) -> str:
     """Describe a node and the input whose values it reads: itself, cast, cut or seen otherwise."""
     source = node

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from autopar.errors import RankError
+from autopar.errors import BatchError, RankError
 from autopar.ir.mesh import PIPELINE, Mesh
 from autopar.ir.ops.ops import whole_of
 from autopar.runtime.collectives.collectives import Member, Move, Step, begin
 from autopar.runtime.collectives.mesh_ops import WAIT, axis_coord, is_local, local_answer
-from autopar.runtime.executor.executor import Executable, Observe, Outputs, Request, describe, run
+from autopar.runtime.executor.executor import Executable, Observe, Outputs, Request, at_call, describe, run
 from autopar.runtime.executor.inputs import StepInputs
 from autopar.runtime.kernels import host
 from autopar.runtime.pipeline.run_pipeline import Await, Finals, RankCode, Receive, Send, Watch, steps_of
@@ -120,6 +120,8 @@ class DistributedDriver:
             if target == WAIT:
                 return args[0].wait()
             return self._collective(request, overlap)
+        except BatchError as error:
+            raise at_call(error, args[0].node if target == WAIT else request.node) from None
         except RuntimeError as error:
             raise self._lost(describe(args[0].node if target == WAIT else request.node), error) from error
 
@@ -237,6 +239,14 @@ def _shift(move: Move, group: Group, later: bool) -> Started:
     return work, lambda sent=x: out  # type: ignore[misc]
 
 
+def _rows(move: Move, group: Group, later: bool) -> Started:
+    x = move.x.contiguous()
+    out = x.new_empty((sum(move.received), *x.shape[1:]))
+    taken, given = list(move.received), list(move.sent)
+    work = dist.all_to_all_single(on_wire(out), on_wire(x), taken, given, group=group.handle, async_op=later)
+    return work, lambda sent=x: out  # type: ignore[misc]
+
+
 @dataclass(frozen=True, slots=True)
 class _Works:
     """Several, as one."""
@@ -254,6 +264,7 @@ _PRIMITIVES: Mapping[str, Callable[[Move, Group, bool], Started]] = {
     "reduce_scatter": _reduce_scatter,
     "exchange": _exchange,
     "shift": _shift,
+    "rows": _rows,
 }
 
 

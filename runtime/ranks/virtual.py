@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.errors import RankError
+from autopar.errors import BatchError, RankError
 from autopar.ir.mesh import PIPELINE, Mesh
+from autopar.ir.ops.ops import collective_of
 from autopar.ir.program import TensorType
 from autopar.ir.schedule import Instruction
 from autopar.runtime.collectives.collectives import together
 from autopar.runtime.collectives.mesh_ops import WAIT, axis_group, is_local, local_answer
-from autopar.runtime.executor.executor import Executable, Outputs, Request, describe, run
+from autopar.runtime.executor.executor import Executable, Outputs, Request, at_call, describe, run
 from autopar.runtime.executor.inputs import StepInputs
 from autopar.runtime.pipeline.run_pipeline import Await, Finals, RankCode, Receive, Send, steps_of
 from autopar.runtime.ranks.recorder import Recorder
@@ -160,6 +161,8 @@ class VirtualMesh:
         try:
             results = together([(request.op, request.args) for request in requests])
             return {member: [result] for member, result in zip(group, results, strict=True)}
+        except BatchError as error:
+            raise at_call(error, requests[0].node) from None
         except Exception as error:
             error.add_note(f"in {describe(requests[0].node)}\non ranks {', '.join(map(str, group))} over '{axis}'")
             raise
@@ -202,7 +205,9 @@ def _axis(request: Request) -> str:
 
 def _signature(request: Request) -> tuple[Any, ...]:
     x = request.args[0]
-    return request.op, tuple(x.shape), x.dtype, request.args[1:]
+    if collective_of(request.op).owned is None:
+        return request.op, tuple(x.shape), x.dtype, request.args[1:]
+    return request.op, tuple(x.shape[1:]), x.dtype, request.args[1]  # ranks have different numbers of rows
 
 
 def _show(arg: Any) -> str:

@@ -75,7 +75,7 @@ def test_what_is_no_mesh(mesh: object, message: str) -> None:
     refused(MeshError, message, lambda: compiled(mesh))
 
 
-@pytest.mark.parametrize("mesh", ["ep=2", "dp=2,pipeline=2"])
+@pytest.mark.parametrize("mesh", ["et=2", "dp=2,pipeline=2"])
 def test_axes_without_a_meaning(mesh: str) -> None:
     axis = mesh.split(",")[-1].split("=")[0]
     with pytest.raises(MeshError, match=f"^mesh '{mesh}': axis '{axis}' has no meaning; known axes are .*dp.*tp.*"):
@@ -88,7 +88,7 @@ def test_a_mesh_is_refused_before_the_model_runs() -> None:
     def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
         raise AssertionError("the model was captured")
 
-    for mesh in ("ep=2", "dp=0", "dp=2,dp=2"):
+    for mesh in ("et=2", "dp=0", "dp=2,dp=2"):
         with pytest.raises(MeshError):
             compile(nn.Linear(4, 4), mesh, loss_fn=loss_fn, batch=(torch.randn(4, 4),))
 

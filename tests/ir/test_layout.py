@@ -53,6 +53,8 @@ SPELLINGS = {
     "[-,2~dp]": Layout(((), (-2, "dp"))),
     "[dp:4~tp,-]": Layout((("dp", -4, "tp"), ())),
     "[6~dp:tp]": Layout(((-6, "dp", "tp"),)),
+    "[@ep,-]": Layout(((0, "ep"), ())),
+    "[dp:@ep:2:cp,-,tp]": Layout((("dp", 0, "ep", 2, "cp"), (), ("tp",))),
     "[-,-] partial(tp)": Layout(((), ()), (("tp", "sum"),)),
     "[-] partial(max:tp)": Layout(((),), (("tp", "max"),)),
     "[] partial(dp,logsumexp:tp)": Layout((), (("dp", "sum"), ("tp", "logsumexp"))),
@@ -92,6 +94,8 @@ ERRORS = {
     "[0:dp]": "layout '[0:dp]': '0' is neither an axis name, an integer above 1 nor '-'.",
     "[1:dp]": "layout '[1:dp]': '1' is neither an axis name, an integer above 1 nor '-'.",
     "[-:dp]": "layout '[-:dp]': '-' is neither an axis name, an integer above 1 nor '-'.",
+    "[@2]": "layout '[@2]': '@2' is neither an axis name, an integer above 1 nor '-'.",
+    "[@]": "layout '[@]': '@' is neither an axis name, an integer above 1 nor '-'.",
     "[3]": "layout '[3]': '3' ends in an integer; what follows the last axis is not written.",
     "[dp:3]": "layout '[dp:3]': 'dp:3' ends in an integer; what follows the last axis is not written.",
     "[dp,dp]": "layout '[dp,dp]' uses axis 'dp' twice: an axis splits one dim only.",
@@ -245,3 +249,14 @@ def test_replica_error_of_integers_and_nothing() -> None:
     assert replica_error(parts, parse_layout("[-]"), MESH) == 2.0**20
     assert replica_error([torch.zeros(0)] * 6, parse_layout("[-]"), MESH) == 0.0
     assert replica_error([torch.tensor([True])] * 5 + [torch.tensor([False])], parse_layout("[-]"), MESH) == 1.0
+
+
+def test_rows_at_their_owners() -> None:
+    """Who holds which the layout does not say: only how many on average, and where they are at home."""
+    mesh, layout = parse_mesh("dp=2,ep=2"), parse_layout("[dp:@ep,-]")
+    assert layout.owned == ((0, "ep"),) and layout.at_home == parse_layout("[dp:ep,-]") and not layout.at_home.owned
+    assert layout.axes == ("dp", "ep") and fits((8, 3), layout, mesh) and local_shape((8, 3), layout, mesh) == (2, 3)
+    with pytest.raises(AssertionError, match="the owners say"):
+        local_part(torch.zeros(8, 3), layout, mesh, mesh.coord(0))
+    with pytest.raises(AssertionError, match="the owners say"):
+        combine([torch.zeros(2, 3)] * 4, layout, mesh)

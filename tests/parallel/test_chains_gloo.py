@@ -22,14 +22,14 @@ class Small(nn.Module):
         return self.down(self.lstm(self.up(x))[0]).square().mean()
 
 
-def _verify(rank: int, compile: str | None) -> str:
+def _verify(rank: int, compile: str) -> str:
     torch.manual_seed(0)
     report = verify_on_ranks(Job(Small(), batch=torch.randn(2, 12, 4), compile=compile), "cp=2", steps=2, seed=0)
     return "" if report is None else f"{report.ok and report.max_error < 1e-10}\n{report}"
 
 
-@pytest.mark.parametrize("compiler", (None, pytest.param("inductor", marks=pytest.mark.slow)))
-def test_steps_are_those_of_the_plain_module(compiler: str | None) -> None:
+@pytest.mark.parametrize("compiler", ("executor", pytest.param("inductor", marks=pytest.mark.slow)))
+def test_steps_are_those_of_the_plain_module(compiler: str) -> None:
     with ranks_of(2) as ranks:
         found, _ = ranks.run(_verify, compiler, timeout=300)
     assert found.startswith("True"), found

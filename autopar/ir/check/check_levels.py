@@ -9,7 +9,7 @@ from torch import fx
 from autopar.errors import VerificationError
 from autopar.ir.check.verify_chains import check_chains
 from autopar.ir.check.verify_fused import check_groups
-from autopar.ir.layout import Layout, fits, outer_of
+from autopar.ir.layout import OWNED, Layout, fits, outer_of
 from autopar.ir.mesh import axes_of_group
 from autopar.ir.ops.collective_ops import COLLECTIVES, Spread
 from autopar.ir.ops.ops import is_mesh_op, mesh_op_name
@@ -162,14 +162,19 @@ def _is_same(a: Layout, b: Layout) -> bool:
 _COLLECTIVES = {one.name: one for one in COLLECTIVES}
 # What a rank makes of a value by itself: see `CollectiveOp`.
 _LOCAL: dict[str, tuple[Spread, Spread]] = {"shard": (None, (0, 1)), "keep_first": (None, "sum")}
+_TO_OWNERS = {"owned_index": True, **{one.name: one.owned for one in COLLECTIVES if one.owned is not None}}
 
 
 def moved_layout(name: str, args: tuple[object, ...], has: Layout) -> Layout | None:
     """The layout that a mesh op gives to a value in `has`; None if it cannot be applied."""
     row, dims, partial = _COLLECTIVES.get(name), [list(dim) for dim in has.dims], list(has.partial)
     axes = axes_of_group(str(args[0])) if args else ()
-    if row is not None and row.to_one:
+    if name == "route":
+        return Layout((tuple(f for f in has.dims[0] if isinstance(f, str)), ()))
+    if name == "order_by_owner" or (row is not None and row.to_one):
         return has
+    if name in _TO_OWNERS:
+        return _with_owners(has, axes[0], _TO_OWNERS[name])
     before, after = (row.has, row.gives) if row is not None else _LOCAL.get(name, (None, None))
     if row is not None and row.edges:  # each run of rows longer, or shorter: they must be split as it says
         for axis in reversed(axes):
@@ -194,6 +199,16 @@ def moved_layout(name: str, args: tuple[object, ...], has: Layout) -> Layout | N
     return Layout(tuple(tuple(dim) for dim in dims), tuple(partial))
 
 
+def _with_owners(has: Layout, axis: str, owned: bool) -> Layout | None:
+    """The layout with the rows of dim 0 at their owners on an axis, or at home; None if they were there before."""
+    if axis not in has.dims[0] or ((0, axis) in has.owned) == owned:
+        return None
+    factors = list(has.dims[0])
+    place = factors.index(axis)
+    factors[place - 1 + owned : place] = [OWNED] if owned else []
+    return Layout((tuple(factors), *has.dims[1:]), has.partial)
+
+
 def _remove(dims: list[list[str | int]], axis: str, dim: object, outer: object) -> None:
     assert isinstance(dim, int)
     factors = dims[dim]
@@ -212,7 +227,7 @@ def _insert(dims: list[list[str | int]], axis: str, dim: object, outer: object) 
     second of them if it is negative."""
     assert isinstance(dim, int) and isinstance(outer, int)
     factors, blocks = dims[dim], abs(outer)
-    known = math.prod(abs(factor) for factor in factors if isinstance(factor, int))
+    known = math.prod(abs(factor) or 1 for factor in factors if isinstance(factor, int))
     more = blocks // known
     if blocks % known or (outer < 0 and more % 2):
         dims[dim] = ["wrong"]
@@ -228,7 +243,7 @@ def _canonical(layout: Layout) -> Layout:
     for factors in layout.dims:
         made: list[str | int] = []
         for factor in factors:
-            if isinstance(factor, int) and made and isinstance(made[-1], int):
+            if isinstance(factor, int) and factor != OWNED and made and isinstance(made[-1], int):
                 made[-1] *= factor
             else:
                 made.append(factor)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from autopar.ir.ops.semantic import name_of
 
+ALL_TO_ALL = "all_to_all"
 Spread = tuple[int, int] | str | None
 """A value over one axis: split (dim, outer), partial (the kind), or whole (None)."""
 
@@ -18,7 +19,8 @@ class CollectiveOp:
     has, gives: what it makes of a value; where it was split and where it will be, `dim` and `outer` are among the
     arguments, in this order. halves: whether it also stands as two ops, `<name>_start` and `wait`, for overlap. to_one:
     all of the operand goes to one rank, and the layout stays. edges: what moves are the rows by which its result is
-    longer or shorter than its operand.
+    longer or shorter than its operand. owned: rows go to their owners (True), or come back from there (False), along
+    dim 0; ranks have different numbers of them. like: the collective that takes as long.
     """
 
     schema: str
@@ -27,10 +29,17 @@ class CollectiveOp:
     halves: bool = True
     to_one: bool = False
     edges: bool = False
+    owned: bool | None = None
+    like: str = ""
 
     @property
     def name(self) -> str:
         return name_of(self.schema)
+
+    @property
+    def timed_as(self) -> str:
+        """The name by which a machine knows how long it takes."""
+        return self.like or self.name
 
     @property
     def counts_result(self) -> bool:
@@ -56,6 +65,14 @@ COLLECTIVES = (
                  (0, 1), None, halves=False, edges=True),
     CollectiveOp("halo_sum(Tensor x, str axis, int dim, int outer, int before, int after) -> Tensor", "sum", (0, 1),
                  halves=False, edges=True),
+    # How many rows go from each rank to each expert of another: x is the expert of each row, of `groups` in all. The
+    # result lies on the host: [to which rank, which of its experts] of this rank's rows, and [from which rank, which of
+    # this rank's experts] of those that come. Then rows go there, and back. order: where rows stand, by owner.
+    CollectiveOp("route(Tensor x, str axis, int groups) -> Tensor", (0, 1), None, like=ALL_TO_ALL),
+    CollectiveOp("dispatch(Tensor x, str axis, Tensor order, Tensor route) -> Tensor", (0, 1), (0, 1), owned=True,
+                 like=ALL_TO_ALL),
+    CollectiveOp("combine(Tensor x, str axis, Tensor order, Tensor route) -> Tensor", (0, 1), (0, 1), owned=False,
+                 like=ALL_TO_ALL),
     # An all-gather and a reduce-scatter over the slices of a sequence, of what causal attention reads and gives: since
     # slices are computed in order, and back in reverse, only those up to this one are there, or those from this one on.
     # key: the value, the same for a forward pass and what the backward pass reads again of it.

@@ -287,6 +287,9 @@ LOCAL = (
     "shard(Tensor x, str axis, int dim, int outer) -> Tensor",
     # the value on coordinate 0, zeros elsewhere: whole -> partial(sum)
     "keep_first(Tensor x, str axis) -> Tensor",
+    # the order of this rank's rows by the expert of each; and the experts of the rows that came to it, by `route`
+    "order_by_owner(Tensor x, str axis) -> Tensor",
+    "owned_index(Tensor x, str axis, Tensor route) -> Tensor",
     # this rank's coordinate on an axis
     "coord(str axis) -> SymInt",
 )

@@ -144,7 +144,7 @@ class Agreement:
             made = make(phase)
         except Exception as error:
             phase.failure = error
-        if not self._equal(what, phase.lines):
+        if not self.equal(what, phase.lines):
             self._raise_for(phase, self.everyone(what, phase.told))
         if phase.failure is not None:
             raise phase.failure
@@ -193,7 +193,8 @@ class Agreement:
         _check_calls(said)
         return [each.value for each in said]
 
-    def _equal(self, what: str, lines: Sequence[str]) -> bool:
+    def equal(self, what: str, lines: Sequence[str]) -> bool:
+        """Whether all ranks have the same lines. One tiny all-reduce."""
         return self._compare(what, lines, None)[0]
 
     def _compare(self, what: str, lines: Sequence[str], data: Sequence[int] | None) -> tuple[bool, bool]:

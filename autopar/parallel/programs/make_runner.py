@@ -30,7 +30,8 @@ from autopar.runtime.ranks.runner import PipelineRunner, Runner, executor_runner
 
 # A compiler may reorder. It never did: but ranks that wait for different things would hang.
 _ORDER = "order of collectives that Inductor wrote"
-_READING = frozenset({op("ctc_loss"), op("ctc_loss_backward")})  # torch's kernels take the lengths from the host
+# torch's kernels take the lengths from the host, and rows go to their experts in numbers that the host has read
+_READING = frozenset(map(op, ("ctc_loss", "ctc_loss_backward", "route", "route_start")))
 
 
 def make_runner(compiled: Lowered, groups: Mapping[str, Group], agreement: Agreement, device: torch.device) -> Runner:

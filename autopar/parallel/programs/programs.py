@@ -230,7 +230,7 @@ class Programs:
     def _as_rank_0(self) -> Iterator[None]:
         """Draw on the host what rank 0 draws; the generators of other ranks stay as they are."""
         agreement, own = self._session.agreement, generators()
-        if agreement.size == 1:
+        if agreement.equal("generators of the host", [repr(own)]):
             yield
             return
         rank = dist.get_rank()

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import fx, nn
 
 import autopar.runtime.executor.kernel_table  # noqa: F401  registers the kernels of our ops
 from autopar.compiler.lowered import Lowered
 from autopar.ir.layout import Layout, local_part, local_shape
 from autopar.ir.mesh import PIPELINE, Mesh
 from autopar.ir.program import Input, record
-from autopar.report.memory.meta_kernels import ON_CPU, ON_GPU, unlaunched, value_read
+from autopar.report.memory.meta_kernels import ON_CPU, ON_GPU, counts_read, rows_read, unlaunched, value_read
 from autopar.report.memory.position import BETWEEN, OPTIMIZER, Position, RankPosition
 from autopar.report.memory.report import INPUTS, PARAMETERS, STATES
 from autopar.report.memory.track import StorageBlock, Tracker
@@ -70,12 +70,21 @@ def simulate(compiled: Lowered, rank: int, make: OptimizerMaker, device: str, gr
 
 
 class _Shapes(Tracker):
-    """Watches tensors without data, and makes those ops give something that would read data or another device."""
+    """Watches tensors without data, and makes those ops give something that would read data or another device. mesh:
+    of layouts."""
+
+    def __init__(self, device: str, grain: int, mesh: Mesh) -> None:
+        super().__init__(device, grain)
+        self.mesh = mesh
+        self._reads: tuple[fx.Node | None, int] = (None, 0)  # the last node that read something, and how often
 
     def compute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func is _aten._local_scalar_dense.default and (args[0].device.type == "meta" or _is_fake(args[0])):
             return self._value()
         if func is _aten._to_copy.default and args[0].device.type == "meta" and str(kwargs.get("device")) == "cpu":
+            counts = counts_read(self.place.node if self.place else None, self.mesh, args[0].shape)
+            if counts is not None:
+                return counts
             return torch.full(args[0].shape, self._value(), dtype=args[0].dtype)  # `tolist` asks so
         return func(*args, **kwargs)
 
@@ -84,7 +93,10 @@ class _Shapes(Tracker):
         place = self.place
         if place is not None and place.graph == OPTIMIZER:
             return 1  # how many steps it took
-        return value_read(place.node if place is not None else None)
+        node = place.node if place is not None else None
+        self._reads = (node, self._reads[1] + 1 if node is self._reads[0] else 0)
+        rows = None if node is None else rows_read(node, self.mesh, self._reads[1])
+        return value_read(node) if rows is None else rows
 
 
 def _is_fake(tensor: torch.Tensor) -> bool:
@@ -97,7 +109,7 @@ class _Rank:
     def __init__(self, compiled: Lowered, rank: int, device: str, grain: int) -> None:
         self.compiled, self.device = compiled, torch.device(device)
         self.coord = compiled.mesh.coord(rank)
-        self.tracker = _Shapes(device, grain)
+        self.tracker = _Shapes(device, grain, compiled.plan.layout_mesh)
         self.position = Position(compiled, self.coord, self.tracker)
         self.trace = Trace(self.tracker, saved=self.position.saved)
         groups = fake_groups(compiled.mesh, rank, compiled.axes, copies=device == "cpu")

@@ -1,0 +1,95 @@
+"""Say which experts an axis of experts leaves whole, and why; an error if it divides none."""
+
+from __future__ import annotations
+
+from autopar.errors import LayoutError, divisors, one_of
+from autopar.ir.layout import OWNED
+from autopar.ir.ops.op_facts import facts_of
+from autopar.ir.program import record
+from autopar.passes.search.axes import AxisSearch, Solution
+from autopar.passes.search.items import Classes, Item, operations
+
+SHOWN = 4  # lines of an error
+
+
+def whole_experts(search: AxisSearch, solution: Solution) -> list[str]:
+    """List the products by expert that each rank has all matrices of. Raises LayoutError if the axis divides none."""
+    classes, axis, size = search.classes, search.axis, search.size
+    products = [i for i, item in enumerate(classes.items) if item.rule and item.rule.flops and _picks(item)]
+    left = [i for i in products if (solution.strategy(i).choice or ("", 1))[1] != OWNED]
+    why = [line for i in left if (line := _reason(classes, classes.items[i], axis, size))]
+    why += [_batched(item, found) for i, item in enumerate(classes.items) if (found := _lookup(classes, i)) is not None]
+    if len(left) == len(products) and search.may_refuse:
+        nothing = f"the model has no product that takes the matrix of each row by an index{_loop(classes)}"
+        lines = "\n".join(f"  {line}" for line in list(dict.fromkeys(why))[:SHOWN] or [nothing])
+        raise LayoutError(f"axis '{axis}' (size {size}) splits experts, and can split none of the model:\n{lines}")
+    if not why:
+        return []
+    whole = [classes.items[i] for i in left]
+    share = operations(whole) / max(1, operations(classes.items))
+    return [
+        f"axis '{axis}' (size {size}) leaves experts whole, {100 * share:.3g} % of the work: "
+        + "; ".join(list(dict.fromkeys(why))[:SHOWN])
+    ]
+
+
+def _picks(item: Item) -> bool:
+    """True for a product by expert; the rule of one for a single expert has nothing to divide."""
+    return item.rule is not None and item.rule.owned is not None
+
+
+def _reason(classes: Classes, item: Item, axis: str, size: int) -> str | None:
+    """Why the matrices of a product stay whole; None for one that makes their gradient."""
+    assert item.rule is not None and item.rule.owned is not None
+    count = item.rule.sizes[item.rule.owned[1]]
+    position = next((i for i, dims in enumerate(item.rule.operands) if (item.rule.owned[1],) in dims), None)
+    if position is None:
+        return None
+    name = _parameter(classes, item.sources[position][0])
+    whose = f"of {name}" if name else f"of %{item.node.name} at {record(item.node).source}"
+    if count % size:
+        return f"{axis}={size} does not divide the {count} experts {whose}: {axis} may be {one_of(divisors(count))}"
+    return f"the {count} experts {whose} are used by calls that cannot have rows at their experts"
+
+
+def _parameter(classes: Classes, i: int) -> str | None:
+    """The name of the parameter that a value is, or is a view of."""
+    while classes.items[i].role is None and classes.items[i].sources:
+        i = classes.items[i].sources[0][0]
+    role = classes.items[i].role
+    return role.entry.name if role is not None and role.entry.kind == "parameter" else None
+
+
+def _lookup(classes: Classes, i: int) -> Item | None:
+    """What gives each row a copy of its matrix, `w[index]`, for a batched product; None if a value is no such w."""
+    item = classes.items[i]
+    if item.role is None or item.role.entry.kind != "parameter" or len(item.types[0].shape) < 3:
+        return None
+    pending = [i]
+    for value in pending:
+        for user, position in classes.users(value):
+            if position == 0 and facts_of(classes.items[user].node.target).moves == "taken":
+                return classes.items[user]
+            if user in classes.of_parameters and user not in pending:
+                pending.append(user)
+    return None
+
+
+def _batched(item: Item, lookup: Item) -> str:
+    assert item.role is not None
+    return (
+        f"'{item.role.entry.name}' {list(item.types[0].shape)} is looked up for each row at "
+        f'{record(lookup.node).source}, a batched product: with transformers set experts_implementation="grouped_mm"'
+    )
+
+
+def _loop(classes: Classes) -> str:
+    """What to write in place of a loop over experts, if there is one."""
+    for item in classes.items:
+        if "expert_mm" in str(item.node.target):
+            known = record(item.node)
+            return (
+                f" (the loop over experts at {known.source} in {known.module} takes one at a time: "
+                f'sort rows by expert and use F.grouped_mm, or experts_implementation="grouped_mm" of transformers)'
+            )
+    return ""

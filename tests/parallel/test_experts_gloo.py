@@ -1,0 +1,240 @@
+"""Experts split over local Gloo processes: what users train, clip, save and take out, and what moves between ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from mixtures import Kind, Mixture, mixture_case
+from processes import Ranks
+from side_by_side import assert_same_state
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+import autopar
+from autopar.errors import BatchError, PlanError
+from autopar.ir.mesh import parse_mesh
+from autopar.runtime.collectives import rows_to_owners
+from autopar.runtime.ranks import distributed
+
+pytestmark = pytest.mark.gloo
+
+STEPS, LIMIT = 2, 0.3
+# (mesh, how rows are routed, options): ranks without rows, one expert a row, none but one rank's experts.
+TABLE: list[tuple[str, Kind, dict[str, Any]]] = [
+    ("ep=4", Kind(aux=True), {}),
+    ("ep=4", Kind(chosen=1, skew=50), {}),  # all rows go to two experts, of one rank
+    ("dp=2,ep=2", Kind(bias=True, shared=True), {"zero": 3}),
+    ("fsdp=2,ep=2", Kind(chosen=3, experts=4), {"reshard_after_forward": False}),
+    ("ep=2,tp=2", Kind(skew=-1), {"sequence_parallel": True}),
+    ("pp=2,ep=2", Kind(), {"microbatches": 2, "schedule": "1f1b"}),
+]
+
+
+def _made(kind: Kind, mesh: str, options: dict[str, Any]) -> tuple[Any, torch.optim.Optimizer, tuple[Tensor, Tensor]]:
+    module, batch = mixture_case(kind)
+    model = autopar.parallelize(module.double(), mesh, **options)
+    model.prepare(*batch)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2), batch
+
+
+def _train(model: Any, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], steps: int) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        if isinstance(model, autopar.ParallelModule):
+            loss = model.forward_backward(*batch)
+        else:
+            loss = model(*batch)
+            loss.backward()
+        losses += [loss.item(), float(nn.utils.clip_grad_norm_(model.parameters(), LIMIT))]
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def _plain(kind: Kind) -> tuple[nn.Module, torch.optim.Optimizer, tuple[Tensor, Tensor]]:
+    module, batch = mixture_case(kind)
+    module = module.double()
+    return module, torch.optim.AdamW(module.parameters(), lr=1e-2), batch
+
+
+def _leaving(kind: Kind, mesh: str) -> int:
+    """The rows whose expert is on another rank, over all ranks and layers of a first step."""
+    module, _, batch = _plain(kind)
+    parsed, count = parse_mesh(mesh), 0
+    ranks, data = parsed["ep"], {axis: size for axis, size in parsed.axes if axis in ("dp", "fsdp", "ep")}
+    parts = torch.tensor(list(data.values())).prod().item()
+
+    def look(mixture: Mixture, args: tuple[Tensor], _: Any) -> None:
+        nonlocal count
+        scores = mixture.router(args[0]) + mixture.skew
+        owners = torch.topk(scores.softmax(-1), kind.chosen).indices // (kind.experts // ranks)
+        for place, part in enumerate(owners.chunk(int(parts))):  # the axis ep is the last one of the batch
+            count += int((part != place % ranks).sum())
+
+    for mixture in module.mixed:
+        mixture.register_forward_hook(look)
+    module(*batch)
+    return count
+
+
+def _table(rank: int) -> list[tuple[list[float], int, int]]:
+    """For each row of the table what a step's loss and norm are, how many bytes this rank sent to others, and how often
+    its host read counts; all else is compared here."""
+    found = []
+    for mesh, kind, options in TABLE:
+        model, optimizer, batch = _made(kind, mesh, options)
+        plain, its, _ = _plain(kind)
+        with pytest.MonkeyPatch.context() as patch:
+            sent, reads = _watch(patch)
+            first = model.forward_backward(*batch).item()
+        expected = plain(*batch)
+        expected.backward()
+        assert first == pytest.approx(expected.item(), rel=1e-10), (mesh, kind)
+        for (name, mine), whole in zip(model.named_parameters(), plain.parameters(), strict=True):
+            if mine.grad is not None:  # another stage's
+                torch.testing.assert_close(mine.grad.full_tensor(), whole.grad, rtol=1e-10, atol=1e-12, msg=name)
+        model.zero_grad()
+        plain.zero_grad()
+        losses, wanted = _train(model, optimizer, batch, STEPS), _train(plain, its, batch, STEPS)
+        assert losses == pytest.approx(wanted, rel=1e-9), (mesh, kind)
+        assert_same_state(model, plain, "weight")
+        found.append((losses, sum(sent), len(reads)))
+    return found
+
+
+def _watch(patch: pytest.MonkeyPatch) -> tuple[list[int], list[int]]:
+    """The bytes that rows take to other ranks, and the reads of counts."""
+    sent: list[int] = []
+    reads: list[int] = []
+    move, count = distributed.dist.all_to_all_single, rows_to_owners._counted
+
+    def moved(out: Tensor, x: Tensor, *splits: Any, group: Any, **rest: Any) -> Any:
+        if splits:
+            mine = splits[1][torch.distributed.get_rank(group)]
+            sent.append((x.shape[0] - mine) * x[:1].numel() * x.itemsize if x.shape[0] else 0)
+        return move(out, x, *splits, group=group, **rest)
+
+    def counted(*args: Any) -> Tensor:
+        reads.append(1)
+        return count(*args)
+
+    patch.setattr(distributed.dist, "all_to_all_single", moved)
+    patch.setattr(rows_to_owners, "_counted", counted)
+    return sent, reads
+
+
+def test_steps_are_those_of_one_device(four: Ranks) -> None:
+    """Losses, norms, gradients, weights; bytes equal those of counted rows, four trips each; one read a layer."""
+    by_rank = four.run(_table, timeout=300)
+    for number, (mesh, kind, _) in enumerate(TABLE):
+        rows = [found[number] for found in by_rank]
+        assert all(one[0] == rows[0][0] for one in rows), mesh
+        if "tp" in mesh or "cp" in mesh:
+            continue
+        assert sum(one[1] for one in rows) == 4 * _leaving(kind, mesh) * 12 * 8, (mesh, kind)
+        if "pp" not in mesh:
+            assert [one[2] for one in rows] == [kind.blocks] * 4, (mesh, kind)
+
+
+def _any_batch(rank: int) -> None:
+    """Batches that ep divides and others, by turns: experts stay where they are. Then each rank's own part of a batch,
+    and parts that each rank takes for all."""
+    kind = Kind(bias=True)
+    for mesh, options in (("dp=2,ep=2", {}), ("ep=2,tp=2", {"zero": 2})):
+        model, optimizer, batch = _made(kind, mesh, options)
+        plain, its, _ = _plain(kind)
+        for rows in (8, 5, 8):
+            part = (batch[0][:rows], batch[1][:rows])
+            assert _train(model, optimizer, part, 1) == pytest.approx(_train(plain, its, part, 1), rel=1e-9), (
+                mesh,
+                rows,
+            )
+        with torch.no_grad():
+            for rows in (8, 3):
+                part = (batch[0][:rows], batch[1][:rows])
+                assert float(model.eval()(*part)) == pytest.approx(float(plain.eval()(*part)), rel=1e-9), (mesh, rows)
+        assert_same_state(model, plain, "weight")
+    module, batch = mixture_case(kind)
+    model = autopar.parallelize(module.double(), "dp=2,ep=2", batch="local")
+    plain, _, _ = _plain(kind)
+    mine = tuple(tensor[2 * rank : 2 * rank + 2] for tensor in batch)
+    assert model.forward_backward(*mine).item() == pytest.approx(plain(*batch).item(), rel=1e-10)
+    model = autopar.parallelize(mixture_case(kind)[0], "ep=4", batch="ddp")
+    with pytest.raises(PlanError) as error:
+        model.forward_backward(*mine)
+    assert str(error.value) == (
+        "batch=\"ddp\" computes each rank's batch apart, and on mesh 'ep=4' rows go to the experts of other ranks. "
+        'Use batch="local", whose means are over the rows of all ranks, or dp in place of ep.'
+    )
+
+
+def test_batches_of_any_size_and_of_each_rank(four: Ranks) -> None:
+    four.run(_any_batch, timeout=200)
+
+
+def _out_of_range(rank: int) -> str:
+    class Wrong(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Parameter(torch.randn(4, 6, 6))
+
+        def forward(self, x: Tensor, experts: Tensor) -> Tensor:
+            order = torch.argsort(experts, stable=True)
+            ends = torch.searchsorted(experts[order], torch.arange(4), right=True).to(torch.int32)
+            y: Tensor = torch.nn.functional.grouped_mm(x[order], self.up, offs=ends)
+            return torch.zeros_like(x).index_add(0, order, y).square().mean()
+
+    model = autopar.parallelize(Wrong(), "ep=4")
+    x, experts = torch.randn(8, 6), torch.arange(8) % 4
+    model.forward_backward(x, experts)
+    experts[5] = 9
+    with pytest.raises(BatchError) as error:
+        model.forward_backward(x, experts)
+    return str(error.value)
+
+
+def _save(rank: int, mesh: str, zero: int, folder: str) -> list[float]:
+    model, optimizer, batch = _made(Kind(bias=True), mesh, {"zero": zero})
+    losses = _train(model, optimizer, batch, 2)
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(state, checkpoint_id=folder)
+    return losses
+
+
+def _resume(rank: int, mesh: str, zero: int, folder: str) -> list[float]:
+    model, optimizer, batch = _made(Kind(bias=True), mesh, {"zero": zero})
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    return _train(model, optimizer, batch, 2)
+
+
+def test_checkpoints_go_to_any_mesh_and_back(four: Ranks, tmp_path: Path) -> None:
+    plain, optimizer, batch = _plain(Kind(bias=True))
+    straight = _train(plain, optimizer, batch, 4)
+    for source, zero, targets in (
+        ("ep=4", 0, (("dp=4", 3), ("ep=2,tp=2", 0))),
+        ("dp=2,ep=2", 3, (("ep=4", 0),)),
+    ):
+        folder = str(tmp_path / source)
+        before = four.run(_save, source, zero, folder)[0]
+        for mesh, stage in targets:
+            after = four.run(_resume, mesh, stage, folder)[0]
+            assert [*before, *after] == pytest.approx(straight, rel=1e-9), (source, mesh, stage)
+
+
+def test_an_expert_that_does_not_exist_is_an_error_on_all_ranks(four: Ranks) -> None:
+    texts = four.run(_out_of_range)
+    assert len(set(texts)) == 1
+    assert texts[0].startswith(
+        "expert 4 is out of range: there are 4, so an index is 0 to 3, and 1 of the rows that part 3 of the batch "
+        "sends are of others. Correct the router. It is at test_experts_gloo.py:"
+    )

@@ -1,0 +1,269 @@
+"""Experts split over `ep`: steps on the virtual mesh beside one device, what moves, what is refused and found."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from mixtures import Kind, mixture_case
+from torch import Tensor, nn
+
+import autopar
+from autopar.errors import LayoutError, MeshError, PlanError
+from autopar.ir.ops.ops import op
+from autopar.ir.program import Program, record
+from autopar.runtime.collectives import collectives, mesh_ops, rows_to_owners
+from autopar.verification.judge.comparison import Report
+from autopar.verification.verify import verify
+
+PLAIN = Kind()
+# Meshes and options for one model; then ways of routing, each on two sizes of ep.
+MESHES: list[tuple[str, dict[str, Any]]] = [
+    ("ep=8", {}),
+    ("dp=2,ep=2", {"zero": 1}),
+    ("dp=2,ep=2", {"zero": 2}),
+    ("dp=2,ep=2", {"zero": 3}),
+    ("ep=2,dp=2", {}),
+    ("fsdp=2,ep=2", {}),
+    ("ep=2,tp=2", {}),
+    ("ep=2,tp=2", {"sequence_parallel": True}),
+    ("ep=2,cp=2", {}),
+    ("ep=2,cp=2", {"zero": 2}),
+    ("ep=2", {"microbatches": 2, "zero": 3}),
+    ("pp=2,ep=2", {"microbatches": 4, "schedule": "1f1b"}),
+    ("pp=2,ep=2", {"microbatches": 4, "schedule": "gpipe"}),
+    ("pp=2,ep=2", {"microbatches": 4, "schedule": "zb-v"}),
+    ("pp=2,ep=2", {"microbatches": 4, "schedule": "interleaved-1f1b"}),
+    ("pp=2,dp=2,ep=2,tp=2", {"zero": 1}),
+    ("ep=2", {"recompute": "full"}),
+    ("ep=2", {"recompute": "selective"}),
+    ("ep=2,tp=2", {"compile": "triton"}),
+]
+ROUTINGS = [
+    PLAIN,
+    Kind(chosen=1),
+    Kind(chosen=8),
+    Kind(experts=4, chosen=3),  # one expert a rank on ep=4
+    Kind(skew=-1),  # ties
+    Kind(skew=50),  # two experts, of one rank
+    Kind(chosen=1, skew=50),
+    Kind(bias=True),
+    Kind(shared=True, aux=True),
+]
+
+
+def _verified(kind: Kind, mesh: str, **options: Any) -> Report:
+    model, batch = mixture_case(kind)
+    return verify(model, mesh, batch=batch, **options)
+
+
+@pytest.mark.parametrize(("mesh", "options"), MESHES, ids=str)
+def test_a_step_on_a_mesh_is_that_of_one_device(mesh: str, options: dict[str, Any]) -> None:
+    report = _verified(PLAIN, mesh, **options)
+    assert report.ok and report.max_error < 1e-10, report
+
+
+@pytest.mark.parametrize("mesh", ["ep=2", "ep=4"])
+@pytest.mark.parametrize("kind", ROUTINGS, ids=str)
+def test_a_step_of_any_routing_is_that_of_one_device(kind: Kind, mesh: str) -> None:
+    report = _verified(kind, mesh)
+    assert report.ok and report.max_error < 1e-10, report
+
+
+def test_biases_of_experts_are_split_as_these_are() -> None:
+    """Red when tp split them over again, and when they were looked up at home: two more trips each."""
+    report = _verified(Kind(bias=True), "dp=2,ep=2,tp=2")
+    assert report.ok and report.max_error < 1e-10, report
+    program = _program(Kind(bias=True), "ep=2,tp=2")
+    layouts = {entry.name: str(record(node).layout) for node, entry in program.parameters()}
+    assert layouts["mixed.0.up_bias"] == "[ep,tp]" and layouts["mixed.0.down_bias"] == "[ep,-]"
+    assert _count(program, "dispatch") == _count(program, "combine") == 2 * PLAIN.blocks
+
+
+def test_products_by_expert_and_sums_in_short_floats() -> None:
+    """Within twice what autocast is off, and no gradient is summed short."""
+    assert _verified(PLAIN, "dp=2,ep=2", precision="bf16").ok
+
+
+def _program(kind: Kind, mesh: str, **options: Any) -> Program:
+    model, batch = mixture_case(kind)
+    return autopar.compile(model, mesh, batch=batch, **options).program
+
+
+def _count(program: Program, name: str) -> int:
+    return sum(node.target in (op(name), op(f"{name}_start")) for node in program.calls())
+
+
+@pytest.mark.parametrize("options", [{}, {"zero": 3}, {"recompute": "full"}], ids=str)
+def test_two_trips_there_and_two_back_and_one_route_a_layer(options: dict[str, Any]) -> None:
+    program = _program(PLAIN, "dp=2,ep=2", **options)
+    again = PLAIN.blocks if options.get("recompute") == "full" else 0
+    assert _count(program, "route") == PLAIN.blocks, "also for the backward pass, and what is computed again"
+    assert _count(program, "dispatch") == 2 * PLAIN.blocks + again
+    assert _count(program, "combine") == 2 * PLAIN.blocks + again
+
+
+def test_experts_lie_split_and_their_gradients_are_summed_over_other_axes_alone() -> None:
+    program = _program(PLAIN, "dp=2,ep=2")
+    layouts = {entry.name: str(record(node).layout) for node, entry in program.parameters()}
+    assert layouts["mixed.0.up"] == "[ep,-,-]" and layouts["mixed.0.router.weight"] == "[-,-]"
+    stored = {entry.name: str(record(node).layout) for node, entry in _program(PLAIN, "dp=2,ep=2", zero=1).parameters()}
+    assert stored["mixed.0.up"] == "[ep,dp,-]" and stored["head.weight"] == "[dp:ep,-]"
+    assert not any(
+        "ep" in str(node.args[1]).split(":") and record(node).type.shape == (8, 12, 20)
+        for node in program.calls()
+        if node.target in (op("all_reduce"), op("all_reduce_start"))
+    )
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_memory_is_that_of_as_many_rows_as_on_average(device: str) -> None:
+    """Without data: what the host would read of counts is their mean. An odd number of rows is divided, too."""
+    model, batch = mixture_case(PLAIN)
+    for rows in (8, 4):
+        compiled = autopar.compile(model, "ep=4", batch=tuple(part[:rows] for part in batch))
+        assert compiled.memory(device=device).peak > 1000 and str(compiled.time())
+
+
+def test_explain_says_why_a_row_moves() -> None:
+    model, batch = mixture_case(PLAIN)
+    compiled = autopar.compile(model, "ep=2", batch=batch)
+    why = "'ep' splits the experts; their products have rows where these are"
+    text = str(compiled.explain("expert_mm"))
+    assert f"has each row of dim 0 where its expert is, decided by intent: {why}" in text
+    assert why in str(compiled.explain("mixed.0.up"))
+
+
+def test_rows_are_under_way_while_gradients_are_computed() -> None:
+    """In both halves, where there is something to hide: the gradients of the experts' matrices."""
+    model, (tokens, labels) = mixture_case(replace(PLAIN, width=256))
+    program = autopar.compile(model, "ep=2", batch=(tokens.repeat(4, 40), labels.repeat(4, 40))).program
+    assert {node.target for node in program.calls()} >= {op("dispatch_start"), op("combine_start")}
+
+
+REFUSED: list[tuple[Kind, str, dict[str, Any], type[Exception], str]] = [
+    (
+        Kind(experts=6), "ep=4", {}, LayoutError,
+        "axis 'ep' (size 4) splits experts, and can split none of the model:\n"
+        "  ep=4 does not divide the 6 experts of mixed.0.up: ep may be 1, 2, 3 or 6\n"
+        "  ep=4 does not divide the 6 experts of mixed.0.down: ep may be 1, 2, 3 or 6",
+    ),
+    (
+        Kind(experts=3), "ep=2", {}, LayoutError,
+        "axis 'ep' (size 2) splits experts, and can split none of the model:\n"
+        "  ep=2 does not divide the 3 experts of mixed.0.up: ep may be 1 or 3\n"
+        "  ep=2 does not divide the 3 experts of mixed.0.down: ep may be 1 or 3",
+    ),
+    (
+        Kind(way="mask"), "ep=2", {}, LayoutError,
+        "axis 'ep' (size 2) splits experts, and can split none of the model:\n"
+        "  the model has no product that takes the matrix of each row by an index",
+    ),
+    (
+        PLAIN, "cp=2,ep=2,tp=2", {}, MeshError,
+        "mesh 'cp=2,ep=2,tp=2': ep splits the batch, and cp what it leaves of a sample: write 'ep=2,cp=2,tp=2'.",
+    ),
+    (
+        PLAIN, "tp=2,ep=2", {}, MeshError,
+        "mesh 'tp=2,ep=2': ep splits the batch, and tp what it leaves of a sample: write 'ep=2,tp=2'.",
+    ),
+    (
+        PLAIN, "ep=2", {"compile": "inductor"}, PlanError,
+        'compile="inductor" is for shapes that are known, and on mesh \'ep=2\' as many rows come to a rank as choose '
+        "its experts. Leave compile out, or give the ranks of ep to dp or tp.",
+    ),
+    (
+        PLAIN, "ep=2", {"shard": {"mixed.0.up": "[@ep,-,-]"}}, LayoutError,
+        "'mixed.0.up': a parameter has no owners ('@'), as layout [@ep,-,-] says. From "
+        'shard={"mixed.0.up": "[@ep,-,-]"}, used at mixtures.py:N.',
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: f"{case[1]} {case[3].__name__}")
+def test_what_is_refused(case: tuple[Kind, str, dict[str, Any], type[Exception], str]) -> None:
+    kind, mesh, options, error, text = case
+    model, batch = mixture_case(kind)
+    with pytest.raises(error) as found:
+        autopar.compile(model, mesh, batch=batch, **options)
+    assert re.sub(r"py:\d+", "py:N", str(found.value)) == text
+
+
+class _Seen(nn.Module):
+    """The order of the sorted rows shows, and each product computes anew whose they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Parameter(torch.randn(4, 6, 6) * 0.3) for _ in range(2))
+
+    def forward(self, x: Tensor, experts: Tensor) -> Tensor:
+        experts, order = torch.sort(experts, stable=True)
+        counts = torch.histc(experts.float(), 4, 0, 3)
+        y = x[order]
+        for w in (self.up, self.down):
+            y = torch.tanh(nn.functional.grouped_mm(y, w, offs=counts.cumsum(0, dtype=torch.int32)))
+        return (y.cumsum(0) * y).mean()
+
+
+def test_an_index_that_is_computed_twice_is_one() -> None:
+    """Red before: an error that rows of one index are multiplied by those of another."""
+    torch.manual_seed(0)
+    report = verify(_Seen(), "ep=2", batch=(torch.randn(8, 6), torch.tensor([3, 0, 1, 0, 2, 0, 0, 3])))
+    assert report.ok and report.max_error < 1e-10, report
+
+
+class _Copied(nn.Module):
+    """Each row gets a copy of its expert's matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 6, 6))
+
+    def forward(self, x: Tensor, experts: Tensor) -> Tensor:
+        return torch.bmm(x.unsqueeze(1), self.up[experts]).square().mean()
+
+
+def test_a_batched_product_is_named() -> None:
+    with pytest.raises(LayoutError, match=r"'up' .4, 6, 6. is looked up for each row at .*, a batched"):
+        autopar.compile(_Copied(), "ep=2", batch=(torch.randn(8, 6), torch.arange(8) % 4))
+
+
+# -- sabotage: what may go wrong on the way of rows is seen, and where -------------------------------------------------
+
+
+def _backwards(x: Tensor, member: Any, owned: bool, order: Tensor, counts: Tensor) -> Any:
+    return rows_to_owners.combine(x, member, owned, order.flip(0), counts)
+
+
+def _dropped(x: Tensor, member: Any, owned: bool, order: Tensor, counts: Tensor) -> Any:
+    return torch.zeros(len(order), *x.shape[1:], dtype=x.dtype)
+
+
+def _lost_row(x: Tensor, member: Any, owned: bool, order: Tensor, counts: Tensor) -> Any:
+    step = rows_to_owners.combine(x, member, owned, order, counts)
+    then = step.then
+    return collectives.Move(
+        "rows", step.x, lambda rows: then(rows).index_fill_(0, torch.tensor([1]), 0.0), sent=step.sent,
+        received=step.received,
+    )  # fmt: skip
+
+
+def _neighbours(index: Tensor, size: int, place: int, counts: Tensor) -> Tensor:
+    return rows_to_owners.owned_index(index, size, place, counts.roll(1, 1))
+
+
+@pytest.mark.parametrize("way", [_backwards, _dropped, _lost_row])
+def test_rows_that_come_back_wrong_are_found(way: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(collectives._BEGIN, op("combine"), way)  # type: ignore[arg-type]
+    report = _verified(PLAIN, "ep=2")
+    assert not report.ok and report.mismatch is not None and report.mismatch.module == "mixed.0"
+
+
+def test_rows_of_another_expert_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mesh_ops, "owned_index", _neighbours)
+    report = _verified(PLAIN, "ep=2")
+    assert not report.ok and report.mismatch is not None and report.mismatch.module == "mixed.0"

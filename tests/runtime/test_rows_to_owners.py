@@ -1,0 +1,105 @@
+"""Rows go to the rank of their expert and come back: every row once, in one order, however many each rank has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from autopar.errors import BatchError, RankError
+from autopar.ir.check.check_levels import moved_layout
+from autopar.ir.layout import parse_layout
+from autopar.ir.mesh import Mesh
+from autopar.ir.ops.ops import op
+from autopar.runtime.collectives import mesh_ops
+from autopar.runtime.collectives.collectives import Member, Move, begin, together
+
+MESH = Mesh((("ep", 3),))
+EXPERTS, WIDTH = 6, 2
+# The expert of each row, by rank.
+ROUTINGS = {
+    "uneven": [[5, 0, 1, 0], [2, 2, 2, 2], [0, 5, 3, 1]],
+    "to one rank": [[1, 0, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0]],
+    "none from one": [[], [4, 1, 0, 5], [2]],
+    "none at all": [[], [], []],
+}
+
+
+def _routed(indices: list[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """The orders, the counts, and the experts of the rows that come, by rank."""
+    orders = [_local("order_by_owner", place, x) for place, x in enumerate(indices)]
+    counts = together([(op("route"), (x, "ep", EXPERTS)) for x in indices])
+    owned = [
+        _local("owned_index", place, x, count) for place, (x, count) in enumerate(zip(indices, counts, strict=True))
+    ]
+    return orders, counts, owned
+
+
+def _local(name: str, place: int, x: Tensor, *rest: Tensor) -> Tensor:
+    found = mesh_ops.local_answer(MESH, {"ep": place}, op(name), (x, "ep", *rest))
+    assert isinstance(found, Tensor)
+    return found
+
+
+def _send(name: str, parts: list[Tensor], orders: list[Tensor], counts: list[Tensor]) -> list[Tensor]:
+    return together([(op(name), (x, "ep", *rest)) for x, *rest in zip(parts, orders, counts, strict=True)])
+
+
+@pytest.mark.parametrize("way", ROUTINGS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int32, torch.bool])
+def test_every_row_goes_to_its_expert_and_back(way: str, dtype: torch.dtype) -> None:
+    indices = [torch.tensor(rows, dtype=torch.int64) for rows in ROUTINGS[way]]
+    orders, counts, owned = _routed(indices)
+    parts = [(torch.arange(len(x) * WIDTH).view(-1, WIDTH) + 100 * place).to(dtype) for place, x in enumerate(indices)]
+    before = [part.clone() for part in parts]
+    sent = _send("dispatch", parts, orders, counts)
+    assert all(map(torch.equal, _send("dispatch", indices, orders, counts), owned)), "computed, not sent"
+    for place, (rows, index) in enumerate(zip(sent, owned, strict=True)):
+        assert (
+            rows.dtype == dtype and len(rows) == len(index) and all(expert // 2 == place for expert in index.tolist())
+        )
+        runs = [run for x, part in zip(indices, parts, strict=True) for run in _run(x, part, place)]
+        assert torch.equal(rows, torch.stack(runs) if runs else rows[:0]), "by source, then by expert, then in order"
+    assert all(map(torch.equal, _send("combine", sent, orders, counts), parts))
+    assert all(map(torch.equal, parts, before)), "the operands"
+    assert all(count.shape == (6, 2) and count.device.type == "cpu" for count in counts)
+
+
+def _run(index: Tensor, part: Tensor, place: int) -> list[Tensor]:
+    """The rows of one rank for the experts of another."""
+    chosen = [i for i, expert in enumerate(index.tolist()) if expert // 2 == place]
+    return [part[i] for i in sorted(chosen, key=lambda i: index[i].item())]
+
+
+def test_an_expert_that_does_not_exist_is_said_by_all() -> None:
+    """And nobody waits: red when the check stood on the rank of the row alone."""
+    for wrong, rows in ((6, 1), (-1, 2)):
+        indices = [torch.tensor([0, 5]), torch.tensor([wrong] * rows + [1]), torch.tensor([3, 3])]
+        steps = [begin(op("route"), (x, "ep", EXPERTS), Member(3, place)) for place, x in enumerate(indices)]
+        given = [step for step in steps if isinstance(step, Move)]
+        assert len(given) == 3
+        for place, step in enumerate(given):
+            with pytest.raises(BatchError) as error:
+                step.then(torch.stack([one.x[place] for one in given]))
+            assert str(error.value) == (
+                f"expert {wrong} is out of range: there are 6, so an index is 0 to 5, and {rows} of the rows that part "
+                f"1 of the batch sends are of others. Correct the router."
+            )
+
+
+def test_counts_that_do_not_fit_are_seen() -> None:
+    indices = [torch.tensor(rows) for rows in ROUTINGS["uneven"]]
+    orders, counts, _ = _routed(indices)
+    counts[0] = counts[0].roll(3, 0)
+    with pytest.raises(RankError, match="awaits"):
+        _send("dispatch", [torch.randn(4, WIDTH) for _ in indices], orders, counts)
+
+
+def test_layouts() -> None:
+    home, owned = parse_layout("[dp:ep:2:cp,tp]"), parse_layout("[dp:@ep:2:cp,tp]")
+    route = ("ep", None, None)
+    assert moved_layout("dispatch", route, home) == owned and moved_layout("combine", route, owned) == home
+    assert moved_layout("dispatch", route, owned) is None and moved_layout("combine", route, home) is None
+    assert moved_layout("dispatch", ("tp", None, None), home) is None
+    assert str(moved_layout("owned_index", ("ep", None), parse_layout("[dp:ep]"))) == "[dp:@ep]"
+    assert str(moved_layout("route", ("ep", 6), parse_layout("[dp:ep:2:cp]"))) == "[dp:ep:cp,-]"
