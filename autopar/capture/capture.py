@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 
 from autopar.capture.captured import Captured
+from autopar.capture.data.casts import default_dtype, idle_autocast
 from autopar.capture.data.determinism import HostDrawsFound, Steady
 from autopar.capture.data.foreign import foreign_state
 from autopar.capture.data.item_values import check_returned
@@ -43,7 +44,7 @@ from autopar.capture.leftovers import Leftovers, settled
 from autopar.capture.ops.decompositions import decompositions
 from autopar.capture.python.attributes import Attributes
 from autopar.capture.python.ran import Ran
-from autopar.capture.raising import Raise, default_dtype, idle_autocast
+from autopar.capture.raising import Raise
 from autopar.capture.refusals.explain_failure import explain
 from autopar.capture.refusals.location import Locator
 from autopar.capture.resizing.earlier import Earlier
@@ -469,7 +470,7 @@ class _Capture:
         calls.given(values, [*behind, *[CHANGING] * (len(values) - len(behind))])
         self.given = [(value, value._version) for value in values]
         constants.update(carried)
-        mode.sample_counts = tuple({tensor.shape[0]: None for _, tensor in self.parts.tensors() if tensor.ndim})
+        mode.facts.sample_counts = tuple({tensor.shape[0]: None for _, tensor in self.parts.tensors() if tensor.ndim})
         args, kwargs = put_together(self.parts.form, leaves)
         step = Step(self.model, self.partners.known.values(), body(trainable), replaced)
         state = attributes(step, constants, replaced), unmoved(tables.modules(step)), unsynced(tables.modules(step))

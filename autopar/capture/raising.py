@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
@@ -20,13 +19,14 @@ from autopar.capture.data.casts import TO_WIDE, lifted, of_dtype, traced
 from autopar.capture.data.coins import COMPARISONS, decided
 from autopar.capture.data.folding import FOLDED, folded
 from autopar.capture.data.item_values import Items
-from autopar.capture.data.known_values import ABSENT, MEMORY, RANDOM, STEADY, Operands
-from autopar.capture.data.reads import FULL_LENGTH, OWN_ROWS, READERS, Reads
+from autopar.capture.data.known_values import MEMORY, RANDOM, STEADY, Operands
+from autopar.capture.data.reads import READERS, Reads
 from autopar.capture.data.recorded_calls import RecordedCalls
 from autopar.capture.data.row_counts import with_sizes
 from autopar.capture.data.same import compared, is_idle
-from autopar.capture.data.selected import Selected, mask_of
+from autopar.capture.data.selected import NONZERO, Selected, asks_for_places, mask_of
 from autopar.capture.data.specialised import specialised
+from autopar.capture.data_facts import DataFacts
 from autopar.capture.draws.step_coins import Coins
 from autopar.capture.forks import Forks
 from autopar.capture.inputs.arrays import FROM_ARRAY, BatchArray
@@ -36,14 +36,14 @@ from autopar.capture.ops.functions import Dropout
 from autopar.capture.ops.raised import ALWAYS, RAISED
 from autopar.capture.ops.raised_lookups import counts_rows, dense, has_max_norm, looked_up, rejoined
 from autopar.capture.ops.raised_norms import NORMS, Norm, is_count, norm_of
-from autopar.capture.ops.raised_packed import NOTE as PACKED_NOTE
-from autopar.capture.ops.raised_packed import PACKING, Packs, PlainPacks
+from autopar.capture.ops.raised_recurrent import NOTE as PACKED_NOTE
+from autopar.capture.ops.raised_recurrent import PACKING, Packs, PlainPacks
 from autopar.capture.ops.raised_scatter import ASKING
 from autopar.capture.ops.validation import is_validation, note_of
 from autopar.capture.python.ran import Ran
 from autopar.capture.python.stand_in import with_tensors
-from autopar.capture.refusals.constructs import DENSE, LENGTH, MAX_NORM, NOTED, READS, REFUSED, SEEDED, SIZES, SPARSE
-from autopar.capture.refusals.explain_failure import SIZE, refusal, size_refusal, wants_data
+from autopar.capture.refusals.constructs import DENSE, MAX_NORM, NOTED, READS, REFUSED, SEEDED, SPARSE
+from autopar.capture.refusals.explain_failure import SIZE, refusal, wants_data
 from autopar.capture.refusals.location import Line, Locator, Place, is_user_code, user_frame
 from autopar.errors import CaptureError
 from autopar.ir.ops.op_facts import ALIKE, QUERIES
@@ -103,10 +103,7 @@ class Raise(TorchFunctionMode):
         self.lift = lift
         self.calls = calls or RecordedCalls()
         self.reads, self.permitted = reads, reads if reads is not None and reads.is_permitted else None
-        self._held = dict[Line | None, bool]()  # what held, by line
-        self._line: Line | None = None
         self.packs = PlainPacks() if locator is None else Packs()
-        self.sample_counts: tuple[int, ...] = ()  # that a batch may have
         self.keeps_casts = keeps_casts
         self.partners = partners
         self.device_type = seed.device.type if seed is not None else "cpu"
@@ -124,6 +121,7 @@ class Raise(TorchFunctionMode):
         self.inputs: dict[int, Tensor] = {}  # by the id of the parameter that each stands for
         self.outside: dict[int, Outside] = {}  # tensors of the user's that no input stands for
         self.known, self._drew = self.calls.values, list[Tensor]()  # uniform draws of the call that runs
+        self.facts = DataFacts(self.known, self.selected, reads, locator)
         self.values: list[Tensor] = []  # those whose values were read
         self._fork = torch.random.fork_rng(devices=[])
         self._interceptors = tuple(self._in_order())
@@ -390,13 +388,13 @@ class Raise(TorchFunctionMode):
                     return self._seen(self.hosts, func(*args, **kwargs))
             for operand in before.tensors:
                 self._seen(self.hosts, operand)
-        if self.selected.known:
+        if self.selected.known:  # some rows were selected, whose number may be among the arguments
             args, kwargs = with_sizes(func, args, kwargs)
-        if _selects(func, args, kwargs) and not self._is_sized(call, before.kinds):
+        if asks_for_places(func, args, kwargs) and not self._is_sized(call, before.kinds):
             result = folded(self.known, func, args, kwargs, before)
             if result is NotImplemented:
                 result = self.selected.select(func, args[0], call.line, not before.kinds & ~STEADY)
-                result = self.selected.column(result[0]) if func in _NONZERO and not kwargs else result
+                result = self.selected.column(result[0]) if func in NONZERO and not kwargs else result
             else:
                 result = self._took(call, result)
         elif (packed := self._packs(call)) is not NotImplemented:
@@ -449,7 +447,7 @@ class Raise(TorchFunctionMode):
         if result is NotImplemented and tracer is not None and not in_transform():
             result = rejoined(func, args, kwargs, tracer.node_of)
         if result is NotImplemented and func in ASKING and self._asks(call):
-            result = ASKING[func](self, *args, **kwargs)
+            result = ASKING[func](self.facts, *args, **kwargs)
         return self._called(call, func, args, kwargs) if result is NotImplemented else result
 
     def _norm(self, func: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -459,7 +457,7 @@ class Raise(TorchFunctionMode):
 
     def _packs(self, call: _Call) -> Any:
         """What a call gives that packs sequences, or takes packed ones; NotImplemented for another one."""
-        self._line = call.line if call.function in PACKING else self._line
+        self.facts.line = call.line if call.function in PACKING else self.facts.line
         made = self.packs.call(self, call.function, call.args, call.kwargs, call.frame)
         if call.function is torch._pack_padded_sequence:
             self.notes[PACKED_NOTE] = None
@@ -467,50 +465,8 @@ class Raise(TorchFunctionMode):
 
     def _asks(self, call: _Call) -> bool:
         """True where a fact of the data may be asked for."""
-        self._line = call.line
+        self.facts.line = call.line
         return self.captures and not in_transform() and not self.selected.is_inside
-
-    def holds(self, fact: Callable[[], Tensor], source: Tensor, name: str = OWN_ROWS) -> bool:
-        """True if a fact holds for the example batch, and each step is to check it: where nothing that a step changes
-        is behind `source`. What is computed again in the backward pass is what it was."""
-        if not self._is_forward():
-            return self._held.get(self._line, False)
-        kinds = self.known.operands(source, None).kinds
-        if self.reads is None or not self.reads.asks or kinds & ~(STEADY | ABSENT):
-            return False
-        self._held[self._line] = is_so = self.reads.holds(name, fact(), self._line, not kinds & ABSENT)
-        return is_so
-
-    # -- packed sequences -----------------------------------------------------------------------------------------
-
-    def are_rows(self, data: Tensor, valid: Tensor) -> Tensor:
-        """Note rows, of which those count where `valid` is True."""
-        return self.selected.enter(data, valid, torch._pack_padded_sequence, self._line)
-
-    def rows_of(self, data: Tensor, valid: Tensor) -> Tensor:
-        """All those rows."""
-        rows = self.selected.all_rows(data, valid)
-        if rows is None:
-            raise refusal(SIZES[torch._pack_padded_sequence], self._line)
-        return rows
-
-    def longest(self, lengths: Tensor, most: int) -> int:
-        """The length of the longest sequence of a batch, padded to `most`."""
-        before = self.known.operands(lengths, None)
-        found = self.known.answer(_longest, (lengths,), {}, before)
-        if found is not NotImplemented:
-            return int(found)
-        if self.holds(lambda: lengths.max() == most, lengths, FULL_LENGTH):
-            return most
-        if self.permitted is None or before.kinds & ~STEADY:
-            raise size_refusal(LENGTH, self._line, not before.kinds & ~STEADY)
-        length = self.permitted.take(Tensor.__int__, lengths.max(), self._line)
-        assert isinstance(length, int)
-        return length
-
-    def constant(self, make: Callable[[], Tensor]) -> Tensor:
-        """A tensor that is made of no input."""
-        return self.known.constant(make)
 
     def _called(self, call: _Call, func: Any, args: Any, kwargs: Any) -> Any:
         """What torch gives, or where it wants data what is known of that without the data of an input."""
@@ -613,30 +569,6 @@ class Raise(TorchFunctionMode):
         return number
 
 
-@contextmanager
-def idle_autocast(device_type: str) -> Iterator[None]:
-    """Autocast to float32, which changes nothing in a model of that dtype: it shows where the model turns it off."""
-    before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-    torch.set_autocast_enabled(device_type, True)
-    torch.set_autocast_dtype(device_type, torch.float32)
-    try:
-        yield
-    finally:
-        torch.set_autocast_enabled(device_type, before[0])
-        torch.set_autocast_dtype(device_type, before[1])
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
-    """Where a dtype is given, new tensors that name none have it as long as the context lasts."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype or before)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 # Numbers begin here, so that a seed which the model sets is told from a number of ours.
 _FIRST = 1 << 40
 
@@ -645,8 +577,6 @@ _TO_NUMPY: frozenset[Any] = frozenset((Tensor.numpy, Tensor.__array__))
 _TO_VALUES: frozenset[Any] = frozenset(
     (*READERS, Tensor.tolist, Tensor.__complex__, Tensor.__contains__, torch.equal, Tensor.equal)
 )
-
-_NONZERO = (torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere)
 
 _AS_NUMBERS: frozenset[Any] = frozenset((Tensor.item, Tensor.__float__))
 _Interceptor = Callable[[Raise, _Call], Any]
@@ -661,18 +591,3 @@ _VALUES: tuple[_Interceptor, ...] = (
     Raise._checked,  # before `_read`, which would take a check for a branch of the model
     Raise._read,
 )
-
-
-def _longest(lengths: Tensor) -> int:
-    return int(lengths.max())
-
-
-def _selects(func: Any, args: Any, kwargs: Any) -> bool:
-    """True where the places of a mask are asked for: a tensor a dim."""
-    if func is not torch.where and func not in _NONZERO:
-        return False
-    if len(args) != 1 or not isinstance(args[0], Tensor) or args[0].ndim not in (1, 2) or args[0].numel() < 2:
-        return False
-    if func is torch.where:
-        return not kwargs
-    return kwargs == {"as_tuple": True} or (not kwargs and args[0].ndim == 1)

@@ -218,7 +218,7 @@ class Reads:
     selected: set[Line | None] = field(default_factory=set)
 
     def anew(self, known: Iterable[Read] = (), **changes: Any) -> Reads:
-        """Those of other runs, of which so many are known."""
+        """Begin the reads of other runs, of which so many are known."""
         return replace(self, known=list(known), tensors=[], **changes)
 
     def start(self) -> None:

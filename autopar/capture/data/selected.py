@@ -436,3 +436,17 @@ def _seen(rows: ValidRows, name: str, because: str) -> Construct:
         f"{known.instead} Where its places choose rows, only what takes each row by itself may follow (layers, "
         f"activations, weights by row) until index_add_ puts them back; here {seen} does not{why}.",
     )
+
+
+NONZERO = (torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere)
+
+
+def asks_for_places(func: Any, args: Any, kwargs: Any) -> bool:
+    """True where the places of a mask are asked for: a tensor a dim."""
+    if func is not torch.where and func not in NONZERO:
+        return False
+    if len(args) != 1 or not isinstance(args[0], Tensor) or args[0].ndim not in (1, 2) or args[0].numel() < 2:
+        return False
+    if func is torch.where:
+        return not kwargs
+    return kwargs == {"as_tuple": True} or (not kwargs and args[0].ndim == 1)
