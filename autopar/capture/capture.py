@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 
 from autopar.capture.captured import Captured
+from autopar.capture.data.casts import default_dtype, idle_autocast
 from autopar.capture.data.determinism import HostDrawsFound, Steady
 from autopar.capture.data.foreign import foreign_state
 from autopar.capture.data.item_values import check_returned
@@ -43,7 +44,7 @@ from autopar.capture.leftovers import Leftovers, settled
 from autopar.capture.ops.decompositions import decompositions
 from autopar.capture.python.attributes import Attributes
 from autopar.capture.python.ran import Ran
-from autopar.capture.raising import Raise, default_dtype, idle_autocast
+from autopar.capture.raising import Raise
 from autopar.capture.refusals.explain_failure import explain
 from autopar.capture.refusals.location import Locator
 from autopar.capture.resizing.earlier import Earlier
@@ -112,10 +113,12 @@ def capture(
     """
 
     left, start, has_drawn = Leftovers(), generators(), False
+    known = answers or Answers()
+    asked = Reads(is_permitted=specialize, given=known.values, told=len(known.values), asks=known.asks)
 
-    def run(reads: Reads | None, forks: Forks) -> Captured:
+    def run(reads: Reads, forks: Forks) -> Captured:
         others = None if specialize or forks.sides is not None else earlier
-        coins = Coins((answers or Answers()).seed)
+        coins = Coins(known.seed)
         step = model, loss_fn, args, dict(kwargs), train, lift, reads, precision, forks
         made = _Capture(*step, others, coins)
         made.statistics = statistics
@@ -127,12 +130,11 @@ def capture(
             coins.dismiss()
             left.dismiss([calls.values for calls in made.runs], made.graphs)
 
-    values = answers.values if answers is not None else ()
     try:
-        return settled(partial(captured, run, specialize, values), left, lift)
+        return settled(partial(captured, run, asked), left, lift)
     except HostDrawsFound:
         has_drawn = True  # and nothing holds the tensors of that capture
-    return settled(partial(captured, run, specialize, values), left, lift)
+    return settled(partial(captured, run, asked), left, lift)
 
 
 Trainable = list[tuple[str, torch.Tensor]]  # parameters with their names
@@ -141,7 +143,7 @@ Trainable = list[tuple[str, torch.Tensor]]  # parameters with their names
 class _Capture:
     def __init__(
         self, model: nn.Module, loss_fn: LossFn | None, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool,
-        lift: torch.dtype | None, reads: Reads | None, precision: str | None, forks: Forks,
+        lift: torch.dtype | None, reads: Reads, precision: str | None, forks: Forks,
         earlier: Earlier | None, coins: Coins,
     ) -> None:  # fmt: skip
         self.coins, self.hosts = coins, list[list[torch.Tensor]]()  # of each run, if they are drawn
@@ -218,7 +220,7 @@ class _Capture:
         if not self.has_random_ops:
             program = without_seed(program)
         notes += self.step_coins.notes() if self.step_coins is not None else []
-        program = program.with_(notes=(*notes, *(read.note for read in (self.reads.known if self.reads else ()))))
+        program = program.with_(notes=(*notes, *(read.note for read in self.reads.known)))
         if is_plain:
             self.resizing.keep(program, constants, told, self.ran)
         found = self._captured(program, constants)
@@ -229,7 +231,7 @@ class _Capture:
 
     def _replay(self) -> Callable[[], tuple[int, tuple[torch.Tensor, ...]]]:
         """Draws anew: a run on shapes. It holds no tensor of the batch."""
-        parts, known = self.parts, list(self.reads.known) if self.reads is not None else None
+        parts, reads = self.parts, self.reads.anew(self.reads.known, guards=True)
         leaves = [torch.empty_like(x, device="meta") if isinstance(x, torch.Tensor) else x for x in parts.leaves]
         plan, form, given = self.coins.planned(), parts.form, (self.model, self.loss_fn)
         train, lift, keeps_casts, partners, state = (
@@ -238,8 +240,8 @@ class _Capture:
 
         def replay() -> tuple[int, tuple[torch.Tensor, ...]]:
             args, kwargs = put_together(form, leaves)
-            reads = None if known is None else Reads(guards=True, known=list(known))
-            step = _Capture(*given, args, kwargs, train, lift, reads, None, Forks(), None, plan())
+            again = reads.anew(reads.known)
+            step = _Capture(*given, args, kwargs, train, lift, again, None, Forks(), None, plan())
             before, step.keeps_casts, step.partners = Attributes(given[0]), keeps_casts, partners
             step.state, step.is_drawn = state, True
             calls, way = RecordedCalls(), 0
@@ -263,7 +265,7 @@ class _Capture:
         frozen = frozenset(
             entry.name for entry, tensor in entries if entry.kind == "parameter" and not tensor.requires_grad
         )
-        reads, partners = tuple(self.reads.known) if self.reads else (), tuple(self.partners.known.values())
+        reads, partners = tuple(self.reads.known), tuple(self.partners.known.values())
         return Captured(
             program, {**kept, **constants}, *self.result, reads, frozen, partners, self.ran, coins=self.step_coins
         )
@@ -283,8 +285,8 @@ class _Capture:
 
     def _is_plain(self, before: Attributes, drawn: Mapping[str, Any]) -> bool:
         """True if the graph of the step is all that there is to say of it; see `earlier.py`."""
-        is_other = self.partners.known or self.forks.lines or any(self.selects) or self.calls.drawn or self.has_items
-        is_other = is_other or self.coins.is_sought or self.is_drawn
+        is_other = self.partners.known or self.forks.lines or self.reads.known or any(self.selects)
+        is_other = is_other or self.calls.drawn or self.has_items or self.coins.is_sought or self.is_drawn
         return not (is_other or self.replaced or before.changes()) and foreign_state() == drawn
 
     def _whole_trace(self, before: Attributes) -> tuple[Traced, list[Input], list[torch.Tensor]]:
@@ -302,7 +304,7 @@ class _Capture:
             elif isinstance(self.unknown, CoinFound):
                 before.restore()
                 self.coins.look(partial(self._plan, fakes, before))
-            elif self.reads is not None and self.unknown is not None:
+            elif self.unknown is not None:
                 traced = functional(traced, fakes, self.fake)
                 self.reads.learn(self.unknown, *known_inputs(traced, self.unknown, given, self.device))
                 before.restore()
@@ -368,8 +370,7 @@ class _Capture:
             self.hosts.append(mode.hosts)
         self.coins.start(mode.inputs, mode.numbered, tracer, sides)
         self.forks.start()
-        if self.reads is not None:
-            self.reads.start()
+        self.reads.start()
 
     def _again(self, inputs: list[torch.Tensor], calls: RecordedCalls, is_watched: bool = True) -> None:
         """Forward and loss once more, on shapes alone; what the model prints is printed already. is_watched: no line is
@@ -398,13 +399,14 @@ class _Capture:
             before.restore()
             calls = RecordedCalls()
             self.runs.append(calls)
+            reads = self.reads.anew(self.reads.known)  # another side may read other values
             with self.fake, Unseen(Results(self.fake)), redirect_stdout(io.StringIO()):
-                mode = Raise(Locator(), inputs[-1], self.lift, calls, self.reads, self.keeps_casts, self.partners)
+                mode = Raise(Locator(), inputs[-1], self.lift, calls, reads, self.keeps_casts, self.partners)
                 mode.forks, mode.statistics = self.forks, self.statistics
                 self._start(mode, None, sides)
                 try:
                     self._run(inputs, mode, lambda _: self._ended, {}, {})
-                except Exception:
+                except (Exception, Unknown):
                     return None
             return self.coins.trail
 
@@ -468,6 +470,7 @@ class _Capture:
         calls.given(values, [*behind, *[CHANGING] * (len(values) - len(behind))])
         self.given = [(value, value._version) for value in values]
         constants.update(carried)
+        mode.facts.sample_counts = tuple({tensor.shape[0]: None for _, tensor in self.parts.tensors() if tensor.ndim})
         args, kwargs = put_together(self.parts.form, leaves)
         step = Step(self.model, self.partners.known.values(), body(trainable), replaced)
         state = attributes(step, constants, replaced), unmoved(tables.modules(step)), unsynced(tables.modules(step))
@@ -547,9 +550,9 @@ class _Capture:
 
     def _guards(self) -> list[torch.Tensor]:
         """The tensors whose values were taken from the example batch; they leave last."""
-        guards = list(self.reads.tensors) if self.reads is not None else []
-        self.outputs += [Output("guard", str(i)) for i in range(len(guards))]
-        return guards
+        guards = {str(i): tensor for i, tensor in enumerate(self.reads.tensors) if tensor is not None}
+        self.outputs += [Output("guard", position) for position in guards]
+        return list(guards.values())
 
     def _joined(self, *results: Any) -> Any:
         """What a run gave, with the sides of its coins joined."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from autopar.capture.captured import Captured
-from autopar.capture.data.reads import Reads, Value
+from autopar.capture.data.reads import Reads
 from autopar.capture.refusals.location import Line
 from autopar.errors import CaptureError
 from autopar.ir.text.text import print_program
@@ -51,51 +51,49 @@ class Forks:
         return self.taken[-1]
 
 
-Run = Callable[[Reads | None, Forks], Captured]
+Run = Callable[[Reads, Forks], Captured]
 
 
-def captured(run: Run, specialize: bool, values: tuple[Value, ...] = ()) -> Captured:
+def captured(run: Run, asked: Reads) -> Captured:
     """What `run` gives: of rows that a mask selects by their number, if nothing else does; of branches whose sides are
-    the same, one; of other branches on data the one that is most likely, which each step checks. values: those of the
-    first reads."""
-    sized: frozenset[Line | None] = frozenset()
+    the same, one; of other branches on data the one that is most likely, which each step checks. asked: what may be
+    read, and what a step found."""
+    reads = asked.anew()
+    if asked.given:
+        return _guarded(run, reads)
     while True:
-        if values:
-            return _guarded(run, sized, specialize, values)
-        reads, forks = Reads(sized) if specialize else None, Forks()
+        forks = Forks()
         try:
             return run(reads, forks)
         except CaptureError:
-            if reads is not None and not reads.selected <= sized:
-                sized |= reads.selected  # what follows their rows in any number is at an end
+            if not reads.selected <= reads.sized:  # what follows their rows in any number is at an end
+                reads = reads.anew(sized=reads.sized | reads.selected)
             elif not forks.lines:
                 raise
             else:
-                captured = _of_all_sides(run, sized if specialize else None)
-                return captured or _guarded(run, sized, specialize, ())
+                return _of_all_sides(run, reads) or _guarded(run, reads)
 
 
-def _guarded(
-    run: Run, sized: frozenset[Line | None], is_permitted: bool, values: tuple[Value, ...]
-) -> Captured:  # fmt: skip
+def _guarded(run: Run, asked: Reads) -> Captured:
     """The capture with the truth of data taken as it most likely is. A side that fails is not: the other one is taken.
-    values: those of the first reads, as a step found them."""
-    given, failed = values, CaptureError()
+    So is another fact than one that was taken for granted."""
+    reads, failed = asked.anew(guards=True), CaptureError()
     while True:
-        reads = Reads(sized, is_permitted, guards=True, given=given, told=len(values))
         try:
-            found = run(reads, Forks())
+            return run(reads, Forks())
         except CaptureError as error:
-            if not reads.known or len(reads.known) <= len(given) or not reads.known[-1].is_guess:
-                fault = failed if len(given) > len(values) else error
+            if not reads.selected <= reads.sized:
+                reads = reads.anew(sized=reads.sized | reads.selected, given=asked.given)
+                continue
+            guesses = [at for at, read in enumerate(reads.known) if read.is_guess and at >= len(reads.given)]
+            if not guesses:
+                fault = failed if len(reads.given) > reads.told else error
                 raise fault from fault.__cause__
-            *before, last = (read.value for read in reads.known)
-            given, failed = (*before, not last), error
-            continue
-        return found
+            *before, last = (read.value for read in reads.known[: guesses[-1] + 1])
+            reads, failed = reads.anew(given=(*before, not last)), error
 
 
-def _of_all_sides(run: Run, sized: frozenset[Line | None] | None) -> Captured | None:
+def _of_all_sides(run: Run, reads: Reads) -> Captured | None:
     """The capture that all ways through the branches give; None if one gives another, or fails."""
     first: Captured | None = None
     pending: list[tuple[bool, ...]] = [()]
@@ -104,7 +102,7 @@ def _of_all_sides(run: Run, sized: frozenset[Line | None] | None) -> Captured | 
         forks = Forks(pending.pop())
         try:
             with redirect_stdout(io.StringIO()):  # what a side prints, it would print of no data
-                found = run(None if sized is None else Reads(sized), forks)
+                found = run(reads.anew(), forks)
         except CaptureError:
             return None
         if first is not None and not _is_same(first, found):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
@@ -23,9 +22,11 @@ from autopar.capture.data.item_values import Items
 from autopar.capture.data.known_values import MEMORY, RANDOM, STEADY, Operands
 from autopar.capture.data.reads import READERS, Reads
 from autopar.capture.data.recorded_calls import RecordedCalls
+from autopar.capture.data.row_counts import with_sizes
 from autopar.capture.data.same import compared, is_idle
-from autopar.capture.data.selected import Selected
+from autopar.capture.data.selected import NONZERO, Selected, asks_for_places, mask_of
 from autopar.capture.data.specialised import specialised
+from autopar.capture.data_facts import DataFacts
 from autopar.capture.draws.step_coins import Coins
 from autopar.capture.forks import Forks
 from autopar.capture.inputs.arrays import FROM_ARRAY, BatchArray
@@ -33,12 +34,15 @@ from autopar.capture.inputs.outside import Outside, with_inputs
 from autopar.capture.inputs.partners import Partners, check_plain, inlined
 from autopar.capture.ops.functions import Dropout
 from autopar.capture.ops.raised import ALWAYS, RAISED
-from autopar.capture.ops.raised_lookups import counts_rows, looked_up
+from autopar.capture.ops.raised_lookups import counts_rows, dense, has_max_norm, looked_up, rejoined
 from autopar.capture.ops.raised_norms import NORMS, Norm, is_count, norm_of
+from autopar.capture.ops.raised_recurrent import NOTE as PACKED_NOTE
+from autopar.capture.ops.raised_recurrent import PACKING, Packs, PlainPacks
+from autopar.capture.ops.raised_scatter import ASKING
 from autopar.capture.ops.validation import is_validation, note_of
 from autopar.capture.python.ran import Ran
 from autopar.capture.python.stand_in import with_tensors
-from autopar.capture.refusals.constructs import NOTED, READS, REFUSED, SEEDED
+from autopar.capture.refusals.constructs import DENSE, MAX_NORM, NOTED, READS, REFUSED, SEEDED, SPARSE
 from autopar.capture.refusals.explain_failure import SIZE, refusal, wants_data
 from autopar.capture.refusals.location import Line, Locator, Place, is_user_code, user_frame
 from autopar.errors import CaptureError
@@ -75,9 +79,10 @@ class Raise(TorchFunctionMode):
     all floating-point casts in the model go to instead of their own, and tensors of the user's that have another (see
     `verify` and `default_dtype`). `calls` is told
     of every call of the forward pass, and `calling` is the function that runs, or that failed. `reads` answers where
-    the model reads a value; without it that is an error. `keeps_casts`: a cast to float32 of what is float32 leaves a
-    trace, for under mixed precision it may be something else; and so do regions without autocast. `partners` are the
-    other models that the loss may call. is_first: of the runs that are compared.
+    the model reads a value; without its permission that is an error, and facts alone are asked for. `keeps_casts`: a
+    cast to float32 of what is float32 leaves a trace, for under mixed precision it may be something else; and so do
+    regions without autocast. `partners` are the other models that the loss may call. is_first: of the runs that are
+    compared.
     """
 
     def __init__(
@@ -98,6 +103,7 @@ class Raise(TorchFunctionMode):
         self.lift = lift
         self.calls = calls or RecordedCalls()
         self.reads, self.permitted = reads, reads if reads is not None and reads.is_permitted else None
+        self.packs = PlainPacks() if locator is None else Packs()
         self.keeps_casts = keeps_casts
         self.partners = partners
         self.device_type = seed.device.type if seed is not None else "cpu"
@@ -115,6 +121,7 @@ class Raise(TorchFunctionMode):
         self.inputs: dict[int, Tensor] = {}  # by the id of the parameter that each stands for
         self.outside: dict[int, Outside] = {}  # tensors of the user's that no input stands for
         self.known, self._drew = self.calls.values, list[Tensor]()  # uniform draws of the call that runs
+        self.facts = DataFacts(self.known, self.selected, reads, locator)
         self.values: list[Tensor] = []  # those whose values were read
         self._fork = torch.random.fork_rng(devices=[])
         self._interceptors = tuple(self._in_order())
@@ -143,6 +150,7 @@ class Raise(TorchFunctionMode):
         this object, which must not hold itself: the tensors of a trace go with it.
         """
         yield Raise._put_inputs  # first, for a parameter of the user's or a number that stands for a tensor is no value
+        yield Raise._make_dense  # before it is raised, also in the plain module: a program has no sparse gradients
         yield Raise._run_partner  # before anything takes the model that is called for an argument
         yield Raise._take_array  # it becomes a cast, which the next ones look at
         if self.keeps_casts:
@@ -167,6 +175,16 @@ class Raise(TorchFunctionMode):
         if self.coins.trail is not None:
             self.coins.join(lambda *sides: self.__torch_function__(torch.where, (), sides))
         call.args, call.kwargs = with_tensors(call.function, *with_inputs((call.args, call.kwargs), self.inputs))
+        return NotImplemented
+
+    def _make_dense(self, call: _Call) -> Any:
+        if self.captures and has_max_norm(call.function, call.args, call.kwargs):
+            raise refusal(MAX_NORM, call.line)
+        made = dense(call.function, call.args, call.kwargs)
+        if made is not None:
+            call.args, call.kwargs = made
+            if self.captures and call.line:
+                self.notes[DENSE.format(*call.line)] = None
         return NotImplemented
 
     def _run_partner(self, call: _Call) -> Any:
@@ -221,6 +239,8 @@ class Raise(TorchFunctionMode):
         for arg in call.args:
             if type(arg) not in _REAL:
                 continue
+            if arg.layout != torch.strided:
+                raise refusal(SPARSE, call.line)
             if call.function in _TO_NUMPY:  # torch would give the memory of a stand-in, whatever is there
                 raise refusal(READS[call.function], call.line)
             if call.function in _TO_VALUES:
@@ -368,16 +388,21 @@ class Raise(TorchFunctionMode):
                     return self._seen(self.hosts, func(*args, **kwargs))
             for operand in before.tensors:
                 self._seen(self.hosts, operand)
-        if _selects(func, args, kwargs) and not self._is_sized(call):
+        if self.selected.known:  # some rows were selected, whose number may be among the arguments
+            args, kwargs = with_sizes(func, args, kwargs)
+        if asks_for_places(func, args, kwargs) and not self._is_sized(call, before.kinds):
             result = folded(self.known, func, args, kwargs, before)
             if result is NotImplemented:
                 result = self.selected.select(func, args[0], call.line, not before.kinds & ~STEADY)
+                result = self.selected.column(result[0]) if func in NONZERO and not kwargs else result
             else:
                 result = self._took(call, result)
-        elif self.selected.concerns(args, kwargs) and self._computes():
-            result = self.selected.call(partial(self._run, call), func, args, kwargs)
+        elif (packed := self._packs(call)) is not NotImplemented:
+            result = packed
         else:
-            result = self._run(call, func, *args, **kwargs)
+            given, run = self._by_places(call, args) if self._computes() else args, partial(self._run, call)
+            is_followed = self._computes() and self.selected.concerns(given, kwargs)
+            result = self.selected.call(run, func, given, kwargs) if is_followed else run(func, *given, **kwargs)
         written = [] if func in QUERIES else self.known.saw(func, args, kwargs, before, result, call.asked)
         self.known.saw_draws(func, args, result, self._drew)
         self._drew.clear()
@@ -389,6 +414,14 @@ class Raise(TorchFunctionMode):
         self.calling = None
         return result
 
+    def _by_places(self, call: _Call, args: Any) -> Any:
+        """The arguments of a call, with the places of a mask in its place where rows are taken or put by it."""
+        mask = mask_of(call.function, args)
+        kinds = 0 if mask is None else self.known.operands(mask, None).kinds
+        if mask is None or not kinds or self._is_sized(call, kinds):
+            return args
+        return self.selected.by_places(call.function, args, mask, call.line, not kinds & ~STEADY) or args
+
     def _seen(self, known: list[Tensor], tensor: Tensor) -> Tensor:
         """Enter a tensor that has data, the first time that it is met."""
         if type(tensor) in _REAL and not any(tensor is each for each in known):
@@ -398,7 +431,8 @@ class Raise(TorchFunctionMode):
         return tensor
 
     def _run_plain(self, call: _Call) -> Any:
-        return self._run(call, call.function, *call.args, **call.kwargs)
+        made = self.packs.call(self, call.function, call.args, call.kwargs, call.frame)
+        return self._run(call, call.function, *call.args, **call.kwargs) if made is NotImplemented else made
 
     def _run(self, call: _Call, func: Any, *args: Any, **kwargs: Any) -> Any:
         """What a function gives, raised if that is known of it."""
@@ -409,12 +443,30 @@ class Raise(TorchFunctionMode):
             result = RAISED[func](*args, **kwargs)
         elif func in NORMS and not in_transform():
             result = self._norm(func, norm_of(call.frame), *args, **kwargs)
+        tracer = self.selected.tracer
+        if result is NotImplemented and tracer is not None and not in_transform():
+            result = rejoined(func, args, kwargs, tracer.node_of)
+        if result is NotImplemented and func in ASKING and self._asks(call):
+            result = ASKING[func](self.facts, *args, **kwargs)
         return self._called(call, func, args, kwargs) if result is NotImplemented else result
 
     def _norm(self, func: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
         if self.captures:
             return NORMS[func](Norm(self.statistics, module), *args, **kwargs)
         return NotImplemented if self.plain_norm is None else self.plain_norm(func, module, args, kwargs)
+
+    def _packs(self, call: _Call) -> Any:
+        """What a call gives that packs sequences, or takes packed ones; NotImplemented for another one."""
+        self.facts.line = call.line if call.function in PACKING else self.facts.line
+        made = self.packs.call(self, call.function, call.args, call.kwargs, call.frame)
+        if call.function is torch._pack_padded_sequence:
+            self.notes[PACKED_NOTE] = None
+        return made
+
+    def _asks(self, call: _Call) -> bool:
+        """True where a fact of the data may be asked for."""
+        self.facts.line = call.line
+        return self.captures and not in_transform() and not self.selected.is_inside
 
     def _called(self, call: _Call, func: Any, args: Any, kwargs: Any) -> Any:
         """What torch gives, or where it wants data what is known of that without the data of an input."""
@@ -446,9 +498,9 @@ class Raise(TorchFunctionMode):
         specialized, self.may_specialize = specialised(func, args, kwargs, self.permitted, self.known, call.line)
         return specialized
 
-    def _is_sized(self, call: _Call) -> bool:
+    def _is_sized(self, call: _Call, kinds: int) -> bool:
         """True where the number of rows is taken from the example batch."""
-        if self.permitted is None or call.before.kinds & ~STEADY:
+        if self.permitted is None or kinds & ~STEADY:
             return False
         self.permitted.selected.add(call.line)
         return call.line in self.permitted.sized
@@ -517,30 +569,6 @@ class Raise(TorchFunctionMode):
         return number
 
 
-@contextmanager
-def idle_autocast(device_type: str) -> Iterator[None]:
-    """Autocast to float32, which changes nothing in a model of that dtype: it shows where the model turns it off."""
-    before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-    torch.set_autocast_enabled(device_type, True)
-    torch.set_autocast_dtype(device_type, torch.float32)
-    try:
-        yield
-    finally:
-        torch.set_autocast_enabled(device_type, before[0])
-        torch.set_autocast_dtype(device_type, before[1])
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
-    """Where a dtype is given, new tensors that name none have it as long as the context lasts."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype or before)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 # Numbers begin here, so that a seed which the model sets is told from a number of ours.
 _FIRST = 1 << 40
 
@@ -549,8 +577,6 @@ _TO_NUMPY: frozenset[Any] = frozenset((Tensor.numpy, Tensor.__array__))
 _TO_VALUES: frozenset[Any] = frozenset(
     (*READERS, Tensor.tolist, Tensor.__complex__, Tensor.__contains__, torch.equal, Tensor.equal)
 )
-
-_NONZERO = (torch.nonzero, Tensor.nonzero)
 
 _AS_NUMBERS: frozenset[Any] = frozenset((Tensor.item, Tensor.__float__))
 _Interceptor = Callable[[Raise, _Call], Any]
@@ -565,12 +591,3 @@ _VALUES: tuple[_Interceptor, ...] = (
     Raise._checked,  # before `_read`, which would take a check for a branch of the model
     Raise._read,
 )
-
-
-def _selects(func: Any, args: Any, kwargs: Any) -> bool:
-    """True where the places of a mask are asked for: a tensor a dim."""
-    if func is not torch.where and func not in _NONZERO:
-        return False
-    if len(args) != 1 or not isinstance(args[0], Tensor) or args[0].ndim not in (1, 2) or args[0].numel() < 2:
-        return False
-    return not kwargs if func is torch.where else kwargs == {"as_tuple": True}

@@ -134,19 +134,30 @@ def check_batch(program: Program, mesh: Mesh, said: BatchDims | None) -> None:
                 raise BatchError(
                     f"the batch has {size} samples ({_counted(entries, said)}), which axis '{axis}' (size {ranks}) "
                     f"cannot divide. Use a batch size that is a multiple of {ranks}, or a {axis} of "
-                    f"{one_of(divisors(size))}."
+                    f"{one_of(divisors(size))}.{_odd(entries, said)}"
                 )
 
 
 def _counted(entries: Sequence[tuple[Input, TensorType]], said: BatchDims | None) -> str:
     """`dim 0 of [6, 8], [6]`: what counts the samples."""
-    if said is None:
-        return f"dim 0 of {', '.join(str(list(type_.shape)) for entry, type_ in entries if entry.kind == 'batch')}"
     shapes = {entry.name: type_.shape for entry, type_ in entries if entry.kind == "batch"}
     found: dict[int, list[str]] = {}
     for name, dim in batch_dims_of(entries, said).items():
         found.setdefault(dim, []).append(str(list(shapes[name])))
     return ", ".join(f"dim {dim} of {', '.join(shown)}" for dim, shown in found.items())
+
+
+def _odd(entries: Sequence[tuple[Input, TensorType]], said: BatchDims | None) -> str:
+    """What is said of batch tensors with other numbers of rows than those that count the samples."""
+    dims = batch_dims_of(entries, said)
+    odd = [list(type_.shape) for entry, type_ in entries if entry.kind == "batch" and entry.name not in dims]
+    if said is not None or not odd:
+        return ""
+    return (
+        f" {', '.join(map(str, odd))} has another number of rows, and is whole on every rank: if it is the batch, say "
+        "so with batch_dims= (None for a condition that counts no samples); where the samples cannot be split, split "
+        "parameters with shard= over another axis."
+    )
 
 
 def _entries(program: Program) -> list[tuple[Input, TensorType]]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from autopar.capture.inputs import tables
-from autopar.capture.refusals.constructs import HOOKED, LAZY, WRAPPERS
+from autopar.capture.refusals.constructs import HOOKED, LAZY, SPARSE, WRAPPERS
 from autopar.errors import CaptureError
 
 
@@ -21,6 +22,9 @@ def check_model(model: object, runs_hooks: bool = False) -> None:
                 who = f"the module '{path}'" if path else "the model"
                 name = construct.name.format(type(module).__name__)
                 raise CaptureError(f"{who} is {name}. {construct.instead}")
+    for path, tensor in (*tables.named_parameters(model), *tables.named_buffers(model)):
+        if tensor.layout != torch.strided:
+            raise CaptureError(f"the tensor '{path}' of the model is {SPARSE.name} ({tensor.layout}). {SPARSE.instead}")
     for path, parameter in tables.named_parameters(model):
         for is_kind, construct in (LAZY,) if runs_hooks else (LAZY, HOOKED):
             if is_kind(parameter):

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from autopar.capture.capture import fake_like
+from autopar.capture.data.casts import default_dtype
 from autopar.capture.data.reads import OtherValues, check_reads
-from autopar.capture.raising import default_dtype
 from autopar.errors import BatchError
 from autopar.ir.layout import Layout, local_part
 from autopar.ir.program import Input, record

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.capture.raising import default_dtype
+from autopar.capture.data.casts import default_dtype
 from autopar.compiler.lowered import Lowered
 from autopar.ir.layout import combine, replica_error
 from autopar.ir.mesh import Mesh

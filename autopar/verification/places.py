@@ -154,7 +154,7 @@ def programs_of(
 ) -> list[Made]:  # fmt: skip
     """The program of each place; batches of the same shapes share one. The first one decides the layouts. answers: what
     is known of the step."""
-    fixed = Fixed(is_own=len(batches) > 1)
+    fixed, answers = Fixed(is_own=len(batches) > 1), replace(answers or Answers(), asks=len(batches) == 1)
     found: dict[tuple[torch.Size, ...], Made] = {}
     for batch in batches:
         if shapes_of(batch) not in found:

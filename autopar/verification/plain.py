@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.capture.data.casts import default_dtype
 from autopar.capture.draws.host_draws import drawing_for
 from autopar.capture.inputs import tables
 from autopar.capture.inputs.containers import map_tensors, take_apart
 from autopar.capture.inputs.loss_outputs import LossFn, split_result
 from autopar.capture.inputs.module_state import unsynced
 from autopar.capture.inputs.partners import Partner
-from autopar.capture.raising import Raise, default_dtype
+from autopar.capture.raising import Raise
 from autopar.capture.refusals.explain_failure import line_of
 from autopar.capture.refusals.user_lines import quoted
 from autopar.errors import AutoparError, CaptureError

@@ -10,8 +10,8 @@ from torch import nn
 
 from autopar.capture import Captured
 from autopar.capture.capture import state_of
+from autopar.capture.data.casts import default_dtype
 from autopar.capture.data.reads import check_reads
-from autopar.capture.raising import default_dtype
 from autopar.compiler.lowered import Lowered
 from autopar.ir.layout import combine, replica_error
 from autopar.ir.program import record

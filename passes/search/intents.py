@@ -21,6 +21,7 @@ is it allowed at its cost.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -222,11 +223,12 @@ BatchDims = Mapping[str, int | None]  # the dim that counts the samples, by the 
 
 def batch_dims_of(entries: Sequence[tuple[Input, TensorType]], said: BatchDims | None) -> Mapping[str, int]:
     """The dim that counts the samples of each batch tensor that has one: what was said, or dim 0 of those that have as
-    many there as the first."""
+    many there as most of them (a condition of one row is no batch), and of as many the first."""
     given = {entry.name: type_.shape for entry, type_ in entries if entry.kind == "batch"}
     if said is not None:
         return {name: dim for name, dim in said.items() if dim is not None and name in given}
-    size = next((shape[0] for shape in given.values() if shape), None)
+    sizes = Counter(shape[0] for shape in given.values() if shape)
+    size = max(sizes, key=lambda size: (size > 1, sizes[size]), default=None)
     return {name: 0 for name, shape in given.items() if shape and shape[0] == size}
 
 

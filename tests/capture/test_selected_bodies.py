@@ -28,6 +28,7 @@ class Loop(nn.Module):
         self.b = nn.Parameter(torch.rand(8) * 0.1 + 0.1)
         self.seq = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
         self.ln, self.rms, self.bn = nn.LayerNorm(8), nn.RMSNorm(8), nn.BatchNorm1d(8)
+        self.gru = nn.GRUCell(8, 8)
         self.table, self.conv = nn.Embedding(8, 8), nn.Conv1d(8, 8, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -110,6 +111,14 @@ ROW_BY_ROW: dict[str, Body] = {
     "atan2": lambda s, h, w: torch.atan2(h @ w, h),
     "transposed": lambda s, h, w: (w.t() @ h.t()).t(),
     "attention in a row": lambda s, h, w: attended(h @ w),
+    "a view of as many rows": lambda s, h, w: (h @ w).view(h.size(0), 2, 4).transpose(1, 2).reshape(h.shape[0], -1),
+    "the shape of before": lambda s, h, w: (h @ w).reshape(*h.shape[:-1], 2, 4).sum(-2).repeat(1, 2),
+    "new rows": lambda s, h, w: torch.cat([torch.ones(h.shape[0], 4, dtype=h.dtype), h.new_zeros(h.size(0), 4)], 1) * h,
+    "a matrix a row": lambda s, h, w: torch.bmm(h[:, None], w.expand(h.shape[0], 8, 8))[:, 0],
+    "a weight a row": lambda s, h, w: s.b.unsqueeze(0).expand(h.shape[0], -1) * s.b.repeat(h.size(0), 1) * h,
+    "a weight as the rows": lambda s, h, w: s.b.expand_as(h) * h[:, :1].log(),
+    "beside a row that torch repeats": lambda s, h, w: F.cosine_similarity(h, s.b[None], -1)[:, None] * h,
+    "a cell": lambda s, h, w: s.gru(h),
     "none alike": lambda s, h, w: h + torch.zeros_like(h) + h.new_ones(8),
 }
 # Where the model computes nothing these have no value, or no finite derivative: no gradient may see that.
@@ -158,6 +167,65 @@ def _in_groups(names: Any, size: int) -> Any:
 def test_what_takes_each_row_by_itself_is_right(bodies: list[Body]) -> None:
     torch.manual_seed(0)
     verified(Loop(*bodies), ("dp=2",), None, (rows(),), steps=1)
+
+
+def add(x: Tensor, y: Tensor) -> Tensor:
+    (at,) = torch.where(x[:, 0] > 0)
+    return torch.zeros_like(x).index_add(0, at, torch.tanh(y[at]))
+
+
+def by_mask(x: Tensor, y: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    out[x[:, 0] > 0] = torch.tanh(y[x[:, 0] > 0])
+    return out
+
+
+def added_by_mask(x: Tensor, y: Tensor) -> Tensor:
+    mask, out = x[:, 0] > 0, torch.zeros_like(x)
+    out[mask] += torch.tanh(y[mask]) * x[mask, 0][:, None]
+    return out
+
+
+def by_two_masks(x: Tensor, y: Tensor) -> Tensor:
+    out, inside = torch.zeros_like(x), x[:, 0] > 0
+    out[inside] = torch.tanh(y[inside])
+    out[~inside] = torch.sin(y[~inside])
+    return out
+
+
+def by_mask_of_two(x: Tensor, y: Tensor) -> Tensor:
+    """Rows of rows: [3, 2, 8]."""
+    x, y = x.view(3, 2, 8), y.view(3, 2, 8)
+    out = torch.zeros_like(x)
+    out[x[..., 0] > 0] = torch.tanh(y[x[..., 0] > 0])
+    return out
+
+
+def flat_places(x: Tensor, y: Tensor) -> Tensor:
+    at = torch.nonzero(x[:, 0] > 0).squeeze(-1)
+    return torch.zeros_like(x).index_copy(0, at, torch.tanh(y.index_select(0, at)))
+
+
+def column_of_places(x: Tensor, y: Tensor) -> Tensor:
+    at = torch.argwhere(x[:, 0] > 0)[:, 0]
+    return torch.zeros_like(x).index_put((at,), torch.tanh(y[at]), accumulate=True)
+
+
+class Taken(nn.Module):
+    def __init__(self, take: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.take, self.layer = take, nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.take(x, self.layer(x)).square().mean()
+
+
+@pytest.mark.parametrize(
+    "take", [add, by_mask, added_by_mask, by_two_masks, by_mask_of_two, flat_places, column_of_places]
+)
+def test_however_rows_are_taken_and_put_back(take: Callable[[Tensor, Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    verified(Taken(take), ("dp=2", "tp=2"), None, (rows(),), steps=1)
 
 
 def test_products_of_any_spelling_leave_the_padding_out() -> None:
@@ -234,9 +302,11 @@ REFUSED: dict[str, tuple[Body, str]] = {
     "noise": (lambda s, h, w: h + torch.randn_like(h), OTHER),
     "numbers of rows": (lambda s, h, w: h * torch.arange(h.shape[0])[:, None], OTHER),
     "divided by their number": (lambda s, h, w: h / len(h), NUMBER),
-    "a matrix a row": (lambda s, h, w: torch.bmm(h[:, None], w.expand(h.shape[0], 8, 8))[:, 0], OTHER),
+    "a matrix a row": (lambda s, h, w: torch.bmm(h[:, None], w.expand(len(h), 8, 8))[:, 0], OTHER),
+    "a table as long": (lambda s, h, w: h + s.b.repeat(6, 1), OTHER),
+    "twice as many": (lambda s, h, w: h + h.new_zeros(2 * h.shape[0], 8)[:6], OTHER),
+    "their number as a value": (lambda s, h, w: h + torch.full((8,), h.shape[0]), NUMBER),
     "a count of ones": (lambda s, h, w: h / torch.ones_like(h).sum(0), SUM),
-    "beside a row that torch repeats": (lambda s, h, w: F.cosine_similarity(h, s.b[None], -1)[:, None] * h, OTHER),
     "mapped": (lambda s, h, w: torch.func.vmap(lambda row: row * 2)(h), NUMBER),
     "norm over rows": (lambda s, h, w: F.instance_norm(h.T[None])[0].T, TOGETHER),
     "attention between rows": (lambda s, h, w: F.scaled_dot_product_attention(h, h, h), PLACES),

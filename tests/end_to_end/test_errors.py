@@ -15,6 +15,7 @@ from models_special import ZOO
 from refusals import line_of, refused
 from torch import Tensor, nn
 
+import autopar
 from autopar.api import compile
 from autopar.compiled import Compiled
 from autopar.errors import BatchError, LayoutError, MeshError
@@ -127,6 +128,24 @@ def test_the_open_axis_takes_the_rest() -> None:
 )  # fmt: skip
 def test_indivisible_batches(rows: int, mesh: str, message: str) -> None:
     refused(BatchError, message, lambda: compiled(mesh, rows=rows))
+
+
+def test_a_condition_that_is_no_batch() -> None:
+    """It comes first, and is not taken for the batch; where that cannot be split it is named."""
+    layer = nn.Bilinear(5, 6, 3)
+    batch = torch.randn(1, 5), torch.randn(8, 6), torch.randn(8, 3)
+
+    def loss(model: nn.Module, condition: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (model(condition.expand(len(x), -1), x) - y).square().mean()
+
+    assert autopar.verify(layer, "dp=2", loss_fn=loss, batch=batch, microbatches=2).ok
+    message = (
+        "the batch has 8 samples (dim 0 of [8, 6], [8, 3]), which axis 'dp' (size 3) cannot divide. Use a batch size "
+        "that is a multiple of 3, or a dp of 1, 2, 4 or 8. [1, 5] has another number of rows, and is whole on every "
+        "rank: if it is the batch, say so with batch_dims= (None for a condition that counts no samples); where the "
+        "samples cannot be split, split parameters with shard= over another axis."
+    )
+    refused(BatchError, message, lambda: autopar.compile(layer, "dp=3", loss_fn=loss, batch=batch))
 
 
 @pytest.mark.parametrize("batch", [(4,), (torch.tensor(3.0),)])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import pytest
 import torch
-from rule_brute_force import Sample, WrongRule, check, check_permuted, make_call, sample
+from rule_brute_force import Sample, WrongRule, check, check_permuted, make_call, op_of, sample
 from rule_samples import r
 from rule_samples_all import every_sample
 
@@ -32,6 +35,23 @@ def test_row(name: str, samples: dict[str, list[Sample]]) -> None:
     torch.manual_seed(0)
     for one in samples[name]:
         check(name, one)
+
+
+def test_every_output_mask(samples: dict[str, list[Sample]]) -> None:
+    """The gradients of an op, whichever of them are asked for."""
+    torch.manual_seed(0)
+    seen = set()
+    for name in TABLE:
+        arguments = [each.name for each in op_of(name)._schema.arguments] if name.startswith("aten.") else []
+        if "output_mask" not in arguments:
+            continue
+        at = arguments.index("output_mask")
+        for one in (one for one in samples[name] if all(one.args[at])):
+            for mask in itertools.product((True, False), repeat=len(one.args[at])):
+                if any(mask):
+                    seen.add(name)
+                    check(name, replace(one, args=(*one.args[:at], list(mask), *one.args[at + 1 :])))
+    assert len(seen) > 5, seen
 
 
 def _free(call: Call) -> Rule:

@@ -1,8 +1,10 @@
-"""Casts that a model writes: seen in a trace, or sent to another dtype, and the user's tensors with them."""
+"""Casts that a model writes: seen in a trace, or sent to another dtype, and the user's tensors with them; the dtype of
+what names none."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -74,3 +76,27 @@ def of_dtype(
 def _is_inner(name: str) -> bool:
     """True for what reads or sets an attribute of a tensor, and for what torch alone calls."""
     return name in ("__get__", "__set__") or (name.startswith("_") and not name.endswith("__"))
+
+
+@contextmanager
+def idle_autocast(device_type: str) -> Iterator[None]:
+    """Autocast to float32, which changes nothing in a model of that dtype: it shows where the model turns it off."""
+    before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+    torch.set_autocast_enabled(device_type, True)
+    torch.set_autocast_dtype(device_type, torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device_type, before[0])
+        torch.set_autocast_dtype(device_type, before[1])
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
+    """Where a dtype is given, new tensors that name none have it as long as the context lasts."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

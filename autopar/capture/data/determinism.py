@@ -234,7 +234,8 @@ class Steady:
         if self.selects and not source:
             return CaptureError(
                 f"the model computes with how many rows a mask selects{numbers}, {where}That number is data: count in "
-                f"a tensor instead, mask.sum(), and choose by torch.where(mask.sum() > n, a, b)."
+                f"a tensor instead, mask.sum(), and choose by torch.where(mask.sum() > n, a, b). As the size of a view "
+                f"or of a new tensor write h.shape[0] for len(h)."
                 f"{SPECIALIZE if self.may_specialize else ''}"
             )
         return CaptureError(

@@ -17,13 +17,13 @@ import numpy as np
 import torch
 
 from autopar.capture.python.stand_in import stands_for_number
-from autopar.ir.ops.op_facts import asks_for_form, is_undecided, is_unwritten, moves_of, writes_first
+from autopar.ir.ops.op_facts import form_argument, is_undecided, is_unwritten, moves_of, writes_first
 from autopar.torch_compat import FakeTensor, in_transform, on_data, storage_of
 
 Tensor = torch.Tensor
-BATCH, BUFFER, CONSTANT, PARAMETER, RANDOM, MEMORY, OTHER = (1 << i for i in range(7))
+BATCH, BUFFER, CONSTANT, PARAMETER, RANDOM, MEMORY, OTHER, ABSENT = (1 << i for i in range(8))
 KINDS = {"batch": BATCH, "buffer": BUFFER, "constant": CONSTANT, "parameter": PARAMETER, "seed": RANDOM, "scale": OTHER}
-STEADY = BATCH | BUFFER | CONSTANT  # what a step leaves as it is
+STEADY = BATCH | BUFFER | CONSTANT  # what a step leaves as it is; ABSENT: and has no data here
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), type(...), range, Enum, np.generic,
           torch.dtype, torch.device, torch.layout, torch.memory_format)  # fmt: skip
@@ -83,7 +83,7 @@ class Values:
         if kind == "constant" and original is not None and has_data:
             self._outside(tensor, original)
         else:
-            self._enter(tensor, KINDS[kind] | (0 if has_data else OTHER))
+            self._enter(tensor, KINDS[kind] | (0 if has_data else ABSENT))
 
     def kept(self, tensor: Tensor, original: Tensor, seed: int) -> None:
         """An input that no step changes, where two runs are compared by values. Where it has no data here (a parameter
@@ -126,7 +126,9 @@ class Values:
             copies = None if asked is None else (asked[0], _copied(asked[1]), _copied(asked[2]))
             self._calls.append(_Call(function, _copied(args), _copied(kwargs), tuple(made), tuple(shared), copies))
         for tensor in made:
-            if id(tensor) not in given:
+            known = self._known.get(id(tensor))
+            is_constant = known is not None and known.tensor is tensor and known.value is not None  # as it was raised
+            if id(tensor) not in given and not is_constant:
                 self._enter(tensor, kinds, outside=before.outside)
         for tensor in written:
             self._wrote(tensor, kinds, before.outside)
@@ -156,6 +158,13 @@ class Values:
             result = function(*self._on_data(args), **self._on_data(kwargs))
         self.was_read.update((key, self.outside[key]) for key in before.outside)
         return self._taken(result, before.outside)
+
+    def constant(self, make: Callable[[], Tensor]) -> Tensor:
+        """A tensor that is made of no input, as one of the capture."""
+        with on_data():
+            value = make()
+        made: Tensor = self._taken(value, frozenset())
+        return made
 
     def _taken(self, result: Any, outside: frozenset[int]) -> Any:
         """A result as the model is given it: tensors as constants of the capture."""
@@ -289,15 +298,18 @@ def _by_form(
     function: Any, args: Any, before: Operands, operands: Callable[[Any], Operands]
 ) -> tuple[Any, Any, Operands]:
     """Replace a tensor that a call asks for its shape and dtype alone: the call without that tensor."""
-    if not asks_for_form(_name(function)) or not args or not isinstance(args[0], Tensor):
+    at = form_argument(_name(function))
+    if at is None or len(args) <= at or not isinstance(args[at], Tensor):
         return function, args, before
-    like = args[0].shape, args[0].dtype, args[0].device
-    return partial(_of_form, function, like), args[1:], operands(args[1:])
+    like, rest = (args[at].shape, args[at].dtype, args[at].device), (*args[:at], *args[at + 1 :])
+    return partial(_of_form, function, at, like), rest, operands(rest)
 
 
-def _of_form(function: Any, like: tuple[torch.Size, torch.dtype, torch.device], *args: Any, **kwargs: Any) -> Any:
+def _of_form(
+    function: Any, at: int, like: tuple[torch.Size, torch.dtype, torch.device], *args: Any, **kwargs: Any
+) -> Any:
     shape, dtype, device = like
-    return function(torch.empty((), dtype=dtype, device=device).expand(shape), *args, **kwargs)
+    return function(*args[:at], torch.empty((), dtype=dtype, device=device).expand(shape), *args[at:], **kwargs)
 
 
 def _name(function: Any) -> str:

@@ -2,14 +2,17 @@
 
 A read ends the trace; what was traced so far computes the value, and the next trace goes on with it. The tensor leaves
 the program beside its results, so that each step is checked to have the same value.
+
+Facts are read in the same way and need no permission: whether something holds that lets more be split. Where it does
+not, the program is right for any batch, and nothing is checked.
 """
 
 from __future__ import annotations
 
 import linecache
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -34,6 +37,7 @@ READERS: Mapping[Any, tuple[str, Callable[[Tensor], Value]]] = {
     Tensor.item: (".item() of a tensor", Tensor.item),
 }
 COUNT = "count"  # of what a function gives, in place of a function that reads
+OWN_ROWS, FULL_LENGTH = "own rows", "full length"  # likewise: facts
 
 # What a value may depend on: what a step leaves as it is.
 STEADY = ("batch", "constant", "buffer")
@@ -57,11 +61,15 @@ def not_steady(kind: str, name: str, function: Any) -> Construct:
     return Construct(f"{read} from a tensor and depends on {what}: each step has another", instead)
 
 
-_SIZE: tuple[str, Callable[[Tensor], Value]] = ("the size of what this gives", int)
+_OTHERS: Mapping[Any, tuple[str, Callable[[Tensor], Value]]] = {
+    COUNT: ("the size of what this gives", int),
+    OWN_ROWS: ("equal numbers of rows for all samples", bool),
+    FULL_LENGTH: ("a sequence as long as the padded batch", bool),
+}
 
 
 def _reader(function: Any) -> tuple[str, Callable[[Tensor], Value]]:
-    return _SIZE if function is COUNT else READERS[function]
+    return _OTHERS[function] if function in _OTHERS else READERS[function]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +88,32 @@ class Read:
         return f"{_reader(self.function)[0]} at {where}"
 
     @property
+    def is_checked(self) -> bool:
+        """False for a fact that does not hold: the program is right where it does, too."""
+        return not self.is_fact or bool(self.value)
+
+    @property
+    def is_fact(self) -> bool:
+        return self.function in (OWN_ROWS, FULL_LENGTH)
+
+    @property
     def note(self) -> str:
         if self.is_guard:
             return (
                 f"{self} is taken as {self.value}; each step checks that it is before anything is changed, and takes "
                 f"another program where it is not. On a GPU that waits for the device"
             )
+        if self.function is FULL_LENGTH and not self.value:
+            return f"{self} is not in the example batch"
+        if not self.is_checked:
+            return (
+                f"{self} are not what this batch has: every rank takes the rows of all, and micro-batches are refused. "
+                "Pad samples to as many rows, and places for them, as the others have"
+            )
+        if self.function is OWN_ROWS:
+            return f"{self} are taken for granted: its rows are each sample's own; each step checks it"
+        if self.function is FULL_LENGTH:
+            return f"{self} is taken for granted; each step checks that there is one"
         return f"{self} is taken as {self.value}, as in the example batch; each step checks that it is"
 
     def now(self, tensor: Tensor) -> Value:
@@ -104,7 +132,7 @@ class Read:
 
     def refused(self, now: Value, why: str = "") -> BatchError:
         """What is said of a batch with another value; why: no program is compiled for it."""
-        origin = "" if self.is_guard else ", as in the example (specialize=True)"
+        origin = "" if self.is_guard or self.is_fact else ", as in the example (specialize=True)"
         return BatchError(
             f"{self} is {now} for this batch, but the program was compiled for {self.value}{origin}.{why} "
             f"Nothing was changed by this step. Give batches that agree in it, or keep it a tensor: compute both sides "
@@ -142,8 +170,9 @@ def check_reads(reads: Sequence[Read], tensors: Sequence[Tensor]) -> None:
     """Raise OtherValues where this step's tensors have other values. What was read after the first of them was read on
     a way that the model does not go."""
     values: list[Value] = []
-    for read, tensor in zip(reads, tensors, strict=True):
-        values.append(read.now(tensor))
+    now = iter(tensors)
+    for read in reads:
+        values.append(read.now(next(now)) if read.is_checked else read.value)
         if not read.is_(values[-1]):
             raise OtherValues(read, tuple(values))
 
@@ -151,10 +180,11 @@ def check_reads(reads: Sequence[Read], tensors: Sequence[Tensor]) -> None:
 @dataclass(frozen=True, slots=True)
 class Answers:
     """What is known of the step that a program is made for: its seed and its number, which decide random branches, and
-    what the first of its reads give."""
+    what the first of its reads give. asks: it may ask for facts of the data, too."""
 
     seed: tuple[int, int] = (0, 0)
     values: tuple[Value, ...] = ()
+    asks: bool = True
 
 
 _MOST = 64  # values of one step
@@ -169,21 +199,27 @@ _TOO_MANY = Construct(
 
 @dataclass(slots=True)
 class Reads:
-    """The reads of a model in their order. `tensors`: those of the run that goes on, as far as it has come.
+    """The reads of a model in their order. `tensors`: those of the run that goes on, as far as it has come; None for
+    what is not checked.
 
     sized: lines that select rows by a mask, whose number is read; `selected` are those where it could be.
     is_permitted: values of what steps leave as it is may be taken from the example batch. guards: the truth of any
     other tensor is guarded, and guessed where nobody knows it. given: what the first reads give, of which a step has
-    told so many."""
+    told so many. asks: for facts, which are taken to hold where no data say so."""
 
     sized: frozenset[Line | None] = frozenset()
     is_permitted: bool = True
     guards: bool = False
     given: tuple[Value, ...] = ()
     told: int = 0
+    asks: bool = True
     known: list[Read] = field(default_factory=list)
-    tensors: list[Tensor] = field(default_factory=list)
+    tensors: list[Tensor | None] = field(default_factory=list)
     selected: set[Line | None] = field(default_factory=set)
+
+    def anew(self, known: Iterable[Read] = (), **changes: Any) -> Reads:
+        """Begin the reads of other runs, of which so many are known."""
+        return replace(self, known=list(known), tensors=[], **changes)
 
     def start(self) -> None:
         """A run begins."""
@@ -213,8 +249,16 @@ class Reads:
 
     def _next(self, tensor: Tensor) -> Value:
         read = self.known[len(self.tensors)]
-        self.tensors.append(tensor.detach().clone())  # the model may write into it later
+        self.tensors.append(tensor.detach().clone() if read.is_checked else None)  # the model may write into it later
         return read.value
+
+    def holds(self, fact: str, tensor: Tensor, line: Line | None, has_data: bool) -> bool:
+        """Whether a fact holds, of a batch that has no data as far as is known."""
+        position = len(self.tensors)
+        if position == len(self.known) and not has_data:
+            value = position >= len(self.given) or bool(self.given[position])
+            self.known.append(Read(fact, line, value, position >= self.told))
+        return bool(self.take(fact, tensor, line))
 
     def learn(self, unknown: Unknown, traced: Traced, inputs: Sequence[Tensor | None]) -> None:
         """Compute the value that ended a trace; `traced` returns its tensor."""

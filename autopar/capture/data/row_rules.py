@@ -17,7 +17,7 @@ from torch import fx
 from autopar.capture.ops.canonical import filled
 from autopar.capture.ops.functions import ExpertMM
 from autopar.capture.refusals.location import Line
-from autopar.ir.ops.op_facts import is_view
+from autopar.ir.ops.op_facts import facts_of, is_view
 from autopar.ir.program import TensorType, is_getitem
 from autopar.passes.rules import TABLE
 from autopar.passes.rules.rule import Call
@@ -60,6 +60,7 @@ class ValidRows:
     shape: tuple[int, ...] = ()  # of the mask
     place: int | None = None  # of the places themselves, their dim of the mask
     may_specialize: bool = False  # the mask hangs on what a step leaves as it is
+    is_column: bool = False  # the places of a mask of one dim, as nonzero() has them: [n, 1]
     guards: tuple[Guard, ...] = ()  # what their gradient passes before anything adds it up
 
 
@@ -181,6 +182,8 @@ def follow_rows(nodes: Iterable[fx.Node], places: Mapping[Value, Split], count: 
             continue
         operands = [source_of(one) for one in _tensors_in((node.args, node.kwargs))]
         known = {i: splits[value] for i, value in enumerate(operands) if value in splits}
+        if not known and len(operands) == 1 and facts_of(node.target).moves == "repeated":
+            splits |= _repeated(node, count)
         if not known or (filled(node) is not None and not _is_alike(node)):
             continue
         way = through(_call_of(node), known, TABLE, count)
@@ -192,6 +195,14 @@ def follow_rows(nodes: Iterable[fx.Node], places: Mapping[Value, Split], count: 
             raise Refused("another tensor has as many rows of its own")
         splits |= {(node, i): at for i, at in enumerate(way.results) if at is not None}
     return splits
+
+
+def _repeated(node: fx.Node, count: int) -> dict[Value, Split]:
+    """Where a value that is repeated as often as there are rows has them, each the same."""
+    given, made = node.args[0].meta["val"].shape, node.meta["val"].shape  # type: ignore[union-attr]
+    before = (1,) * (len(made) - len(given)) + tuple(given)
+    dims = [dim for dim, size in enumerate(made) if size == count and before[dim] == 1 and count > 1]
+    return {(node, 0): (dims[0], 1)} if len(dims) == 1 else {}
 
 
 def are_views(nodes: Iterable[fx.Node]) -> bool:
@@ -242,4 +253,7 @@ def only_valid(rows: Tensor, valid: Tensor, dim: int, number: int = 0) -> Tensor
     return torch.where(valid.reshape(-1, *(1 for _ in rows.shape[dim + 1 :])), rows, number)
 
 
-ADDED = frozenset(("index_add_", "index_add", "__setitem__"))
+def puts_back(name: str) -> bool:
+    """True for a function that puts rows into places, or adds them there."""
+    base, is_index, what = name.removesuffix("_").partition("index_")
+    return name == "__setitem__" or (bool(is_index) and not base and what in ("add", "put", "copy"))

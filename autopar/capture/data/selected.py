@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.capture.data.row_counts import RowCount, counted, counts_in, sizes_in
 from autopar.capture.data.row_rules import (
-    ADDED,
     Guard,
     Refused,
     Run,
@@ -31,6 +31,7 @@ from autopar.capture.data.row_rules import (
     only_valid,
     picked,
     product,
+    puts_back,
     source_of,
 )
 from autopar.capture.refusals.constructs import SIZES, Construct
@@ -38,7 +39,7 @@ from autopar.capture.refusals.explain_failure import size_refusal
 from autopar.capture.refusals.location import Line
 from autopar.capture.trace.tracer import Tracer
 from autopar.errors import CaptureError
-from autopar.ir.ops.op_facts import QUERIES, writes_first
+from autopar.ir.ops.op_facts import QUERIES, form_argument, writes_first
 from autopar.torch_compat import custom_function
 
 Tensor = torch.Tensor
@@ -52,6 +53,7 @@ class Selected:
     is_first: bool = True
     known: dict[int, ValidRows] = field(default_factory=dict)
     tracer: Tracer | None = None  # of the run that is captured
+    masks: dict[Any, tuple[Tensor, tuple[Tensor, ...]]] = field(default_factory=dict)  # by what each is: it, its places
     is_inside: bool = False  # of a call that is followed: torch may spell it out in calls of its own
 
     def concerns(self, args: Any, kwargs: Any) -> bool:
@@ -81,6 +83,52 @@ class Selected:
             )
         return tuple(places)
 
+    def column(self, places: Tensor) -> Tensor:
+        """The places of a mask of one dim, a row each."""
+        made = places.unsqueeze(1)
+        if id(places) in self.known:
+            self.known[id(made)] = replace(self.known[id(places)], tensor=made, place=None, is_column=True)
+        return made
+
+    def by_places(
+        self, function: Any, args: Any, mask: Tensor, line: Line | None, may_specialize: bool
+    ) -> tuple[Any, ...] | None:  # fmt: skip
+        """The arguments of `x[mask]`, and of `x[mask] = rows` for rows that the mask selected, with its places in place
+        of the mask; None for another call."""
+        if self.is_inside or self.row_of(args[0]) is not None or self.row_of(mask) is not None:
+            return None
+        key = args[1] if isinstance(args[1], tuple) else (args[1],)
+        known = self.masks.get(self._mask_key(mask))
+        if function is Tensor.__setitem__:
+            is_mine = isinstance(args[2], Tensor) and (self.row_of(args[2]) is not None or not self.is_first)
+            if known is None or not is_mine or args[2].shape[:1] != known[1][0].shape:
+                return None
+        if known is None:
+            known = mask, self.select(function, mask, line, may_specialize)
+            self.masks[self._mask_key(mask)] = known
+        return args[0], (*known[1], *key[1:]), *args[2:]
+
+    def _mask_key(self, mask: Tensor) -> Any:
+        """What a mask is made of: two of the same are one. In a run that is not looked at all of a shape are."""
+        if not self.is_first or self.tracer is None:
+            return tuple(mask.shape)
+        node = self.tracer.node_of(mask)
+        return (id(mask) if node is None else _made_of(node)), mask._version
+
+    def enter(self, rows: Tensor, valid: Tensor, function: Any, line: Line | None) -> Tensor:
+        """Note rows, of which those count where `valid` is True: one of them in a run that is not looked at."""
+        if not self.is_first:
+            return rows[:1]
+        self.known[id(rows)] = ValidRows(rows, valid, 0, line, function)
+        return rows
+
+    def all_rows(self, rows: Tensor, valid: Tensor) -> Tensor | None:
+        """All of the rows of which `valid` was noted; None for others."""
+        if not self.is_first:
+            return rows[:1].expand(len(valid), *rows.shape[1:])
+        mine = self.row_of(rows)
+        return rows if mine is not None and mine.valid is valid and mine.dim == 0 else None
+
     def rows_in(self, value: Any) -> Iterator[ValidRows]:
         """Find the selected rows among the arguments of a call."""
         if isinstance(value, Tensor):
@@ -92,6 +140,8 @@ class Selected:
                 yield from self.rows_in(item)
         elif isinstance(value, dict):
             yield from self.rows_in(list(value.values()))
+        elif isinstance(value, RowCount):
+            yield value.rows
 
     def call(self, run: Run, function: Any, args: Any, kwargs: Any) -> Any:
         """A call that takes such rows. Raises CaptureError unless it takes each by itself."""
@@ -110,10 +160,16 @@ class Selected:
     def _call(self, rows: list[ValidRows], name: str, run: Run, function: Any, args: Any, kwargs: Any) -> Any:
         like = rows[0]
         if function in QUERIES:
-            return run(function, *args, **kwargs)
+            mine = self.row_of(args[0])
+            result = run(function, *args, **kwargs)
+            return result if mine is None else counted(function, result, args, mine.dim, mine)
         for one in rows:
             _check_gradient(one.tensor)
-        if name in ADDED:
+        read = args[1:] if form_argument(name) == 0 else args
+        is_new = next(counts_in((args, kwargs)), None) is not None
+        if name == "expand_as" or (is_new and not any(self.row_of(one) for one in _tensors_in((read, kwargs)))):
+            return self._sized(like, run, function, args, kwargs)
+        if puts_back(name):
             return self._added(name, like, *args, **kwargs)
         if name in ("__getitem__", "index_select") and self.row_of(args[0]) is None:
             result, dim = (indexed if name == "__getitem__" else picked)(self, run, function, *args, **kwargs)
@@ -123,6 +179,23 @@ class Selected:
             result, is_biased = made
             return self._note(like, result, like.dim, [self._guard(result, like.valid, like.dim)] if is_biased else [])
         return self._followed(rows, name, run, function, args, kwargs)
+
+    def _sized(self, like: ValidRows, run: Run, function: Any, args: Any, kwargs: Any) -> Any:
+        """A new tensor, or a view, of as many rows: each is the same."""
+        count = like.valid.numel()
+        sizes = args[1].shape if function is Tensor.expand_as else sizes_in(function, args, kwargs) or ()
+        result = run(function, *args, **kwargs)
+        dims = [dim for dim, size in enumerate(sizes) if isinstance(size, RowCount)]
+        if function is Tensor.expand_as:
+            dims = [dim for dim in (like.dim,) if like.tensor is args[1]]
+        if len(dims) != 1 or not isinstance(result, Tensor) or result.ndim != len(sizes):
+            raise Refused("it has another size made of their number")
+        is_spread = isinstance(args[0], Tensor) and form_argument(function.__name__) != 0
+        given = (1,) * (result.ndim - args[0].ndim) + tuple(args[0].shape) if is_spread else (1,) * result.ndim
+        before = given[dims[0]]
+        if before != 1 or result.shape[dims[0]] != count:
+            raise Refused("another tensor has as many rows of its own")
+        return self._note(like, result, dims[0], [self._guard(result, like.valid, dims[0])])
 
     def _followed(self, rows: list[ValidRows], name: str, run: Run, function: Any, args: Any, kwargs: Any) -> Any:
         """Any other call, by the rules of the ops that torch makes of it."""
@@ -152,7 +225,9 @@ class Selected:
             at = None if node is None else found.get(source_of(node))
             if node is None or (at is not None and one.shape[at[0]] != count):
                 raise Refused("it joins them with another dim")
-            if at is not None:
+            if at is not None and like.is_column and one.ndim == 1 and are_views(nodes):
+                self.known[id(one)] = replace(like, tensor=one, place=0, is_column=False)
+            elif at is not None:
                 more = [self._guard(one, like.valid, at[0])] if meets else []
                 self._note(like, one, at[0], [*guards.values(), *more])
         return result
@@ -191,7 +266,9 @@ class Selected:
         return guard
 
     def _note(self, like: ValidRows, tensor: Tensor, dim: int, guards: Iterable[Guard]) -> Tensor:
-        self.known[id(tensor)] = replace(like, tensor=tensor, dim=dim, place=None, guards=tuple(guards))
+        self.known[id(tensor)] = replace(
+            like, tensor=tensor, dim=dim, place=None, is_column=False, guards=tuple(guards)
+        )
         return tensor
 
     def check_leaving(self, results: Any) -> None:
@@ -204,29 +281,58 @@ class Selected:
         return next(self.rows_in(value), None) if isinstance(value, Tensor) else None
 
     def _added(self, name: str, rows: ValidRows, base: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """base[index] += rows, in which padding is zero. `base[index] = rows` adds what they differ by: two rows of one
-        place would be torch's own fault."""
+        """base[index] += rows, in which padding is zero; or rows that are put in the place of those before."""
         if self.row_of(base) is not None:
             raise Refused
         if name == "__setitem__":
-            key, value = args
-            index = key[0] if isinstance(key, tuple) and key else key
-            rest = key[1:] if isinstance(key, tuple) else ()
-            if self.row_of(index) is None or any(one is not Ellipsis and one != slice(None) for one in rest):
-                raise Refused
-            if not isinstance(value, Tensor) or value.shape != (*index.shape, *base.shape[1:]):
-                raise Refused
-            before = self.at_places(base, [index]) if self.is_all(base, [index]) else base[index]
-            change = only_valid(value - before, rows.valid, 0).to(base.dtype)
-            self._put_back("index_add_", base, 0, index, change, {})
-            return None
+            return self._set(rows, base, *args)
+        if name.startswith("index_put"):
+            return self._index_put(name, rows, base, *args, **kwargs)
         dim, index, source = (*args, *(kwargs[key] for key in ("dim", "index", "source")[len(args) :]))
-        mine = self.row_of(source)
         dim = dim % max(base.ndim, 1)
+        if name.startswith("index_copy"):
+            base = base if name.endswith("_") else base.clone()
+            self._set(rows, base, (*[slice(None)] * dim, index), source)
+            return base
+        mine = self.row_of(source)
         if self.row_of(index) is None or (mine is not None and mine.dim != dim):
             raise Refused
         options = {key: value for key, value in kwargs.items() if key == "alpha"}
         return self._put_back(name, base, dim, index, only_valid(source, rows.valid, dim), options)
+
+    def _set(self, rows: ValidRows, base: Tensor, key: Any, value: Any) -> None:
+        """base[places] = rows. Of all places of a mask each row is chosen; else adds what they differ by: two rows of
+        one place would be torch's own fault."""
+        items = [item for item in (key if isinstance(key, tuple) else (key,)) if item is not Ellipsis]
+        while items and isinstance(items[-1], slice) and items[-1] == slice(None):
+            items.pop()
+        if not items or not isinstance(value, Tensor) or any(self.row_of(item) is None for item in items):
+            raise Refused
+        shape = (rows.valid.numel(), *base.shape[len(items) :])
+        mine = [self.row_of(item) for item in items]
+        in_order = [one.place for one in mine if one is not None] == list(range(len(rows.shape)))
+        if in_order and value.shape == shape and self.is_all(base, items):
+            is_chosen = rows.valid.reshape(*rows.shape, *(1 for _ in shape[1:]))
+            base.copy_(torch.where(is_chosen, value.reshape(base.shape).to(base.dtype), base))
+            return
+        if len(items) > 1 or value.shape != shape:
+            raise Refused
+        before = self.at_places(base, items) if self.is_all(base, items) else base[items[0]]
+        change = only_valid(value - before, rows.valid, 0).to(base.dtype)
+        self._put_back("index_add_", base, 0, items[0], change, {})
+
+    def _index_put(self, name: str, rows: ValidRows, base: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """index_put of rows by places, as index_add or as a choice."""
+        indices, value, *adds = *args, *(kwargs[key] for key in ("indices", "values")[len(args) :])
+        if not (adds or [kwargs.get("accumulate")])[0]:
+            base = base if name.endswith("_") else base.clone()
+            self._set(rows, base, tuple(indices), value)
+            return base
+        mine, index = self.row_of(value), indices[0]
+        if len(indices) > 1 or self.row_of(index) is None or mine is None or value.shape[1:] != base.shape[1:]:
+            raise Refused
+        source = only_valid(value, rows.valid, 0)
+        return self._put_back(name.replace("put", "add"), base, 0, index, source, {})
 
     def _put_back(self, name: str, base: Tensor, dim: int, index: Tensor, source: Tensor, options: Any) -> Tensor:
         """Rows added to their places; where these are all places of a dim, by a sum over the other one."""
@@ -274,6 +380,27 @@ class Selected:
         return made
 
 
+def mask_of(function: Any, args: Any) -> Tensor | None:
+    """The mask of `x[mask]` or `x[mask] = rows`, of one dim or two; None for another call."""
+    if function not in (Tensor.__getitem__, Tensor.__setitem__):
+        return None
+    key = args[1] if isinstance(args[1], tuple) else (args[1],)
+    mask = key[0] if key else None
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.ndim not in (1, 2) or mask.numel() < 2:
+        return None
+    if args[0].shape[: mask.ndim] != mask.shape or any(isinstance(each, (Tensor, list)) for each in key[1:]):
+        return None
+    return mask
+
+
+def _made_of(node: fx.Node, depth: int = 8) -> Any:
+    """What computes a value: the same for two that are computed alike of the same, as it is now."""
+    if node.op != "call_function" or not depth:
+        return node
+    args = fx.node.map_arg((node.args, node.kwargs), lambda one: _made_of(one, depth - 1))
+    return str(node.target), getattr(node.meta["val"], "_version", 0), repr(args)
+
+
 def _since(last: fx.Node) -> Iterator[fx.Node]:
     """The nodes of a trace after one."""
     while (last := last.next).op != "root":
@@ -309,3 +436,17 @@ def _seen(rows: ValidRows, name: str, because: str) -> Construct:
         f"{known.instead} Where its places choose rows, only what takes each row by itself may follow (layers, "
         f"activations, weights by row) until index_add_ puts them back; here {seen} does not{why}.",
     )
+
+
+NONZERO = (torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere)
+
+
+def asks_for_places(func: Any, args: Any, kwargs: Any) -> bool:
+    """True where the places of a mask are asked for: a tensor a dim."""
+    if func is not torch.where and func not in NONZERO:
+        return False
+    if len(args) != 1 or not isinstance(args[0], Tensor) or args[0].ndim not in (1, 2) or args[0].numel() < 2:
+        return False
+    if func is torch.where:
+        return not kwargs
+    return kwargs == {"as_tuple": True} or (not kwargs and args[0].ndim == 1)

@@ -45,7 +45,7 @@ def state_of(model: nn.Module, partners: Mapping[str, nn.Module] | None = None) 
 def _tensor_attributes(model: nn.Module, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
     for path, module in tables.named_modules(model, prefix=prefix):
         for name, value in vars(module).items():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and value.layout == torch.strided:
                 yield (f"{path}.{name}" if path else name), value
 
 

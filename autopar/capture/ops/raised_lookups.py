@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import fx
 
 from autopar.capture.ops.raised_losses import embedding
+from autopar.ir.ops.ops import op_name
+from autopar.ir.program import is_getitem
 
 Tensor = torch.Tensor
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
+
+
+_SPARSE: Mapping[Any, int] = {F.embedding: 6, F.embedding_bag: 7, torch.embedding: 4}  # where sparse= stands
+
+
+def dense(function: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """The arguments of a lookup with sparse=True, for one whose gradient is dense; None for any other call."""
+    at = _SPARSE.get(function)
+    if at is None or not (args[at] if len(args) > at else kwargs.get("sparse")):
+        return None
+    return (*args[:at], False, *args[at + 1 :])[: len(args)], {k: v for k, v in kwargs.items() if k != "sparse"}
+
+
+def has_max_norm(function: Any, args: Any, kwargs: Any) -> bool:
+    """True for a lookup that scales the rows of its table down in place."""
+    return function in (F.embedding, F.embedding_bag) and (*args[3:4], kwargs.get("max_norm"))[0] is not None
 
 
 def embedding_bag(
@@ -89,6 +110,32 @@ def looked_up(function: Any, args: Any) -> Any:
         row = torch.where(items[i] < 0, items[i] + y.shape[dim], items[i])
         y = y.index_select(dim, row.reshape(1)).squeeze(dim)
     return y
+
+
+_FIRST_DIM = ((), (0,), (("dim", 0),))  # what torch.cat is given beside the tensors
+
+
+def rejoined(function: Any, args: Any, kwargs: Any, node_of: Callable[[Tensor], fx.Node | None]) -> Any:
+    """Raise torch.cat or torch.stack of all parts of one tensor in their order (`torch.cat(list(x))`), which is a copy
+    of it: a row at a time, each would be of another sample. node_of: of a trace. NotImplemented for other tensors."""
+    if function not in (torch.cat, torch.stack):
+        return NotImplemented
+    parts = args[0] if args and isinstance(args[0], (tuple, list)) else ()
+    if len(parts) < 2 or (*args[1:], *kwargs.items()) not in _FIRST_DIM:
+        return NotImplemented
+    nodes = [node_of(part) if isinstance(part, Tensor) else None for part in parts]
+    cut = nodes[0].args[0] if nodes[0] is not None and is_getitem(nodes[0]) else None
+    if not isinstance(cut, fx.Node) or any(node is None or node.args != (cut, i) for i, node in enumerate(nodes)):
+        return NotImplemented
+    name, whole = op_name(cut.target), cut.all_input_nodes[0].meta["val"]
+    is_cut = name == "unbind" or (function is torch.cat and name in ("split", "split_with_sizes"))
+    dims = cut.args[1:] if name == "unbind" else cut.args[2:]
+    if not is_cut or dims not in ((), (0,)) or len(cut.meta["val"]) != len(parts) or whole.dtype != parts[0].dtype:
+        return NotImplemented
+    if any(part.requires_grad != whole.requires_grad or part.ndim == 0 for part in parts):
+        return NotImplemented
+    is_flat = name == "unbind" and function is torch.cat
+    return (whole.flatten(0, 1) if is_flat else whole).clone(memory_format=torch.contiguous_format)
 
 
 def counts_rows(function: Any, args: Any) -> bool:

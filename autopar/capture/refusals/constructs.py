@@ -102,12 +102,21 @@ SIZES: Mapping[Any, Construct] = {
     **dict.fromkeys((torch.repeat_interleave, Tensor.repeat_interleave), Construct(
         "repeat_interleave with a tensor of repeats",
         "Pass output_size= as a Python integer, repeat by one Python integer, or expand the batch beforehand.")),
+    torch._pack_padded_sequence: Construct(
+        "the rows of a packed sequence (pack_padded_sequence), as many as the lengths say",
+        "Give the packed sequence to torch's recurrent layers and to pad_packed_sequence: of a loss by its padded "
+        "result with a mask, or F.cross_entropy(..., ignore_index=...)."),
     torch.linalg.lstsq: Construct(
         "linalg.lstsq, which has residuals if the matrix has full rank",
         "Of full rank it is torch.linalg.pinv(a) @ b, or torch.linalg.solve(a.mT @ a, a.mT @ b)."),
     **dict.fromkeys((torch.bincount, Tensor.bincount), Construct(
         "bincount without minlength", "Give it a fixed number of classes: torch.bincount(index, minlength=n).")),
 }  # fmt: skip
+
+LENGTH = Construct(
+    "pad_packed_sequence, whose result is as long as the longest sequence, and none is as long as the padded batch",
+    "Say how long it is: pad_packed_sequence(packed, total_length=x.shape[1]); or pad batches to the longest sequence.",
+)
 
 OTHER_READ = Construct(
     "a call that reads data",
@@ -124,7 +133,11 @@ COLLECTIVE = Construct(
     "a call of torch.distributed inside the model",
     "Write the model for one device and leave the call out: autopar puts in the collectives.",
 )
-_SPARSE = Construct("a sparse tensor", "Use a dense one, or F.embedding and index_add.")
+SPARSE = Construct(
+    "a sparse tensor",
+    "Use a dense one (a.to_dense(), beforehand), or keep its indices and its values: the product a @ x of a matrix is "
+    "x.new_zeros(rows, x.shape[1]).index_add(0, row, value[:, None] * x[column]).",
+)
 _QUANTIZED = Construct(
     "a quantized tensor", "Train in floating point; round with a straight-through gradient to imitate it."
 )
@@ -145,7 +158,7 @@ REFUSED: Mapping[Any, Construct] = {
         "A compiled step changes no weights, so it would be lost. Compute a new tensor and use that, or change the "
         "weight after optimizer.step().",
     ),
-    **dict.fromkeys((*_all_of(Tensor, "to_sparse"), *_all_of(torch, "sparse_")), _SPARSE),
+    **dict.fromkeys((*_all_of(Tensor, "to_sparse"), *_all_of(torch, "sparse_")), SPARSE),
     **dict.fromkeys(_all_of(torch, "quantize_per_"), _QUANTIZED),
 }  # fmt: skip
 SEEDED = Construct(
@@ -158,6 +171,17 @@ DRAWN_NUMBER = Construct(
     "a random number that is taken out of a tensor (.item(), float())",
     "Each step draws another one. Leave it a tensor, and instead of a branch compute both sides: "
     "torch.where(torch.rand(()) < p, a, b).",
+)
+
+MAX_NORM = Construct(
+    "an embedding with max_norm=, which writes into its table",
+    "A compiled step gives gradients and changes no weights. Scale what is looked up, "
+    "rows * (max_norm / rows.norm(dim=-1, keepdim=True)).clamp(max=1), or the table after optimizer.step(), under "
+    "torch.no_grad(): weight.copy_(torch.renorm(weight, 2, 0, max_norm)).",
+)
+DENSE = (
+    "an embedding with sparse=True at {}:{}: the gradient of its table is dense (torch.optim.SparseAdam takes no dense "
+    "one: take torch.optim.Adam)"
 )
 
 # What has an effect once, at the capture, and not in a step.
@@ -191,7 +215,7 @@ FAILURES: tuple[tuple[re.Pattern[str], Construct], ...] = tuple(
             "Write the batch dim out (broadcasting, einsum), and gradients as autograd.grad(..., create_graph=True).")),
         (r"shape_env must not be None|[Nn]ested ?[Tt]ensor", Construct(
             "a nested tensor", "Pad to one length and pass a mask.")),
-        (r"SparseCPU|SparseCUDA|sparse_", _SPARSE),
+        (r"SparseCPU|SparseCUDA|sparse_", SPARSE),
         (r"Quantized|qint8|quint8", _QUANTIZED),
         (r"dynamo-optimized function", Construct(
             "a module or function that torch.compile made", "Leave torch.compile out of what autopar compiles.")),

@@ -27,6 +27,7 @@ from autopar.torch_compat import (
     is_composite,
     no_function_modes,
     packs_saved_tensors,
+    schema_of,
 )
 from autopar.torch_shortcuts import DispatchMode
 
@@ -138,6 +139,10 @@ class Tracer(DispatchMode):
             result = call(*args, **kwargs)
         else:
             result = self._results.call(call, func, args, kwargs)
+        mask = _mask_place(func)
+        if mask is not None:  # what nobody asked for has no type, though torch's inference may give it one
+            wanted = kwargs["output_mask"] if "output_mask" in kwargs else args[mask]
+            result = tuple(each if is_wanted else None for each, is_wanted in zip(result, wanted, strict=True))
         if func is aten.detach.default:  # torch itself does that to what it made from nothing
             self._nodes[id(result)] = result, given[0][0]
             return result
@@ -185,6 +190,12 @@ class Tracer(DispatchMode):
             for position, item in enumerate(value):
                 if isinstance(item, torch.Tensor):
                     self._made(self.graph.create_node("call_function", operator.getitem, (node, position)), item)
+
+
+@cache
+def _mask_place(func: OpOverload) -> int | None:
+    """The place of the argument that says which results of a gradient are asked for; None where there is none."""
+    return next((at for at, each in enumerate(schema_of(func).arguments) if each.name == "output_mask"), None)
 
 
 @contextmanager

@@ -245,9 +245,11 @@ def is_unwritten(name: str) -> bool:
 
 
 @cache
-def asks_for_form(name: str) -> bool:
-    """True for a function that looks at the shape and the dtype of its first argument, and at nothing that it holds."""
-    return name.startswith("new_") or name.endswith("_like")
+def form_argument(name: str) -> int | None:
+    """The place of the argument of which a function looks at the shape and the dtype, and at nothing that it holds."""
+    if name in ("expand_as", "view_as", "reshape_as", "type_as", "to"):
+        return 1
+    return 0 if name.startswith("new_") or name.endswith("_like") else None
 
 
 @cache

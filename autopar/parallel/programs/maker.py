@@ -79,7 +79,11 @@ class Maker:
         self, given: Given, numbers: Numbers, train: bool, is_first: bool, scalars: Scalars, answers: Answers
     ) -> Built:
         """The program, built by this rank alone: no data moves between ranks. scalars: numbers that are inputs."""
+        is_own = given.portion is not None and given.portion.is_own
         settings, model, mesh = self._settings, self._store.model, self._store.distributor.mesh
+        answers = replace(
+            answers, asks=not is_own and not settings.graphs
+        )  # a place knows its own data, a recording none
         with scalars, naming_parts(given):
             args, kwargs = given.arguments(numbers)
             captured = capture_step(
@@ -99,7 +103,7 @@ class Maker:
         options, fixed = self._bound(is_first, train)
         if given.portion is not None and not given.portion.is_even:
             fixed = replace(fixed, uneven=True)
-        fixed = replace(fixed, is_own=given.portion is not None and given.portion.is_own)
+        fixed = replace(fixed, is_own=is_own)
         with naming_parts(given):
             compiled = lower(as_trained(captured), mesh, *owners.bind(options, fixed))
         rows = self._followed.rows(compiled, given, train)

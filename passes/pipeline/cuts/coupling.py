@@ -52,7 +52,7 @@ def coupled(
     ruleless = [one for one in readers if any(note.startswith(_lacks_rule(one)) for note in notes)]
     if ruleless:
         what = f"{_lacks_rule(ruleless[0])} ({_place(ruleless[0])}) and takes the whole batch"
-        hint = _rule_hint(ruleless[0])
+        hint = _said(ruleless[0], notes) or _rule_hint(ruleless[0])
     else:
         cause = join.all_input_nodes[0] if join.target is op("all_reduce") else _reader(join)
         what, hint = f"{_op(cause)} ({_place(cause)}) needs the whole batch", _HINT
@@ -105,6 +105,13 @@ def _op(node: fx.Node) -> str:
 
 def _lacks_rule(node: fx.Node) -> str:
     return f"{_op(node)} has no rule"
+
+
+def _said(node: fx.Node, notes: Sequence[str]) -> str:
+    """What a note says of the line of an op that has no rule: why it has none here."""
+    place = record(node).source
+    said = next((note for note in notes if place and f"{place} are not" in note), "")
+    return said and f"{said[0].upper()}{said[1:]}, or use microbatches=1."
 
 
 def _rule_hint(node: fx.Node) -> str:

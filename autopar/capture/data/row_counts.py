@@ -1,0 +1,98 @@
+"""How many rows a mask selects, as a number: a size that views and new tensors may have, and nothing else.
+
+`h.view(len(h), 2, 4)`, `torch.zeros(h.shape[0], 4)`, `w.expand(h.size(0), -1)`: where the number is a size of a result,
+the result has such rows. Where it is anything else it is a plain number, of which the second run of the capture, with
+one row, finds that it is not the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch
+
+from autopar.ir.ops.op_facts import is_undecided, overloads_of
+from autopar.torch_compat import schema_of
+
+Tensor = torch.Tensor
+
+
+class RowCount(int):
+    """The number of rows like those of `rows` (a ValidRows). In the second run it is 1."""
+
+    rows: Any
+
+    @classmethod
+    def of(cls, count: int, rows: Any) -> RowCount:
+        made = cls(count)
+        made.rows = rows
+        return made
+
+
+def counted(function: Any, result: Any, args: Any, dim: int, rows: Any) -> Any:
+    """What a question for a shape gives, with the size of the rows' dim as a count of rows."""
+    if isinstance(result, torch.Size):
+        return torch.Size(RowCount.of(size, rows) if at == dim else size for at, size in enumerate(result))
+    asked = args[1] if len(args) > 1 else None
+    is_rows = function is Tensor.__len__ or (function is Tensor.size and isinstance(asked, int))
+    at = 0 if asked is None else asked % args[0].ndim
+    return RowCount.of(result, rows) if is_rows and at == dim else result
+
+
+def counts_in(value: Any) -> Iterator[RowCount]:
+    """The counts of rows among the arguments of a call."""
+    if isinstance(value, RowCount):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from counts_in(item)
+    elif isinstance(value, dict):
+        yield from counts_in(list(value.values()))
+
+
+def sizes_in(function: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
+    """The sizes that a function is given for its result: those of a view, or of a new tensor; None for another one."""
+    name = getattr(function, "__name__", "")
+    found = _size_argument(name)
+    if found is None or is_undecided(name):
+        return None
+    if found[1] in kwargs:
+        return tuple(kwargs[found[1]])
+    at = found[0] if args and isinstance(args[0], Tensor) else 0
+    given = args[at:]
+    if given and isinstance(given[0], (tuple, list)):
+        return tuple(given[0])
+    return tuple(given) if given and all(isinstance(each, int) for each in given) else None
+
+
+@cache
+def _size_argument(name: str) -> tuple[int, str] | None:
+    """Where a function takes the sizes of its result, and the name of that argument."""
+    for one in overloads_of(name):
+        for at, argument in enumerate(schema_of(one).arguments):
+            if argument.name in ("size", "shape", "repeats") and "[]" in str(argument.type).replace("[int]", "[]"):
+                return at, argument.name
+    return None
+
+
+def with_sizes(function: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of a call, with plain numbers in place of counts of rows, but where they are sizes."""
+    counts = sum(1 for _ in counts_in((args, kwargs)))
+    if not counts or sum(1 for _ in counts_in(sizes_in(function, args, kwargs) or ())) == counts:
+        return args, kwargs
+    return plain(args), plain(kwargs)
+
+
+def plain(value: Any) -> Any:
+    """Arguments with plain numbers in place of counts of rows."""
+    if isinstance(value, RowCount):
+        return int(value)
+    if isinstance(value, torch.Size):
+        return torch.Size(map(plain, value))
+    if type(value) in (tuple, list):
+        return type(value)(map(plain, value))
+    if type(value) is dict:
+        return {key: plain(item) for key, item in value.items()}
+    return value

@@ -1,0 +1,74 @@
+"""Facts of the data that raised functions ask for: where they hold, more can be split.
+
+Reading a fact needs no permission: where it does not hold, the program is right for any batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from autopar.capture.data.known_values import ABSENT, STEADY, Values
+from autopar.capture.data.reads import FULL_LENGTH, OWN_ROWS, Reads
+from autopar.capture.data.selected import Selected
+from autopar.capture.refusals.constructs import LENGTH, SIZES
+from autopar.capture.refusals.explain_failure import refusal, size_refusal
+from autopar.capture.refusals.location import Line, Locator
+
+Tensor = torch.Tensor
+
+
+class DataFacts:
+    """Answers what raised functions ask in one run. line: the one that asks. sample_counts: that a batch may have."""
+
+    def __init__(self, known: Values, selected: Selected, reads: Reads | None, locator: Locator | None) -> None:
+        self._known, self._selected, self._reads, self._locator = known, selected, reads, locator
+        self._permitted = reads if reads is not None and reads.is_permitted else None
+        self._held = dict[Line | None, bool]()  # what held, by line
+        self.line: Line | None = None
+        self.sample_counts: tuple[int, ...] = ()
+
+    def holds(self, fact: Callable[[], Tensor], source: Tensor, name: str = OWN_ROWS) -> bool:
+        """True if a fact holds for the example batch, and each step is to check it: where nothing that a step changes
+        is behind `source`. What is computed again in the backward pass is what it was."""
+        if self._locator is None or self._locator.phase != "forward":
+            return self._held.get(self.line, False)
+        kinds = self._known.operands(source, None).kinds
+        if self._reads is None or not self._reads.asks or kinds & ~(STEADY | ABSENT):
+            return False
+        self._held[self.line] = is_so = self._reads.holds(name, fact(), self.line, not kinds & ABSENT)
+        return is_so
+
+    def are_rows(self, data: Tensor, valid: Tensor) -> Tensor:
+        """Note rows, of which those count where `valid` is True."""
+        return self._selected.enter(data, valid, torch._pack_padded_sequence, self.line)
+
+    def rows_of(self, data: Tensor, valid: Tensor) -> Tensor:
+        """All those rows."""
+        rows = self._selected.all_rows(data, valid)
+        if rows is None:
+            raise refusal(SIZES[torch._pack_padded_sequence], self.line)
+        return rows
+
+    def longest(self, lengths: Tensor, most: int) -> int:
+        """The length of the longest sequence of a batch, padded to `most`."""
+        before = self._known.operands(lengths, None)
+        found = self._known.answer(_longest, (lengths,), {}, before)
+        if found is not NotImplemented:
+            return int(found)
+        if self.holds(lambda: lengths.max() == most, lengths, FULL_LENGTH):
+            return most
+        if self._permitted is None or before.kinds & ~STEADY:
+            raise size_refusal(LENGTH, self.line, not before.kinds & ~STEADY)
+        length = self._permitted.take(Tensor.__int__, lengths.max(), self.line)
+        assert isinstance(length, int)
+        return length
+
+    def constant(self, make: Callable[[], Tensor]) -> Tensor:
+        """A tensor that is made of no input."""
+        return self._known.constant(make)
+
+
+def _longest(lengths: Tensor) -> int:
+    return int(lengths.max())
