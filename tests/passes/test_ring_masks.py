@@ -197,8 +197,6 @@ def _trained(rank: int, compiler: str) -> float:
     step = lambda m, x: F.cross_entropy(m(x).flatten(0, 1), x.roll(-1, 1).flatten())  # noqa: E731
     step(plain, x).backward()
     mesh = "cp=2" if compiler == "inductor" else "cp=4"  # where keys of 6 positions go on twice
-        "cp=2" if compiler == "inductor" else "cp=4"
-    )  # where keys of 6 positions go on twice, and gradients back by two
     model = autopar.parallelize(copy.deepcopy(plain), mesh, loss_fn=step, attention="ring", compile=compiler)
     model.forward_backward(x)
     assert compiler == "executor" or "compared_attention_backward" in str(model.generated_code)
