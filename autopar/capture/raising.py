@@ -334,7 +334,9 @@ class Raise(TorchFunctionMode):
         if number is not NotImplemented and not is_known:
             return number
         is_truth = call.function is Tensor.__bool__ or call.args[0].dtype == torch.bool
-        if is_truth and not is_known:
+        if (
+            is_truth and not is_known and not call.before.kinds & MEMORY
+        ):  # what nobody wrote is nothing that steps check
             return self._guard(call.args[0], line, bool, call.function is Tensor.__bool__)
         return NotImplemented if self.permitted is None else self.permitted.take(call.function, call.args[0], line)
 
