@@ -99,9 +99,9 @@ class Lowered:
         return self.history[-1][1]
 
     @property
-    def grouped(self) -> Program:
-        """The captured program, whose norms take the samples together that this plan says."""
-        return dict(self.history)["group"]
+    def grouped(self) -> Program | None:
+        """The captured program, whose norms take the samples together that this plan says; None if no pass said so."""
+        return dict(self.history).get("group")
 
     @functools.cached_property
     def ranks(self) -> tuple[RankProgram, ...]:

@@ -39,7 +39,7 @@ EXACT = torch.float64
 def lifted(made: Made) -> Made:
     """A program that computes in float64 throughout, with its constants."""
     captured, compiled = made
-    program = _lifted(compiled.grouped)
+    program = _lifted(compiled.grouped or compiled.history[0][1])
     constants = {name: cast(value, EXACT) for name, value in captured.constants.items()}
     pipeline = compiled.pipeline and _pipeline(compiled.pipeline)
     history = (("capture", compiled.program), ("lifted", _lifted(compiled.program)))

@@ -101,7 +101,7 @@ class Trial:
         seeds = seeds_of(self._seeds()[0], len(self.batches))
         for (captured, compiled), batch, seed in zip(first.programs, self.batches, seeds, strict=True):
             whole = first.whole(*batch, seed)
-            meant = captured.program if self.is_lifted else compiled.grouped
+            meant = (None if self.is_lifted else compiled.grouped) or captured.program
             mismatch = locate(meant, compiled, whole, tolerance, first.dtype, first.device)
             if mismatch.node:
                 return mismatch

@@ -99,7 +99,10 @@ REFUSED: dict[str, tuple[Callable[[nn.Sequential], Any], str]] = {
     "attribute": (_attribute, (
         "the parameter '1.weight' has an attribute 'place', a name that parallel parameters use for themselves. Give "
         "it another name.")),
-    "sparse": (_sparse, "the parameter '1.weight' is torch.sparse_coo, but only strided tensors can be split."),
+    "sparse": (_sparse, (
+        "the tensor '1.weight' of the model is a sparse tensor (torch.sparse_coo). Use a dense one (a.to_dense(), "
+        "beforehand), or keep its indices and its values: the product a @ x of a matrix is x.new_zeros(rows, "
+        "x.shape[1]).index_add(0, row, value[:, None] * x[column]).")),
     "inference": (_inference, (
         "the parameter '1.weight' was made under torch.inference_mode(), and cannot be trained: build the model "
         "outside of it.")),

@@ -203,7 +203,7 @@ class LayerDrop(nn.Module):
 
     def __init__(self, probability: float) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 8)])
+        self.layers, self.head = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)]), nn.Linear(16, 8)
         self.probability = probability
 
     def forward(self, x: Tensor) -> Tensor:
@@ -213,7 +213,7 @@ class LayerDrop(nn.Module):
                 if coin < self.probability:
                     continue
             x = torch.tanh(layer(x))
-        return x
+        return self.head(x)
 
 
 def test_layerdrop() -> None:

@@ -212,7 +212,7 @@ class Programs:
     def _draw(self, signature: CallSignature, train: bool) -> Callable[[Running], bool]:
         """Which programs a call may run, as random numbers decide. What the model draws on the host is drawn, once a
         call, from the generators of rank 0."""
-        seed = self._session.random.tensor(torch.device("cpu"), train)
+        random = self._session.random
         host = next((one.captured.host for one in signature.programs if one.captured.host is not None), None)
         if host is not None and self._drawn is None:
             with self._as_rank_0():
@@ -222,7 +222,7 @@ class Programs:
         def fits(one: Running) -> bool:
             coins, host = one.captured.coins, one.captured.host
             is_way = host is None or drawn is None or host.way == drawn.way
-            return is_way and (coins is None or coins.fit(seed))
+            return is_way and (coins is None or coins.fit(random.tensor(torch.device("cpu"), train)))
 
         return fits
 
