@@ -48,6 +48,8 @@ torch 2.11 to 2.14.
 - `OpOverload._schema`: what an op writes and what its results show; torch itself reads it there, and has no other way.
 - `torch._C.DispatchKey.CompositeImplicitAutograd`: whether torch puts an op together from others.
 - `torch._assert_async`: a check that the device makes, which nobody waits for; no public function does.
+- `torch._pack_padded_sequence`, `_pad_packed_sequence`: what the functions of `torch.nn.utils.rnn` call; they alone are
+  seen by a torch function mode.
 - `torch._grouped_mm`: what the public `F.grouped_mm` calls; it alone is seen by a torch function mode.
 - `torch._inductor.compile_fx.compile_fx`, `compile_fx_inner`: Inductor on a graph that is traced already.
   `torch.compile` would trace it again and guard every step; `inner_compile` is the way to the code that it wrote.
@@ -99,6 +101,8 @@ if TYPE_CHECKING:
 __all__ = [
     "ASKED_TO_COMPILE",
     "GROUPED_MM",
+    "PACK_PADDED",
+    "PAD_PACKED",
     "SUBCLASSED_DTENSORS",
     "FakeTensor",
     "FakeTensorMode",
@@ -148,6 +152,8 @@ __all__ = [
 ]
 
 GROUPED_MM: Callable[..., torch.Tensor] = torch._grouped_mm
+PACK_PADDED: Callable[..., tuple[torch.Tensor, torch.Tensor]] = torch._pack_padded_sequence
+PAD_PACKED: Callable[..., tuple[torch.Tensor, torch.Tensor]] = torch._pad_packed_sequence
 ASKED_TO_COMPILE = "_torchdynamo_orig_callable"
 # Of a tensor of one bool, with a message. A GPU asserts it when its stream comes there; the CPU raises at once.
 assert_async: Callable[[torch.Tensor, str], None] = torch._assert_async

@@ -15,6 +15,7 @@ from autopar.capture.data.selected import Selected
 from autopar.capture.refusals.constructs import LENGTH, SIZES
 from autopar.capture.refusals.explain_failure import refusal, size_refusal
 from autopar.capture.refusals.location import Line, Locator
+from autopar.torch_compat import PACK_PADDED
 
 Tensor = torch.Tensor
 
@@ -42,13 +43,13 @@ class DataFacts:
 
     def are_rows(self, data: Tensor, valid: Tensor) -> Tensor:
         """Note rows, of which those count where `valid` is True."""
-        return self._selected.enter(data, valid, torch._pack_padded_sequence, self.line)
+        return self._selected.enter(data, valid, PACK_PADDED, self.line)
 
     def rows_of(self, data: Tensor, valid: Tensor) -> Tensor:
         """All those rows."""
         rows = self._selected.all_rows(data, valid)
         if rows is None:
-            raise refusal(SIZES[torch._pack_padded_sequence], self.line)
+            raise refusal(SIZES[PACK_PADDED], self.line)
         return rows
 
     def longest(self, lengths: Tensor, most: int) -> int:

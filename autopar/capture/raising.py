@@ -48,7 +48,7 @@ from autopar.capture.refusals.location import Line, Locator, Place, is_user_code
 from autopar.errors import CaptureError
 from autopar.ir.ops.op_facts import ALIKE, QUERIES
 from autopar.ir.ops.ops import op
-from autopar.torch_compat import in_transform, no_function_modes, on_data
+from autopar.torch_compat import PACK_PADDED, in_transform, no_function_modes, on_data
 
 Tensor = torch.Tensor
 
@@ -334,9 +334,8 @@ class Raise(TorchFunctionMode):
         if number is not NotImplemented and not is_known:
             return number
         is_truth = call.function is Tensor.__bool__ or call.args[0].dtype == torch.bool
-        if (
-            is_truth and not is_known and not call.before.kinds & MEMORY
-        ):  # what nobody wrote is nothing that steps check
+        is_written = not call.before.kinds & MEMORY  # else it is nothing that another step could check
+        if is_truth and is_written and not is_known:
             return self._guard(call.args[0], line, bool, call.function is Tensor.__bool__)
         return NotImplemented if self.permitted is None else self.permitted.take(call.function, call.args[0], line)
 
@@ -461,7 +460,7 @@ class Raise(TorchFunctionMode):
         """What a call gives that packs sequences, or takes packed ones; NotImplemented for another one."""
         self.facts.line = call.line if call.function in PACKING else self.facts.line
         made = self.packs.call(self, call.function, call.args, call.kwargs, call.frame)
-        if call.function is torch._pack_padded_sequence:
+        if call.function is PACK_PADDED:
             self.notes[PACKED_NOTE] = None
         return made
 

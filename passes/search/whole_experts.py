@@ -5,6 +5,7 @@ from __future__ import annotations
 from autopar.errors import LayoutError, divisors, one_of
 from autopar.ir.layout import OWNED
 from autopar.ir.ops.op_facts import facts_of
+from autopar.ir.ops.ops import op
 from autopar.ir.program import record
 from autopar.passes.search.axes import AxisSearch, Solution
 from autopar.passes.search.items import Classes, Item, operations
@@ -86,7 +87,7 @@ def _batched(item: Item, lookup: Item) -> str:
 def _loop(classes: Classes) -> str:
     """What to write in place of a loop over experts, if there is one."""
     for item in classes.items:
-        if "expert_mm" in str(item.node.target):
+        if item.node.target is op("expert_mm"):
             known = record(item.node)
             return (
                 f" (the loop over experts at {known.source} in {known.module} takes one at a time: "

@@ -37,7 +37,7 @@ OPTIONS: tuple[dict[str, Any], ...] = ({}, {"precision": "bf16"}, {"recompute": 
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_on_one_rank(options: dict[str, Any]) -> None:
-    _left("dp=1", **options)  # the first model of a process is held by what torch makes once
+    _left("dp=1", **options)  # torch.fx.wrap, in what is imported then, keeps its frames until a collection
     gc.collect()
     gc.disable()
     try:

@@ -29,8 +29,7 @@ class _Unfit(Exception):
 @dataclass(frozen=True, slots=True)
 class CoinJoin:
     """A coin whose other side leaves out some calls of its segment, from `start` to `end`. pairs: of each result of
-    theirs that is used later, what is used instead. before, draws: random ops before
-    them and among them."""
+    theirs that is used later, what is used instead. before, draws: random ops before them and among them."""
 
     coin: int
     keeps: bool  # the side that makes the calls

@@ -143,4 +143,4 @@ class Trail:
             return hash((value.shape, value.tobytes()))
         if isinstance(value, (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)):
             return hash((type(value).__name__, repr(value)))
-        return hash(type(value).__qualname__)
+        return hash((type(value).__qualname__, id(value)))  # a run with another one is another run

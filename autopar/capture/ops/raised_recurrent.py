@@ -20,10 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pack_padded_sequence
 
+from autopar.torch_compat import PACK_PADDED, PAD_PACKED
+
 Tensor = torch.Tensor
 _ROOMS = ("torch.nn.utils.rnn", "torch.nn.modules.rnn")
 _KINDS = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
-PACKING: frozenset[Any] = frozenset((torch._pack_padded_sequence, torch._pad_packed_sequence, *_KINDS))
+PACKING: frozenset[Any] = frozenset((PACK_PADDED, PAD_PACKED, *_KINDS))
 NOTE = (
     "pack_padded_sequence checks that no length is 0 or longer than the padded batch, and with enforce_sorted=True "
     "that they fall: no step checks it"
@@ -141,9 +143,9 @@ class Packs:
             order = torch.arange(args[0].numel(), device=args[0].device)
             self.orders[id(order)] = order
             return torch.return_types.sort((args[0].clone(), order))
-        if function is torch._pack_padded_sequence:
+        if function is PACK_PADDED:
             return self._packed(mode, *args, **kwargs)
-        if function is torch._pad_packed_sequence and self._pack_of(args[1]) is not None:
+        if function is PAD_PACKED and self._pack_of(args[1]) is not None:
             return self._padded(mode, frame.f_locals.get("total_length") is not None, *args, **kwargs)
         if function in _KINDS and self._pack_of(args[1]) is not None:
             return self._recurrent(mode, function, *args)
@@ -166,7 +168,7 @@ class Packs:
         return self.known.get(id(batch_sizes))
 
     def _packed(self, mode: PackingMode, input: Tensor, lengths: Tensor, batch_first: bool) -> Any:
-        """torch._pack_padded_sequence: the rows, and how many sequences each step has."""
+        """Pack: the rows, and how many sequences each step has."""
         steps = input.transpose(0, 1) if batch_first else input
         valid = torch.arange(len(steps), device=input.device)[:, None] < lengths.to(input.device)[None]
         batch_sizes = mode.facts.constant(partial(torch.full, steps.shape[:1], steps.shape[1]))
@@ -177,7 +179,7 @@ class Packs:
         self, mode: PackingMode, is_said: bool, data: Tensor, batch_sizes: Tensor, batch_first: bool,
         padding_value: float, total: int,
     ) -> Any:  # fmt: skip
-        """torch._pad_packed_sequence: the padded sequences, and their lengths. is_said: how long they are."""
+        """Unpack: the padded sequences, and their lengths. is_said: how long they are."""
         pack = self.known[id(batch_sizes)]
         values = pack.apart(mode.facts.rows_of(data, pack.flat))
         values = torch.where(
@@ -234,7 +236,7 @@ class PlainPacks:
             by_length = torch.sort(*args, **kwargs)
             self.order = by_length.indices
             return by_length
-        if function is torch._pack_padded_sequence:
+        if function is PACK_PADDED:
             input, _, batch_first = args
             found, order, self.order = function(*args, **kwargs), self.order, None
             self.known[id(found[1])] = found[1], order, input.shape[1 if batch_first else 0]

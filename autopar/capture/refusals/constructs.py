@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from autopar.torch_compat import has_hooks
+from autopar.torch_compat import PACK_PADDED, has_hooks
 
 Tensor = torch.Tensor
 
@@ -102,7 +102,7 @@ SIZES: Mapping[Any, Construct] = {
     **dict.fromkeys((torch.repeat_interleave, Tensor.repeat_interleave), Construct(
         "repeat_interleave with a tensor of repeats",
         "Pass output_size= as a Python integer, repeat by one Python integer, or expand the batch beforehand.")),
-    torch._pack_padded_sequence: Construct(
+    PACK_PADDED: Construct(
         "the rows of a packed sequence (pack_padded_sequence), as many as the lengths say",
         "Give the packed sequence to torch's recurrent layers and to pad_packed_sequence: of a loss by its padded "
         "result with a mask, or F.cross_entropy(..., ignore_index=...)."),
