@@ -18,6 +18,9 @@ import torch
 from autopar.errors import PlanError
 
 Tensor = torch.Tensor
+# A number that hides a key as -inf does, beside one that is seen: exp(score + HIDING - score of the other) is 0 for all
+# scores that make sense. Where none is seen it hides nothing: all keys are seen alike.
+HIDING = -1e30
 _OPPOSITE = {"<": ">=", "<=": ">", ">": "<=", ">=": "<", "==": "!=", "!=": "=="}
 SIGNS: Mapping[str, Callable[[Any, Any], Any]] = {
     "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "==": operator.eq, "!=": operator.ne,

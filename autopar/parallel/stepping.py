@@ -102,11 +102,9 @@ def _check(session: Session, running: Running, outputs: tuple[torch.Tensor, ...]
         other = error
     if session.agreement.any("values that a step reads", other is not None):
         why = ' With batch="ddp" all ranks run one program.'
-        raise (
-            BatchError(f"the batch of another rank has other values than the program.{why}")
-            if other is None
-            else (other.read.refused(other.values[-1], why))
-        )
+        if other is not None:
+            raise other.read.refused(other.values[-1], why)
+        raise BatchError(f"the batch of another rank has other values than the program.{why}")
     return None
 
 

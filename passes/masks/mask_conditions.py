@@ -10,6 +10,7 @@ from torch import fx
 
 from autopar.ir.comparisons import (
     FALSE,
+    HIDING,
     SIGNS,
     TRUE,
     All,
@@ -30,9 +31,6 @@ from autopar.passes.masks.mask_views import axes_of, under
 from autopar.passes.masks.rowwise import Known
 
 MOST = 16  # vectors of a condition
-# A number that hides a key as -inf does, beside one that is seen: exp(score + HIDING - score of the other) is 0 for all
-# scores that make sense. Where none is seen it hides nothing: all keys are seen alike.
-HIDING = -1e30
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from autopar.errors import BatchError
+from autopar.ir.comparisons import HIDING
 from autopar.runtime.attention.blocks import RowRuns, Tensor
 from autopar.runtime.attention.compared_blocks import ComparedCall, Mask, decided, undecided
 from autopar.runtime.kernels import host
@@ -18,8 +19,6 @@ from autopar.runtime.kernels.kernel import Kernel
 from autopar.torch_compat import assert_async
 
 _ROWS = 256  # of a mask that are looked at together
-# A number that hides a key as -inf does, beside one that is seen; as in passes/masks/mask_conditions.py.
-_HIDING = -1e30
 _WHY = "but slices compute a sequence in order, so that what lies behind is not there. Give a causal mask, or slices=1"
 
 
@@ -66,8 +65,8 @@ def _by_elements(mask: Tensor, starts: Sequence[int]) -> Iterator[tuple[int, int
             place = first + at - run.start
             seen = part
             if mask.dtype != torch.bool:
-                sees_none = (part <= _HIDING).all(-1, keepdim=True)
-                seen = torch.where(sees_none, part > -torch.inf, part > _HIDING)
+                sees_none = (part <= HIDING).all(-1, keepdim=True)
+                seen = torch.where(sees_none, part > -torch.inf, part > HIDING)
             yield 0, place, seen & (keys > torch.arange(place, place + part.shape[2], device=mask.device)[:, None])
 
 

@@ -81,9 +81,8 @@ class Maker:
         """The program, built by this rank alone: no data moves between ranks. scalars: numbers that are inputs."""
         is_own = given.portion is not None and given.portion.is_own
         settings, model, mesh = self._settings, self._store.model, self._store.distributor.mesh
-        answers = replace(
-            answers, asks=not is_own and not settings.graphs
-        )  # a place knows its own data, a recording none
+        # No fact of the data is asked of a place, which knows its own alone, nor for a recording, which knows none.
+        answers = replace(answers, asks=not is_own and not settings.graphs)
         with scalars, naming_parts(given):
             args, kwargs = given.arguments(numbers)
             captured = capture_step(
