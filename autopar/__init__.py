@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from autopar.api import compile as compile
     from autopar.api import parallelize as parallelize
+    from autopar.capture.per_microbatch import per_microbatch as per_microbatch
     from autopar.compiled import Compiled as Compiled
     from autopar.compiled import load as load
     from autopar.custom_ops.registry import register_rule as register_rule
@@ -38,6 +39,7 @@ _HOME = {
     "compile": "autopar.api",
     "load": "autopar.compiled",
     "parallelize": "autopar.api",
+    "per_microbatch": "autopar.capture.per_microbatch",
     "read_plan": "autopar.planning.space.decisions",
     "register_rule": "autopar.custom_ops.registry",
     "verify": "autopar.verification.verify",

@@ -26,7 +26,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
+from autopar.capture.per_microbatch import per_microbatch
 from autopar.errors import AutoparError
 from autopar.torch_compat import tree_map
 from autopar.verification.verify import verify
@@ -94,6 +96,8 @@ def draw(seed: int, number: int, recurrent: bool = False, in_float64: bool = Fal
         options |= dice.choice(FLOATS)
     if name in architectures.MIXTURES and dice.random() < 1 / 2:
         mesh = re.sub(r"\b(dp|fsdp)=\d", "ep=2", mesh, count=1) if "dp" in mesh else f"ep=2,{mesh}"
+    if name not in recurrences.MODELS and dice.random() < 1 / 8:
+        options["per_microbatch"] = True
     return name, mesh, options
 
 
@@ -104,11 +108,21 @@ def run(name: str, mesh: str, options: Mapping[str, Any], rows: int) -> float:
     model, loss_fn, batch = recurrences.MODELS[name]() if name in recurrences.MODELS else model_of(name)
     if isinstance(slices := options.get("slices"), tuple):
         options = {**options, "slices": _lengths(batch, slices)}
+    if "per_microbatch" in options:
+        options, loss_fn = {key: value for key, value in options.items() if key != "per_microbatch"}, _of_parts
     report = verify(model, mesh, loss_fn=loss_fn, batch=_grown(batch, rows), **options)
     if not report.ok:
         wrong = "; ".join(f"{row.kind} {row.name} {row.error:.0e}" for row in report.rows if not row.ok)
         raise ArithmeticError(" ".join(f"{wrong} {'; '.join(report.sums)} {report.mismatch or ''}".split()))
     return report.max_error
+
+
+def _of_parts(model: nn.Module, **batch: Any) -> torch.Tensor:
+    """The loss of a model, with a term of each micro-batch by itself."""
+    out = model(**batch)
+    first = next(value for value in out.values() if isinstance(value, torch.Tensor) and value.ndim > 1)
+    term: torch.Tensor = per_microbatch(lambda value: value.square().mean().square(), first)
+    return out.loss + term
 
 
 def _lengths(batch: Any, shares: tuple[int, ...]) -> int | list[int]:

@@ -96,6 +96,7 @@ def capture(
     specialize: bool = False,
     precision: str | None = None,
     statistics: str = "batch",
+    microbatches: int = 1,
     earlier: Earlier | None = None,
     answers: Answers | None = None,
 ) -> Captured:
@@ -107,8 +108,9 @@ def capture(
     `specialize`: values that the model reads from tensors are taken from the batch, which then needs data.
     `precision`: with a short float the model's own casts stay in the program even where they change nothing yet, and
     with "fp16" the gradients are those of the loss times an input of kind "scale". `statistics`: of which samples norms
-    take mean and variance; those of a "rank" or a "microbatch" are told by the pass `group`. `earlier`: captures of the
-    same step at other sizes, which may tell its program. `answers`: what is known of the step that is meant. Raises
+    take mean and variance; those of a "rank" or a "microbatch" are told by the pass `group`. `microbatches`: of all
+    data ranks, to which `autopar.per_microbatch` deals the batch. `earlier`: captures of the same step at other sizes,
+    which may tell its program. `answers`: what is known of the step that is meant. Raises
     CaptureError with the user's line where it cannot be captured.
     """
 
@@ -121,7 +123,7 @@ def capture(
         coins = Coins(known.seed)
         step = model, loss_fn, args, dict(kwargs), train, lift, reads, precision, forks
         made = _Capture(*step, others, coins)
-        made.statistics = statistics
+        made.statistics, made.microbatches = statistics, microbatches
         if has_drawn:
             made.start, made.is_drawn, made.resizing = start, True, Resizing(None)
         try:
@@ -176,7 +178,7 @@ class _Capture:
         self.untrained: dict[int, str] = {}  # names of plain attributes that require a gradient
         self.outside: Mapping[int, Outside] = {}
         self.fault: AutoparError | None = None
-        self.statistics = "batch"
+        self.statistics, self.microbatches = "batch", 1
         self.new_buffers: list[tuple[str, torch.Tensor]] = []
 
     def run(self) -> Captured:
@@ -341,7 +343,7 @@ class _Capture:
         mode = Raise(self.locator, inputs[-1], self.lift, self.calls, self.reads, self.keeps_casts, self.partners)
         self.outside = mode.outside
         mode.forks, mode.ran, mode.selected.tracer = self.forks, self.ran, self.tracer
-        mode.statistics = self.statistics
+        mode.statistics, mode.microbatches = self.statistics, self.microbatches
         self._start(mode, self.tracer)
         body = self._train_body if self.train else self._forward_body
         try:
@@ -379,6 +381,7 @@ class _Capture:
         with self.fake, Unseen(Results(self.fake)), redirect_stdout(io.StringIO()):
             mode = Raise(Locator(), inputs[-1], self.lift, calls, self.reads, self.keeps_casts, self.partners, False)
             mode.forks, mode.ran, mode.statistics = self.forks, self.ran, self.statistics
+            mode.microbatches = self.microbatches
             self._start(mode)
             with self.ran.watch() if is_watched else nullcontext():
                 self._run(inputs, mode, lambda _: self._ended, self.replaced, dict(self.replaced))
@@ -402,7 +405,7 @@ class _Capture:
             reads = self.reads.anew(self.reads.known)  # another side may read other values
             with self.fake, Unseen(Results(self.fake)), redirect_stdout(io.StringIO()):
                 mode = Raise(Locator(), inputs[-1], self.lift, calls, reads, self.keeps_casts, self.partners)
-                mode.forks, mode.statistics = self.forks, self.statistics
+                mode.forks, mode.statistics, mode.microbatches = self.forks, self.statistics, self.microbatches
                 self._start(mode, None, sides)
                 try:
                     self._run(inputs, mode, lambda _: self._ended, {}, {})

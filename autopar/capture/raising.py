@@ -40,6 +40,7 @@ from autopar.capture.ops.raised_recurrent import NOTE as PACKED_NOTE
 from autopar.capture.ops.raised_recurrent import PACKING, Packs, PlainPacks
 from autopar.capture.ops.raised_scatter import ASKING
 from autopar.capture.ops.validation import is_validation, note_of
+from autopar.capture.per_microbatch import dealt, dealt_plainly, in_microbatches
 from autopar.capture.python.ran import Ran
 from autopar.capture.python.stand_in import with_tensors
 from autopar.capture.refusals.constructs import DENSE, MAX_NORM, NOTED, READS, REFUSED, SEEDED, SPARSE
@@ -113,6 +114,7 @@ class Raise(TorchFunctionMode):
         self.validated: dict[str, None] = {}  # lines of the user's where torch.distributions checks its arguments
         self.random_ops: set[int] = set()
         self.statistics = "batch"  # of which samples norms take mean and variance: the option `batch_statistics`
+        self.microbatches = 1  # of all data ranks, for `autopar.per_microbatch`
         self.plain_norm: Callable[..., Any] | None = None  # of the plain module, where it takes those of groups
         self.items, self.forks, self.coins = Items(), Forks(), Coins()
         self.skips: Mapping[int, int] = {}  # random ops that the plain module leaves out, by how many there were before
@@ -432,6 +434,8 @@ class Raise(TorchFunctionMode):
         return tensor
 
     def _run_plain(self, call: _Call) -> Any:
+        if call.function is in_microbatches:
+            return dealt_plainly(call.args[0], self.microbatches, call.line)
         made = self.packs.call(self, call.function, call.args, call.kwargs, call.frame)
         return self._run(call, call.function, *call.args, **call.kwargs) if made is NotImplemented else made
 
@@ -440,6 +444,8 @@ class Raise(TorchFunctionMode):
         result: Any = NotImplemented
         if func in ALWAYS:
             result = ALWAYS[func](self, *args, **kwargs)
+        elif func is in_microbatches:
+            result = dealt(args[0], self.microbatches)
         elif func in RAISED and self.captures and not in_transform():
             result = RAISED[func](*args, **kwargs)
         elif func in NORMS and not in_transform():

@@ -12,6 +12,7 @@ from torch import nn
 from autopar.capture import Captured, Earlier, LossFn, capture, dims_of_call
 from autopar.capture.data.reads import Answers
 from autopar.compiler.constraints import (
+    batch_ranks,
     check_batch,
     check_experts,
     check_slices,
@@ -33,6 +34,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.options import StepOptions
 from autopar.ir.plan import Fixed, Plan
 from autopar.passes import make_pipeline
+from autopar.passes.groups import deals_microbatches, parts_of_batch
 from autopar.passes.schedules import simulate
 from autopar.settings import Settings
 
@@ -88,21 +90,37 @@ def compile_step(
 
     fixed: as of `lower`. known: what `capture` may be told.
     """
-    captured = capture_step(model, loss_fn, args, kwargs, options, **known)
+
+    def make(count: int) -> Captured:
+        return capture_step(model, loss_fn, args, kwargs, options, count, **known)
+
+    captured = capture_dealt(make, mesh, options, fixed)
     return captured, lower(captured, mesh, options, fixed)
+
+
+def capture_dealt(
+    make: Callable[[int], Captured], mesh: Mesh, options: StepOptions, fixed: Fixed | None = None
+) -> Captured:
+    """A capture that knows the number of micro-batches, if its loss takes a value of each. make: it of that number."""
+    count = batch_ranks(mesh) * (options.microbatches or 1)
+    captured = make(count)
+    if not deals_microbatches(captured.program):
+        return captured
+    found = parts_of_batch(make_plan(captured, mesh, options, fixed or Fixed()))
+    return make(found) if deals_microbatches(captured.program, found) else captured
 
 
 @uncollected()
 def capture_step(
     model: nn.Module, loss_fn: LossFn | None, args: tuple[Any, ...], kwargs: Mapping[str, Any], options: StepOptions,
-    **known: Unpack[CaptureKeywords],
+    microbatches: int = 1, **known: Unpack[CaptureKeywords],
 ) -> Captured:  # fmt: skip
-    """Check a model and capture its step: what every way to its programs begins with. known: what `capture` may
-    be told."""
+    """Check a model and capture its step: what every way to its programs begins with. microbatches: of all data ranks,
+    if that is known. known: what else `capture` may be told."""
     check_model(model)
     captured = capture(
         model, loss_fn, args, kwargs, specialize=options.specialize, precision=options.precision,
-        statistics=options.batch_statistics, **known,
+        statistics=options.batch_statistics, microbatches=microbatches, **known,
     )  # fmt: skip
     for partner in captured.partners:
         if partner.module is partner.traced:  # a parallel one is checked already

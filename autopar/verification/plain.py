@@ -62,14 +62,16 @@ def values_of(aux: Any) -> Values:
 
 class Plain:
     """The user's module, trained as it is; with `autocast` as under torch.autocast in that dtype. norms: of groups of
-    samples, where they do not take the whole batch. skips: of the program that it is compared with."""
+    samples, where they do not take the whole batch. skips: of the program that it is compared with. microbatches: of
+    all its data ranks."""
 
     def __init__(
         self, model: nn.Module, loss_fn: LossFn | None, make: OptimizerFactory, autocast: torch.dtype | None = None,
         partners: tuple[Partner, ...] = (), norms: PlainNorms | None = None, skips: Skips = no_skips,
+        microbatches: int = 1,
     ) -> None:  # fmt: skip
         self.model, self.loss_fn, self.autocast, self.norms = model, loss_fn, autocast, norms
-        self.skips = skips
+        self.skips, self.microbatches = skips, microbatches
         self.optimizer = make(optimized(model))
         self.borrowed = Borrowed(partners, dtype_of(model))
         self.buffers = dict(tables.named_buffers(model)).keys()  # a table that a step keeps is none of the state
@@ -92,7 +94,7 @@ class Plain:
         dtype, low = dtype_of(self.model), self.autocast
         scale = SCALE if low is torch.float16 else 1.0
         mode = Raise(None, seed, None if low else dtype)
-        mode.skips = self.skips(seed)
+        mode.skips, mode.microbatches = self.skips(seed), self.microbatches
         if self.norms is not None:
             self.norms.begin()
             mode.plain_norm = self.norms.call

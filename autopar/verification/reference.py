@@ -12,6 +12,7 @@ from autopar.capture.inputs.loss_outputs import LossFn
 from autopar.capture.inputs.partners import Partner
 from autopar.compiler.lowered import Lowered
 from autopar.ir.options import StepOptions
+from autopar.passes.groups import parts_of_batch
 from autopar.verification.borrowed import Borrowed
 from autopar.verification.copies import copied
 from autopar.verification.dtypes import cast, dtype_of, module_in
@@ -52,17 +53,22 @@ class Reference:
         for side in filter(None, (self.plain, self.other)):
             for replica in side.all:
                 replica.borrowed = Borrowed(partners, dtype_of(replica.model))
-                replica.norms = self._norms()
+                replica.norms, replica.microbatches = self._norms(), self._microbatches()
 
     def anew(self, model: nn.Module, low: torch.dtype | None) -> PlainReplicas:
         """A module to train as this side does, under torch.autocast in a dtype if there is one."""
         return PlainReplicas(
-            lambda one: Plain(one, self.loss_fn, self.make, low, self.partners, self._norms(), self.skips),
+            lambda one: Plain(
+                one, self.loss_fn, self.make, low, self.partners, self._norms(), self.skips, self._microbatches()
+            ),
             model, self.places,
         )  # fmt: skip
 
     def _norms(self) -> PlainNorms | None:
         return None if self.compiled is None else PlainNorms.of(self.compiled)
+
+    def _microbatches(self) -> int:
+        return 1 if self.compiled is None else parts_of_batch(self.compiled.plan)
 
     def trained(
         self, model: nn.Module, batches: Batches, seeds: Sequence[torch.Tensor], steps: Sequence[Values]

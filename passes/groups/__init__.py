@@ -13,9 +13,18 @@ from autopar.errors import BatchError
 from autopar.ir.ops.ops import op
 from autopar.ir.plan import Plan
 from autopar.ir.program import Builder, Program, operand_nodes, record
-from autopar.passes.groups.groups_of_samples import IN_GROUPS, SampleGroups, groups_of, name_of
+from autopar.passes.groups.groups_of_samples import (
+    IN_GROUPS,
+    IN_MICROBATCHES,
+    SampleGroups,
+    check_microbatches,
+    deals_microbatches,
+    groups_of,
+    name_of,
+    parts_of_batch,
+)
 
-__all__ = ["SampleGroups", "group", "groups_of"]
+__all__ = ["SampleGroups", "deals_microbatches", "group", "groups_of", "parts_of_batch"]
 
 aten = torch.ops.aten
 AVERAGE = op("running_average")
@@ -47,8 +56,9 @@ def group(program: Program, plan: Plan) -> Program:
     split over ranks or micro-batches by no layout that the search chooses, and nothing else knows of groups. This is
     "ghost batch normalisation" (arXiv 1705.08741).
     """
-    if not any(node.target is IN_GROUPS for node in program.graph.nodes):
+    if not any(node.target in (IN_GROUPS, IN_MICROBATCHES) for node in program.graph.nodes):
         return program
+    check_microbatches(program, plan)
     return _Grouping(program, plan).run()
 
 
@@ -76,6 +86,8 @@ class _Grouping:
             return None
         if node.target is IN_GROUPS:
             return self._in_groups(node)
+        if node.target is IN_MICROBATCHES:
+            return self._reshaped(node, self.build.value[operand_nodes(node)[0]], record(node).type.shape)
         if node.target is AVERAGE:
             return self._average(node)
         if node.target is aten.add.Tensor and node.args[0] in self.counts and node.args[1] == 1:

@@ -18,7 +18,7 @@ from autopar.passes.rules.splits import Split
 from autopar.passes.rules.through import through
 from autopar.passes.search.intents import batch_dims_of
 
-IN_GROUPS = op("in_groups")
+IN_GROUPS, IN_MICROBATCHES = op("in_groups"), op("in_microbatches")
 _LEAVES = torch.ops.aten.reshape.default  # that a norm ends with
 Value = tuple[fx.Node, int]
 
@@ -42,13 +42,13 @@ def groups_of(program: Program, plan: Plan) -> dict[fx.Node, SampleGroups]:
     """The groups of every call of `in_groups` that makes some, in the order of the program.
 
     Raises BatchError for a normalisation whose rows are not samples, each from one micro-batch of one rank."""
-    ranks = 1 if plan.batch_replicated else math.prod(size for axis, size in plan.mesh.axes if axis in DATA_AXES)
+    ranks = _ranks(plan)
     # Statistics of a rank may need its micro-batches together, as those of the batch do.
     parts = plan.microbatches if plan.options.batch_statistics == "microbatch" else 1
     marked = [node for node in program.calls() if node.target is IN_GROUPS and len(operand_nodes(node)) == 1]
     if ranks * parts == 1:
         return dict.fromkeys(marked, SampleGroups())
-    splits, lost = _follow(program, plan, ranks * parts)
+    splits, lost = _follow(program, plan, ranks * parts) if marked else ({}, {})
     found = {}
     for node in marked:
         (source,) = (source_of(operand) for operand in operand_nodes(node))
@@ -62,6 +62,53 @@ def groups_of(program: Program, plan: Plan) -> dict[fx.Node, SampleGroups]:
         else:
             found[node] = SampleGroups()
     return found
+
+
+def parts_of_batch(plan: Plan) -> int:
+    """The number of micro-batches of all data ranks."""
+    return _ranks(plan) * plan.microbatches
+
+
+def deals_microbatches(program: Program, count: int | None = None) -> bool:
+    """True if `autopar.per_microbatch` deals samples to micro-batches. count: to another number of them."""
+    return any(node.target is IN_MICROBATCHES and node.args[1] != count for node in program.calls())
+
+
+def check_microbatches(program: Program, plan: Plan) -> None:
+    """Raises BatchError or PlanError where the rows that `autopar.per_microbatch` deals are not samples, each from one
+    micro-batch."""
+    count = parts_of_batch(plan)
+    marked = [node for node in program.calls() if node.target is IN_MICROBATCHES]
+    if not marked:
+        return
+    splits, lost = _follow(program, plan, count) if count > 1 else ({}, {})
+    for node in marked:
+        (source,) = (source_of(operand) for operand in operand_nodes(node))
+        rows = record(operand_nodes(node)[0]).type.shape[0]
+        said = f"autopar.per_microbatch{_at(node)}"
+        if rows % count:
+            raise BatchError(
+                f"{said}: {rows} rows are not those of {count} micro-batches (of all data ranks). Give it a row for "
+                f"each sample, or as many rows of each."
+            )
+        if node.args[1] != count:
+            raise PlanError(
+                f"{said} has the rows of {node.args[1]} micro-batches and the step has {count}: their number must be "
+                f"known before the step is captured. Write a mesh and microbatches= in place of a plan."
+            )
+        why = lost.get(source[0])
+        if why is None and source in splits and splits[source] != (0, 1):
+            dim, before = splits[source]
+            why = f"its samples lie in dim {dim}" if dim else f"its rows have {before} parts with all samples in each"
+        if why is not None:
+            raise BatchError(
+                f"{said} takes rows that are not the samples of the batch one by one ({why}), so that no part of them "
+                f"is a micro-batch's own. Give it the samples in dim 0 and in their order."
+            )
+
+
+def _ranks(plan: Plan) -> int:
+    return 1 if plan.batch_replicated else math.prod(size for axis, size in plan.mesh.axes if axis in DATA_AXES)
 
 
 def _follow(program: Program, plan: Plan, count: int) -> tuple[dict[Value, Split], dict[fx.Node, str]]:
@@ -78,6 +125,9 @@ def _follow(program: Program, plan: Plan, count: int) -> tuple[dict[Value, Split
     inside: set[fx.Node] = set()  # of a norm: what it adds up are the samples of a group
     for node in program.calls():
         if is_getitem(node):
+            continue
+        if node.target is IN_MICROBATCHES:
+            lost[node] = f"it is dealt to micro-batches already{_at(node)}"
             continue
         if node.target is IN_GROUPS or (node.target is not _LEAVES and not inside.isdisjoint(node.all_input_nodes)):
             inside.add(node)

@@ -253,6 +253,7 @@ ROWS: Mapping[str, Row] = {
     "aten.reshape.default": Row(_view, shape_arg=1),
     "aten.view_copy.default": Row(_view, shape_arg=1),
     "autopar.in_groups.default": Row(_in_groups),
+    "autopar.in_microbatches.default": Row(_view),
     "aten.permute.default": Row(_permute),
     "aten.transpose.int": Row(_transpose),
     "aten.t.default": Row(_t),

@@ -70,6 +70,11 @@ def in_groups(x: torch.Tensor, synced: bool, like: torch.Tensor | None = None) -
     return x.reshape((1, 1, *x.shape) if like is None else like.shape)
 
 
+def in_microbatches(x: torch.Tensor, count: int) -> torch.Tensor:
+    """x as the micro-batches of all data ranks."""
+    return x.reshape(count, x.shape[0] // count, *x.shape[1:])
+
+
 def running_average(
     running: torch.Tensor, values: torch.Tensor, count: torch.Tensor | None, momentum: float
 ) -> torch.Tensor:
@@ -81,6 +86,7 @@ def running_average(
 # A compiler fuses the parts with what stands around them.
 KERNELS = {
     "in_groups": Kernel(in_groups, traced=in_groups),
+    "in_microbatches": Kernel(in_microbatches, traced=in_microbatches),
     "running_average": Kernel(running_average, traced=running_average),
     "rms_norm": Kernel(rms_norm, traced=_plain),
     "rms_norm_backward": Kernel(rms_norm_backward, traced=_plain_backward),

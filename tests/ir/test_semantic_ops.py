@@ -26,6 +26,7 @@ each = pytest.mark.parametrize("one", SEMANTIC, ids=lambda one: one.name)
 NO_GRADIENT = {
     "checked_index": "integers", "checked_causal": "what it checks is of the batch",
     "random": "what is drawn depends on no tensor but the seed", "in_groups": "BatchNorm's own gradient has it",
+    "in_microbatches": "a reshape, whose gradient is one",
     "running_average": "of buffers",
     **dict.fromkeys(
         ("index_of_rows", "index_put_of_rows", "convolution", "pad_rows", "running_sum", "linear_scan",

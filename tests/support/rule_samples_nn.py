@@ -122,6 +122,7 @@ def norm_samples() -> Samples:
         "aten.native_layer_norm.default": layer,
         "aten.native_layer_norm_backward.default": layer_back,
         "autopar.in_groups.default": [sample(r(12, 6, 4), False), sample(r(12, 4), True, r(2, 3, 2, 4))],
+        "autopar.in_microbatches.default": [sample(r(12, 6), 2), sample(r(12), 3)],
         "autopar.running_average.default": [
             sample(r(6), r(1, 1, 1, 6, 1), None, 0.1),
             sample(r(6), r(1, 1, 1, 6), torch.tensor(9), 0.0),

@@ -60,6 +60,7 @@ def semantic_examples() -> dict[str, tuple[object, ...]]:
         "chain": ([q[0, 0]], [torch.randn(5, 6, 8)], [torch.randn(8, 8)], STEP, True),
         "linear_scan": (torch.rand(2, 4, 12), x, torch.randn(2, 4, 1), 2, True),
         "in_groups": (x, False, torch.randn(1, 2, 1, 4, 12)),
+        "in_microbatches": (x, 2),
         "running_average": (torch.rand(5), torch.randn(1, 1, 1, 5, 1), torch.tensor(7), 0.1),
         "random": (torch.tensor([1, 2]), 3, "normal", [2, 3], torch.float32, [2, 3], [2, 3], [0, 0]),
     }

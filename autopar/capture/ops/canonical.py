@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from numbers import Number
 from typing import Any
 
 import torch
@@ -43,9 +44,13 @@ def view_of_copy(target: Target) -> Target:
 
 
 def filled(node: fx.Node) -> Call | None:
-    """`ones_like(x)` and its kin as `full(shape, 1)`, and the conjugate of a Python number as that number."""
-    if node.target is aten._conj.default and isinstance(node.args[0], complex):  # torch's, in the gradient of x * 1j
-        return aten.full.default, ([], node.args[0].conjugate()), {"dtype": _value(node).dtype}
+    """`ones_like(x)` and its kin as `full(shape, 1)`, and the conjugate or cast of a Python number as that number."""
+    number = node.args[0] if node.args else None
+    if isinstance(number, Number):  # of torch's own: in the gradient of x * 1j, or where torch.vmap meets x / 2
+        if node.target is aten._conj.default:
+            return aten.full.default, ([], number.conjugate()), {"dtype": _value(node).dtype}  # type: ignore[attr-defined]
+        if node.target is aten._to_copy.default:
+            return aten.full.default, ([], number), {"dtype": _value(node).dtype}
     name = op_name(node.target)
     if name == made_of(node.target):
         return None  # it hangs on no tensor

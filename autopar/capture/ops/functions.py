@@ -394,6 +394,20 @@ class GroupedBatchNorm(Function):
         return grad_x, grad_weight, grad_bias if ctx.has_bias else None, None, None
 
 
+class InMicrobatches(Function):
+    """The rows of a tensor as [count, rows of each micro-batch, ...]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, count: int) -> Tensor:
+        ctx.shape = list(x.shape)
+        rows: Tensor = op("in_microbatches")(x, count)
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0].reshape(ctx.shape), None
+
+
 def widened(x: Tensor) -> Tensor:
     """A short float in float32, in which torch's kernels add and normalise; any other tensor as it is."""
     return x.float() if x.is_floating_point() and x.dtype.itemsize < torch.float32.itemsize else x

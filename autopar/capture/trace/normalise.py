@@ -247,6 +247,8 @@ def _same_value(node: fx.Node) -> fx.Node | None:
         source = node.args[1]
     elif facts_of(node.target).moves != "same":
         return None
+    if not isinstance(source, fx.Node):
+        return None  # a number that torch casts
     value, result = source.meta["val"], node.meta["val"]
     return source if value.dtype == result.dtype and value.shape == result.shape else None
 

@@ -263,6 +263,13 @@ def in_groups(x: torch.Tensor, synced: bool, like: torch.Tensor | None = None) -
     return x.view((1, 1, *x.shape) if like is None else like.shape)
 
 
+@semantic("in_microbatches(Tensor x, int count) -> Tensor", moves="flat", returns_operand=True)
+def in_microbatches(x: torch.Tensor, count: int) -> torch.Tensor:
+    """x, whose dim 0 holds samples, as [micro-batches of all data ranks, samples of each, ...]; the pass `group` checks
+    that they are."""
+    return x.view(count, x.shape[0] // count, *x.shape[1:])
+
+
 @semantic("running_average(Tensor running, Tensor values, Tensor? count, float momentum) -> Tensor", precision="high")
 def running_average(
     running: torch.Tensor, values: torch.Tensor, count: torch.Tensor | None, momentum: float
@@ -277,7 +284,7 @@ SEMANTIC = (
     pick, pick_backward, cross_entropy_backward, embedding, embedding_backward, expert_mm, expert_mm_backward,
     ctc_loss, ctc_loss_backward, index_of_rows, index_put_of_rows, dropout, random, rms_norm, rms_norm_backward,
     *window_ops.SEMANTIC, *chain_step.SEMANTIC, compared_attention,
-    compared_attention_backward, checked_causal, in_groups, running_average,
+    compared_attention_backward, checked_causal, in_groups, in_microbatches, running_average,
 )  # fmt: skip
 
 WAIT = "wait(Tensor x) -> Tensor"  # what a start gave, once it is done

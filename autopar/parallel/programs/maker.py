@@ -9,12 +9,12 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from autopar.capture import Earlier
+from autopar.capture import Captured, Earlier
 from autopar.capture.data.reads import Answers
 from autopar.capture.python.guards import Change, Guards
 from autopar.capture.python.scalars import NumberPlace, Scalars, places_of
 from autopar.capture.python.spots import Numbers, Spot
-from autopar.compiler.compile import capture_step, lower
+from autopar.compiler.compile import capture_dealt, capture_step, lower
 from autopar.compiler.lowered import Lowered
 from autopar.errors import AutoparError, CaptureError
 from autopar.ir.mesh import PIPELINE, group_name
@@ -43,7 +43,7 @@ class Maker:
         self.numbers = ChangingNumbers()
         self._followed = FollowedSamples(session.store.model)
         self._decided: dict[Hashable, Decided] = {}  # layouts of the first program of each structure
-        self._earlier = {True: Earlier(), False: Earlier()}  # captures of training steps, and of others
+        self._earlier: dict[tuple[bool, int], Earlier] = {}  # captures of training steps and others, by micro-batches
         self._sequence: dict[bool, bool] = {}  # of training steps, and of others: what "auto" was decided to mean
         self._joined = Joined(session.settings.device)
         self._groups: dict[str, Group] = {}
@@ -83,26 +83,30 @@ class Maker:
         settings, model, mesh = self._settings, self._store.model, self._store.distributor.mesh
         # No fact of the data is asked of a place, which knows its own alone, nor for a recording, which knows none.
         answers = replace(answers, asks=not is_own and not settings.graphs)
+        options, fixed = self._bound(is_first, train)
+        if given.portion is not None and not given.portion.is_even:
+            fixed = replace(fixed, uneven=True)
+        fixed = replace(fixed, is_own=is_own)
+
+        def make(count: int) -> Captured:
+            earlier = self._earlier.setdefault((train, count), Earlier())
+            return capture_step(
+                model, settings.loss_fn, args, kwargs, replace(settings.options, batch_dims=None), count, train=train,
+                lift=settings.lift, earlier=earlier, answers=answers,
+            ).with_dims(given.dims)  # fmt: skip
+
         with scalars, naming_parts(given):
             args, kwargs = given.arguments(numbers)
-            captured = capture_step(
-                model, settings.loss_fn, args, kwargs, replace(settings.options, batch_dims=None),
-                train=train, lift=settings.lift, earlier=self._earlier[train], answers=answers,
-            )  # fmt: skip
+            captured = capture_dealt(make, mesh, options, fixed)
         if settings.is_own and captured.coins is not None and captured.coins.is_alone:
             raise CaptureError(
                 'batch="ddp": random numbers decide which calls a step makes, others on each rank, and all run one '
                 'program. Write batch="local", whose step is that of all parts together.'
             )
-        captured = captured.with_dims(given.dims)
         guards = Guards(model, settings.loss_fn if train else None, captured.ran, scalars, numbers)
         scalars.check(captured.constants, guards.places, captured.result_leaves)
         check_partners(captured, model, mesh, settings.options)
         owners = Owners.of(self._store, captured.partners)
-        options, fixed = self._bound(is_first, train)
-        if given.portion is not None and not given.portion.is_even:
-            fixed = replace(fixed, uneven=True)
-        fixed = replace(fixed, is_own=is_own)
         with naming_parts(given):
             compiled = lower(as_trained(captured), mesh, *owners.bind(options, fixed))
         rows = self._followed.rows(compiled, given, train)

@@ -26,7 +26,8 @@ def check_open(is_auto: bool, step: Mapping[str, Any], batch: str, machine: str 
     """Raise MeshError for what contradicts a mesh that is planned, or for a machine beside one that is not; BatchError
     for an unknown kind of batch."""
     if batch not in BATCHES:
-        raise BatchError(f'batch={batch!r}: write "global" (each rank takes its part), "local" or "ddp".')
+        said = repr(batch) if isinstance(batch, str) else f"a {type(batch).__name__}"
+        raise BatchError(f'batch={said}: write "global" (each rank takes its part), "local" or "ddp".')
     if not is_auto:
         if machine is not None:
             raise MeshError(f"machine='{machine}' is of mesh=\"{AUTO}\", which plans for it. Leave one of them out.")

@@ -63,7 +63,8 @@ def coupled(
 _HINT = (
     "BatchNorm in training does this, and what takes all samples together more than once. Use "
     "batch_statistics='microbatch', where BatchNorm takes the samples of each micro-batch as other trainers do, "
-    "microbatches=1, or a module without it (GroupNorm, LayerNorm; BatchNorm in eval mode)."
+    "autopar.per_microbatch(function, rows) for a loss of each micro-batch by itself, microbatches=1, or a module "
+    "without it (GroupNorm, LayerNorm; BatchNorm in eval mode)."
 )
 
 
