@@ -112,8 +112,9 @@ def _ranks(plan: Plan) -> int:
 
 
 def _follow(program: Program, plan: Plan, count: int) -> tuple[dict[Value, Split], dict[fx.Node, str]]:
-    """Where values have the samples of the batch; and of those that hang on samples but have none apart the reason. The
-    backward pass may compute norms again. count: of the parts that samples are dealt to."""
+    """Where values have the samples of the batch; and of those that hang on samples but have none apart the reason. One
+    operand that has them tells where a result does, whatever is known of the others. The backward pass may compute
+    norms again. count: of the parts that samples are dealt to."""
     table = table_of(plan)
     entries = [(entry, record(node).type) for node, entry in program.entries]
     dims = batch_dims_of(entries, plan.batch_dims)
@@ -133,13 +134,12 @@ def _follow(program: Program, plan: Plan, count: int) -> tuple[dict[Value, Split
             inside.add(node)
         operands = [source_of(operand) for operand in operand_nodes(node)]
         known = {i: splits[value] for i, value in enumerate(operands) if value in splits}
-        before = next((lost[value[0]] for value in operands if value[0] in lost), None)
-        if before is not None:
-            lost[node] = before
-            continue
         if not known:
+            before = next((lost[value[0]] for value in operands if value[0] in lost), None)
+            if before is not None:
+                lost[node] = before
             continue
-        way = through(call_of(node), known, table, count, adds=False)
+        way = through(call_of(node), known, table, count, adds=False, apart=False)
         if isinstance(way, str):
             lost[node] = f"{way}: op '{node.target}'{_at(node)}"
             continue

@@ -207,6 +207,16 @@ def centred(net: Net, x: Tensor) -> Tensor:
     return net.o(net.b(h - h.mean(0)))
 
 
+def dropped(net: Net, x: Tensor) -> Tensor:
+    return net.o(net.b(F.dropout(net.a(x), 0.3)))
+
+
+def met(net: Net, x: Tensor) -> Tensor:
+    """Rows that are sums over samples."""
+    h = net.a(x)
+    return net.o(h) + net.b(h.mT @ h).mean()
+
+
 def across(net: Net, x: Tensor) -> Tensor:
     h = net.a(x)
     return net.o((net.b(h[:5].T[:, :5]).sum() + h).tanh())
@@ -236,8 +246,8 @@ REFUSED: dict[str, tuple[nn.Module, str, dict[str, Any], type[AutoparError], str
         rf"microbatches=1\.",
     ),
     "samples that met before": (
-        Net(norm(), centred), "dp=2", {}, BatchError,
-        rf".*\(samples are taken together: op 'aten\.sum\.dim_IntList' at {HERE}\).*",
+        Net(norm(), met), "dp=2", {}, BatchError,
+        rf".*\(samples are taken together: op '[\w.]+' at {HERE}\).*",
     ),
     "all ranks in each micro-batch": (
         SYNCED, "dp=2", {"microbatches": 3}, PlanError,
@@ -265,3 +275,14 @@ def test_what_is_refused(name: str) -> None:
     with pytest.raises(error) as raised:
         autopar.compile(model, mesh, loss_fn=mse, batch=(X, Y), **{"batch_statistics": "microbatch", **options})
     assert re.fullmatch(text, str(raised.value), re.DOTALL), raised.value
+
+
+@pytest.mark.parametrize("run, mesh, options", [
+    (dropped, "dp=2", {"microbatches": 3}), (dropped, "pp=2,dp=2", {"microbatches": 3}), (centred, "dp=2", {}),
+])  # fmt: skip
+def test_a_row_may_hang_on_its_place_and_on_the_whole_batch(run: Any, mesh: str, options: dict[str, Any]) -> None:
+    """A mask of dropout, a mean that is subtracted: they stay those of the whole batch, and rows where they are."""
+    report = autopar.verify(
+        Net(norm(), run), mesh, batch=(X, Y), loss_fn=mse, batch_statistics="microbatch", optimizer=sgd, **options
+    )
+    assert report.ok, str(report)

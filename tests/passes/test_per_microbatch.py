@@ -16,6 +16,7 @@ from autopar.compiler.check_options import options_of
 from autopar.compiler.compile import compile_step
 from autopar.compiler.meshes import mesh_of
 from autopar.errors import AutoparError, BatchError, CaptureError, MeshError
+from autopar.ir.ops.ops import op
 from autopar.verification.plain import Plain
 
 torch.manual_seed(0)
@@ -99,6 +100,16 @@ def test_the_plain_side_is_a_loop_over_micro_batches(name: str) -> None:
 def test_it_is_verified(name: str, mesh: str, options: dict[str, Any]) -> None:
     report = autopar.verify(NET, mesh, batch=(X, Y), loss_fn=LOSSES[name], **options)
     assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("mesh, options, count", [
+    ("dp=2,tp=2", {"microbatches": 3}, 6), ("fsdp=2,dp=3", {}, 6), ("pp=2", {}, 6), ("tp=2", {}, 1), ("cp=3", {}, 1),
+])  # fmt: skip
+def test_how_many_there_are(mesh: str, options: dict[str, Any], count: int) -> None:
+    """Of all data ranks; without a word as many as a pipeline takes."""
+    captured, _ = compile_step(NET, of_tokens, (X, Y), {}, mesh_of(mesh), options_of(**options))
+    calls = [node.args[1] for node in captured.program.calls() if node.target is op("in_microbatches")]
+    assert set(calls) == {count}
 
 
 def test_a_step_is_the_loop_also_where_the_batch_gets_smaller() -> None:
