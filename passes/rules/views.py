@@ -96,6 +96,10 @@ def _in_groups(call: Call) -> Rule:
     return replace(view, operands=(*view.operands, *view.results * rest))
 
 
+def _in_microbatches_local(pieces: Pieces) -> Arguments:
+    return with_arg(pieces.call.args, 1, pieces.shapes[0][0]), dict(pieces.call.kwargs)
+
+
 def _permuted(call: Call, order: tuple[int, ...]) -> Rule:
     dims = named(call.operands[0].shape)
     return build(call, [dims], [tuple(dims[dim] for dim in order)], linear=FIRST)
@@ -253,7 +257,7 @@ ROWS: Mapping[str, Row] = {
     "aten.reshape.default": Row(_view, shape_arg=1),
     "aten.view_copy.default": Row(_view, shape_arg=1),
     "autopar.in_groups.default": Row(_in_groups),
-    "autopar.in_microbatches.default": Row(_view),
+    "autopar.in_microbatches.default": Row(_view, local=_in_microbatches_local),
     "aten.permute.default": Row(_permute),
     "aten.transpose.int": Row(_transpose),
     "aten.t.default": Row(_t),
