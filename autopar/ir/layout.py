@@ -116,9 +116,9 @@ def _parse_dim(part: str, text: str) -> tuple[Factor, ...]:
         return ()
     factors: list[Factor] = []
     for factor, link in zip(*[iter([*re.split("([:~])", part), ""])] * 2, strict=True):
-        if link == "~" and not (factor.isdigit() and int(factor) > 1 and int(factor) % 2 == 0):
+        if link == "~" and not (_is_count(factor) and int(factor) % 2 == 0):
             raise LayoutError(f"layout '{text}': '~' stands behind an even number, like '2~cp', not behind '{factor}'.")
-        if factor.isdigit() and int(factor) > 1:
+        if _is_count(factor):
             factors.append(-int(factor) if link == "~" else int(factor))
         elif _NAME.match(factor.removeprefix("@")):
             factors += [OWNED, factor[1:]] if factor.startswith("@") else [factor]
@@ -127,6 +127,10 @@ def _parse_dim(part: str, text: str) -> tuple[Factor, ...]:
     if isinstance(factors[-1], int):
         raise LayoutError(f"layout '{text}': '{part}' ends in an integer; what follows the last axis is not written.")
     return tuple(factors)
+
+
+def _is_count(factor: str) -> bool:
+    return factor.isascii() and factor.isdigit() and len(factor) < 13 and int(factor) > 1
 
 
 def _parse_partial(part: str, text: str) -> tuple[str, str]:

@@ -21,8 +21,9 @@ CONTEXT_AXES = (CONTEXT, ULYSSES)
 GRADIENT_AXES = (*DATA_AXES, *CONTEXT_AXES)
 SHARDED = "fsdp"  # the data axis over which states are split, where there is one beside dp
 
-_AXIS = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*(-?\d+)\s*\Z")
-_LENGTHS = re.compile(rf"\s*{SLICE}\s*=\s*(\d+(?:\+\d+)+)\s*\Z")  # sl=768+512
+_MOST = 10**9  # ranks of an axis
+_AXIS = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*(-?\d+)\s*\Z", re.ASCII)
+_LENGTHS = re.compile(rf"\s*{SLICE}\s*=\s*(\d{{1,12}}(?:\+\d{{1,12}})+)\s*\Z", re.ASCII)  # sl=768+512
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,9 @@ class Mesh:
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.axes]
+        for name, size in self.axes:
+            if size > _MOST:
+                raise MeshError(f"axis '{name}' of the mesh has size {size}; it is {_MOST} at most.")
         if len(set(names)) != len(names):
             raise MeshError(f"mesh '{self}' names an axis twice: each axis has one name and one size.")
         for name, size in self.axes:
@@ -157,6 +161,8 @@ def parse_mesh(mesh: str | Mapping[str, int] | Mesh, world_size: int | None = No
 def _size(name: object, size: object, mesh: object) -> int:
     if isinstance(size, bool) or not isinstance(size, int):
         raise MeshError(f"mesh {mesh!r}: the size of axis '{name}' is {size!r}, which is not an integer.")
+    if size > _MOST:  # Python does not write a number of thousands of digits
+        raise MeshError(f"the size of axis '{name}' is above {_MOST}, which is the most.")
     return size
 
 
@@ -173,7 +179,7 @@ def _parse_axes(text: str) -> tuple[list[tuple[str, int]], tuple[int, ...]]:
             raise MeshError(
                 f"mesh '{text}': cannot read '{part.strip()}'. Write axis=size pairs with commas, e.g. 'dp=2,tp=2'."
             )
-        axes.append((match[1], int(match[2])))
+        axes.append((match[1], int(match[2][:20])))  # the first digits of a number that is too large are, too
     return axes, lengths
 
 

@@ -6,7 +6,6 @@ import functools
 import itertools
 import math
 import os
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from autopar.errors import MachineError, one_of
 from autopar.machines.model import ALL, ANY, H100, MESSAGE, PRODUCTS, Curve, Device, Link, Machine
+from autopar.text_files import read_text, read_toml
 
 _FOLDER = Path(__file__).parent
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -63,25 +63,14 @@ def path_of(name: str) -> Path:
 
 def notes_of(path: Path) -> tuple[str, ...]:
     """What the first lines of a file say of its machine."""
-    lines = itertools.takewhile(lambda line: line.startswith("#"), _text(path).splitlines())
+    text = read_text(path, "machine file", MachineError)
+    lines = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
     return tuple(line.removeprefix("#").strip() for line in lines)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError as error:
-        raise MachineError(f"machine file '{path}': {error.strerror or error}.") from error
-    except UnicodeDecodeError as error:
-        raise MachineError(f"machine file '{path}' is no text: {error}.") from error
 
 
 def read_machine(path: Path) -> Machine:
     """The machine of a TOML file; its keys are those of the built-in files. Raises MachineError."""
-    try:
-        table = tomllib.loads(_text(path))
-    except tomllib.TOMLDecodeError as error:
-        raise MachineError(f"machine file '{path}' is no TOML: {error}.") from error
+    table = read_toml(path, "machine file", MachineError)
     root = _Table(table, str(path), "")
     machine = Machine(
         path.stem, _device(root.table("device")), _link(root.table("inside")), _link(root.table("between")),

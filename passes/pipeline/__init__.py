@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from autopar.errors import CoupledError, ScheduleError
+from autopar.errors import CoupledError, LayoutError, ScheduleError
 from autopar.ir.check.check_levels import verify_pipeline
 from autopar.ir.ops.measure import human
 from autopar.ir.pipeline import Pipeline
@@ -83,6 +83,7 @@ def make_pipeline(program: Program, plan: Plan, explicit: Program | None = None)
     """
     ranks, trains = plan.ranks_of_pipeline, any(out.kind == "gradient" for out in program.outputs)
     wanted, stages = plan.options.schedule, _stages(plan)
+    _check_count(program, stages or ranks)  # before there is an order of them all
     schedule = parse_schedule(wanted, ranks, plan.parts, stages, slices=plan.slices)
     if plan.slices > 1 and schedule.kinds & {"I", "W"}:
         raise ScheduleError(
@@ -181,6 +182,16 @@ def _stages(plan: Plan) -> int | None:
             + (f"{wanted}: {chunks} on each rank." if wanted else f"as many on each rank: {ranks}, {2 * ranks}, ...")
         )
     return len(named)
+
+
+def _check_count(program: Program, stages: int) -> None:
+    """Raise LayoutError for more stages than calls."""
+    calls = sum(1 for _ in program.calls())
+    if stages > calls:
+        raise LayoutError(
+            f"{stages} stages are more than the {calls} calls that they would share: fewer stages (a smaller pp, or "
+            f"fewer chunks a rank) would do."
+        )
 
 
 def _held(schedule: Schedule) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ import io
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ from autopar.errors import ScheduleError, one_of
 from autopar.ir.options import ScheduleLike
 from autopar.ir.schedule import Action, Costs, Orders
 from autopar.passes.schedules.orders import SCHEDULES, Entry
+from autopar.text_files import read_text
 
 _SHOWN = 5  # faults named in one message
-_ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+_ACTION = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})", re.ASCII)
 _BOTH = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")  # two actions that may run side by side
 _DERIVED = re.compile(r"\d+(?:(?:SEND|RECV)_[FB]\d+|(?:UNSHARD|RESHARD|REDUCE_GRAD)\d*)")  # follows from the data flow
 
@@ -60,10 +62,12 @@ def parse_schedule(
         stages = stages or ranks
         name = f"schedule '{getattr(wanted, '__name__', type(wanted).__name__)}'"
         rows: Any = wanted(stages, max(stages // ranks, 1), microbatches, costs)
+        if not isinstance(rows, (list, tuple)) or not all(isinstance(row, (list, tuple)) for row in rows):
+            raise ScheduleError(f"{name} gave a {type(rows).__name__}, not a list for each rank of its actions.")
         spots = [[(f"rank {r}, entry {i}", cell) for i, cell in enumerate(row)] for r, row in enumerate(rows)]
     else:
         name, text = _table(wanted)
-        lines = list(csv.reader(io.StringIO(text.strip("\r\n")), skipinitialspace=True)) if text.strip() else []
+        lines = _lines(name, text)
         spots = [[(f"row {r}, column {i}", cell) for i, cell in enumerate(row, 1)] for r, row in enumerate(lines, 1)]
     orders = _read(name, spots)
     if len(orders) != ranks:
@@ -95,12 +99,20 @@ def _table(wanted: str | Path) -> tuple[str, str]:
     if isinstance(wanted, str) and ("\n" in wanted or "," in wanted):
         return "the schedule", wanted
     path = Path(wanted)
-    if path.is_file():
-        return f"schedule '{wanted}'", path.read_text()
+    with suppress(ValueError, OSError):  # a NUL, or a name that is too long for a file's
+        if path.is_file():
+            return f"schedule '{wanted}'", read_text(path, "schedule", ScheduleError)
     if path.suffix == ".csv":
         raise ScheduleError(f"schedule '{wanted}': there is no such file.")
     known = ", ".join(SCHEDULES)
     raise ScheduleError(f"schedule '{wanted}' is unknown. Known are {known}; or give a function or a CSV file.")
+
+
+def _lines(name: str, text: str) -> list[list[str]]:
+    try:
+        return list(csv.reader(io.StringIO(text.strip("\r\n")), skipinitialspace=True)) if text.strip() else []
+    except csv.Error as error:
+        raise ScheduleError(f"{name} is no table: {error}.") from None
 
 
 def _read(name: str, spots: Iterable[Iterable[tuple[str, object]]]) -> Orders:
@@ -112,10 +124,17 @@ def _read(name: str, spots: Iterable[Iterable[tuple[str, object]]]) -> Orders:
             actions = list(_actions(cell))
             order += [action for action in actions if action is not None]
             if None in actions:
-                faults.append(f"{where}: {cell!r} is not an action such as '0F1' (stage, F, B, I or W, micro-batch)")
+                faults.append(
+                    f"{where}: {_short(cell)} is not an action such as '0F1' (stage, F, B, I or W, micro-batch)"
+                )
         orders.append(tuple(order))
     _raise(name, faults)
     return tuple(orders)
+
+
+def _short(cell: object) -> str:
+    text = repr(cell)
+    return text if len(text) <= 60 else f"{text[:50]}... ({len(text)} characters)"
 
 
 def _actions(cell: object) -> Iterator[Action | None]:
@@ -138,6 +157,10 @@ def _placed(name: str, orders: Orders, microbatches: int, stages: int | None) ->
     found = Counter(action for order in orders for action in order)
     stages = stages or 1 + max((action.stage for action in found), default=0)
     faults = []
+    if stages > len(found):  # each has an action at least: the last one is a slip of the pen
+        last = max((action for action in found), default=None)
+        _raise(name, [f"{stages} stages have at least as many actions, and there are {len(found)}" + (
+            f", of which the last is {last}" if last else "")])  # fmt: skip
     for action in sorted(found):
         if action.kind not in "FBIW" or action.stage >= stages or not 0 <= action.microbatch < microbatches:
             faults.append(f"{action} is not of {stages} stages and {microbatches} micro-batches")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -15,6 +14,7 @@ from autopar.compiler.meshes import mesh_of
 from autopar.errors import AutoparError, PlanError, one_of
 from autopar.ir.mesh import DATA_AXES, GRADIENT_AXES, PIPELINE, Mesh
 from autopar.ir.options import DTYPES, StepOptions
+from autopar.text_files import read_toml
 
 # What a plan decides, each as it is where no plan says otherwise.
 PLANNED: Mapping[str, Any] = {
@@ -40,7 +40,7 @@ class Decisions:
 
 def read_plan(path: str | Path) -> Decisions:
     """The plan of a TOML file. Raises PlanError for what is no plan, unknown keys, and values that exclude others."""
-    table = _table(Path(path))
+    table = read_toml(Path(path), "plan", PlanError)
     known = ("mesh", *(each.name for each in fields(StepOptions)))
     for key in table:
         if key not in known:
@@ -58,17 +58,6 @@ def read_plan(path: str | Path) -> Decisions:
         raise type(error)(f"plan '{path}': {error}") from None
     _check(str(path), mesh, said, options)
     return Decisions(mesh, said, str(path))
-
-
-def _table(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text())
-    except OSError as error:
-        raise PlanError(f"plan '{path}': {error.strerror or error}.") from error
-    except UnicodeDecodeError as error:
-        raise PlanError(f"plan '{path}' is no text: {error}.") from error
-    except tomllib.TOMLDecodeError as error:
-        raise PlanError(f"plan '{path}' is no TOML: {error}.") from error
 
 
 def _check(path: str, mesh: Mesh, said: Mapping[str, Any], options: StepOptions) -> None:
