@@ -174,8 +174,8 @@ def _number(text: str) -> Any:
     return value
 
 
-def fault_of(run: Callable[[], object]) -> str | None:
-    """What is wrong with how a spec was taken; None if nothing is."""
+def fault_of(run: Callable[[], object], names: str = "") -> str | None:
+    """What is wrong with how a spec was taken; None if nothing is. names: what every error has to name."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.perf_counter()
     signal.setitimer(signal.ITIMER_REAL, LIMIT_S * 3)
@@ -184,6 +184,8 @@ def fault_of(run: Callable[[], object]) -> str | None:
     except AutoparError as error:
         if len(str(error)) < 25:
             return f"few words: {error}"
+        if names not in str(error):
+            return f"no name: {error}"
     except TooLong:
         return f"no end after {LIMIT_S * 3} s"
     except Exception as error:
@@ -206,8 +208,8 @@ def spec(seed: int, number: int) -> tuple[str, str]:
     return kind, changed(KINDS[kind][0](dice), dice)
 
 
-def faults(seed: int, numbers: range, seconds: float) -> tuple[dict[int, str], int]:
-    """What is wrong, by row, and how many rows were tried."""
+def timed(run: Callable[[int], str | None], numbers: range, seconds: float) -> tuple[dict[int, str], int]:
+    """What is wrong, by row, and how many rows were tried within a time."""
     found: dict[int, str] = {}
     end, tried = time.monotonic() + seconds, 0
 
@@ -216,17 +218,27 @@ def faults(seed: int, numbers: range, seconds: float) -> tuple[dict[int, str], i
 
     before = signal.signal(signal.SIGALRM, stop)
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            for number in numbers:
-                if time.monotonic() > end:
-                    break
-                kind, text = spec(seed, number)
-                tried += 1
-                if fault := fault_of(lambda kind=kind, text=text: KINDS[kind][1](text, Path(folder))):  # type: ignore[misc]
-                    found[number] = f"{kind} {text[:100]!r}: {fault}"
+        for number in numbers:
+            if time.monotonic() > end:
+                break
+            tried += 1
+            if fault := run(number):
+                found[number] = fault
     finally:
         signal.signal(signal.SIGALRM, before)
     return found, tried
+
+
+def faults(seed: int, numbers: range, seconds: float) -> tuple[dict[int, str], int]:
+    """What is wrong, by row, and how many rows were tried."""
+    with tempfile.TemporaryDirectory() as folder:
+
+        def run(number: int) -> str | None:
+            kind, text = spec(seed, number)
+            fault = fault_of(lambda: KINDS[kind][1](text, Path(folder)))
+            return f"{kind} {text[:100]!r}: {fault}" if fault else None
+
+        return timed(run, numbers, seconds)
 
 
 def main() -> int:

@@ -30,6 +30,7 @@ from autopar.ir.program import has_record, is_getitem, record
 from autopar.runtime.attention.ring_kernels import RINGS
 from autopar.runtime.executor.kernel_table import adding_variant, function_of, inplace_variants
 from autopar.runtime.executor.lifetime import Lifetimes, is_dense, lifetimes
+from autopar.runtime.kernels.generated import written_function
 
 _GATHER = op("all_gather_start")
 Observe = Callable[[fx.Node, Any], None]
@@ -255,9 +256,7 @@ def _generate(
         if dead:
             writer.line(f"    {' = '.join(writer.value[d] for d in dead)} = None")
     source = "\n".join(writer.lines) + "\n"
-    namespace = dict(writer.names)
-    exec(compile(source, "<autopar graph>", "exec"), namespace)
-    return Code(source, namespace["program"], writer.node_of_line)
+    return Code(source, written_function(source, "program", writer.names, "graph"), writer.node_of_line)
 
 
 def _expression(writer: _Writer, node: fx.Node, lives: Lifetimes, observed: bool) -> str:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn.functional import linear
 
+from autopar.runtime.kernels.generated import written_function
 from autopar.runtime.kernels.kernel import Kernel
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -80,8 +81,9 @@ class ContractionPlan:
             whole = "linear(a, b)" if self.b.transpose else "matmul(a, b)"
             product = f"{whole} if a.is_contiguous() else {product}"
         names = {"product": torch.bmm if self.batched else torch.mm, "linear": linear, "matmul": torch.matmul}
-        object.__setattr__(self, "matrices", eval(f"lambda a, b: ({both})", names))
-        object.__setattr__(self, "product", eval(f"lambda a, b: {product}", names))
+        for name, result in (("matrices", f"({both})"), ("product", product)):
+            function = written_function(f"def {name}_of(a, b): return {result}", f"{name}_of", names, "contraction")
+            object.__setattr__(self, name, function)
 
 
 @functools.lru_cache(maxsize=4096)

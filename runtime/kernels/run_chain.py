@@ -21,6 +21,7 @@ from autopar.ir.ops.ops import op
 from autopar.ir.ops.ring_ops import Turn, turns_of
 from autopar.runtime.collectives.mesh_ops import COORD, WAIT
 from autopar.runtime.kernels.direct import direct_function
+from autopar.runtime.kernels.generated import written_function
 from autopar.runtime.kernels.kernel import Kernel
 
 Tensors = Sequence[torch.Tensor]
@@ -62,9 +63,8 @@ def compiled_step(text: str) -> Step:
         lines.append(f"    {node.name} = {_bound(direct_function(node.target), names)}({', '.join(given)})")
     ends = (f"[{', '.join(one.name for one in nodes)}]" for nodes in (body.rows, body.next))
     lines.append(f"    return {', '.join(ends)}")
-    exec(compile("\n".join(lines), "<autopar chain>", "exec"), names)
-    compiled_step: Step = names["step"]
-    return compiled_step
+    made: Step = written_function("\n".join(lines), "step", names, "chain")
+    return made
 
 
 def _argument(arg: Any, names: dict[str, Any]) -> str:

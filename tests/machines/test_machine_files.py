@@ -120,7 +120,7 @@ def test_a_wrong_file_is_refused(case: str, tmp_path: Path):
 def test_files_that_cannot_be_read(tmp_path: Path):
     (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "folder.toml").mkdir()
-    said = {"none": "No such file or directory.", "folder": "Is a directory.", "bytes": "invalid start byte."}
+    said = {"none": "No such file or directory.", "folder": "no file.", "bytes": "invalid start byte at byte 0."}
     for name, end in said.items():
         with pytest.raises(MachineError, match=rf"^machine file '{tmp_path}/{name}\.toml'.*{end}$"):
             named(str(tmp_path / f"{name}.toml"))

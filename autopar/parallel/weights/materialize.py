@@ -234,7 +234,7 @@ class Weights:
         files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
         if not files or not all(file.is_file() for file in files):
             raise AutoparError(f"weights='{path}': there is no such file, or no .safetensors file in that folder.")
-        opened = [safe_open(file, framework="pt") for file in files]
+        opened = [_opened(file, safe_open) for file in files]
         return Weights(path, {name: file for file in opened for name in file.keys()})  # noqa: SIM118
 
     def has(self, entry: Input) -> bool:
@@ -278,3 +278,11 @@ def _rows(place: Place, shape: torch.Size) -> tuple[slice, ...]:
         mine = mine[mine > 0]  # the rest is padding
         rows.append(slice(int(mine[0]) - 1, int(mine[-1])) if len(mine) else slice(0, 0))
     return tuple(rows)
+
+
+def _opened(file: Path, safe_open: Callable[..., Any]) -> Any:
+    """A file, mapped into memory. safe_open: of safetensors, whose errors name no file."""
+    try:
+        return safe_open(file, framework="pt")
+    except Exception as error:  # its own kind is that of a package which may be absent
+        raise AutoparError(f"weights: '{file}' is no safetensors file, or a damaged one: {error}.") from None

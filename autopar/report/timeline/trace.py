@@ -96,7 +96,7 @@ def read_events(folder: Path, compiled: Lowered) -> list[dict[str, Any]]:
     except OSError as error:
         raise TargetError(f"--over {folder}: cannot read '{path}': {error.strerror}. `autopar run --trace {folder}` "
                           f"writes it.") from None  # fmt: skip
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise TargetError(f"--over {folder}: '{path}' is not a trace that `autopar run --trace` wrote.") from None
     if wrong:
         raise TargetError(f"--over {folder}: the trace is of another step: {', '.join(wrong)}.")

@@ -1,0 +1,76 @@
+"""A part of `benchmarks.specs` and `benchmarks.hostile`: wrong specs and damaged files end in words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import autopar
+from autopar.errors import AutoparError, MachineError, PlanError, ScheduleError
+from autopar.machines.files import read_machine
+from autopar.planning.space.decisions import read_plan
+from autopar.text_files import read_json
+from benchmarks import hostile, specs
+
+SECONDS = 40
+
+
+def test_wrong_specs_are_refused_in_words() -> None:
+    found, tried = specs.faults(5, range(70), SECONDS)
+    assert not found, found
+    assert tried > 20
+
+
+def test_damaged_files_are_refused_by_name() -> None:
+    found, tried = hostile.faults(5, range(70), SECONDS)
+    assert not found, found
+    assert tried > 20
+
+
+def test_the_tester_sees_another_error() -> None:
+    assert specs.fault_of(lambda: int("x")) == "ValueError: invalid literal for int() with base 10: 'x'"
+
+
+DIGITS, DEEP = "9" * 5000, "[" * 100_000
+
+
+@pytest.mark.parametrize("text, words", [
+    (f"zero = {DIGITS}", "is no TOML: Exceeds the limit"), (f"zero = {DEEP}", "nested too deep"),
+    ("\0", "is no TOML"), ("\udcff", "is no text in UTF-8: invalid start byte at byte 0"),
+])  # fmt: skip
+def test_one_reader_of_text(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "there"
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(PlanError, match=words):
+        read_plan(path)
+    with pytest.raises(MachineError, match=words):
+        read_machine(path)
+
+
+@pytest.mark.parametrize(
+    "path, words", [("a\0b", r"plan 'a\\x00b': .*null"), ("x" * 300, "too long"), ("/", "is a folder")]
+)
+def test_paths(path: str, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        read_plan(path)
+
+
+def test_json_is_read_likewise(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text(DEEP)
+    with pytest.raises(AutoparError, match="is no JSON that can be read: it is nested too deep"):
+        read_json(tmp_path / "x.json", "trace", AutoparError)
+
+
+@pytest.mark.parametrize("table, words", [
+    ("0F0,99999999999F0\n", "is not an action such as '0F1'"), ("0F0,999999F0,0B0\n,", "1000000 stages have at least"),
+    ("x" * 200_000 + ",0F0", r"\(200000 characters\)|field larger than"), ("0F٣,0B0", "is not an action"),
+])  # fmt: skip
+def test_tables_of_actions(table: str, words: str) -> None:
+    with pytest.raises(ScheduleError, match=words):
+        specs._compile("pp=2", schedule=table)
+
+
+def test_many_stages_are_refused_before_they_are_ordered() -> None:
+    with pytest.raises(autopar.AutoparError, match=r"1000000 stages are more than the \d+ calls"):
+        specs._compile("pp=1000000")
