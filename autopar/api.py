@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.capture import LossFn
 from autopar.compiled import Compiled
-from autopar.compiler.check_options import CHECK_EVERY, Graphs, options_of
+from autopar.compiler.check_options import CHECK_EVERY, Graphs, OnNonFinite, options_of
 from autopar.compiler.compile import batch_arguments, compile_step
 from autopar.compiler.meshes import MeshLike, mesh_of
 from autopar.compiler.models import check_model
@@ -35,6 +35,7 @@ class Options(StepKeywords, total=False):
     device: str | torch.device | None
     cuda_graphs: Graphs
     check_replicas: int | None
+    on_nonfinite: OnNonFinite | None
     weights: str | Path | None
     machine: str | None
 
@@ -55,6 +56,7 @@ def parallelize(
     device: str | torch.device | None = None,
     cuda_graphs: Graphs = False,
     check_replicas: int | None = CHECK_EVERY,
+    on_nonfinite: OnNonFinite | None = None,
     weights: str | Path | None = None,
     machine: str | None = None,
     **step: Unpack[StepKeywords],
@@ -77,6 +79,8 @@ def parallelize(
       "dry-run" checks anywhere that this is possible.
     check_replicas: training steps from one comparison of what ranks should hold alike to the next; RankError if it
       differs. None for no comparison.
+    on_nonfinite: of a step whose loss or gradients are infinite or NaN on any rank: "stop" raises NonFiniteError on
+      all of them before anything is changed, "skip" leaves the step out; None does not look (docs/ranks.md).
     weights: a safetensors file, or a folder of them as `save_pretrained` writes it, with the values of what is on the
       meta device: each rank reads its parts. None for the modules' own `reset_parameters()`.
     machine: what mesh="auto" plans for: a name that `autopar machine show` knows, or the path of a file. None for the
@@ -89,7 +93,7 @@ def parallelize(
     """
     asked = functools.partial(
         Requested, step=step, loss_fn=loss_fn, batch=batch, seed=seed, device=device,
-        cuda_graphs=cuda_graphs, check_replicas=check_replicas, weights=weights,
+        cuda_graphs=cuda_graphs, check_replicas=check_replicas, on_nonfinite=on_nonfinite, weights=weights,
         machine=machine,
     )  # fmt: skip
     if isinstance(model, nn.Module):

@@ -62,6 +62,10 @@ class RankError(AutoparError):
     """Ranks that disagree, or a rank that was lost."""
 
 
+class NonFiniteError(AutoparError):
+    """A loss or gradients that are infinite or NaN, where a step is to stop then."""
+
+
 class ArtifactError(AutoparError):
     """A directory that is not a saved program, or not an intact one."""
 

@@ -42,6 +42,7 @@ def train(
         seed=seed,
         cuda_graphs=job.cuda_graphs,
         check_replicas=job.check_replicas,
+        on_nonfinite=job.on_nonfinite,
         machine=machine,
         **(job.step if mesh != AUTO else {**job.step, **PLANNED}),  # type: ignore[typeddict-item]
     )

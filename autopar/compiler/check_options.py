@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import fields, replace
-from typing import Literal, Unpack
+from typing import Literal, Unpack, get_args
 
 import torch
 
-from autopar.errors import CompileError
+from autopar.errors import AutoparError, CompileError
 from autopar.ir.options import StepKeywords, StepOptions
 from autopar.passes.schedules import check_schedule_name
 
 Graphs = bool | Literal["dry-run"]
+OnNonFinite = Literal["stop", "skip"]
 CHECK_EVERY = 100  # training steps from one comparison of replicas to the next
 
 
@@ -44,3 +45,9 @@ def check_graphs(wanted: Graphs, device: torch.device) -> None:
         )
     if wanted is True and importlib.util.find_spec("triton") is None:
         raise CompileError("cuda_graphs=True needs Triton, for random ops that stay on the GPU: pip install triton.")
+
+
+def check_nonfinite(wanted: object) -> None:
+    """Raise AutoparError for what the option `on_nonfinite` cannot be."""
+    if wanted is not None and wanted not in get_args(OnNonFinite):
+        raise AutoparError(f'on_nonfinite={wanted!r}: write "stop", "skip", or None to go on as plain PyTorch does.')

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,11 @@ def train_step(
     those of all ranks, and not this rank's rows."""
     outputs = run_step(session, running, given, is_step=True)
     unused = _unused(session, running)
+    if not _is_finite(session, running, given, outputs):
+        session.random.steps += 1
+        drop_gradients(running.parameters().values())
+        session.announcer.stepped()
+        return finished(outputs[running.losses[0]]), outputs if is_whole else own_rows(outputs, running, given)
     session.random.steps += 1
     running.write_buffers(outputs)
     parameters, gradients = running.gradients(outputs, unused)
@@ -42,6 +48,17 @@ def train_step(
     (loss,) = running.losses
     loss_of_step = finished(outputs[loss])
     return loss_of_step, outputs if is_whole else own_rows(outputs, running, given)
+
+
+def _is_finite(session: Session, running: Running, given: Given, outputs: tuple[torch.Tensor, ...]) -> bool:
+    """Whether a step may change anything; True where nobody asked. A loss scale looks at the gradients itself."""
+    looks = session.nonfinite
+    if looks.wanted is None:
+        return True
+    values = running.gradients(outputs)[1] if session.scale is None else []
+    gradients = dict(zip(running.trained, values, strict=bool(values)))
+    inputs = partial(_inputs, session, running, given, True)
+    return looks.passes(outputs[running.losses[0]], gradients, running.runner, inputs, session.random.steps)
 
 
 def _unused(session: Session, running: Running) -> frozenset[str]:

@@ -53,6 +53,10 @@ def _two(flag: str, plan: Decisions, decided: str) -> TargetError:
 OWN = {  # what a run takes beside its steps
     "seed": (0, Flag(int, more="of the initial weights and of random ops")),
     "cuda_graphs": (False, Flag(bool, more="record the step on each GPU once, and replay it")),
+    "on_nonfinite": (
+        None,
+        Flag(str, "stop|skip", more="a step whose loss or gradients are not finite"),
+    ),
     "check_replicas": (None, Flag(int, "N", more="compare what ranks hold alike every N steps; 0 never does")),
 }
 STEP = {each.name: each for each in fields(StepOptions) if each.metadata["flag"] is not None}

@@ -113,6 +113,11 @@ class Running:
             return [trained[at] for at in used], [values[at] for at in used]
         return trained, values
 
+    @property
+    def trained(self) -> Sequence[str]:
+        """The names of the parameters that a step trains, in the order of `gradients`."""
+        return self._names
+
     def write_buffers(self, outputs: Outputs) -> None:
         """Buffers take the values that the step gave them."""
         for at, name in self._buffers:

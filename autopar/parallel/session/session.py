@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.capture.capture import LossFn
 from autopar.capture.inputs import tables
-from autopar.compiler.check_options import CHECK_EVERY, Graphs, check_graphs, options_of
+from autopar.compiler.check_options import CHECK_EVERY, Graphs, OnNonFinite, check_graphs, check_nonfinite, options_of
 from autopar.compiler.meshes import MeshLike, mesh_of
 from autopar.compiler.models import check_model
 from autopar.compiler.precision_check import check_device
@@ -29,6 +29,7 @@ from autopar.parallel.session.auto_options import AUTO, check_open, check_own, m
 from autopar.parallel.session.compilers import check_compiler, compiler_on
 from autopar.parallel.session.devices import compute_on, device_of_rank
 from autopar.parallel.session.loss_scale import LossScale
+from autopar.parallel.session.nonfinite import NonFinite
 from autopar.parallel.session.random_state import RandomState
 from autopar.parallel.weights.distribute import Distributor
 from autopar.parallel.weights.identity import check_identity
@@ -52,6 +53,7 @@ class Requested:
     device: str | torch.device | None = None
     cuda_graphs: Graphs = False
     check_replicas: int | None = CHECK_EVERY
+    on_nonfinite: OnNonFinite | None = None
     lift: torch.dtype | None = None
     weights: str | Path | None = None
     machine: str | None = None
@@ -77,7 +79,9 @@ class Requested:
         if self.is_auto:
             phase.texts["machine"] = [str(machine_for(self.machine, device))]
         every_of(self.check_replicas)
-        others = {name: getattr(self, name) for name in ("seed", "batch", "cuda_graphs", "check_replicas")}
+        check_nonfinite(self.on_nonfinite)
+        alike = ("seed", "batch", "cuda_graphs", "check_replicas", "on_nonfinite")
+        others = {name: getattr(self, name) for name in alike}
         phase.texts["options"] = [*(f"{name}={value}" for name, value in others.items()), *options.lines]
         phase.now = "model"
         check_model(self.model, runs_hooks=True)
@@ -125,6 +129,7 @@ class Session:
     announcer: Announcer
     watched: Watched
     replicas: Replicas
+    nonfinite: NonFinite
     random: RandomState
     scale: LossScale | None
 
@@ -145,10 +150,11 @@ def open_session(asked: Requested) -> Session:
     announcer = Announcer(agreement)
     store = ParameterStore(asked.model, Distributor(mesh, device_mesh, announcer.operation), place)
     replicas = Replicas(store, agreement, every_of(asked.check_replicas))
+    nonfinite = NonFinite(agreement, asked.on_nonfinite)
     scale = LossScale() if options.precision == "fp16" else None
     store.distribute(agreement, asked.seed, asked.weights)
     watched = announcer.watch(tables.parameters(asked.model))
-    return Session(settings, store, agreement, announcer, watched, replicas, RandomState(asked.seed), scale)
+    return Session(settings, store, agreement, announcer, watched, replicas, nonfinite, RandomState(asked.seed), scale)
 
 
 def join(asked: Requested) -> tuple[Agreement, Mesh, DeviceMesh, StepOptions]:
