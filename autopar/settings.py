@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from autopar.errors import RankError
 
+_LOCAL_RANK = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 _TRUE = ("1", "true", "yes", "on", "y")  # as Triton reads it
 
 
@@ -20,7 +22,8 @@ class Settings:
     exact: AUTOPAR_EXACT_KERNELS, by which generated kernels round after each op, as eager does.
     interpret: TRITON_INTERPRET, by which Triton runs kernels on a CPU.
     trims: whether MALLOC_TRIM_THRESHOLD_ says when glibc gives memory back; else ranks on a CPU keep it.
-    rank, world_size, local_rank, local_world_size: what torchrun sets; None without a launcher.
+    rank, world_size, local_rank, local_world_size: what torchrun sets; None without a launcher. Slurm's srun and Open
+      MPI's mpirun have names of their own for the place on a machine.
     error_file: where torchrun looks for what a rank that fails has to say.
     """
 
@@ -46,7 +49,7 @@ class Settings:
             trims="MALLOC_TRIM_THRESHOLD_" in os.environ,
             rank=_integer("RANK"),
             world_size=_integer("WORLD_SIZE"),
-            local_rank=_integer("LOCAL_RANK"),
+            local_rank=_first_integer(_LOCAL_RANK) if _integer("RANK") is not None else _integer("LOCAL_RANK"),
             local_world_size=_integer("LOCAL_WORLD_SIZE"),
             error_file=_path("TORCHELASTIC_ERROR_FILE"),
         )
@@ -59,6 +62,10 @@ def _cache() -> Path:
 
 def _flag(name: str) -> bool:
     return os.environ.get(name, "").lower() in _TRUE
+
+
+def _first_integer(names: Iterable[str]) -> int | None:
+    return next((value for name in names if (value := _integer(name)) is not None), None)
 
 
 def _integer(name: str) -> int | None:

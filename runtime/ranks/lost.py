@@ -8,6 +8,7 @@ import torch.distributed as dist
 _GONE = (
     "broken pipe",
     "closed by peer",
+    "closed by remote peer",
     "closed the connection",
     "connection refused",
     "connection reset",
@@ -17,12 +18,27 @@ _GONE = (
     "timed out",
     "timeout",
 )
-_OWN_FAULT = ("invalid argument", "invalid usage", "out of memory")
+# What a rank's own device, machine or call did, though NCCL says it of a collective.
+_OWN_FAULT = (
+    "cuda failure",
+    "device-side assert",
+    "illegal memory access",
+    "invalid argument",
+    "invalid usage",
+    "no network interface",
+    "no space left on device",
+    "out of memory",
+    "unhandled cuda error",
+)
+_UNCLEAR = ("internal error", "system error")  # of NCCL: a peer's, where it says that the peer went away
 
 
 def is_loss_of_peer(error: RuntimeError) -> bool:
     """True for what a backend raises where another rank has ended, or has not come in time."""
     text = str(error).lower()
-    if isinstance(error, dist.DistError):
-        return not any(words in text for words in _OWN_FAULT)
-    return any(words in text for words in _GONE)
+    is_gone = any(words in text for words in _GONE)
+    if not isinstance(error, dist.DistError):
+        return is_gone
+    if any(words in text for words in _OWN_FAULT):
+        return False
+    return is_gone or not any(words in text for words in _UNCLEAR)

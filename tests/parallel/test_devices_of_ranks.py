@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, RankError
 from autopar.parallel.session import session
-from autopar.parallel.session.devices import device_of_rank
+from autopar.parallel.session.devices import check_places, device_of_rank
 from autopar.parallel.session.session import Requested, join
 from autopar.settings import Settings
 
@@ -125,3 +125,28 @@ def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, asked: str, co
     with pytest.raises(AutoparError) as error:
         device_of_rank(asked, Settings(local_rank=5))
     assert str(error.value) == message
+
+
+def test_two_ranks_on_one_gpu_are_named() -> None:
+    check_places(["", "", ""])
+    check_places(["a GPU-1", "a GPU-2", "b GPU-1"])
+    with pytest.raises(
+        RankError, match=r"^each rank needs a GPU of its own: ranks 0, 2 have GPU-1 on a\. Start as many"
+    ):
+        check_places(["a GPU-1", "a GPU-2", "a GPU-1", "b GPU-1"])
+
+
+@pytest.mark.parametrize(("names", "local"), [
+    ({"LOCAL_RANK": "3", "SLURM_LOCALID": "1"}, 3), ({"SLURM_LOCALID": "1"}, 1),
+    ({"OMPI_COMM_WORLD_LOCAL_RANK": "2"}, 2), ({}, None),
+])  # fmt: skip
+def test_launchers_have_names_of_their_own(
+    names: dict[str, str], local: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
+    assert Settings.read().local_rank == (local if "LOCAL_RANK" in names else None)  # in a shell of a job: no rank
+    monkeypatch.setenv("RANK", "5")
+    assert Settings.read().local_rank == local

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from processes import Ranks
 from test_stage_parameters import assert_same, give_gradients, made, places, plain
@@ -164,3 +165,34 @@ def _whole_states_again(rank: int) -> None:
 
 def test_whole_states_are_whole_after_a_load(two: Ranks) -> None:
     two.run(_whole_states_again)
+
+
+def _received(rank: int) -> tuple[int, int]:
+    """Bytes that a rank receives for a state dict, and the bytes of what is split in it."""
+    torch.manual_seed(0)
+    model = autopar.parallelize(
+        nn.Linear(8, 12), "dp=2,tp=2", loss_fn=lambda m, x: m(x).sum(), shard={"weight": "[tp,-]"}
+    )
+    model.prepare(torch.ones(4, 8))
+    received, gather = 0, dist.gather
+
+    def counted(tensor: Any, out: Any = None, **options: Any) -> Any:
+        nonlocal received
+        received += sum(each.nbytes for each in out or ())
+        return gather(tensor, out, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "gather", counted)
+        whole = model.full_state_dict()
+    if rank == 0:
+        torch.testing.assert_close(whole["weight"], model.weight.full_tensor().detach())
+    else:
+        model.weight.full_tensor()
+    return received, 12 * 8 * 4
+
+
+def test_a_whole_value_is_received_once(four: Ranks) -> None:
+    """Red before: a part came from each of the ranks that hold the same one."""
+    (mine, whole), *others = four.run(_received)
+    assert whole <= mine <= whole + 12 * 4  # the bias may be split, too
+    assert [received for received, _ in others] == [0, 0, 0]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import socket
 import sys
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, RankError
 from autopar.machines.model import FRESH
+from autopar.parallel.agree.agreement import name_ranks
 from autopar.settings import Settings
 
 # Of malloc.h. Saying the one ends that glibc finds the other by itself, which would have become FRESH at most.
@@ -64,6 +67,28 @@ def _check(device: torch.device, settings: Settings) -> None:
         raise AutoparError(
             f'device="{device}"{source}, but this process sees {count} GPUs, 0 to {count - 1}. Start at most {count} '
             f"processes a machine, or show each its own by CUDA_VISIBLE_DEVICES."
+        )
+
+
+def place_of(device: torch.device) -> str:
+    """The machine and the GPU of a rank; empty of one on a CPU."""
+    if device.type != "cuda":
+        return ""
+    return f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
+
+
+def check_places(places: Sequence[str]) -> None:
+    """Raise RankError where two ranks have one GPU, which NCCL would refuse later. places: of all ranks."""
+    ranks: dict[str, list[int]] = {}
+    for rank, place in enumerate(places):
+        ranks.setdefault(place, []).append(rank)
+    shared = {place: at for place, at in ranks.items() if place and at[1:]}
+    if shared:
+        said = "; ".join(f"{name_ranks(at)} have {place.partition(' ')[2]} on {place.partition(' ')[0]}"
+                         for place, at in shared.items())  # fmt: skip
+        raise RankError(
+            f"each rank needs a GPU of its own: {said}. Start as many ranks on a machine as it has GPUs, with "
+            f"LOCAL_RANK (or SLURM_LOCALID) from 0 on, or show each its own by CUDA_VISIBLE_DEVICES."
         )
 
 

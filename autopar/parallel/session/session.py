@@ -27,7 +27,7 @@ from autopar.parallel.agree.agreement import Agreement, Announcer, Phase, Watche
 from autopar.parallel.batches.local_batch import BatchWorld
 from autopar.parallel.session.auto_options import AUTO, check_open, check_own, machine_for
 from autopar.parallel.session.compilers import check_compiler, compiler_on
-from autopar.parallel.session.devices import compute_on, device_of_rank
+from autopar.parallel.session.devices import check_places, compute_on, device_of_rank, place_of
 from autopar.parallel.session.loss_scale import LossScale
 from autopar.parallel.session.nonfinite import NonFinite
 from autopar.parallel.session.random_state import RandomState
@@ -178,6 +178,8 @@ def join(asked: Requested) -> tuple[Agreement, Mesh, DeviceMesh, StepOptions]:
             dist.init_process_group(backend)
     agreement = Agreement(place)
     mesh, options = agreement.together("arguments", lambda phase: asked.check(phase, world, place))
+    if place.type == "cuda" and world > 1:
+        check_places(agreement.everyone("devices", place_of(place)))
     if isinstance(asked.mesh, DeviceMesh):
         return agreement, mesh, asked.mesh, options
     return agreement, mesh, init_device_mesh(place.type, mesh.shape, mesh_dim_names=mesh.names), options

@@ -96,9 +96,26 @@ class Distributor:
         if layout.is_replicated:
             return part.cpu().clone() if first else None
         part = with_padding(part, tuple(shape), layout, self.mesh).contiguous()
-        parts = [torch.empty_like(part) for _ in range(self.mesh.size)] if first else None
-        dist.gather(on_wire(part), [on_wire(each) for each in parts] if parts else None, dst=0)
-        return beginning(combine([p.cpu() for p in parts], layout, self.mesh), shape) if parts is not None else None
+        splitting = Mesh(tuple(axis for axis in self.mesh.axes if axis[0] in layout.axes))
+        parts = self._gather_along(part, splitting)
+        return None if parts is None else beginning(combine(parts, layout, splitting), shape)
+
+    def _gather_along(self, part: torch.Tensor, splitting: Mesh) -> list[torch.Tensor] | None:
+        """The parts of all ranks along some axes, on the host of rank 0; None elsewhere. One axis after another, the
+        last first, and of ranks that hold the same one alone: rank 0 receives no part twice."""
+        others = [axis for axis in self.mesh.names if axis not in splitting]
+        if any(self.coord[axis] for axis in others):
+            return None
+        parts = part[None]
+        for axis, size in reversed(splitting.axes):
+            group = self.device_mesh.get_group(axis)
+            if self.coord[axis]:
+                dist.gather(on_wire(parts), None, group=group, group_dst=0)
+                return None
+            every = parts.new_empty(size, *parts.shape)
+            dist.gather(on_wire(parts), [on_wire(each) for each in every], group=group, group_dst=0)
+            parts = every.flatten(0, 1)
+        return list(parts.cpu())
 
     def gather_everywhere(
         self, part: torch.Tensor, layout: Layout, shape: torch.Size, owner: int | None = None
