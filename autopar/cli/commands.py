@@ -6,8 +6,10 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 
+from autopar import __version__
 from autopar.cli.arguments.command_options import CommandOptions, takes_options
 from autopar.cli.compiling import compiled_of, job_of
 from autopar.cli.estimating import estimate
@@ -17,17 +19,35 @@ from autopar.cli.machine import app as machine_app
 from autopar.cli.planning import plan_
 from autopar.cli.preflight import check_auto, check_run
 from autopar.cli.ranks import on_ranks, running_mesh
-from autopar.cli.show import draw_timeline, out, show_memory, show_notes, show_pass, show_rank, write_page
+from autopar.cli.show import draw_timeline, out, show, show_memory, show_notes, show_pass, show_rank, write_page
 from autopar.cli.training import train
 from autopar.cli.verifying import verify
 from autopar.compiled import load
 from autopar.errors import AutoparError, TargetError
 from autopar.ir.ops.measure import human
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)  # fmt: skip
 app.add_typer(machine_app, name="machine")
 
 RunMesh = Annotated[str, typer.Option("--mesh", help="axis=size pairs, e.g. dp=2,tp=2; one size may be -1; or auto")]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        show(f"autopar {__version__}, torch {torch.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _every(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="show the versions of autopar and torch")
+    ] = False,
+) -> None:
+    """The command line: autopar run, compile, inspect, explain, verify, estimate, plan, machine."""
 
 
 @app.command()

@@ -197,6 +197,12 @@ def test_an_error_of_all_ranks_is_shown_once(jobs: Path, on_ranks: OnRanks):
     assert "Traceback" not in done.stderr
 
 
+def test_versions_and_short_help():
+    done = here("--version")
+    assert (done.returncode, done.stdout) == (0, f"autopar {autopar.__version__}, torch {torch.__version__}\n")
+    assert here("-h").stdout == here("--help").stdout
+
+
 def test_compile_and_inspect(jobs: Path, tmp_path: Path):
     folder = tmp_path / "program"
     done = here("compile", f"{jobs}:job", "--mesh", "dp=3,tp=2", "--out", folder)
