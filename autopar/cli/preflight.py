@@ -11,11 +11,13 @@ from autopar.cli.arguments.command_options import CommandOptions
 from autopar.compiler.meshes import AUTO
 from autopar.errors import TargetError
 from autopar.ir.mesh import GRADIENT_AXES, PIPELINE, Mesh
+from autopar.ir.ops.measure import human
 from autopar.ir.options import flag_name
 from autopar.job import Job
 from autopar.planning.space.decisions import PLANNED
 from autopar.settings import Settings
 
+RANK_BYTES = 300 << 20  # of a process that has loaded torch, of its own
 SEEDS = -(2**63), 2**64 - 1  # what torch.manual_seed takes
 
 
@@ -48,6 +50,28 @@ def check_options(options: CommandOptions) -> None:
     directory = Settings.read().dump
     if directory is not None:
         _check_folder("AUTOPAR_DUMP", directory)
+
+
+def check_room(ranks: int, free: int | None = None) -> None:
+    """Raise TargetError where this machine has no memory for so many processes. free: bytes, if not those of now."""
+    free = _free_bytes() if free is None else free
+    if free is None or ranks * RANK_BYTES <= free:
+        return
+    raise TargetError(
+        f"{ranks} ranks are {ranks} processes of {human(RANK_BYTES)} at least, and this machine has {human(free)} of "
+        f"free memory: at most {max(1, free // RANK_BYTES)} would start here. `autopar verify` and `autopar estimate` "
+        f"need no processes; to run on several machines start the ranks by torchrun."
+    )
+
+
+def _free_bytes() -> int | None:
+    """What new processes can have; None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    known = dict(line.split(":", 1) for line in lines if ":" in line)
+    return int(known["MemAvailable"].split()[0]) << 10 if "MemAvailable" in known else None
 
 
 def _check_file(name: str, path: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.cli.launch import launch, report
+from autopar.cli.preflight import check_room
 from autopar.compiler.meshes import AUTO, mesh_of
 from autopar.errors import AutoparError, MeshError
 from autopar.ir.mesh import Mesh
@@ -36,6 +37,7 @@ def on_ranks(mesh: str, arguments: list[str], work: Callable[[], None]) -> None:
     if parsed.size == 1:
         work()
         return
+    check_room(parsed.size)
     failure = launch(arguments, parsed)
     if failure is not None:
         raise _Failed(failure)

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from autopar.cli import commands as cli
+from autopar.cli.preflight import check_room
+from autopar.errors import TargetError
 
 JOB = """
 import torch, autopar
@@ -38,6 +40,7 @@ WRONG = {
     "run JOB --mesh dp=1 --precision int8": "precision='int8': write bf16, fp16 or fp32",
     "run JOB --mesh dp=1 --microbatches 3": "microbatches=3 does not divide the 8 samples",
     "run JOB --mesh dp=1 --zero -1": "zero=-1: write 0, 1 ",
+    "run JOB --mesh dp=2000000": "2000000 ranks are 2000000 processes of 315 MB at least, and this machine has ",
     "run JOB --mesh dp=0": "mesh 'dp=0': axis 'dp' has size 0",
     "verify JOB --mesh dp=2 --steps 0": "--steps 0: write a number of 1 or more.",
     "verify JOB --mesh dp=2 --steps -5 --backend gloo": "--steps -5: write a number of 1 or more.",
@@ -132,3 +135,9 @@ def test_a_rank_that_is_no_number(places: dict[str, str], monkeypatch: pytest.Mo
     monkeypatch.setenv("RANK", "first")
     code, _, said = call(f"run {places['JOB']} --mesh dp=1")
     assert code == 1 and said == "autopar: RANK=first: it must be a number, as torchrun sets it.\n"
+
+
+def test_ranks_that_have_room_are_started() -> None:
+    check_room(4, 1 << 31)
+    with pytest.raises(TargetError, match=r"this machine has 1\.05 MB of free memory: at most 1 would start here"):
+        check_room(2, 1 << 20)
