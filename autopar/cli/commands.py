@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 
-from autopar import __version__
 from autopar.cli.arguments.command_options import CommandOptions, takes_options
 from autopar.cli.compiling import compiled_of, job_of
 from autopar.cli.estimating import estimate
@@ -37,13 +37,13 @@ RunMesh = Annotated[str, typer.Option("--mesh", help="axis=size pairs, e.g. dp=2
 
 def _version(asked: bool) -> None:
     if asked:
-        show(f"autopar {__version__}, torch {torch.__version__}")
+        show(f"autopar {version('autopar')}, torch {torch.__version__}")
         raise typer.Exit
 
 
 @app.callback()
 def _every(
-    version: Annotated[
+    versions: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="show the versions of autopar and torch")
     ] = False,
 ) -> None:
