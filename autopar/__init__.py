@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from autopar.compiled import Compiled as Compiled
     from autopar.compiled import load as load
     from autopar.custom_ops.registry import register_rule as register_rule
+    from autopar.ema import EMA as EMA
     from autopar.errors import AutoparError as AutoparError
     from autopar.ir.layout import Layout as Layout
     from autopar.ir.mesh import Mesh as Mesh
@@ -30,6 +31,7 @@ __version__ = "0.1.0"
 _HOME = {
     "AutoparError": "autopar.errors",
     "Compiled": "autopar.compiled",
+    "EMA": "autopar.ema",
     "Job": "autopar.job",
     "Layout": "autopar.ir.layout",
     "Mesh": "autopar.ir.mesh",
