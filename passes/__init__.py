@@ -34,6 +34,7 @@ from autopar.passes.precision.gradient_terms import check_sums
 from autopar.passes.recompute import recompute
 from autopar.passes.reroll import reroll
 from autopar.passes.search.propagate import propagate
+from autopar.passes.sorts.expert_loops import expert_loops
 from autopar.passes.sorts.expert_tables import expert_tables
 from autopar.passes.sorts.unsort import unsort
 
@@ -42,6 +43,7 @@ Pass = Callable[[Program, Plan], Program]
 PASSES: tuple[tuple[Pass, Level], ...] = (
     (group, Level.CAPTURED),  # norms take the samples of a rank or a micro-batch together, where that is asked for
     (unsort, Level.CAPTURED),  # rows sorted by expert stay in their own order
+    (expert_loops, Level.CAPTURED),  # a loop over experts takes the rows of all at once, for them to be split
     (expert_tables, Level.CAPTURED),  # what rows look up by their expert is split as experts are
     (rowwise, Level.CAPTURED),  # what a row looks up in itself is split with it
     (windows, Level.CAPTURED),  # convolutions along a sequence take in the pads and slices beside them
