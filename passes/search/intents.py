@@ -142,8 +142,8 @@ class Intent:
         source, target = at_home(source), at_home(target)
         gathers = isinstance(source, tuple) and source != target
         scatters = isinstance(source, str) and isinstance(target, tuple)
-        if of_parameters and gathers:
-            return None
+        if of_parameters and gathers:  # matrices that lie apart, each split, may be put together by expert
+            return 1.0 if self.experts and isinstance(target, tuple) else None
         if self.divides_products:
             moves = source is not None and source != target
             is_free = to_gradient or (self.context and along_sequence and at_attention)

@@ -164,6 +164,7 @@ class _Join:
         self.bodies, self.build, self.values, self.table = bodies, build, values, table
         self.loop = bodies.loop
         self.count, self.chosen, self.rows = len(self.loop.masks), self.loop.chosen, self.loop.rows
+        self.turn = _turn(self.loop.first)
         self.made: dict[int, _Value] = {}
         self._stacks: dict[tuple[fx.Node, ...], fx.Node] = {}
         self._spread: dict[tuple[fx.Node, int], fx.Node] = {}
@@ -177,7 +178,7 @@ class _Join:
         hot = self.loop.hot
         is_whole = hot is not None and hot.is_whole
         if hot is not None:
-            place, valid = self._of_hot(like)
+            place, valid = (self._turned(one, 0, like) for one in self._of_hot(like))
         else:
             place, valid = self._of_masks(like)
         self.place = self.index = place
@@ -212,7 +213,7 @@ class _Join:
         """The experts of each row, as many as it may have, and which of them it has, by the masks of all."""
         infer = self.build.infer
         masks = [self.build.copy(masks[0]) for masks in self.loop.masks]
-        columns = [infer(aten.unsqueeze.default, mask, 1, like=like) for mask in masks]
+        columns = [infer(aten.unsqueeze.default, self._turned(mask, 0, like), 1, like=like) for mask in masks]
         table = infer(aten._to_copy.default, infer(aten.cat.default, columns, 1, like=like), like=like, dtype=torch.int32)
         if self.chosen == 1:
             most = infer(aten.max.dim, table, 1, like=like)
@@ -313,6 +314,7 @@ class _Join:
 
     def _repeated(self, node: fx.Node, dim: int, like: Record) -> fx.Node:
         """Rows, each as often as it may have experts."""
+        node = self._turned(node, dim, like)
         if self.chosen == 1:
             return node
         shape = record(node).type.shape
@@ -323,6 +325,18 @@ class _Join:
             aten.reshape.default, apart, [*shape[:dim], shape[dim] * self.chosen, *shape[dim + 1 :]], like=like
         )
 
+    def _turned(self, node: fx.Node, dim: int, like: Record, back: bool = False) -> fx.Node:
+        """Rows of a mask [k, n] in the order of [n, k], in which those of a sample are beside each other; or back."""
+        if self.turn is None:
+            return node
+        shape = record(node).type.shape
+        sizes = [*shape[:dim], *(self.turn[::-1] if back else self.turn), *shape[dim + 1 :]]
+        order = [*range(dim), dim + 1, dim, *range(dim + 2, len(sizes))]
+        apart = self.build.infer(aten.reshape.default, node, sizes, like=like)
+        return self.build.infer(
+            aten.reshape.default, self.build.infer(aten.permute.default, apart, order, like=like), list(shape), like=like
+        )
+
     def _gathered(self, nodes: tuple[fx.Node, ...], dim: int, like: Record) -> fx.Node:
         """Of rows that each expert has its own of those of each row's experts."""
         stack, infer = self._stack(nodes, like), self.build.infer
@@ -330,6 +344,7 @@ class _Join:
         if dim or math.prod(shape[2:]) != 1:
             raise Apart(f"each takes other rows at {like.source}")
         columns = infer(aten.permute.default, infer(aten.reshape.default, stack, list(shape[:2]), like=like), [1, 0], like=like)
+        columns = self._turned(columns, 0, like)
         places = infer(aten.reshape.default, self.place, [self.rows, self.chosen], like=like)
         made = infer(aten.gather.default, columns, 1, places, like=like)
         return infer(aten.reshape.default, made, [self.rows * self.chosen, *shape[2:]], like=like)
@@ -519,13 +534,13 @@ class _Join:
             return infer(aten.sum.dim_IntList, value.node, [0], like=like)
         if not isinstance(value, _Rows) or not value.is_zero:
             raise Apart(f"what is added at {like.source} is not zero for rows of others")
-        if self.chosen == 1:
-            return value.node
-        shape, dim = record(value.node).type.shape, value.dim
-        apart = infer(
-            aten.reshape.default, value.node, [*shape[:dim], self.rows, self.chosen, *shape[dim + 1 :]], like=like
-        )
-        return infer(aten.sum.dim_IntList, apart, [dim + 1], like=like)
+        made, dim = value.node, value.dim
+        if self.chosen > 1:
+            shape = record(made).type.shape
+            sizes = [*shape[:dim], self.rows, self.chosen, *shape[dim + 1 :]]
+            apart = infer(aten.reshape.default, made, sizes, like=like)
+            made = infer(aten.sum.dim_IntList, apart, [dim + 1], like=like)
+        return self._turned(made, dim, like, back=True)
 
     def total(self, root: fx.Node) -> fx.Node:
         """What stands for a sum over experts."""
@@ -558,7 +573,15 @@ class _Join:
         given = infer(aten.reshape.default, value.node, sizes, like=like)
         dtype = record(value.node).type.dtype
         zeros = infer(aten.full.default, list(leaf.shape), 0, like=like, dtype=dtype)
-        return infer(aten.scatter_add.default, zeros, 1, places, given, like=like)
+        made = infer(aten.scatter_add.default, zeros, 1, places, given, like=like)
+        return self._turned(made, 0, like, back=True)
+
+
+def _turn(mask: fx.Node) -> tuple[int, int] | None:
+    """The sizes [k, n] of what a mask is a row of, where it has more columns: a row of each sample's choices."""
+    source = mask.args[0] if is_view(mask.target) else None
+    shape = record(source).type.shape if isinstance(source, fx.Node) else ()
+    return (shape[0], shape[1]) if len(shape) == 2 and 1 < shape[0] < shape[1] else None
 
 
 def _is_gradient(node: fx.Node) -> bool:
