@@ -11,6 +11,7 @@ from autopar.passes.search.axes import AxisSearch, Solution
 from autopar.passes.search.items import Classes, Item, operations
 
 SHOWN = 4  # lines of an error
+ONE_BY_ONE = "takes one at a time"  # in the note of a loop over experts that stays as it is
 
 
 def whole_experts(search: AxisSearch, solution: Solution) -> list[str]:
@@ -85,12 +86,16 @@ def _batched(item: Item, lookup: Item) -> str:
 
 
 def _loop(classes: Classes) -> str:
-    """What to write in place of a loop over experts, if there is one."""
+    """Say of a loop over experts why it takes one at a time, and what to write in place of what is there."""
+    why, instead = "", ""
     for item in classes.items:
         if item.node.target is op("expert_mm"):
             known = record(item.node)
-            return (
-                f" (the loop over experts at {known.source} in {known.module} takes one at a time: "
-                f'sort rows by expert and use F.grouped_mm, or experts_implementation="grouped_mm" of transformers)'
-            )
-    return ""
+            default = f"the loop over experts at {known.source} in {known.module or 'the model'} {ONE_BY_ONE}"
+            why = f" ({next((note for note in classes.notes if ONE_BY_ONE in note), default)})"
+            instead = "let index_add_ alone put back what an expert computes, or "
+            break
+    return (
+        f"{why}: {instead}sort rows by expert and use F.grouped_mm, with transformers "
+        f'experts_implementation="grouped_mm"; or give the ranks to dp or tp'
+    )

@@ -1,4 +1,4 @@
-"""expert_loops: a loop over experts, of which each takes its rows, becomes products of all rows by the expert of each."""
+"""expert_loops: a loop over experts becomes products of all rows, each by the matrix of its expert."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import fx
 
 from autopar.ir.mesh import EXPERT
 from autopar.ir.ops.op_facts import facts_of, is_view
-from autopar.ir.ops.ops import NO_EXPERT, op
+from autopar.ir.ops.ops import op
 from autopar.ir.plan import Plan
 from autopar.ir.program import Builder, Program, Record, erase_unused, is_getitem, operand_nodes, record
 from autopar.passes.rules import call_of, table_of
@@ -20,6 +20,8 @@ from autopar.passes.rules.rule import Table
 from autopar.passes.rules.through import Through, resize, through
 from autopar.passes.sorts.loop_bodies import MASK, Apart, Bodies, Leaf, Places, bodies_of
 from autopar.passes.sorts.loop_masks import Loop, Values, constant, find_loops, mask_of_index
+from autopar.passes.sorts.loop_rows import LoopRows
+from autopar.passes.sorts.loop_stacks import Stacks, shaped
 
 MADE_BY = "expert_loops"
 _PRODUCTS = (op("expert_mm"), op("expert_mm_backward"))
@@ -34,7 +36,8 @@ def expert_loops(program: Program, plan: Plan) -> Program:
         CAPTURED program
         %w: f32[2,8,5] = parameter "w"
         %x: f32[6,8] = batch "0"
-        %expert: i64[6] = batch "1"
+        %scores: f32[6,2] = batch "1"
+        %expert: i64[6] = aten.argmax.default(%scores, 1)
         %one: i64[] = aten.full.default([], 1, dtype=i64)
         %zero: i64[] = aten.full.default([], 0, dtype=i64)
         %eq: b8[6] = aten.eq.Scalar(%expert, 0)
@@ -53,8 +56,9 @@ def expert_loops(program: Program, plan: Plan) -> Program:
         CAPTURED program
         %w: f32[2,8,5] = parameter "w"
         %x: f32[6,8] = batch "0"
-        %expert: i64[6] = batch "1"
-        TBD
+        %scores: f32[6,2] = batch "1"
+        %expert: i64[6] = aten.argmax.default(%scores, 1)
+        %expert_mm: f32[6,5] = autopar.expert_mm.default(%x, %w, %expert)
         return value "y" = %expert_mm
 
     A row has one expert, or a few: it stands once for each. What a body computes for rows of others is seen by nobody
@@ -162,67 +166,12 @@ class _Join:
 
     def __init__(self, bodies: Bodies, build: Builder, values: Values, table: Table) -> None:
         self.bodies, self.build, self.values, self.table = bodies, build, values, table
-        self.loop = bodies.loop
-        self.count, self.chosen, self.rows = len(self.loop.masks), self.loop.chosen, self.loop.rows
-        self.turn = _turn(self.loop.first)
+        self.count = len(bodies.loop.masks)
+        self.stacks = Stacks(build, self.count)
+        self.of = LoopRows(bodies.loop, build, self.stacks)
+        self.rows, self.chosen = self.of.rows, self.of.chosen
         self.made: dict[int, _Value] = {}
-        self._stacks: dict[tuple[fx.Node, ...], fx.Node] = {}
         self._spread: dict[tuple[fx.Node, int], fx.Node] = {}
-        self.index: fx.Node | None = None  # of each row, NO_EXPERT for one that has none
-        self.place: fx.Node | None = None  # the same, with any expert for a row that has none
-
-    # -- which expert a row has ---------------------------------------------------------------------------------
-
-    def _start(self, like: Record) -> _Mask:
-        """Compute the expert of each row."""
-        hot = self.loop.hot
-        is_whole = hot is not None and hot.is_whole
-        if hot is not None:
-            place, valid = (self._turned(one, 0, like) for one in self._of_hot(like))
-        else:
-            place, valid = self._of_masks(like)
-        self.place = self.index = place
-        shape = (self.rows * self.chosen,)
-        if is_whole:
-            return _Mask(None, shape)
-        nobody = self.build.infer(aten.full.default, [], NO_EXPERT, like=like, dtype=torch.int64)
-        self.index = self.build.infer(aten.where.self, valid, place, nobody, like=like)
-        return _Mask(valid, shape)
-
-    def _of_hot(self, like: Record) -> tuple[fx.Node, fx.Node]:
-        """The experts and which rows have one, by the tensor that tells them."""
-        hot, infer = self.loop.hot, self.build.infer
-        assert hot is not None
-        tensor = self.build.value[hot.tensor]
-        if hot.dim is None:
-            place = infer(aten._to_copy.default, tensor, like=like, dtype=torch.int64)
-            valid = infer(aten.ge.Scalar, place, 0, like=like)
-            below = infer(aten.lt.Scalar, place, self.count, like=like)
-            valid = infer(aten.bitwise_and.Tensor, valid, below, like=like)
-        else:
-            most = infer(aten.max.dim, tensor, hot.dim, like=like)
-            place = infer(operator.getitem, most, 1, like=like)
-            valid = infer(aten.ne.Scalar, infer(operator.getitem, most, 0, like=like), 0, like=like)
-        for call in hot.path:
-            if is_view(call.target):
-                place = infer(call.target, place, *call.args[1:], like=like, **call.kwargs)
-                valid = infer(call.target, valid, *call.args[1:], like=like, **call.kwargs)
-        return place, valid
-
-    def _of_masks(self, like: Record) -> tuple[fx.Node, fx.Node]:
-        """The experts of each row, as many as it may have, and which of them it has, by the masks of all."""
-        infer = self.build.infer
-        masks = [self.build.copy(masks[0]) for masks in self.loop.masks]
-        columns = [infer(aten.unsqueeze.default, self._turned(mask, 0, like), 1, like=like) for mask in masks]
-        table = infer(aten._to_copy.default, infer(aten.cat.default, columns, 1, like=like), like=like, dtype=torch.int32)
-        if self.chosen == 1:
-            most = infer(aten.max.dim, table, 1, like=like)
-        else:
-            most = infer(aten.topk.default, table, self.chosen, 1, like=like)
-        valid, place = (infer(operator.getitem, most, i, like=like) for i in range(2))
-        valid = infer(aten.ne.Scalar, valid, 0, like=like)
-        flat = [self.rows * self.chosen]
-        return tuple(infer(aten.reshape.default, one, flat, like=like) for one in (place, valid))  # type: ignore[return-value]
 
     # -- what is computed of them -------------------------------------------------------------------------------
 
@@ -231,7 +180,7 @@ class _Join:
         nodes = self.bodies.families[number]
         like = record(nodes[0])
         if number == MASK:
-            value: _Value = self._start(like)
+            value: _Value = _Mask(self.of.start(like), (self.of.size,))
         elif is_getitem(nodes[0]):
             value = self.made[self._family(nodes[0].args[0])][nodes[0].args[1]]
         else:
@@ -278,6 +227,11 @@ class _Join:
                 return self._row_by_row(nodes[0], way, given, like)
         return self._linear(nodes[0], given, like)
 
+    def _again(self, node: fx.Node, *args: Any, like: Record, **kwargs: Any) -> fx.Node:
+        """A call of a node's op, with its name."""
+        target: Any = node.target
+        return self.build.infer(target, *args, like=like, name=node.name, **kwargs)
+
     def _is_along(self, way: Through) -> bool:
         """True if all tensors have the rows as a dim."""
         tensors = zip((*way.operands, *way.results), (*way.call.operands, *way.call.results), strict=True)
@@ -287,17 +241,16 @@ class _Join:
         self, node: fx.Node, given: list[_Value], sources: list[tuple[fx.Node, ...]], like: Record
     ) -> _Value:  # fmt: skip
         """A product of rows with a matrix of each expert, or the gradient of these."""
-        assert self.index is not None
         if not isinstance(given[2], _Index) or any(isinstance(one, (_Mask, _Stack, _Total)) for one in given[:2]):
             raise Apart(f"{node.target} at {like.source} takes rows of other experts")
         rows = [self._along(given[i], sources[i][0], 0, like) for i in range(2 if _is_gradient(node) else 1)]
         if _is_gradient(node):
-            made = self.build.infer(node.target, *rows, self.index, self.count, like=like, name=node.name)
+            made = self._again(node, *rows, self.of.index, self.count, like=like)
             return _Stack(self.build.infer(aten.unsqueeze.default, made, 1, like=like))
-        matrices = self._stack(sources[1], like)
+        matrices = self.stacks.of(sources[1], like)
         shape = record(matrices).type.shape
-        matrices = self.build.infer(aten.reshape.default, matrices, [shape[0], *shape[2:]], like=like)
-        return _Rows(self.build.infer(node.target, *rows, matrices, self.index, like=like, name=node.name), 0, True)
+        matrices = shaped(self.build, matrices, [shape[0], *shape[2:]], like)
+        return _Rows(self._again(node, *rows, matrices, self.of.index, like=like), 0, True)
 
     def _along(self, value: _Value, source: fx.Node, dim: int, like: Record) -> fx.Node:
         """An operand of which each row stands for its own expert."""
@@ -306,66 +259,18 @@ class _Join:
                 raise Apart(f"rows lie otherwise at {like.source}")
             return value.node
         if value is not None:
-            return self._gathered(value, dim, like)
+            return self.of.gathered(value, dim, like)
         key = (source, dim)
         if key not in self._spread:
-            self._spread[key] = self._repeated(self.build.value[source], dim, like)
+            self._spread[key] = self.of.repeated(self.build.value[source], dim, like)
         return self._spread[key]
-
-    def _repeated(self, node: fx.Node, dim: int, like: Record) -> fx.Node:
-        """Rows, each as often as it may have experts."""
-        node = self._turned(node, dim, like)
-        if self.chosen == 1:
-            return node
-        shape = record(node).type.shape
-        apart = self.build.infer(aten.unsqueeze.default, node, dim + 1, like=like)
-        sizes = [*shape[: dim + 1], self.chosen, *shape[dim + 1 :]]
-        apart = self.build.infer(aten.expand.default, apart, sizes, like=like)
-        return self.build.infer(
-            aten.reshape.default, apart, [*shape[:dim], shape[dim] * self.chosen, *shape[dim + 1 :]], like=like
-        )
-
-    def _turned(self, node: fx.Node, dim: int, like: Record, back: bool = False) -> fx.Node:
-        """Rows of a mask [k, n] in the order of [n, k], in which those of a sample are beside each other; or back."""
-        if self.turn is None:
-            return node
-        shape = record(node).type.shape
-        sizes = [*shape[:dim], *(self.turn[::-1] if back else self.turn), *shape[dim + 1 :]]
-        order = [*range(dim), dim + 1, dim, *range(dim + 2, len(sizes))]
-        apart = self.build.infer(aten.reshape.default, node, sizes, like=like)
-        return self.build.infer(
-            aten.reshape.default, self.build.infer(aten.permute.default, apart, order, like=like), list(shape), like=like
-        )
-
-    def _gathered(self, nodes: tuple[fx.Node, ...], dim: int, like: Record) -> fx.Node:
-        """Of rows that each expert has its own of those of each row's experts."""
-        stack, infer = self._stack(nodes, like), self.build.infer
-        shape = record(stack).type.shape
-        if dim or math.prod(shape[2:]) != 1:
-            raise Apart(f"each takes other rows at {like.source}")
-        columns = infer(aten.permute.default, infer(aten.reshape.default, stack, list(shape[:2]), like=like), [1, 0], like=like)
-        columns = self._turned(columns, 0, like)
-        places = infer(aten.reshape.default, self.place, [self.rows, self.chosen], like=like)
-        made = infer(aten.gather.default, columns, 1, places, like=like)
-        return infer(aten.reshape.default, made, [self.rows * self.chosen, *shape[2:]], like=like)
-
-    def _looked(self, nodes: tuple[fx.Node, ...], dim: int, ndim: int, like: Record) -> fx.Node:
-        """What each row's expert adds, or multiplies by, in a tensor of so many dims with rows along one."""
-        stack, infer = self._stack(nodes, like), self.build.infer
-        shape = record(stack).type.shape[1:]
-        behind = ndim - 1 - dim
-        if len(shape) > behind and math.prod(shape[: len(shape) - behind]) != 1:
-            raise Apart(f"what each adds at {like.source} has other dims")
-        kept = shape[max(0, len(shape) - behind) :]
-        table = infer(aten.reshape.default, stack, [self.count, math.prod(kept)], like=like)
-        rows = infer(op("embedding"), table, self.index, like=like)
-        sizes = [self.rows * self.chosen, *(1,) * (behind - len(kept)), *kept]
-        return infer(aten.reshape.default, rows, sizes, like=like)
 
     def _masked(self, node: fx.Node, given: list[_Value], like: Record) -> _Value | None:
         """What is made of a mask alone, and rows that it chooses."""
-        if node.target is aten.where.self and isinstance(given[0], _Mask) and not any(
-            isinstance(one, _Mask) for one in given[1:]
+        if (
+            node.target is aten.where.self
+            and isinstance(given[0], _Mask)
+            and not any(isinstance(one, _Mask) for one in given[1:])
         ):
             return self._chosen(node, given, like)
         if is_view(node.target) and math.prod(record(node).type.shape) == self.rows and len(given) == 1:
@@ -373,8 +278,8 @@ class _Join:
             if shape[0] != self.rows:
                 return None
             mask = given[0].node
-            sizes = (self.rows * self.chosen, *shape[1:])
-            made = mask and self.build.infer(aten.reshape.default, mask, list(sizes), like=like)
+            sizes = (self.of.size, *shape[1:])
+            made = mask and shaped(self.build, mask, list(sizes), like)
             return _Mask(made, sizes)
         return None
 
@@ -421,25 +326,24 @@ class _Join:
             elif value is None:
                 made = self.build.value[source]
             elif facts_of(node.target).pointwise and at is not None:
-                made = self._looked(value, at[0], len(result), like)
+                made = self.of.looked(value, at[0], len(result), like)
             else:
                 raise Apart(f"{node.target} at {like.source} takes another tensor for each")
             if new.setdefault(source, made) is not made:
                 raise Apart(f"{node.target} at {like.source} takes one tensor in two ways")
         args, kwargs = node.args, node.kwargs
         if self.chosen > 1:
-            args, kwargs = resize(way, self.rows, self.rows * self.chosen).arguments
+            args, kwargs = resize(way, self.rows, self.of.size).arguments
         args, kwargs = fx.node.map_arg((args, kwargs), new.__getitem__)
-        made = self.build.infer(node.target, *args, like=like, name=node.name, **kwargs)
+        made = self._again(node, *args, like=like, **kwargs)
         if way.adds_up:
             return _Total(made)
         if not record(node).several:
             assert at is not None
             return _Rows(made, at[0], is_zero)
-        places = [one for one in way.results]
         return tuple(
             _Rows(self.build.infer(operator.getitem, made, i, like=like), where[0], is_zero)
-            for i, where in enumerate(places)
+            for i, where in enumerate(way.results)
             if where is not None
         )
 
@@ -447,15 +351,15 @@ class _Join:
         """The sum of each expert's rows."""
         infer = self.build.infer
         shape = record(value.node).type.shape
-        dims = {dim % len(shape) for dim in node.args[1]}  # type: ignore[union-attr]
+        dims = {dim % len(shape) for dim in _dims(node)}
         others = sorted(dims - {value.dim})
         summed = infer(aten.sum.dim_IntList, value.node, others, True, like=like) if others else value.node
         order = [value.dim, *(dim for dim in range(len(shape)) if dim != value.dim)]
         summed = infer(aten.permute.default, summed, order, like=like)
         rest = record(summed).type.shape[1:]
-        flat = infer(aten.reshape.default, summed, [shape[value.dim], math.prod(rest)], like=like)
-        made = infer(op("embedding_backward"), flat, self.index, self.count, -1, like=like, name=node.name)
-        return _Stack(infer(aten.reshape.default, made, [self.count, *record(node).type.shape], like=like))
+        flat = shaped(self.build, summed, [shape[value.dim], math.prod(rest)], like)
+        made = infer(op("embedding_backward"), flat, self.of.index, self.count, -1, like=like, name=node.name)
+        return _Stack(shaped(self.build, made, [self.count, *record(node).type.shape], like))
 
     def _linear(self, node: fx.Node, given: list[_Value], like: Record) -> _Total:
         """A call that is linear in what is added up afterwards."""
@@ -470,7 +374,7 @@ class _Join:
         new = {one: self.build.value[one] for one in operand_nodes(node) if one is not source}
         new[source] = self._summed(given[i], record(source))
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), new.__getitem__)
-        return _Total(self.build.infer(node.target, *args, like=like, name=node.name, **kwargs))
+        return _Total(self._again(node, *args, like=like, **kwargs))
 
     def _of_each(self, node: fx.Node, given: list[_Value], like: Record) -> _Stack:
         """A call for what each expert has one of."""
@@ -478,50 +382,8 @@ class _Join:
         for source, value in zip(operand_nodes(node), given, strict=True):
             if not isinstance(value, (_Stack, tuple)):
                 raise Apart(f"{node.target} at {like.source} takes more than what each gives")
-            new[source] = value.node if isinstance(value, _Stack) else self._stack(value, like)
-        return _Stack(self._batched(node, new, like))
-
-    # -- what each expert has -----------------------------------------------------------------------------------
-
-    def _stack(self, nodes: tuple[fx.Node, ...], like: Record) -> fx.Node:
-        """Values of all experts along a new first dim; where these are pieces of one tensor, or shown alike, that."""
-        if nodes not in self._stacks:
-            self._stacks[nodes] = self._stacked(nodes, like.with_(phase=record(nodes[0]).phase))
-        return self._stacks[nodes]
-
-    def _stacked(self, nodes: tuple[fx.Node, ...], like: Record) -> fx.Node:
-        first = nodes[0]
-        is_alike = all(node.target is first.target and node.op == first.op == "call_function" for node in nodes)
-        if is_alike and first.target is aten.select.int:
-            tensor, dim = first.args[:2]
-            sizes = record(tensor).type.shape  # type: ignore[arg-type]
-            wanted = [(tensor, dim, i) for i in range(len(nodes))]
-            if [node.args for node in nodes] == wanted and sizes[dim] == len(nodes):  # type: ignore[index]
-                order = [dim % len(sizes), *(i for i in range(len(sizes)) if i != dim % len(sizes))]  # type: ignore[operator]
-                whole = self.build.value[tensor]  # type: ignore[index]
-                return whole if order[0] == 0 else self.build.infer(aten.permute.default, whole, order, like=like)
-        is_alike = is_alike and len({repr((node.args[1:], node.kwargs)) for node in nodes}) == 1
-        if is_alike and len(operand_nodes(first)) == 1 and _may_batch(first):
-            below = tuple(node.all_input_nodes[0] for node in nodes)
-            return self._batched(first, {below[0]: self._stack(below, like)}, like)
-        pieces = [self.build.infer(aten.unsqueeze.default, self.build.value[one], 0, like=like) for one in nodes]
-        return self.build.infer(aten.cat.default, pieces, 0, like=like)
-
-    def _batched(self, node: fx.Node, new: dict[fx.Node, fx.Node], like: Record) -> fx.Node:
-        """A call for a new first dim of its operands."""
-        infer, shape = self.build.infer, record(node).type.shape
-        if node.target in _TURNS:
-            (stack,) = new.values()
-            order = _TURNS[node.target](len(shape), *node.args[1:])
-            return infer(aten.permute.default, stack, [0, *(dim + 1 for dim in order)], like=like)
-        if is_view(node.target) and math.prod(shape) == math.prod(record(operand_nodes(node)[0]).type.shape):
-            (stack,) = new.values()
-            return infer(aten.reshape.default, stack, [self.count, *shape], like=like)
-        are_alike = all(record(one).type.shape == shape for one in new)
-        if facts_of(node.target).pointwise and are_alike:
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), new.__getitem__)
-            return infer(node.target, *args, like=like, **kwargs)
-        raise Apart(f"{node.target} at {like.source} takes what each has")
+            new[source] = value.node if isinstance(value, _Stack) else self.stacks.of(value, like)
+        return _Stack(self.stacks.batched(node, new, like))
 
     # -- what leaves the loop -----------------------------------------------------------------------------------
 
@@ -538,9 +400,9 @@ class _Join:
         if self.chosen > 1:
             shape = record(made).type.shape
             sizes = [*shape[:dim], self.rows, self.chosen, *shape[dim + 1 :]]
-            apart = infer(aten.reshape.default, made, sizes, like=like)
+            apart = shaped(self.build, made, sizes, like)
             made = infer(aten.sum.dim_IntList, apart, [dim + 1], like=like)
-        return self._turned(made, dim, like, back=True)
+        return self.of.turned(made, dim, like, back=True)
 
     def total(self, root: fx.Node) -> fx.Node:
         """What stands for a sum over experts."""
@@ -569,41 +431,19 @@ class _Join:
         if not isinstance(value, _Rows) or not value.is_zero or leaf.dim != 1 or len(leaf.shape) != 2:
             raise Apart(f"what is put together at {like.source} has other dims")
         sizes = [self.rows, self.chosen]
-        places = infer(aten.reshape.default, self.place, sizes, like=like)
-        given = infer(aten.reshape.default, value.node, sizes, like=like)
+        places = shaped(self.build, self.of.place, sizes, like)
+        given = shaped(self.build, value.node, sizes, like)
         dtype = record(value.node).type.dtype
         zeros = infer(aten.full.default, list(leaf.shape), 0, like=like, dtype=dtype)
         made = infer(aten.scatter_add.default, zeros, 1, places, given, like=like)
-        return self._turned(made, 0, like, back=True)
+        return self.of.turned(made, 0, like, back=True)
 
 
-def _turn(mask: fx.Node) -> tuple[int, int] | None:
-    """The sizes [k, n] of what a mask is a row of, where it has more columns: a row of each sample's choices."""
-    source = mask.args[0] if is_view(mask.target) else None
-    shape = record(source).type.shape if isinstance(source, fx.Node) else ()
-    return (shape[0], shape[1]) if len(shape) == 2 and 1 < shape[0] < shape[1] else None
+def _dims(node: fx.Node) -> list[int]:
+    """The dims of a sum."""
+    dims: Any = node.args[1]
+    return [dims] if isinstance(dims, int) else list(dims)
 
 
 def _is_gradient(node: fx.Node) -> bool:
     return node.target is op("expert_mm_backward")
-
-
-def _may_batch(node: fx.Node) -> bool:
-    if node.target in _TURNS:
-        return True
-    same = math.prod(record(node).type.shape) == math.prod(record(node.all_input_nodes[0]).type.shape)
-    return same and (is_view(node.target) or facts_of(node.target).pointwise)
-
-
-def _transposed(ndim: int, a: int = 0, b: int = -1) -> list[int]:
-    order = list(range(ndim))
-    if ndim:
-        order[a], order[b] = order[b], order[a]
-    return order
-
-
-_TURNS: dict[Any, Any] = {
-    aten.t.default: _transposed,
-    aten.transpose.int: _transposed,
-    aten.permute.default: lambda ndim, dims: [dim % ndim for dim in dims],
-}

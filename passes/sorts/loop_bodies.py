@@ -138,7 +138,7 @@ def _find_sum(user: fx.Node, found: Bodies) -> None:
     rest: list[fx.Node] = []
     pending = [root]
     for node in pending:
-        placed = node.args[0] if node.target is aten.select_backward.default else None
+        placed = node.all_input_nodes[0] if node.target is aten.select_backward.default else node
         if node in found.member:
             leaves.append(Leaf(*found.member[node]))
         elif placed in found.member and len(node.users) == 1:
@@ -177,4 +177,6 @@ def _check_leaves(found: Bodies) -> None:
     for node in found.inner:
         for user in node.users:
             if user not in gone and user not in found.sums:
-                raise Apart(f"{user.target} at {record(user).source if has_record(user) else 'the end'} sees a part of it")
+                raise Apart(
+                    f"{user.target} at {record(user).source if has_record(user) else 'the end'} sees a part of it"
+                )

@@ -108,7 +108,7 @@ def mask_of_index(node: fx.Node) -> fx.Node | None:
 def constant(value: object) -> object:
     """The number that an argument is, or is filled with."""
     if isinstance(value, fx.Node):
-        return value.args[1] if value.target is aten.full.default else None
+        return 0 if value.target is aten.zeros.default else value.args[1] if value.target is aten.full.default else None
     return value
 
 
@@ -148,13 +148,13 @@ def _keeps(node: fx.Node) -> bool:
     if len(operand_nodes(node)) != 1:
         return False
     if node.target in _NOT_ZERO:
-        return node.args[1] == 0
+        return isinstance(node.args[1], (int, float)) and node.args[1] == 0
     return node.target in _KEPT or (is_view(node.target) and op_name(node.target) not in ("select", "slice"))
 
 
 def _hot(first: _Traced, experts: Sequence[int]) -> Hot | None:
     """What tells the expert of each row; None where the masks have to be put together."""
-    tensor, place, *rest = first.base.args
+    tensor, place = first.base.args[:2]
     assert isinstance(tensor, fx.Node)
     if first.chosen != 1 or first.path is None or list(experts) != list(range(len(experts))):
         return None
