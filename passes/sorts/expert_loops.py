@@ -18,8 +18,8 @@ from autopar.ir.program import Builder, Program, Record, erase_unused, is_getite
 from autopar.passes.rules import call_of, table_of
 from autopar.passes.rules.rule import Table
 from autopar.passes.rules.through import Through, resize, through
-from autopar.passes.sorts.loop_bodies import MASK, Apart, Bodies, Leaf, Places, bodies_of
-from autopar.passes.sorts.loop_masks import Loop, Values, constant, find_loops, mask_of_index
+from autopar.passes.sorts.loop_bodies import MASK, Apart, Bodies, ExpertTerm, Places, bodies_of
+from autopar.passes.sorts.loop_masks import Loop, Numbering, constant, find_loops, mask_of_index
 from autopar.passes.sorts.loop_rows import LoopRows
 from autopar.passes.sorts.loop_stacks import Stacks, shaped
 
@@ -68,7 +68,7 @@ def expert_loops(program: Program, plan: Plan) -> Program:
     """
     if dict(plan.mesh.axes).get(EXPERT, 1) == 1:
         return program
-    values, place = Values(program), {node: i for i, node in enumerate(program.graph.nodes)}
+    values, place = Numbering(program), {node: i for i, node in enumerate(program.graph.nodes)}
     bodies, notes = list[Bodies](), list[str]()
     for loop in find_loops(program, values):
         try:
@@ -97,7 +97,7 @@ class _Failed(Exception):
         self.bodies = bodies
 
 
-def _joined(program: Program, bodies: list[Bodies], place: Places, values: Values, table: Table) -> Program:
+def _joined(program: Program, bodies: list[Bodies], place: Places, values: Numbering, table: Table) -> Program:
     """The program with all experts of each loop at once. Raises _Failed where that cannot be."""
     build = Builder(MADE_BY)
     joins = [_Join(one, build, values, table) for one in bodies]
@@ -164,7 +164,7 @@ _Value = Any  # one of these, or a tuple of them
 class _Join:
     """The rows of all experts of one loop, computed at once."""
 
-    def __init__(self, bodies: Bodies, build: Builder, values: Values, table: Table) -> None:
+    def __init__(self, bodies: Bodies, build: Builder, values: Numbering, table: Table) -> None:
         self.bodies, self.build, self.values, self.table = bodies, build, values, table
         self.count = len(bodies.loop.masks)
         self.stacks = Stacks(build, self.count)
@@ -206,7 +206,7 @@ class _Join:
             if source[0] in self.bodies.member:
                 given.append(self.made[self._family(source[0])])
             elif len({self.values.of[one] for one in source}) == 1:
-                given.append(None)
+                given.append(None)  # the same for all
             else:
                 given.append(source)  # of each expert its own
         if nodes[0].target in _PRODUCTS:
@@ -319,6 +319,7 @@ class _Join:
             raise Apart(f"{node.target} at {like.source} adds rows up")
         result = way.call.results[0].shape
         at = next((one for one in way.results if one is not None), None)
+        # Operands of the rows themselves, the same for all rows, or of each expert: these are looked up for each row.
         new: dict[fx.Node, fx.Node] = {}
         for source, value, where in zip(operand_nodes(node), given, way.operands, strict=True):
             if where is not None:
@@ -411,7 +412,7 @@ class _Join:
         if any(node not in self.build.value for node in rest):
             raise Apart(f"what another loop gives is added to it at {like.source}")
         terms = [self.build.value[node] for node in rest]
-        for leaf in dict.fromkeys(Leaf(leaf.family, 0, leaf.shape, leaf.dim) for leaf in leaves):
+        for leaf in dict.fromkeys(ExpertTerm(leaf.family, 0, leaf.shape, leaf.dim) for leaf in leaves):
             value = self.made[leaf.family]
             terms.append(self._summed(value, like) if leaf.dim is None else self._put(value, leaf, like))
         made = terms[0]
@@ -419,7 +420,7 @@ class _Join:
             made = infer(aten.add.Tensor, made, term, like=like)
         return made
 
-    def _put(self, value: _Value, leaf: Leaf, like: Record) -> fx.Node:
+    def _put(self, value: _Value, leaf: ExpertTerm, like: Record) -> fx.Node:
         """What each expert gives, along a dim at the place of each."""
         infer = self.build.infer
         assert leaf.dim is not None

@@ -24,7 +24,7 @@ class Apart(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
+class ExpertTerm:
     """A term of a sum over experts: what one of them computes. shape, dim: where it is put into zeros at the place of
     its expert."""
 
@@ -43,7 +43,7 @@ class Bodies:
     loop: Loop
     families: list[tuple[fx.Node, ...]] = field(default_factory=list)
     member: dict[fx.Node, tuple[int, int]] = field(default_factory=dict)
-    sums: dict[fx.Node, tuple[list[Leaf], list[fx.Node]]] = field(default_factory=dict)
+    sums: dict[fx.Node, tuple[list[ExpertTerm], list[fx.Node]]] = field(default_factory=dict)
     inner: set[fx.Node] = field(default_factory=set)
     alone: set[int] = field(default_factory=set)
 
@@ -127,20 +127,20 @@ def _find_sum(user: fx.Node, found: Bodies) -> None:
         (root,) = root.users if len(root.users) == 1 else (root,)
     if not _adds(root):
         raise Apart(f"{user.target} at {record(user).source} takes what several of them give")
-    while len(root.users) == 1:
+    while len(root.users) == 1:  # a sum is a chain of calls, of which the last has all terms
         (above,) = root.users
         if above.op == "output" or above in found.member or not _adds(above):
             break
         root = above
     if root in found.sums:
         return
-    leaves: list[Leaf] = []
+    leaves: list[ExpertTerm] = []
     rest: list[fx.Node] = []
     pending = [root]
     for node in pending:
         placed = node.all_input_nodes[0] if node.target is aten.select_backward.default else node
         if node in found.member:
-            leaves.append(Leaf(*found.member[node]))
+            leaves.append(ExpertTerm(*found.member[node]))
         elif placed in found.member and len(node.users) == 1:
             leaves.append(_placed(node, *found.member[placed]))
             found.inner.add(node)
@@ -160,11 +160,11 @@ def _find_sum(user: fx.Node, found: Bodies) -> None:
     found.sums[root] = leaves, rest
 
 
-def _placed(node: fx.Node, family: int, expert: int) -> Leaf:
+def _placed(node: fx.Node, family: int, expert: int) -> ExpertTerm:
     _, shape, dim, place = node.args
     if place != expert or shape[dim] == 0:  # type: ignore[index]
         raise Apart(f"at {record(node).source} their places are in another order")
-    return Leaf(family, expert, tuple(shape), dim % len(shape))  # type: ignore[arg-type, operator]
+    return ExpertTerm(family, expert, tuple(shape), dim % len(shape))  # type: ignore[arg-type, operator]
 
 
 def _adds(node: fx.Node) -> bool:

@@ -20,7 +20,7 @@ _AND = {aten.mul.Tensor, aten.bitwise_and.Tensor, aten.logical_and.default}
 _NOT_ZERO = {aten.ne.Scalar, aten.gt.Scalar}
 
 
-class Values:
+class Numbering:
     """What nodes compute, by number: those that compute the same of the same have one."""
 
     def __init__(self, program: Program) -> None:
@@ -74,7 +74,7 @@ class _Traced:
     path: tuple[fx.Node, ...] | None
 
 
-def find_loops(program: Program, values: Values) -> Iterator[Loop]:
+def find_loops(program: Program, values: Numbering) -> Iterator[Loop]:
     """The loops over experts of a program: two or more masks that choose by one tensor the rows of a product each."""
     found: dict[Any, dict[int, list[fx.Node]]] = {}
     traced: dict[fx.Node, _Traced] = {}
@@ -112,7 +112,7 @@ def constant(value: object) -> object:
     return value
 
 
-def _trace(node: fx.Node, values: Values) -> _Traced | None:
+def _trace(node: fx.Node, values: Numbering) -> _Traced | None:
     """What a mask is made of, back to the comparison with an expert's number or the piece of an expert."""
     args: Any = node.args
     if node.target is aten.eq.Scalar and isinstance(args[1], int) and not record(args[0]).type.dtype.is_floating_point:

@@ -108,7 +108,7 @@ class LoopRows:
         return shaped(self.build, self.build.infer(aten.permute.default, apart, order, like=like), list(shape), like)
 
     def gathered(self, nodes: tuple[fx.Node, ...], dim: int, like: Record) -> fx.Node:
-        """Of rows that each expert has its own of those of each row's experts."""
+        """Choose, of rows that each expert has its own of, those of each row's experts."""
         stack, infer = self.stacks.of(nodes, like), self.build.infer
         shape = record(stack).type.shape
         if dim or math.prod(shape[2:]) != 1:

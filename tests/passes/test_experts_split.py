@@ -161,7 +161,8 @@ REFUSED: list[tuple[Kind, str, dict[str, Any], type[Exception], str]] = [
     (
         Kind(way="mask"), "ep=2", {}, LayoutError,
         "axis 'ep' (size 2) splits experts, and can split none of the model:\n"
-        "  the model has no product that takes the matrix of each row by an index",
+        "  the model has no product that takes the matrix of each row by an index: sort rows by expert and use "
+        'F.grouped_mm, with transformers experts_implementation="grouped_mm"; or give the ranks to dp or tp',
     ),
     (
         PLAIN, "cp=2,ep=2,tp=2", {}, MeshError,

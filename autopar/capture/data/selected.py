@@ -46,7 +46,7 @@ Tensor = torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Sum:
+class AddedRows:
     """Rows as they were taken of a tensor, with what was added to them since; and what had been written to each."""
 
     rows: Tensor
@@ -56,11 +56,11 @@ class Sum:
     versions: tuple[int, ...]
 
     @staticmethod
-    def of(rows: Tensor, base: Tensor, key: Any, added: Tensor | None = None) -> Sum:
-        return Sum(rows, base, key, added, tuple(one._version for one in (rows, base, added) if one is not None))
+    def of(rows: Tensor, base: Tensor, key: Any, added: Tensor | None = None) -> AddedRows:
+        return AddedRows(rows, base, key, added, tuple(one._version for one in (rows, base, added) if one is not None))
 
     def is_as_it_was(self) -> bool:
-        return self.versions == Sum.of(self.rows, self.base, self.key, self.added).versions
+        return self.versions == AddedRows.of(self.rows, self.base, self.key, self.added).versions
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ class Selected:
     known: dict[int, ValidRows] = field(default_factory=dict)
     tracer: Tracer | None = None  # of the run that is captured
     masks: dict[Any, tuple[Tensor, tuple[Tensor, ...]]] = field(default_factory=dict)  # by what each is: it, its places
-    sums: dict[int, Sum] = field(default_factory=dict)  # rows of a tensor with something added, by their id
+    sums: dict[int, AddedRows] = field(default_factory=dict)  # rows of a tensor with something added, by their id
     is_inside: bool = False  # of a call that is followed: torch may spell it out in calls of its own
 
     def concerns(self, args: Any, kwargs: Any) -> bool:
@@ -182,7 +182,7 @@ class Selected:
             mine = self.row_of(args[0])
             result = run(function, *args, **kwargs)
             return result if mine is None else counted(function, result, args, mine.dim, mine)
-        if name in ("unbind", "__iter__"):
+        if name in ("unbind", "__iter__"):  # as many turns of a loop as the data say
             raise Refused(
                 "it goes through as many as there are. Go through all (for e in range(experts)): those without rows "
                 "add nothing"
@@ -198,7 +198,7 @@ class Selected:
         if name in ("__getitem__", "index_select") and self.row_of(args[0]) is None:
             result, dim = (indexed if name == "__getitem__" else picked)(self, run, function, *args, **kwargs)
             if name == "__getitem__":
-                self.sums[id(result)] = Sum.of(result, *args)
+                self.sums[id(result)] = AddedRows.of(result, *args)
             return self._note(like, result, dim, [self._guard(result, like.valid, dim)])
         made = product(self, name, args, kwargs)
         if made is not None:
@@ -212,10 +212,10 @@ class Selected:
             and self.row_of(args[1]) is not None
             and args[1].shape == result.shape
         ):
-            self.sums[id(result)] = Sum.of(result, taken.base, taken.key, args[1])
+            self.sums[id(result)] = AddedRows.of(result, taken.base, taken.key, args[1])
         return result
 
-    def _taken(self, rows: Any) -> Sum | None:
+    def _taken(self, rows: Any) -> AddedRows | None:
         """What rows are that nobody has written to since."""
         known = self.sums.get(id(rows))
         return known if known is not None and known.rows is rows and known.is_as_it_was() else None
