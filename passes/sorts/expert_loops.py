@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.mesh import EXPERT
 from autopar.ir.ops.op_facts import facts_of, is_view
 from autopar.ir.ops.ops import op
 from autopar.ir.plan import Plan
@@ -66,7 +65,7 @@ def expert_loops(program: Program, plan: Plan) -> Program:
     each is computed once, with the matrix, the bias, the weight of its own. A loop in which experts meet otherwise
     stays as it is.
     """
-    if dict(plan.mesh.axes).get(EXPERT, 1) == 1:
+    if not plan.expert_axes:
         return program
     values, place = Numbering(program), {node: i for i, node in enumerate(program.graph.nodes)}
     bodies, notes = list[Bodies](), list[str]()

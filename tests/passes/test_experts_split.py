@@ -42,6 +42,10 @@ MESHES: list[tuple[str, dict[str, Any]]] = [
     ("ep=2", {"recompute": "full"}),
     ("ep=2", {"recompute": "selective"}),
     ("ep=2,tp=2", {"compile": "triton"}),
+    ("dp=4", {"experts": "dp", "zero": 2}),
+    ("dp=2,fsdp=2", {"experts": "fsdp"}),
+    ("dp=2,cp=2,tp=2", {"experts": "cp", "zero": 1}),
+    ("pp=2,dp=2", {"experts": "dp", "microbatches": 4, "zero": 1}),
 ]
 ROUTINGS = [
     PLAIN,
@@ -105,6 +109,15 @@ def test_two_trips_there_and_two_back_and_one_route_a_layer(options: dict[str, A
     assert _count(program, "route") == PLAIN.blocks, "also for the backward pass, and what is computed again"
     assert _count(program, "dispatch") == 2 * PLAIN.blocks + again
     assert _count(program, "combine") == 2 * PLAIN.blocks + again
+
+
+def test_experts_over_an_axis_that_is_there_lie_as_over_one_of_their_own() -> None:
+    own = {entry.name: record(node).layout for node, entry in _program(PLAIN, "ep=2", zero=2).parameters()}
+    folded = _program(PLAIN, "dp=2", zero=2, experts="dp")
+    assert {entry.name: str(record(node).layout) for node, entry in folded.parameters()} == {
+        name: str(layout).replace("ep", "dp") for name, layout in own.items()
+    }
+    assert _count(folded, "route") == PLAIN.blocks and _count(folded, "dispatch") == 2 * PLAIN.blocks
 
 
 def test_experts_lie_split_and_their_gradients_are_summed_over_other_axes_alone() -> None:
@@ -176,6 +189,33 @@ REFUSED: list[tuple[Kind, str, dict[str, Any], type[Exception], str]] = [
         PLAIN, "ep=2", {"compile": "inductor"}, PlanError,
         'compile="inductor" is for shapes that are known, and on mesh \'ep=2\' as many rows come to a rank as choose '
         "its experts. Leave compile out, or give the ranks of ep to dp or tp.",
+    ),
+    (
+        PLAIN, "dp=2", {"experts": "dp", "compile": "inductor"}, PlanError,
+        'compile="inductor" is for shapes that are known, and on mesh \'dp=2\' as many rows come to a rank as choose '
+        "its experts. Leave compile out, or leave experts out.",
+    ),
+    (
+        PLAIN, "dp=2,cp=2", {"experts": "dp:cp"}, PlanError,
+        "experts='dp:cp' joins axes, and rows go to experts along one. It may be dp or cp; or give all to one axis.",
+    ),
+    (
+        PLAIN, "dp=2,tp=2", {"experts": "tp"}, PlanError,
+        "experts='tp' is no axis of mesh 'dp=2,tp=2' that splits rows. It may be dp.",
+    ),
+    (
+        PLAIN, "tp=2", {"experts": "dp"}, PlanError,
+        "experts='dp' is no axis of mesh 'tp=2' that splits rows. Add ep, or dp, to the mesh.",
+    ),
+    (
+        PLAIN, "dp=2,ep=2", {"experts": "dp"}, PlanError,
+        "experts='dp', and mesh 'dp=2,ep=2' has an axis ep for them: leave one of both out.",
+    ),
+    (
+        Kind(experts=6), "dp=4", {"experts": "dp"}, LayoutError,
+        "axis 'dp' (size 4) splits experts, and can split none of the model:\n"
+        "  dp=4 does not divide the 6 experts of mixed.0.up: dp may be 1, 2, 3 or 6\n"
+        "  dp=4 does not divide the 6 experts of mixed.0.down: dp may be 1, 2, 3 or 6",
     ),
     (
         PLAIN, "ep=2", {"shard": {"mixed.0.up": "[@ep,-,-]"}}, LayoutError,
