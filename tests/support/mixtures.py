@@ -64,9 +64,9 @@ class Mixture(nn.Module):
         order = torch.argsort(experts, stable=True)
         of_row = experts[order]
         ends = torch.histc(of_row.float(), self.kind.experts, 0, self.kind.experts - 1).cumsum(0, dtype=torch.int32)
-        hidden = _products(x[order // k], self.up, ends)
+        hidden = products(x[order // k], self.up, ends)
         hidden = F.silu(hidden + self.up_bias[of_row] if self.kind.bias else hidden)
-        y = _products(hidden, self.down, ends)
+        y = products(hidden, self.down, ends)
         y = (y + self.down_bias[of_row] if self.kind.bias else y) * weights_NK.reshape(-1)[order, None]
         return torch.zeros_like(x).index_add(0, order // k, y)
 
@@ -88,7 +88,7 @@ class Mixture(nn.Module):
         return out
 
 
-def _products(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+def products(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """Grouped products; torch has none in float64, in which the plain module is compared."""
     try:
         return F.grouped_mm(x, w, offs=ends)
