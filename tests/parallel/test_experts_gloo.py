@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from mixtures import Kind, Mixture, products, mixture_case
+from mixtures import Kind, Mixture, mixture_case, products
 from processes import Ranks
 from side_by_side import assert_same_state
 from torch import Tensor, nn
@@ -255,13 +255,17 @@ def test_checkpoints_go_to_any_mesh_and_back(four: Ranks, tmp_path: Path) -> Non
 def test_an_expert_that_does_not_exist_is_an_error_on_all_ranks(four: Ranks) -> None:
     """Before a row moves: whose rows they are goes with the counts, so that no rank waits for one that gave up."""
     texts = four.run(_out_of_range)
-    assert texts == [
-        [
-            f"expert {expert} is out of range: there are 4, so an index is 0 to 3, and 1 of the rows that part {part} of "
-            f"the batch sends are of others. Correct the router. It is at test_experts_gloo.py:N."
-            for expert, part in ((4, 3), (9, 2), (-2, 2))
+    assert (
+        texts
+        == [
+            [
+                f"expert {expert} is out of range: there are 4, so an index is 0 to 3, and 1 of the rows that part {part} of "
+                f"the batch sends are of others. Correct the router. It is at test_experts_gloo.py:N."
+                for expert, part in ((4, 3), (9, 2), (-2, 2))
+            ]
         ]
-    ] * 4
+        * 4
+    )
 
 
 class Balanced(nn.Module):

@@ -8,7 +8,9 @@ from typing import Any
 
 import expert_spellings as ways
 import pytest
+import torch
 from expert_spellings import batch, spelled
+from torch import Tensor, nn
 
 import autopar
 from autopar.errors import LayoutError
@@ -108,3 +110,24 @@ def test_the_places_of_experts_are_not_taken_for_granted(monkeypatch: pytest.Mon
     """Red on purpose: a table of which a row may have two experts, taken to have one."""
     monkeypatch.setattr(loop_masks, "_most", lambda tensor, dim: 1)
     assert not verify(spelled(ways.many_hot, False, 2), "ep=2", batch=batch()).ok
+
+
+class _Both(nn.Module):
+    def __init__(self, *mixtures: nn.Module) -> None:
+        super().__init__()
+        self.mixtures = nn.ModuleList(mixtures)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([mixture(x) for mixture in self.mixtures]).sum()
+
+
+def test_what_stays_whole_beside_experts_that_are_divided_is_noted_with_its_share() -> None:
+    for other, is_stacked, share, why in (
+        (ways.switch, False, 61.4, "loops that take one expert at a time (see their notes)"),
+        (ways.gathered, True, 22.7, "'mixtures.1.up' [4, 8, 12] is looked up for each row at"),
+    ):
+        both = _Both(spelled(ways.where_), spelled(other, is_stacked))
+        (note,) = (
+            one for one in autopar.compile(both, "ep=2", batch=batch()).program.notes if "leaves experts whole" in one
+        )
+        assert note.startswith(f"axis 'ep' (size 2) leaves experts whole, {share} % of the work: {why}")

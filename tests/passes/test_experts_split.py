@@ -13,7 +13,7 @@ from mixtures import Kind, mixture_case
 from torch import Tensor, nn
 
 import autopar
-from autopar.errors import LayoutError, MeshError, PlanError
+from autopar.errors import BatchError, LayoutError, MeshError, PlanError, ScheduleError
 from autopar.ir.ops.ops import op
 from autopar.ir.program import Program, record
 from autopar.runtime.collectives import collectives, mesh_ops, rows_to_owners
@@ -76,6 +76,34 @@ def test_a_step_on_a_mesh_is_that_of_one_device(mesh: str, options: dict[str, An
 def test_a_step_of_any_routing_is_that_of_one_device(kind: Kind, mesh: str) -> None:
     report = _verified(kind, mesh)
     assert report.ok and report.max_error < 1e-10, report
+
+
+# Losses of the router are those of the global batch, and its noise that of one device.
+OF_ROUTERS: list[tuple[Kind, str, dict[str, Any]]] = [
+    (Kind(z=True), "dp=2,ep=2", {}),
+    (Kind(z=True, aux=True), "ep=2", {"microbatches": 2, "zero": 1}),
+    (Kind(jitter=True, aux=True), "dp=2,ep=2", {"recompute": "full"}),
+    (Kind(jitter=True, z=True, way="loop"), "ep=2", {"microbatches": 2}),
+    (Kind(aux=True, z=True, jitter=True), "pp=2,ep=2", {"microbatches": 4, "schedule": "gpipe"}),
+    (Kind(aux=True), "pp=2,ep=2", {"microbatches": 4, "schedule": "1f1b"}),
+    (Kind(aux=True, way="loop", skew=50), "dp=2,ep=2", {}),
+]
+
+
+@pytest.mark.parametrize(("kind", "mesh", "options"), OF_ROUTERS, ids=str)
+def test_losses_and_noise_of_a_router_are_those_of_one_device(kind: Kind, mesh: str, options: dict[str, Any]) -> None:
+    report = _verified(kind, mesh, **options)
+    assert report.ok and report.max_error < 1e-10, report
+
+
+def test_a_loss_over_the_batch_with_a_schedule_that_cannot_wait_names_both_ways_out() -> None:
+    with pytest.raises(ScheduleError) as error:
+        _program(Kind(aux=True), "pp=2,ep=2", microbatches=4, schedule="zb-v")
+    assert re.sub(r"py:\d+", "py:N", str(error.value)) == (
+        "schedule 'zb-v' lets micro-batches go back before all have come forward, but op 'aten.sum.dim_IntList' "
+        "('mixed.0' at mixtures.py:N) needs the whole batch (%all_reduce), and 'mixed.0' at mixtures.py:N uses it "
+        "before the micro-batch is done (%mul_1). Use schedule 'gpipe', which lets all come forward first, or microbatches=1."
+    )
 
 
 def test_biases_of_experts_are_split_as_these_are() -> None:
@@ -184,6 +212,11 @@ REFUSED: list[tuple[Kind, str, dict[str, Any], type[Exception], str]] = [
     (
         PLAIN, "tp=2,ep=2", {}, MeshError,
         "mesh 'tp=2,ep=2': ep splits the batch, and tp what it leaves of a sample: write 'ep=2,tp=2'.",
+    ),
+    (
+        Kind(), "ep=3", {}, BatchError,
+        "the batch has 8 samples (dim 0 of [8, 6], [8, 6]), which axis 'ep' (size 3) cannot divide. Use a batch size "
+        "that is a multiple of 3, or a ep of 1, 2, 4 or 8.",
     ),
     (
         PLAIN, "ep=2", {"compile": "inductor"}, PlanError,
