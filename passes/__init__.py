@@ -24,6 +24,7 @@ from autopar.passes.lengths.unslice import unslice
 from autopar.passes.masks.causal_masks import causal_masks
 from autopar.passes.masks.compare_masks import compare_masks
 from autopar.passes.masks.rowwise import rowwise
+from autopar.passes.overlap.beside_rows import beside_rows
 from autopar.passes.overlap.bucket import bucket
 from autopar.passes.overlap.decompose import decompose
 from autopar.passes.overlap.overlap import overlap
@@ -63,6 +64,7 @@ PASSES: tuple[tuple[Pass, Level], ...] = (
     (partition, Level.LOCAL),  # global shapes become one rank's
     (ring, Level.LOCAL),  # keys and values of other ranks go round under the products of attention
     (recompute, Level.LOCAL),  # what the backward pass computes again, it need not keep
+    (beside_rows, Level.LOCAL),  # what stands beside experts is computed while rows go to them
     (prefetch, Level.LOCAL),  # parameters are gathered a layer ahead
     (overlap, Level.LOCAL),  # other collectives start early, with gradients of weights under them
     (decompose, Level.LOCAL),  # a product beside a collective that nothing hides is computed in chunks

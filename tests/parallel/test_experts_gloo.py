@@ -259,8 +259,8 @@ def test_an_expert_that_does_not_exist_is_an_error_on_all_ranks(four: Ranks) -> 
         texts
         == [
             [
-                f"expert {expert} is out of range: there are 4, so an index is 0 to 3, and 1 of the rows that part {part} of "
-                f"the batch sends are of others. Correct the router. It is at test_experts_gloo.py:N."
+                f"expert {expert} is out of range: there are 4, so an index is 0 to 3, and 1 of the rows that part "
+                f"{part} of the batch sends are of others. Correct the router. It is at test_experts_gloo.py:N."
                 for expert, part in ((4, 3), (9, 2), (-2, 2))
             ]
         ]

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from mixtures import Kind, mixture_case
+from mixtures import Kind, Mixture, mixture_case
 from torch import Tensor, nn
 
 import autopar
 from autopar.errors import BatchError, LayoutError, MeshError, PlanError, ScheduleError
-from autopar.ir.ops.ops import op
+from autopar.ir.ops.ops import op, op_name
 from autopar.ir.program import Program, record
 from autopar.runtime.collectives import collectives, mesh_ops, rows_to_owners
 from autopar.verification.judge.comparison import Report
@@ -102,7 +102,8 @@ def test_a_loss_over_the_batch_with_a_schedule_that_cannot_wait_names_both_ways_
     assert re.sub(r"py:\d+", "py:N", str(error.value)) == (
         "schedule 'zb-v' lets micro-batches go back before all have come forward, but op 'aten.sum.dim_IntList' "
         "('mixed.0' at mixtures.py:N) needs the whole batch (%all_reduce), and 'mixed.0' at mixtures.py:N uses it "
-        "before the micro-batch is done (%mul_1). Use schedule 'gpipe', which lets all come forward first, or microbatches=1."
+        "before the micro-batch is done (%mul_1). Use schedule 'gpipe', which lets all come forward first, or "
+        "microbatches=1."
     )
 
 
@@ -184,6 +185,45 @@ def test_rows_are_under_way_while_gradients_are_computed() -> None:
     model, (tokens, labels) = mixture_case(replace(PLAIN, width=256))
     program = autopar.compile(model, "ep=2", batch=(tokens.repeat(4, 40), labels.repeat(4, 40))).program
     assert {node.target for node in program.calls()} >= {op("dispatch_start"), op("combine_start")}
+
+
+class _Early(Mixture):
+    """The shared expert stands before the router in the code, as in some models, and not behind the experts."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.shared(x)
+        routed, balance = Mixture.forward(self, x)
+        return routed + y, balance
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+@pytest.mark.parametrize("options", [{}, {"microbatches": 2}], ids=str)
+def test_a_shared_expert_is_computed_while_rows_go_to_the_others(is_early: bool, options: dict[str, Any]) -> None:
+    kind = Kind(shared=True, width=256)
+    model, (tokens, labels) = mixture_case(kind)
+    if is_early:
+        for mixed in model.mixed:
+            mixed.kind, mixed.__class__ = replace(kind, shared=False), _Early
+    compiled = autopar.compile(model, "ep=2", batch=(tokens.repeat(4, 40), labels.repeat(4, 40)), **options)
+    graphs = compiled.pipeline.graphs.values() if compiled.pipeline else [compiled.program]
+    (order,) = (
+        found
+        for graph in graphs
+        if (found := [(op_name(node.target), record(node)) for node in graph.calls()])
+        and any(name == "expert_mm" and not known.is_backward for name, known in found)
+    )
+    order = [one for one in order if not one[1].is_backward]
+    begun = [i for i, (name, _) in enumerate(order) if name == "dispatch_start"]
+    assert len(begun) == kind.blocks
+    for block, at in enumerate(begun):
+        end = next(i for i in range(at, len(order)) if order[i][0] == "wait")
+        assert [known.module for name, known in order[at:end] if name == "einsum"] == [f"mixed.{block}.shared"]
+
+
+def test_a_step_with_shared_experts_under_way_is_that_of_one_device() -> None:
+    model, (tokens, labels) = mixture_case(Kind(shared=True, width=64))
+    report = verify(model, "dp=2,ep=2", batch=(tokens.repeat(1, 8), labels.repeat(1, 8)), zero=1)
+    assert report.ok and report.max_error < 1e-10, report
 
 
 REFUSED: list[tuple[Kind, str, dict[str, Any], type[Exception], str]] = [
