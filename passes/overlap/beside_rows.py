@@ -58,17 +58,7 @@ def beside_rows(program: Program, plan: Plan) -> Program:
 
     In the forward pass alone: in the backward pass gradients of weights wait for this (`overlap`).
     """
-    nodes = program.nodes
-    sends = [i for i, node in enumerate(nodes) if _sends_rows(node)]
-    if not sends:
-        return program
-    position = {node: i for i, node in enumerate(nodes)}
-    moved: dict[fx.Node, list[fx.Node]] = {}
-    for at, before, after in zip(sends, [-1, *sends], [*sends[1:], len(nodes)], strict=False):
-        earlier = _earlier(nodes, position, before + 1, at)
-        found = [*earlier, *_later(nodes, position, at, after)]
-        if any(map(is_product, found)):
-            moved[nodes[at]] = found
+    moved = _beside(program.nodes)
     if not moved:
         return program
     build, late = Builder(MADE_BY), {node for found in moved.values() for node in found}
@@ -82,6 +72,18 @@ def beside_rows(program: Program, plan: Plan) -> Program:
         return made
 
     return build.rewrite(program, put, later=late)
+
+
+def _beside(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """What may be computed while rows go, by the call that sends them, where that is a product."""
+    sends = [i for i, node in enumerate(nodes) if _sends_rows(node)]
+    position = {node: i for i, node in enumerate(nodes)} if sends else {}
+    moved: dict[fx.Node, list[fx.Node]] = {}
+    for at, before, after in zip(sends, [-1, *sends], [*sends[1:], len(nodes)], strict=False):
+        found = [*_earlier(nodes, position, before + 1, at), *_later(nodes, position, at, after)]
+        if any(map(is_product, found)):
+            moved[nodes[at]] = found
+    return moved
 
 
 def _earlier(nodes: Sequence[fx.Node], position: dict[fx.Node, int], first: int, at: int) -> list[fx.Node]:
