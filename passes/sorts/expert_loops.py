@@ -67,6 +67,8 @@ def expert_loops(program: Program, plan: Plan) -> Program:
     """
     if not plan.expert_axes:
         return program
+    if any(_is_hidden(node) for node in program.calls()):
+        program = _with_own_gradients(program)
     values, place = Numbering(program), {node: i for i, node in enumerate(program.graph.nodes)}
     bodies, notes = list[Bodies](), list[str]()
     for loop in find_loops(program, values):
@@ -82,6 +84,60 @@ def expert_loops(program: Program, plan: Plan) -> Program:
             notes.append(_note(failed.bodies.loop, failed))
             bodies.remove(failed.bodies)
     return program
+
+
+def _is_hidden(node: fx.Node) -> bool:
+    """True for the gradient of rows that an expert puts in their places, where other experts put theirs later:
+    `where(mask, where(other, 0, gradient), 0)`."""
+    if node.target is not aten.where.self or constant(node.args[2]) != 0:
+        return False
+    given = _bare(node.args[1])
+    return given.target is aten.where.self and constant(given.args[1]) == 0
+
+
+def _bare(node: Any) -> fx.Node:
+    """A value without the zeros that it is added to."""
+    while node.target is aten.add.Tensor and not node.kwargs and constant(node.args[0]) == 0:
+        if not isinstance(node.args[1], fx.Node) or record(node.args[1]).type != record(node).type:
+            break
+        node = node.args[1]
+    found: fx.Node = node
+    return found
+
+
+def _with_own_gradients(program: Program) -> Program:
+    """The program in which such a gradient is `where(mask, gradient, 0)`, where no row has both experts."""
+    expert: dict[fx.Node, tuple[int, int]] = {}
+    for number, loop in enumerate(find_loops(program, Numbering(program))):
+        for i, masks in enumerate(loop.masks if loop.chosen == 1 else ()):
+            expert.update(dict.fromkeys(masks, (number, i)))
+    build = Builder(MADE_BY)
+
+    def of(mask: Any) -> tuple[int, int] | None:
+        while mask not in expert and mask.op == "call_function" and is_view(mask.target):
+            (mask,) = mask.all_input_nodes
+        return expert.get(mask)
+
+    def put(node: fx.Node) -> fx.Node | None:
+        if node.target is aten.where.self and constant(node.args[1]) == 0 and of(node.args[0]):
+            mask, zero, rest = node.args[0], node.args[1], _bare(node.args[2])
+            given = (build.value[one] for one in (mask, zero, rest))  # type: ignore[index]
+            return build.call(aten.where.self, *given, like=record(node), name=node.name)
+        mine = of(node.args[0]) if _is_hidden(node) else None
+        before: Any = _bare(node.args[1]) if mine else None
+        while mine and before.target is aten.where.self and constant(before.args[1]) == 0:
+            other = of(before.args[0])
+            if other is None or other[0] != mine[0] or other[1] == mine[1]:
+                break
+            before = _bare(before.args[2])
+        if not mine or before is node.args[1]:
+            return None
+        mask, zero = (build.value[node.args[i]] for i in (0, 2))  # type: ignore[index]
+        return build.call(aten.where.self, mask, build.value[before], zero, like=record(node), name=node.name)
+
+    made = build.rewrite(program, put)
+    erase_unused(made.graph)
+    return made
 
 
 def _note(loop: Loop, why: Exception) -> str:
@@ -101,8 +157,8 @@ def _joined(program: Program, bodies: list[Bodies], place: Places, values: Numbe
     build = Builder(MADE_BY)
     joins = [_Join(one, build, values, table) for one in bodies]
     at = {node: (join, number) for join in joins for node, number in join.bodies.last(place)}
-    roots = {root: join for join in joins for root in join.bodies.sums}
-    later = {node for one in bodies for node in (*one.member, *one.inner, *one.sums)}
+    roots = {root: join for join in joins for root in (*join.bodies.sums, *join.bodies.choices)}
+    later = {node for one in bodies for node in (*one.member, *one.inner, *one.sums, *one.choices)}
 
     def put(node: fx.Node) -> fx.Node | None:
         join = at[node][0] if node in at else roots.get(node)
@@ -112,7 +168,7 @@ def _joined(program: Program, bodies: list[Bodies], place: Places, values: Numbe
             if node in at:
                 join.compute(at[node][1])
                 return build.value.get(node)
-            return join.total(node)
+            return join.total(node) if node in join.bodies.sums else join.choose(node)
         except Apart as why:
             raise _Failed(join.bodies, why) from None
 
@@ -418,6 +474,27 @@ class _Join:
         for term in terms[1:]:
             made = infer(aten.add.Tensor, made, term, like=like)
         return made
+
+    def choose(self, root: fx.Node) -> fx.Node:
+        """What stands for rows that all experts put in their places."""
+        choice, like = self.bodies.choices[root], record(root)
+        mask = self.made[choice.mask]
+        if isinstance(choice.value, fx.Node):
+            rows = self.build.value[choice.value]
+        else:
+            value = self.made[choice.value]
+            is_along = isinstance(value, _Rows) and value.dim == 0 and record(value.node).type == like.type
+            if not is_along:
+                raise Apart(f"{root.target} at {like.source} puts rows elsewhere")
+            rows = self.of.turned(value.node, 0, like, back=True)
+        if not isinstance(mask, _Mask) or choice.base not in self.build.value:
+            raise Apart(f"{root.target} at {like.source} takes what several of them give")
+        shown = mask.node or self._shown(mask, like).node
+        base = self.build.value[choice.base]
+        chosen = self.of.turned(shown, 0, like, back=True)
+        if mask.node is None and not isinstance(choice.value, fx.Node):
+            return rows
+        return self.build.infer(aten.where.self, chosen, rows, base, like=like, name=root.name)
 
     def _put(self, value: _Value, leaf: ExpertTerm, like: Record) -> fx.Node:
         """What each expert gives, along a dim at the place of each."""

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from autopar.ir.program import has_record, operand_nodes, record
-from autopar.passes.sorts.loop_masks import Loop
+from autopar.passes.sorts.loop_masks import Loop, constant
 
 aten = torch.ops.aten
 Places = Mapping[fx.Node, int]  # of the nodes of a program, in its order
@@ -34,18 +34,34 @@ class ExpertTerm:
     dim: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Rows that each expert puts in the place of those before. mask: the family of the masks. value: that of the rows,
+    or (a node) what all put there. base: what is there before."""
+
+    mask: int
+    value: int | fx.Node
+    base: fx.Node
+
+
 @dataclass(slots=True)
 class Bodies:
     """The bodies of a loop. families: what each expert computes alike, a node each, in order. member: of each node its
-    family and expert. sums: of the root of a sum its terms, and what else is added. inner: calls that go with it.
-    alone: families of which the program gives each member."""
+    family and expert. sums: of the root of a sum its terms, and what else is added. choices: of the last call of such.
+    inner: calls that go with them. alone: families of which the program gives each member."""
 
     loop: Loop
     families: list[tuple[fx.Node, ...]] = field(default_factory=list)
     member: dict[fx.Node, tuple[int, int]] = field(default_factory=dict)
     sums: dict[fx.Node, tuple[list[ExpertTerm], list[fx.Node]]] = field(default_factory=dict)
+    choices: dict[fx.Node, Choice] = field(default_factory=dict)
     inner: set[fx.Node] = field(default_factory=set)
     alone: set[int] = field(default_factory=set)
+
+    def same(self, value: object) -> object:
+        """What is alike for values that are the same: numbers that tensors are filled with."""
+        known = constant(value)
+        return value if known is None else ("filled", known)
 
     def last(self, place: Places) -> Iterator[tuple[fx.Node, int]]:
         """Each family at its last node in the order of the program."""
@@ -78,14 +94,14 @@ def bodies_of(loop: Loop, place: Places) -> Bodies:
     """Find what hangs on the masks of a loop. Raises Apart where experts meet otherwise than in a sum."""
     found = Bodies(loop)
     _find_families(loop, place, found)
-    for node, (number, _) in found.member.items():
-        for user in node.users:
-            if user in found.member:
-                continue
-            if user.op == "output":
-                found.alone.add(number)
-            else:
-                _find_sum(user, found)
+    users = {user for node in found.member for user in node.users if user not in found.member}
+    for user in sorted(users, key=lambda one: place.get(one, len(place))):
+        if user.op == "output":
+            found.alone.update(found.member[one][0] for one in user.all_input_nodes if one in found.member)
+        elif user.target is aten.where.self:
+            _find_choice(user, found)
+        else:
+            _find_sum(user, found)
     _check_leaves(found)
     return found
 
@@ -100,6 +116,10 @@ def _find_families(loop: Loop, place: Places, found: Bodies) -> None:
     seen: Counter[Any] = Counter()
     joined: set[fx.Node] = set()
     waiting = Waiting(place, owner)
+
+    def shown(one: fx.Node) -> str:
+        return f"%{slot[one]}" if one in slot else f"% {constant(one)}"
+
     for node in waiting:
         experts = {owner[one] for one in node.all_input_nodes if one in owner}
         if len(experts) > 1 or any(one in joined and one.target is node.target for one in node.all_input_nodes):
@@ -107,7 +127,7 @@ def _find_families(loop: Loop, place: Places, found: Bodies) -> None:
             continue
         (owner[node],) = experts
         waiting.add(node)
-        args = fx.node.map_arg((node.args, dict(node.kwargs)), lambda one: f"%{slot[one]}" if one in slot else "%")
+        args = fx.node.map_arg((node.args, dict(node.kwargs)), shown)
         key = (node.target, repr(args), record(node).types, record(node).phase)
         seen[key, owner[node]] += 1
         at = slot[node] = slots.setdefault((key, seen[key, owner[node]]), len(slots) + 1)
@@ -160,6 +180,33 @@ def _find_sum(user: fx.Node, found: Bodies) -> None:
     found.sums[root] = leaves, rest
 
 
+def _find_choice(user: fx.Node, found: Bodies) -> None:
+    """Enter the choices that a node outside of the families is part of: `where(mask, rows, before)` of all experts."""
+    chain = [user]
+    while len(chain[-1].users) == 1:
+        (above,) = chain[-1].users
+        if above.target is not aten.where.self or above.args[2] is not chain[-1] or above.args[0] not in found.member:
+            break
+        chain.append(above)
+    root = chain[-1]
+    if root in found.choices:
+        return
+    chain, base = [], root
+    while base.target is aten.where.self and base.args[0] in found.member and (base is root or len(base.users) == 1):
+        chain.append(base)
+        base = base.args[2]  # type: ignore[assignment]
+    masks = [found.member[node.args[0]] for node in chain]  # type: ignore[index]
+    rows = [node.args[1] for node in chain]
+    values = [found.member[one][0] if one in found.member else one for one in rows]  # type: ignore[index]
+    own = all(found.member[one][1] == mask[1] for one, mask in zip(rows, masks, strict=True) if one in found.member)  # type: ignore[index]
+    is_one = len({mask for mask, _ in masks}) == 1 and len({found.same(value) for value in values}) == 1
+    experts = sorted(expert for _, expert in masks)
+    if found.loop.chosen > 1 or not (own and is_one) or experts != list(range(len(found.loop.masks))):
+        raise Apart(f"{user.target} at {record(user).source} takes what several of them give")
+    found.inner.update(chain[1:])
+    found.choices[root] = Choice(masks[0][0], values[0], base)  # type: ignore[arg-type]
+
+
 def _placed(node: fx.Node, family: int, expert: int) -> ExpertTerm:
     _, shape, dim, place = node.args
     if place != expert or shape[dim] == 0:  # type: ignore[index]
@@ -176,7 +223,7 @@ def _check_leaves(found: Bodies) -> None:
     gone = {*found.member, *found.inner}
     for node in found.inner:
         for user in node.users:
-            if user not in gone and user not in found.sums:
+            if user not in gone and user not in found.sums and user not in found.choices:
                 raise Apart(
                     f"{user.target} at {record(user).source if has_record(user) else 'the end'} sees a part of it"
                 )

@@ -32,6 +32,7 @@ TABLE: list[tuple[str, Kind, dict[str, Any]]] = [
     ("dp=2,ep=2", Kind(bias=True, shared=True), {"zero": 3}),
     ("fsdp=2,ep=2", Kind(chosen=3, experts=4), {"reshard_after_forward": False}),
     ("ep=2,tp=2", Kind(skew=-1), {"sequence_parallel": True}),
+    ("dp=2,ep=2", Kind(way="loop", chosen=3), {"zero": 2}),
     ("pp=2,ep=2", Kind(), {"microbatches": 2, "schedule": "1f1b"}),
 ]
 

@@ -160,6 +160,24 @@ def switch(m: Spelled, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     return out * weights[:, :1]
 
 
+def overwritten(m: Spelled, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """Of two experts of a row the later one counts."""
+    out = x.clone()
+    for e, expert in enumerate(m.experts):
+        mask = (chosen == e).any(-1)
+        out[mask] = expert(x[mask])
+    return out
+
+
+def flat(m: Spelled, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """Rows repeated for each choice, of which each expert puts its own in place, as DeepSeek's MoE trains."""
+    repeated, which = x.repeat_interleave(CHOSEN, 0), chosen.view(-1)
+    y = torch.empty_like(repeated)
+    for e, expert in enumerate(m.experts):
+        y[which == e] = expert(repeated[which == e])
+    return (y.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(1)
+
+
 # -- without a loop over rows ------------------------------------------------------------------------------------------
 
 
