@@ -35,7 +35,7 @@ class ExpertTerm:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class RowsPut:
     """Rows that each expert puts in the place of those before. mask: the family of the masks. value: that of the rows,
     or (a node) what all put there. base: what is there before."""
 
@@ -54,7 +54,7 @@ class Bodies:
     families: list[tuple[fx.Node, ...]] = field(default_factory=list)
     member: dict[fx.Node, tuple[int, int]] = field(default_factory=dict)
     sums: dict[fx.Node, tuple[list[ExpertTerm], list[fx.Node]]] = field(default_factory=dict)
-    choices: dict[fx.Node, Choice] = field(default_factory=dict)
+    choices: dict[fx.Node, RowsPut] = field(default_factory=dict)
     inner: set[fx.Node] = field(default_factory=set)
     alone: set[int] = field(default_factory=set)
 
@@ -204,7 +204,7 @@ def _find_choice(user: fx.Node, found: Bodies) -> None:
     if found.loop.chosen > 1 or not (own and is_one) or experts != list(range(len(found.loop.masks))):
         raise Apart(f"{user.target} at {record(user).source} takes what several of them give")
     found.inner.update(chain[1:])
-    found.choices[root] = Choice(masks[0][0], values[0], base)  # type: ignore[arg-type]
+    found.choices[root] = RowsPut(masks[0][0], values[0], base)  # type: ignore[arg-type]
 
 
 def _placed(node: fx.Node, family: int, expert: int) -> ExpertTerm:
