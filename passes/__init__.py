@@ -24,6 +24,7 @@ from autopar.passes.lengths.unslice import unslice
 from autopar.passes.masks.causal_masks import causal_masks
 from autopar.passes.masks.compare_masks import compare_masks
 from autopar.passes.masks.rowwise import rowwise
+from autopar.passes.overlap.beside_rows import beside_rows
 from autopar.passes.overlap.bucket import bucket
 from autopar.passes.overlap.decompose import decompose
 from autopar.passes.overlap.overlap import overlap
@@ -34,6 +35,7 @@ from autopar.passes.precision.gradient_terms import check_sums
 from autopar.passes.recompute import recompute
 from autopar.passes.reroll import reroll
 from autopar.passes.search.propagate import propagate
+from autopar.passes.sorts.expert_loops import expert_loops
 from autopar.passes.sorts.expert_tables import expert_tables
 from autopar.passes.sorts.unsort import unsort
 
@@ -42,6 +44,7 @@ Pass = Callable[[Program, Plan], Program]
 PASSES: tuple[tuple[Pass, Level], ...] = (
     (group, Level.CAPTURED),  # norms take the samples of a rank or a micro-batch together, where that is asked for
     (unsort, Level.CAPTURED),  # rows sorted by expert stay in their own order
+    (expert_loops, Level.CAPTURED),  # a loop over experts takes the rows of all at once, for them to be split
     (expert_tables, Level.CAPTURED),  # what rows look up by their expert is split as experts are
     (rowwise, Level.CAPTURED),  # what a row looks up in itself is split with it
     (windows, Level.CAPTURED),  # convolutions along a sequence take in the pads and slices beside them
@@ -61,6 +64,7 @@ PASSES: tuple[tuple[Pass, Level], ...] = (
     (partition, Level.LOCAL),  # global shapes become one rank's
     (ring, Level.LOCAL),  # keys and values of other ranks go round under the products of attention
     (recompute, Level.LOCAL),  # what the backward pass computes again, it need not keep
+    (beside_rows, Level.LOCAL),  # what stands beside experts is computed while rows go to them
     (prefetch, Level.LOCAL),  # parameters are gathered a layer ahead
     (overlap, Level.LOCAL),  # other collectives start early, with gradients of weights under them
     (decompose, Level.LOCAL),  # a product beside a collective that nothing hides is computed in chunks

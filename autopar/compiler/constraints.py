@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from autopar.errors import BatchError, LayoutError, PlanError, divisors, one_of
 from autopar.ir.layout import Layout, factor_sizes, parse_layout, spelled
-from autopar.ir.mesh import EXPERT, GRADIENT_AXES, PIPELINE, Mesh
+from autopar.ir.mesh import CONTEXT, DATA_AXES, EXPERT, GRADIENT_AXES, PIPELINE, Mesh, axes_of_group
 from autopar.ir.plan import Plan
 from autopar.ir.program import PARTNER, Input, Program, TensorType, record
 from autopar.passes.search.intents import INTENTS, BatchDims, batch_dims_of, batch_size, context_axes
@@ -176,18 +176,37 @@ def check_zero(plan: Plan) -> None:
 def check_experts(plan: Plan) -> None:
     """Raise PlanError where rows cannot go to other ranks: for a compiler of fixed shapes, and where ranks know nothing
     of each other's batches."""
-    if dict(plan.mesh.axes).get(EXPERT, 1) == 1:
+    if plan.options.experts is not None:
+        _check_expert_axis(plan, plan.options.experts)
+    if not plan.expert_axes:
         return
     if plan.fixed.is_own:
         raise PlanError(
             f"batch=\"ddp\" computes each rank's batch apart, and on mesh '{plan.mesh}' rows go to the experts of "
-            f'other ranks. Use batch="local", whose means are over the rows of all ranks, or dp in place of {EXPERT}.'
+            f'other ranks. Use batch="local", whose means are over the rows of all ranks, or '
+            + ("leave experts out." if plan.options.experts else f"dp in place of {EXPERT}.")
         )
     if plan.options.compile == "inductor":
         raise PlanError(
             f"compile=\"inductor\" is for shapes that are known, and on mesh '{plan.mesh}' as many rows come to a rank "
-            f"as choose its experts. Leave compile out, or give the ranks of {EXPERT} to dp or tp."
+            f"as choose its experts. Leave compile out, or {_instead_of_experts(plan)}."
         )
+
+
+def _check_expert_axis(plan: Plan, axis: str) -> None:
+    """Raise PlanError for experts over what is no axis of the mesh that rows may go along."""
+    said, may = f"experts={axis!r}", [one for one in plan.mesh.names if one in (*DATA_AXES, CONTEXT)]
+    ways = f"It may be {one_of(may)}" if may else "Add ep, or dp, to the mesh"
+    if EXPERT in plan.mesh and axis != EXPERT:
+        raise PlanError(f"{said}, and mesh '{plan.mesh}' has an axis {EXPERT} for them: leave one of both out.")
+    if len(axes_of_group(axis)) > 1:
+        raise PlanError(f"{said} joins axes, and rows go to experts along one. {ways}; or give all to one axis.")
+    if axis not in may:
+        raise PlanError(f"{said} is no axis of mesh '{plan.mesh}' that splits rows. {ways}.")
+
+
+def _instead_of_experts(plan: Plan) -> str:
+    return "leave experts out" if plan.options.experts else f"give the ranks of {EXPERT} to dp or tp"
 
 
 def check_slices(plan: Plan) -> None:

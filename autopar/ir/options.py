@@ -196,6 +196,8 @@ class StepOptions:
       gathered (arXiv 2407.21783). "ring": they go round in pieces, under the products of the pieces before (arXiv
       2310.01889). "ulysses": heads are split in place of the sequence (arXiv 2309.14509). "auto" takes for each
       attention what moves fewer bytes, and a ring in place of a gather where its products hide it.
+    experts: the axis over which experts are split, where the mesh has none for them alone: "dp", "fsdp" or "cp", or
+      several joined, "dp:cp". Rows then go to the rank of their expert, as over an axis ep (which needs no option).
     chunked_loss: compute the logits of a vocabulary, their loss and its gradients some tokens at a time, so that the
       logits never exist as a whole (arXiv 2410.10989). "auto" does so where they are large; a number is the bytes that
       the logits of a chunk may take on a rank.
@@ -268,6 +270,11 @@ class StepOptions:
     attention: str = option(
         "auto", Valid(lambda value: value in ATTENTION, one_of(ATTENTION)), Flag(str, "|".join(ATTENTION))
     )
+    experts: str | None = option(
+        None,
+        Valid(lambda value: value is None or isinstance(value, str), "an axis of the mesh, several joined, or None"),
+        Flag(str, "AXIS|AXIS:AXIS"),
+    )
     chunked_loss: bool | int | Literal["auto"] = option(
         False,
         Valid(
@@ -331,6 +338,7 @@ class StepKeywords(TypedDict, total=False):
     reduce_dtype: torch.dtype
     bucket_bytes: int | None
     attention: str
+    experts: str | None
     chunked_loss: bool | int | Literal["auto"]
     compile: Compiler
 

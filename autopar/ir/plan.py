@@ -7,7 +7,17 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from autopar.ir.layout import Layout
-from autopar.ir.mesh import CONTEXT_AXES, DATA_AXES, EXPERT, MICROBATCH, PIPELINE, SHARDED, SLICE, Mesh
+from autopar.ir.mesh import (
+    CONTEXT_AXES,
+    DATA_AXES,
+    EXPERT,
+    MICROBATCH,
+    PIPELINE,
+    SHARDED,
+    SLICE,
+    Mesh,
+    axes_of_group,
+)  # fmt: skip
 from autopar.ir.options import StepOptions
 from autopar.machines import Machine, named
 
@@ -125,6 +135,12 @@ class Plan:
     def zero(self) -> int:
         """The stage of ZeRO."""
         return (3 if SHARDED in self.mesh else 0) if self.options.zero is None else self.options.zero
+
+    @property
+    def expert_axes(self) -> tuple[str, ...]:
+        """The axes over which experts are split."""
+        chosen = (EXPERT, *(axes_of_group(self.options.experts) if self.options.experts else ()))
+        return tuple(axis for axis, size in self.mesh.axes if axis in chosen and size > 1)
 
     @property
     def zero_axes(self) -> tuple[str, ...]:

@@ -178,9 +178,10 @@ def _gradients_of_weights(program: Program) -> set[fx.Node]:
     gradients, after = set[fx.Node](), {output}  # what stands between a product and the end
     for node in reversed(program.nodes):
         if node.op == "call_function" and node.users and node not in others and after.issuperset(node.users):
-            (gradients if _is_product(node) else after).add(node)
+            (gradients if is_product(node) else after).add(node)
     return gradients
 
 
-def _is_product(node: fx.Node) -> bool:
+def is_product(node: fx.Node) -> bool:
+    """True for a matrix product, which has work worth hiding a collective under."""
     return node.target is _EINSUM or record(node).flops > 0  # a program that was read from its text has no flops

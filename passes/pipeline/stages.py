@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+import torch
 from torch import fx
 
 from autopar.ir.mesh import PIPELINE, Mesh
@@ -342,7 +343,10 @@ def border_types(graph: Program, kinds: Collection[str] | None = None) -> dict[s
 
 
 def _is_free(node: fx.Node, mesh: Mesh) -> bool:
-    """True for a view that is no smaller than what it is a view of: where it is needed it is made again."""
+    """True for what is made again where it is needed: a view that is no smaller than what it is a view of, and how many
+    rows a value has here."""
+    if node.target is torch.ops.aten.sym_size.int:
+        return True
     source = node.args[0] if node.args else None
     if not is_view(node) or not isinstance(source, fx.Node) or not record(node).is_tensor:
         return False

@@ -26,7 +26,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.ir.layout import OWNED
-from autopar.ir.mesh import CONTEXT, DATA_AXES, EXPERT, MICROBATCH, SLICE, ULYSSES, Mesh
+from autopar.ir.mesh import CONTEXT, DATA_AXES, MICROBATCH, SLICE, ULYSSES, Mesh
 from autopar.ir.program import Input, TensorType
 from autopar.passes.rules.splits import Split
 from autopar.passes.rules.states import State
@@ -110,7 +110,7 @@ class Intent:
     def owns_rows(self) -> bool:
         """True if rows go to the rank of their expert. Of a batch that the axis cannot divide each rank has all rows,
         and computes those of its experts."""
-        return self.experts and self.batch_split
+        return self.experts and self.divides_products
 
     @property
     def divides_products(self) -> bool:
@@ -142,8 +142,8 @@ class Intent:
         source, target = at_home(source), at_home(target)
         gathers = isinstance(source, tuple) and source != target
         scatters = isinstance(source, str) and isinstance(target, tuple)
-        if of_parameters and gathers:
-            return None
+        if of_parameters and gathers:  # matrices that lie apart, each split, may be put together by expert
+            return 1.0 if self.experts and isinstance(target, tuple) else None
         if self.divides_products:
             moves = source is not None and source != target
             is_free = to_gradient or (self.context and along_sequence and at_attention)
@@ -183,7 +183,6 @@ _CONTEXT = replace(_SEQUENCE, mirrored=2)
 _SLICES = replace(_SEQUENCE, only_positions=True, in_time=True)
 INTENTS = {
     **dict.fromkeys(DATA_AXES, _DATA),
-    EXPERT: replace(_DATA, experts=True),
     MICROBATCH: replace(_DATA, in_time=True),
     SLICE: _SLICES,
     CONTEXT: _CONTEXT,

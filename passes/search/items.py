@@ -98,6 +98,7 @@ class Classes:
     casts: set[int]  # the casts among them
     sums: torch.dtype | None = None  # the shortest dtype in which gradients may be summed
     table: Table = field(default_factory=dict)  # of the rules
+    notes: tuple[str, ...] = ()  # of the program
     _users: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     _indices: frozenset[tuple[int, int]] | None = None
 
@@ -179,6 +180,7 @@ def build_classes(
         set(),
         sums,
         table,
+        program.notes,
     )
     for colour in range(len(members)):
         first = members[colour][0]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from autopar.errors import LayoutError, divisors, one_of
 from autopar.ir.layout import OWNED
-from autopar.ir.ops.op_facts import facts_of
+from autopar.ir.ops.op_facts import facts_of, is_view
 from autopar.ir.ops.ops import op
 from autopar.ir.program import record
 from autopar.passes.search.axes import AxisSearch, Solution
 from autopar.passes.search.items import Classes, Item, operations
 
+_BY_EXPERT = (op("expert_mm"), op("expert_mm_backward"))
 SHOWN = 4  # lines of an error
+ONE_BY_ONE = "takes one at a time"  # in the note of a loop over experts that stays as it is
 
 
 def whole_experts(search: AxisSearch, solution: Solution) -> list[str]:
@@ -19,19 +21,42 @@ def whole_experts(search: AxisSearch, solution: Solution) -> list[str]:
     products = [i for i, item in enumerate(classes.items) if item.rule and item.rule.flops and _picks(item)]
     left = [i for i in products if (solution.strategy(i).choice or ("", 1))[1] != OWNED]
     why = [line for i in left if (line := _reason(classes, classes.items[i], axis, size))]
-    why += [_batched(item, found) for i, item in enumerate(classes.items) if (found := _lookup(classes, i)) is not None]
+    looked_up = [(item, found) for i, item in enumerate(classes.items) if (found := _lookup(classes, i)) is not None]
+    why += [_batched(item, classes.items[found]) for item, found in looked_up]
     if len(left) == len(products) and search.may_refuse:
         nothing = f"the model has no product that takes the matrix of each row by an index{_loop(classes)}"
         lines = "\n".join(f"  {line}" for line in list(dict.fromkeys(why))[:SHOWN] or [nothing])
         raise LayoutError(f"axis '{axis}' (size {size}) splits experts, and can split none of the model:\n{lines}")
+    are_loops = any(ONE_BY_ONE in note for note in classes.notes)
+    alone = [i for i, item in enumerate(classes.items) if are_loops and _is_by_one(item)]
+    why += ["loops that take one expert at a time (see their notes)"] * bool(alone)
     if not why:
         return []
-    whole = [classes.items[i] for i in left]
-    share = operations(whole) / max(1, operations(classes.items))
+    whole = {*left, *alone, *(i for _, found in looked_up for i in _products(classes, found))}
+    share = operations([classes.items[i] for i in sorted(whole)]) / max(1, operations(classes.items))
     return [
         f"axis '{axis}' (size {size}) leaves experts whole, {100 * share:.3g} % of the work: "
         + "; ".join(list(dict.fromkeys(why))[:SHOWN])
     ]
+
+
+def _is_by_one(item: Item) -> bool:
+    return item.node.target in _BY_EXPERT and not _picks(item)
+
+
+def _products(classes: Classes, lookup: int) -> list[int]:
+    """The products of what gives each row a copy of its matrix, and those of their gradients."""
+    known, pending, products = {lookup}, [lookup], list[int]()
+    for value in pending:
+        for user, _ in classes.users(value):
+            if user in known:
+                continue
+            known.add(user)
+            if classes.items[user].is_product:
+                products.append(user)
+            elif is_view(classes.items[user].node.target):
+                pending.append(user)
+    return products
 
 
 def _picks(item: Item) -> bool:
@@ -61,7 +86,7 @@ def _parameter(classes: Classes, i: int) -> str | None:
     return role.entry.name if role is not None and role.entry.kind == "parameter" else None
 
 
-def _lookup(classes: Classes, i: int) -> Item | None:
+def _lookup(classes: Classes, i: int) -> int | None:
     """What gives each row a copy of its matrix, `w[index]`, for a batched product; None if a value is no such w."""
     item = classes.items[i]
     if item.role is None or item.role.entry.kind != "parameter" or len(item.types[0].shape) < 3:
@@ -70,7 +95,7 @@ def _lookup(classes: Classes, i: int) -> Item | None:
     for value in pending:
         for user, position in classes.users(value):
             if position == 0 and facts_of(classes.items[user].node.target).moves == "taken":
-                return classes.items[user]
+                return user
             if user in classes.of_parameters and user not in pending:
                 pending.append(user)
     return None
@@ -85,12 +110,16 @@ def _batched(item: Item, lookup: Item) -> str:
 
 
 def _loop(classes: Classes) -> str:
-    """What to write in place of a loop over experts, if there is one."""
+    """Say of a loop over experts why it takes one at a time, and what to write in place of what is there."""
+    why, instead = "", ""
     for item in classes.items:
         if item.node.target is op("expert_mm"):
             known = record(item.node)
-            return (
-                f" (the loop over experts at {known.source} in {known.module} takes one at a time: "
-                f'sort rows by expert and use F.grouped_mm, or experts_implementation="grouped_mm" of transformers)'
-            )
-    return ""
+            default = f"the loop over experts at {known.source} in {known.module or 'the model'} {ONE_BY_ONE}"
+            why = f" ({next((note for note in classes.notes if ONE_BY_ONE in note), default)})"
+            instead = "let index_add_ alone put back what an expert computes, or "
+            break
+    return (
+        f"{why}: {instead}sort rows by expert and use F.grouped_mm, with transformers "
+        f'experts_implementation="grouped_mm"; or give the ranks to dp or tp'
+    )

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.mesh import EXPERT
 from autopar.ir.ops.ops import op, semantic_of
 from autopar.ir.plan import Plan
 from autopar.ir.program import Builder, Program, erase_unused, operand_nodes, record
@@ -43,7 +42,7 @@ def expert_tables(program: Program, plan: Plan) -> Program:
         %add: f32[6,5] = aten.add.Tensor(%expert_mm, %index)
         return value "y" = %add
     """
-    if dict(plan.mesh.axes).get(EXPERT, 1) == 1:
+    if not plan.expert_axes:
         return program
     experts = _experts(program, table_of(plan))
     build = Builder(MADE_BY)

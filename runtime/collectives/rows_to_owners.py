@@ -10,13 +10,14 @@ from __future__ import annotations
 import torch
 
 from autopar.errors import BatchError
+from autopar.ir.ops.ops import NO_EXPERT
 from autopar.runtime.collectives.moves import Member, Move, Step
 
 Tensor = torch.Tensor
 
 
 def order_by_owner(index: Tensor) -> Tensor:
-    """The places of rows, sorted by the expert of each."""
+    """The places of rows, sorted by the expert of each; behind them those of rows without one."""
     return torch.argsort(index, stable=True)
 
 
@@ -28,10 +29,11 @@ def route(x: Tensor, member: Member, owned: bool, groups: int) -> Step:
     the ranks learn together, so that no rank waits for one that has given up: raises BatchError on all of them.
     """
     exists = (x >= 0) & (x < groups)
+    wrong = ~exists & (x != NO_EXPERT)
     counts = torch.zeros(groups + 1, dtype=torch.int64, device=x.device)
     counts = counts.index_add(0, torch.where(exists, x, groups), torch.ones_like(counts[:1]).expand(x.shape[0]))
-    unknown = torch.cat([torch.where(exists, 0, x), x.new_zeros(2)]).aminmax()  # of no rows, too
-    said = torch.stack([counts[-1], unknown.min.to(torch.int64), unknown.max.to(torch.int64)])
+    unknown = torch.cat([torch.where(wrong, x, 0), x.new_zeros(2)]).aminmax()  # of no rows, too
+    said = torch.stack([wrong.sum(), unknown.min.to(torch.int64), unknown.max.to(torch.int64)])
     sent = torch.cat([counts[:-1].view(member.size, -1), said.expand(member.size, 3)], 1)
     return Move("exchange", sent, lambda received: _counted(torch.cat([sent, received]).cpu(), groups))
 
@@ -57,15 +59,19 @@ def owned_index(index: Tensor, size: int, place: int, counts: Tensor) -> Tensor:
 def dispatch(x: Tensor, member: Member, owned: bool, order: Tensor, counts: Tensor) -> Step:
     """Send each row to the rank of its expert: those of this rank's come, by source and then by expert."""
     sent, received = _rows(counts, member)
-    return Move("rows", x[order], _as_it_is, sent=sent, received=received)
+    return Move("rows", x[order[: sum(sent)]], _as_it_is, sent=sent, received=received)
 
 
 def combine(x: Tensor, member: Member, owned: bool, order: Tensor, counts: Tensor) -> Step:
-    """Send each row back to where it came from, and to its place there."""
+    """Send each row back to where it came from, and to its place there. Those without an expert are zeros."""
     sent, received = _rows(counts, member)
-    return Move(
-        "rows", x, lambda rows: torch.empty_like(rows).index_copy_(0, order, rows), sent=received, received=sent
-    )
+    return Move("rows", x, lambda rows: _in_places(rows, order), sent=received, received=sent)
+
+
+def _in_places(rows: Tensor, order: Tensor) -> Tensor:
+    if len(rows) == len(order):
+        return torch.empty_like(rows).index_copy_(0, order, rows)
+    return rows.new_zeros(len(order), *rows.shape[1:]).index_copy_(0, order[: len(rows)], rows)
 
 
 def _rows(counts: Tensor, member: Member) -> tuple[tuple[int, ...], tuple[int, ...]]:

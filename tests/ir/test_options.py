@@ -55,6 +55,7 @@ def test_every_schedule_is_named() -> None:
         ("reduce_dtype", (torch.float64, "bf16", None), (torch.bfloat16,)),
         ("bucket_bytes", (0, 1.5), (1, None)),
         ("compile", ("gcc", True, "", None), ("auto", "executor", "inductor", "triton")),
+        ("experts", (1, ["dp"], True), ("dp", "dp:cp", None)),
         ("chunked_loss", (0.5, "yes", None, -1), (True, False, "auto", 10**6)),
     ],
 )

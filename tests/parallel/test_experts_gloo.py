@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from mixtures import Kind, Mixture, mixture_case
+from mixtures import Kind, Mixture, mixture_case, products
 from processes import Ranks
 from side_by_side import assert_same_state
 from torch import Tensor, nn
@@ -30,6 +32,7 @@ TABLE: list[tuple[str, Kind, dict[str, Any]]] = [
     ("dp=2,ep=2", Kind(bias=True, shared=True), {"zero": 3}),
     ("fsdp=2,ep=2", Kind(chosen=3, experts=4), {"reshard_after_forward": False}),
     ("ep=2,tp=2", Kind(skew=-1), {"sequence_parallel": True}),
+    ("dp=2,ep=2", Kind(way="loop", chosen=3), {"zero": 2}),
     ("pp=2,ep=2", Kind(), {"microbatches": 2, "schedule": "1f1b"}),
 ]
 
@@ -176,7 +179,21 @@ def test_batches_of_any_size_and_of_each_rank(four: Ranks) -> None:
     four.run(_any_batch, timeout=200)
 
 
-def _out_of_range(rank: int) -> str:
+class Told(nn.Module):
+    """The batch tells the experts, and a bias is looked up by them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.bias = nn.Parameter(torch.randn(4, 6, 6)), nn.Parameter(torch.randn(4, 6))
+
+    def forward(self, x: Tensor, experts: Tensor) -> Tensor:
+        order = torch.argsort(experts, stable=True)
+        ends = torch.histc(experts[order].float(), 4, 0, 3).cumsum(0, dtype=torch.int32)
+        y = torch.nn.functional.grouped_mm(x[order], self.up, offs=ends) + self.bias[experts[order]]
+        return torch.zeros_like(x).index_add(0, order, y).square().mean()
+
+
+def _out_of_range(rank: int) -> list[str]:
     class Wrong(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -188,13 +205,18 @@ def _out_of_range(rank: int) -> str:
             y: Tensor = torch.nn.functional.grouped_mm(x[order], self.up, offs=ends)
             return torch.zeros_like(x).index_add(0, order, y).square().mean()
 
-    model = autopar.parallelize(Wrong(), "ep=4")
-    x, experts = torch.randn(8, 6), torch.arange(8) % 4
-    model.forward_backward(x, experts)
-    experts[5] = 9
-    with pytest.raises(BatchError) as error:
+    texts = []
+    for module, wrong in ((Wrong(), 9), (Told(), 9), (Told(), -2)):
+        model = autopar.parallelize(module, "ep=4")
+        x, experts = torch.randn(8, 6), torch.arange(8) % 4
         model.forward_backward(x, experts)
-    return str(error.value)
+        experts[5] = wrong
+        with pytest.raises(BatchError) as error:
+            model.forward_backward(x, experts)
+        experts[5] = 1
+        model.forward_backward(x, experts)  # nothing is left over of it
+        texts.append(re.sub(r"py:\d+", "py:N", str(error.value)))
+    return texts
 
 
 def _save(rank: int, mesh: str, zero: int, folder: str) -> list[float]:
@@ -232,9 +254,79 @@ def test_checkpoints_go_to_any_mesh_and_back(four: Ranks, tmp_path: Path) -> Non
 
 
 def test_an_expert_that_does_not_exist_is_an_error_on_all_ranks(four: Ranks) -> None:
+    """Before a row moves: whose rows they are goes with the counts, so that no rank waits for one that gave up."""
     texts = four.run(_out_of_range)
-    assert len(set(texts)) == 1
-    assert texts[0].startswith(
-        "expert 4 is out of range: there are 4, so an index is 0 to 3, and 1 of the rows that part 3 of the batch "
-        "sends are of others. Correct the router. It is at test_experts_gloo.py:"
+    assert (
+        texts
+        == [
+            [
+                f"expert {expert} is out of range: there are 4, so an index is 0 to 3, and 1 of the rows that part "
+                f"{part} of the batch sends are of others. Correct the router. It is at test_experts_gloo.py:N."
+                for expert, part in ((4, 3), (9, 2), (-2, 2))
+            ]
+        ]
+        * 4
     )
+
+
+class Balanced(nn.Module):
+    """The mixture of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2): a bias that no gradient sees decides who is chosen,
+    and is moved by what each expert got."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(6, 4)
+        self.up, self.down = (nn.Parameter(torch.randn(4, 6, 6) * 0.4) for _ in range(2))
+        self.bias, self.load = nn.Buffer(torch.zeros(4)), nn.Buffer(torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.router(x).sigmoid()
+        experts = torch.topk(scores + self.bias, 2).indices
+        with torch.no_grad():
+            self.load.add_(nn.functional.one_hot(experts, 4).sum((0, 1)))
+        weights, flat = scores.gather(-1, experts), experts.flatten()
+        order = flat.argsort(stable=True)
+        ends = torch.bincount(flat, minlength=4).cumsum(0).to(torch.int32)
+        y = products(torch.tanh(products(x[order // 2], self.up, ends)), self.down, ends)
+        y = y * weights.flatten()[order][:, None]
+        return (torch.zeros_like(x).index_add(0, order // 2, y) - x).square().mean()
+
+
+def _balance(model: nn.Module) -> None:
+    """What a user does after each step."""
+    buffers = dict(model.named_buffers())
+    with torch.no_grad():
+        buffers["bias"].add_(torch.sign(buffers["load"].mean() - buffers["load"]), alpha=0.05)
+        buffers["load"].zero_()
+
+
+def _balancing(rank: int) -> list[list[float]]:
+    torch.manual_seed(5)
+    plain = Balanced().double()
+    with torch.no_grad():
+        plain.router.bias.copy_(torch.tensor([2.0, 0.5, 0.0, -1.0]))
+    batch = torch.randn(16, 6, dtype=torch.float64) * torch.linspace(0.5, 2, 16)[:, None]
+    models = [plain, *(autopar.parallelize(copy.deepcopy(plain), "dp=2,ep=2", microbatches=m) for m in (1, 2))]
+    found = []
+    for model in models:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        numbers: list[float] = []
+        for _ in range(5):
+            if isinstance(model, autopar.ParallelModule):
+                loss = model.forward_backward(batch)
+            else:
+                loss = model(batch)
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            numbers += [loss.item(), *dict(model.named_buffers())["load"].tolist()]
+            _balance(model)
+        found.append([*numbers, *dict(model.named_buffers())["bias"].tolist()])
+    return found
+
+
+def test_a_bias_that_balances_is_moved_by_what_all_ranks_count(four: Ranks) -> None:
+    for plain, *others in four.run(_balancing, timeout=120):
+        assert sum(plain[1:5]) == 32 and len(set(plain[-4:])) > 2, "it moves, and not all alike"
+        for other in others:
+            assert other == pytest.approx(plain, rel=1e-10)

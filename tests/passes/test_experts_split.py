@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from mixtures import Kind, mixture_case
+from mixtures import Kind, Mixture, mixture_case
 from torch import Tensor, nn
 
 import autopar
-from autopar.errors import LayoutError, MeshError, PlanError
-from autopar.ir.ops.ops import op
+from autopar.errors import BatchError, LayoutError, MeshError, PlanError, ScheduleError
+from autopar.ir.ops.ops import op, op_name
 from autopar.ir.program import Program, record
 from autopar.runtime.collectives import collectives, mesh_ops, rows_to_owners
 from autopar.verification.judge.comparison import Report
@@ -42,6 +42,10 @@ MESHES: list[tuple[str, dict[str, Any]]] = [
     ("ep=2", {"recompute": "full"}),
     ("ep=2", {"recompute": "selective"}),
     ("ep=2,tp=2", {"compile": "triton"}),
+    ("dp=4", {"experts": "dp", "zero": 2}),
+    ("dp=2,fsdp=2", {"experts": "fsdp"}),
+    ("dp=2,cp=2,tp=2", {"experts": "cp", "zero": 1}),
+    ("pp=2,dp=2", {"experts": "dp", "microbatches": 4, "zero": 1}),
 ]
 ROUTINGS = [
     PLAIN,
@@ -72,6 +76,35 @@ def test_a_step_on_a_mesh_is_that_of_one_device(mesh: str, options: dict[str, An
 def test_a_step_of_any_routing_is_that_of_one_device(kind: Kind, mesh: str) -> None:
     report = _verified(kind, mesh)
     assert report.ok and report.max_error < 1e-10, report
+
+
+# Losses of the router are those of the global batch, and its noise that of one device.
+OF_ROUTERS: list[tuple[Kind, str, dict[str, Any]]] = [
+    (Kind(z=True), "dp=2,ep=2", {}),
+    (Kind(z=True, aux=True), "ep=2", {"microbatches": 2, "zero": 1}),
+    (Kind(jitter=True, aux=True), "dp=2,ep=2", {"recompute": "full"}),
+    (Kind(jitter=True, z=True, way="loop"), "ep=2", {"microbatches": 2}),
+    (Kind(aux=True, z=True, jitter=True), "pp=2,ep=2", {"microbatches": 4, "schedule": "gpipe"}),
+    (Kind(aux=True), "pp=2,ep=2", {"microbatches": 4, "schedule": "1f1b"}),
+    (Kind(aux=True, way="loop", skew=50), "dp=2,ep=2", {}),
+]
+
+
+@pytest.mark.parametrize(("kind", "mesh", "options"), OF_ROUTERS, ids=str)
+def test_losses_and_noise_of_a_router_are_those_of_one_device(kind: Kind, mesh: str, options: dict[str, Any]) -> None:
+    report = _verified(kind, mesh, **options)
+    assert report.ok and report.max_error < 1e-10, report
+
+
+def test_a_loss_over_the_batch_with_a_schedule_that_cannot_wait_names_both_ways_out() -> None:
+    with pytest.raises(ScheduleError) as error:
+        _program(Kind(aux=True), "pp=2,ep=2", microbatches=4, schedule="zb-v")
+    assert re.sub(r"py:\d+", "py:N", str(error.value)) == (
+        "schedule 'zb-v' lets micro-batches go back before all have come forward, but op 'aten.sum.dim_IntList' "
+        "('mixed.0' at mixtures.py:N) needs the whole batch (%all_reduce), and 'mixed.0' at mixtures.py:N uses it "
+        "before the micro-batch is done (%mul_1). Use schedule 'gpipe', which lets all come forward first, or "
+        "microbatches=1."
+    )
 
 
 def test_biases_of_experts_are_split_as_these_are() -> None:
@@ -105,6 +138,15 @@ def test_two_trips_there_and_two_back_and_one_route_a_layer(options: dict[str, A
     assert _count(program, "route") == PLAIN.blocks, "also for the backward pass, and what is computed again"
     assert _count(program, "dispatch") == 2 * PLAIN.blocks + again
     assert _count(program, "combine") == 2 * PLAIN.blocks + again
+
+
+def test_experts_over_an_axis_that_is_there_lie_as_over_one_of_their_own() -> None:
+    own = {entry.name: record(node).layout for node, entry in _program(PLAIN, "ep=2", zero=2).parameters()}
+    folded = _program(PLAIN, "dp=2", zero=2, experts="dp")
+    assert {entry.name: str(record(node).layout) for node, entry in folded.parameters()} == {
+        name: str(layout).replace("ep", "dp") for name, layout in own.items()
+    }
+    assert _count(folded, "route") == PLAIN.blocks and _count(folded, "dispatch") == 2 * PLAIN.blocks
 
 
 def test_experts_lie_split_and_their_gradients_are_summed_over_other_axes_alone() -> None:
@@ -145,6 +187,45 @@ def test_rows_are_under_way_while_gradients_are_computed() -> None:
     assert {node.target for node in program.calls()} >= {op("dispatch_start"), op("combine_start")}
 
 
+class _Early(Mixture):
+    """The shared expert stands before the router in the code, as in some models, and not behind the experts."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.shared(x)
+        routed, balance = Mixture.forward(self, x)
+        return routed + y, balance
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+@pytest.mark.parametrize("options", [{}, {"microbatches": 2}], ids=str)
+def test_a_shared_expert_is_computed_while_rows_go_to_the_others(is_early: bool, options: dict[str, Any]) -> None:
+    kind = Kind(shared=True, width=256)
+    model, (tokens, labels) = mixture_case(kind)
+    if is_early:
+        for mixed in model.mixed:
+            mixed.kind, mixed.__class__ = replace(kind, shared=False), _Early
+    compiled = autopar.compile(model, "ep=2", batch=(tokens.repeat(4, 40), labels.repeat(4, 40)), **options)
+    graphs = compiled.pipeline.graphs.values() if compiled.pipeline else [compiled.program]
+    (order,) = (
+        found
+        for graph in graphs
+        if (found := [(op_name(node.target), record(node)) for node in graph.calls()])
+        and any(name == "expert_mm" and not known.is_backward for name, known in found)
+    )
+    order = [one for one in order if not one[1].is_backward]
+    begun = [i for i, (name, _) in enumerate(order) if name == "dispatch_start"]
+    assert len(begun) == kind.blocks
+    for block, at in enumerate(begun):
+        end = next(i for i in range(at, len(order)) if order[i][0] == "wait")
+        assert [known.module for name, known in order[at:end] if name == "einsum"] == [f"mixed.{block}.shared"]
+
+
+def test_a_step_with_shared_experts_under_way_is_that_of_one_device() -> None:
+    model, (tokens, labels) = mixture_case(Kind(shared=True, width=64))
+    report = verify(model, "dp=2,ep=2", batch=(tokens.repeat(1, 8), labels.repeat(1, 8)), zero=1)
+    assert report.ok and report.max_error < 1e-10, report
+
+
 REFUSED: list[tuple[Kind, str, dict[str, Any], type[Exception], str]] = [
     (
         Kind(experts=6), "ep=4", {}, LayoutError,
@@ -161,7 +242,8 @@ REFUSED: list[tuple[Kind, str, dict[str, Any], type[Exception], str]] = [
     (
         Kind(way="mask"), "ep=2", {}, LayoutError,
         "axis 'ep' (size 2) splits experts, and can split none of the model:\n"
-        "  the model has no product that takes the matrix of each row by an index",
+        "  the model has no product that takes the matrix of each row by an index: sort rows by expert and use "
+        'F.grouped_mm, with transformers experts_implementation="grouped_mm"; or give the ranks to dp or tp',
     ),
     (
         PLAIN, "cp=2,ep=2,tp=2", {}, MeshError,
@@ -172,9 +254,41 @@ REFUSED: list[tuple[Kind, str, dict[str, Any], type[Exception], str]] = [
         "mesh 'tp=2,ep=2': ep splits the batch, and tp what it leaves of a sample: write 'ep=2,tp=2'.",
     ),
     (
+        Kind(), "ep=3", {}, BatchError,
+        "the batch has 8 samples (dim 0 of [8, 6], [8, 6]), which axis 'ep' (size 3) cannot divide. Use a batch size "
+        "that is a multiple of 3, or a ep of 1, 2, 4 or 8.",
+    ),
+    (
         PLAIN, "ep=2", {"compile": "inductor"}, PlanError,
         'compile="inductor" is for shapes that are known, and on mesh \'ep=2\' as many rows come to a rank as choose '
         "its experts. Leave compile out, or give the ranks of ep to dp or tp.",
+    ),
+    (
+        PLAIN, "dp=2", {"experts": "dp", "compile": "inductor"}, PlanError,
+        'compile="inductor" is for shapes that are known, and on mesh \'dp=2\' as many rows come to a rank as choose '
+        "its experts. Leave compile out, or leave experts out.",
+    ),
+    (
+        PLAIN, "dp=2,cp=2", {"experts": "dp:cp"}, PlanError,
+        "experts='dp:cp' joins axes, and rows go to experts along one. It may be dp or cp; or give all to one axis.",
+    ),
+    (
+        PLAIN, "dp=2,tp=2", {"experts": "tp"}, PlanError,
+        "experts='tp' is no axis of mesh 'dp=2,tp=2' that splits rows. It may be dp.",
+    ),
+    (
+        PLAIN, "tp=2", {"experts": "dp"}, PlanError,
+        "experts='dp' is no axis of mesh 'tp=2' that splits rows. Add ep, or dp, to the mesh.",
+    ),
+    (
+        PLAIN, "dp=2,ep=2", {"experts": "dp"}, PlanError,
+        "experts='dp', and mesh 'dp=2,ep=2' has an axis ep for them: leave one of both out.",
+    ),
+    (
+        Kind(experts=6), "dp=4", {"experts": "dp"}, LayoutError,
+        "axis 'dp' (size 4) splits experts, and can split none of the model:\n"
+        "  dp=4 does not divide the 6 experts of mixed.0.up: dp may be 1, 2, 3 or 6\n"
+        "  dp=4 does not divide the 6 experts of mixed.0.down: dp may be 1, 2, 3 or 6",
     ),
     (
         PLAIN, "ep=2", {"shard": {"mixed.0.up": "[@ep,-,-]"}}, LayoutError,

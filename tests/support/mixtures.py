@@ -15,7 +15,8 @@ WIDTH, HIDDEN, LENGTH, BATCH = 12, 20, 6, 8  # H, I, S, B; N = B S rows, K exper
 class Kind:
     """experts, chosen: how many there are, and how many a row takes. skew: added to the scores of the first experts;
     -1: the router is zero, so that all scores are alike. way: how rows meet experts. bias: experts add one. shared: a
-    dense expert takes every row. aux: a loss that balances."""
+    dense expert takes every row. aux: a loss that balances. z: one that keeps scores small (arXiv 2202.08906). jitter:
+    what the router sees is multiplied by random numbers, as Switch Transformers does."""
 
     experts: int = 8
     chosen: int = 2
@@ -24,6 +25,8 @@ class Kind:
     bias: bool = False
     shared: bool = False
     aux: bool = False
+    z: bool = False
+    jitter: bool = False
     blocks: int = 2
     width: int = WIDTH
 
@@ -49,13 +52,18 @@ class Mixture(nn.Module):
 
     def forward(self, x_BSH: Tensor) -> tuple[Tensor, Tensor]:
         x = x_BSH.reshape(-1, self.kind.width)
-        scores = (self.router(x) + self.skew).softmax(-1)
+        seen = x * torch.empty_like(x).uniform_(0.9, 1.1) if self.kind.jitter else x
+        logits = self.router(seen) + self.skew
+        scores = logits.softmax(-1)
         weights_NK, experts_NK = torch.topk(scores, self.kind.chosen)
         y = getattr(self, f"_{self.kind.way}")(x, weights_NK, experts_NK)
         if self.kind.shared:
             y = y + self.shared(x)
         share_E = F.one_hot(experts_NK, self.kind.experts).to(x.dtype).sum(1).mean(0)
-        return y.view_as(x_BSH), (share_E * scores.mean(0)).sum() * self.kind.experts
+        balance = (share_E * scores.mean(0)).sum() * self.kind.experts if self.kind.aux else torch.zeros(())
+        if self.kind.z:
+            balance = balance + torch.logsumexp(logits, -1).square().mean()
+        return y.view_as(x_BSH), balance
 
     def _grouped(self, x: Tensor, weights_NK: Tensor, experts_NK: Tensor) -> Tensor:
         """Sorted rows and grouped products, as libraries write it."""
@@ -64,9 +72,9 @@ class Mixture(nn.Module):
         order = torch.argsort(experts, stable=True)
         of_row = experts[order]
         ends = torch.histc(of_row.float(), self.kind.experts, 0, self.kind.experts - 1).cumsum(0, dtype=torch.int32)
-        hidden = _products(x[order // k], self.up, ends)
+        hidden = products(x[order // k], self.up, ends)
         hidden = F.silu(hidden + self.up_bias[of_row] if self.kind.bias else hidden)
-        y = _products(hidden, self.down, ends)
+        y = products(hidden, self.down, ends)
         y = (y + self.down_bias[of_row] if self.kind.bias else y) * weights_NK.reshape(-1)[order, None]
         return torch.zeros_like(x).index_add(0, order // k, y)
 
@@ -88,7 +96,7 @@ class Mixture(nn.Module):
         return out
 
 
-def _products(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+def products(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """Grouped products; torch has none in float64, in which the plain module is compared."""
     try:
         return F.grouped_mm(x, w, offs=ends)
@@ -116,7 +124,7 @@ class Mixtures(nn.Module):
             y, share = mixed(x)
             x, balance = x + y, balance + share
         loss = F.cross_entropy(self.head(x).flatten(0, 1), labels_BS.flatten())
-        return loss + 0.01 * balance if self.kind.aux else loss
+        return loss + 0.01 * balance if self.kind.aux or self.kind.z else loss
 
 
 def mixture_case(kind: Kind) -> tuple[nn.Module, tuple[Tensor, Tensor]]:

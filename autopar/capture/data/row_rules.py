@@ -16,6 +16,7 @@ from torch import fx
 
 from autopar.capture.ops.canonical import filled
 from autopar.capture.ops.functions import ExpertMM
+from autopar.capture.ops.raised_products import autocast
 from autopar.capture.refusals.location import Line
 from autopar.ir.ops.op_facts import facts_of, is_view
 from autopar.ir.program import TensorType, is_getitem
@@ -99,10 +100,22 @@ def indexed(self: KnownRows, run: Run, function: Any, base: Tensor, key: Any) ->
         raise Refused("another index is beside the places")
     if any(isinstance(items[i], bool) for i in advanced) or advanced[-1] - advanced[0] + 1 != len(advanced):
         raise Refused("the places are not beside each other")
-    if self.is_all(base, items):
-        return self.at_places(base, items), advanced[0]
+    others = [item for item in items if not isinstance(item, int)]
+    if self.is_all(_selected(base, items), others):
+        return self.at_places(_selected(base, items), others), advanced[0]
     items = [self.in_range(item) if isinstance(item, Tensor) else item for item in items]
     return run(function, base, tuple(items)), advanced[0]
+
+
+def _selected(base: Tensor, items: list[Any]) -> Tensor:
+    """A tensor at those of its places that are plain numbers."""
+    dim = 0
+    for item in items:
+        if isinstance(item, int):
+            base = base.select(dim, item)
+        else:
+            dim += item is not None
+    return base
 
 
 def picked(self: KnownRows, run: Run, function: Any, base: Tensor, dim: int, index: Tensor) -> Made:
@@ -164,12 +177,13 @@ def product(self: KnownRows, name: str, args: Any, kwargs: Any) -> tuple[Tensor,
         return None
     x, matrix = found.x, found.matrix
     is_rows = matrix.ndim == 2 and rows.dim < x.ndim - 1 and x.shape[rows.dim] == math.prod(x.shape[:-1])
-    if not is_rows or not x.is_floating_point() or torch.is_autocast_enabled(x.device.type):
+    if not is_rows or not x.is_floating_point():
         return None
+    x, matrix = autocast(x, matrix)
     other = torch.where(rows.valid, 0, 1)  # there is one matrix; the padding has none
     y: Tensor = ExpertMM.apply(x.reshape(-1, x.shape[-1]), matrix.unsqueeze(0), other)
     y = y.reshape(*x.shape[:-1], matrix.shape[1])
-    return (y, False) if found.bias is None else (y + found.bias, True)
+    return (y, False) if found.bias is None else (y + autocast(found.bias)[0], True)
 
 
 def follow_rows(nodes: Iterable[fx.Node], places: Mapping[Value, Split], count: int) -> dict[Value, Split]:

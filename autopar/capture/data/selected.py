@@ -45,6 +45,24 @@ from autopar.torch_compat import custom_function
 Tensor = torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class AddedRows:
+    """Rows as they were taken of a tensor, with what was added to them since; and what had been written to each."""
+
+    rows: Tensor
+    base: Tensor
+    key: Any
+    added: Tensor | None
+    versions: tuple[int, ...]
+
+    @staticmethod
+    def of(rows: Tensor, base: Tensor, key: Any, added: Tensor | None = None) -> AddedRows:
+        return AddedRows(rows, base, key, added, tuple(one._version for one in (rows, base, added) if one is not None))
+
+    def is_as_it_was(self) -> bool:
+        return self.versions == AddedRows.of(self.rows, self.base, self.key, self.added).versions
+
+
 @dataclass(slots=True)
 class Selected:
     """The tensors of a run whose rows a mask selected. is_first: of the run that is captured; a later one has one row
@@ -54,6 +72,7 @@ class Selected:
     known: dict[int, ValidRows] = field(default_factory=dict)
     tracer: Tracer | None = None  # of the run that is captured
     masks: dict[Any, tuple[Tensor, tuple[Tensor, ...]]] = field(default_factory=dict)  # by what each is: it, its places
+    sums: dict[int, AddedRows] = field(default_factory=dict)  # rows of a tensor with something added, by their id
     is_inside: bool = False  # of a call that is followed: torch may spell it out in calls of its own
 
     def concerns(self, args: Any, kwargs: Any) -> bool:
@@ -163,6 +182,11 @@ class Selected:
             mine = self.row_of(args[0])
             result = run(function, *args, **kwargs)
             return result if mine is None else counted(function, result, args, mine.dim, mine)
+        if name in ("unbind", "__iter__"):  # as many turns of a loop as the data say
+            raise Refused(
+                "it goes through as many as there are. Go through all (for e in range(experts)): those without rows "
+                "add nothing"
+            )
         for one in rows:
             _check_gradient(one.tensor)
         read = args[1:] if form_argument(name) == 0 else args
@@ -173,12 +197,28 @@ class Selected:
             return self._added(name, like, *args, **kwargs)
         if name in ("__getitem__", "index_select") and self.row_of(args[0]) is None:
             result, dim = (indexed if name == "__getitem__" else picked)(self, run, function, *args, **kwargs)
+            if name == "__getitem__":
+                self.sums[id(result)] = AddedRows.of(result, *args)
             return self._note(like, result, dim, [self._guard(result, like.valid, dim)])
         made = product(self, name, args, kwargs)
         if made is not None:
             result, is_biased = made
             return self._note(like, result, like.dim, [self._guard(result, like.valid, like.dim)] if is_biased else [])
-        return self._followed(rows, name, run, function, args, kwargs)
+        taken = self._taken(args[0]) if name in ("__iadd__", "add_", "__add__", "add") and not kwargs else None
+        result = self._followed(rows, name, run, function, args, kwargs)
+        if (
+            taken is not None
+            and taken.added is None
+            and self.row_of(args[1]) is not None
+            and args[1].shape == result.shape
+        ):
+            self.sums[id(result)] = AddedRows.of(result, taken.base, taken.key, args[1])
+        return result
+
+    def _taken(self, rows: Any) -> AddedRows | None:
+        """What rows are that nobody has written to since."""
+        known = self.sums.get(id(rows))
+        return known if known is not None and known.rows is rows and known.is_as_it_was() else None
 
     def _sized(self, like: ValidRows, run: Run, function: Any, args: Any, kwargs: Any) -> Any:
         """A new tensor, or a view, of as many rows: each is the same."""
@@ -302,7 +342,7 @@ class Selected:
 
     def _set(self, rows: ValidRows, base: Tensor, key: Any, value: Any) -> None:
         """base[places] = rows. Of all places of a mask each row is chosen; else adds what they differ by: two rows of
-        one place would be torch's own fault."""
+        one place would be torch's own fault. Where something was added to rows of `base` that alone is added, too."""
         items = [item for item in (key if isinstance(key, tuple) else (key,)) if item is not Ellipsis]
         while items and isinstance(items[-1], slice) and items[-1] == slice(None):
             items.pop()
@@ -310,15 +350,24 @@ class Selected:
             raise Refused
         shape = (rows.valid.numel(), *base.shape[len(items) :])
         mine = [self.row_of(item) for item in items]
+        known = self._taken(value)
+        if known is not None and known.added is not None and known.base is base and _is_same_key(known.key, key):
+            value, is_sum = known.added, True
+        else:
+            is_sum = False
         in_order = [one.place for one in mine if one is not None] == list(range(len(rows.shape)))
         if in_order and value.shape == shape and self.is_all(base, items):
+            if is_sum:
+                base.add_(only_valid(value, rows.valid, 0).to(base.dtype).reshape(base.shape))
+                return
             is_chosen = rows.valid.reshape(*rows.shape, *(1 for _ in shape[1:]))
             base.copy_(torch.where(is_chosen, value.reshape(base.shape).to(base.dtype), base))
             return
         if len(items) > 1 or value.shape != shape:
             raise Refused
-        before = self.at_places(base, items) if self.is_all(base, items) else base[items[0]]
-        change = only_valid(value - before, rows.valid, 0).to(base.dtype)
+        if not is_sum:
+            value = value - (self.at_places(base, items) if self.is_all(base, items) else base[items[0]])
+        change = only_valid(value, rows.valid, 0).to(base.dtype)
         self._put_back("index_add_", base, 0, items[0], change, {})
 
     def _index_put(self, name: str, rows: ValidRows, base: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -391,6 +440,13 @@ def mask_of(function: Any, args: Any) -> Tensor | None:
     if args[0].shape[: mask.ndim] != mask.shape or any(isinstance(each, (Tensor, list)) for each in key[1:]):
         return None
     return mask
+
+
+def _is_same_key(a: Any, b: Any) -> bool:
+    """True if two indices are made of the same tensors."""
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(_is_same_key, a, b))
+    return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and bool(a == b))
 
 
 def _made_of(node: fx.Node, depth: int = 8) -> Any:

@@ -20,6 +20,8 @@ from autopar.ir.ops.compared import checked_causal, compared_attention, compared
 from autopar.ir.ops.semantic import NAMESPACE, SemanticOp, name_of, semantic
 from autopar.torch_compat import schema_of
 
+NO_EXPERT = 1 << 62  # the index of a row that no expert takes: it goes nowhere, and comes back as zeros
+
 
 @semantic("einsum(Tensor a, Tensor b, str equation) -> Tensor", precision="low", gradient="Einsum")
 def einsum(a: torch.Tensor, b: torch.Tensor, equation: str) -> torch.Tensor:

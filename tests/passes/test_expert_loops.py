@@ -1,0 +1,135 @@
+"""Ways to write a mixture on an axis `ep`: each is divided, and its step that of one device; or refused by name."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any
+
+import expert_spellings as ways
+import pytest
+import torch
+from expert_spellings import batch, spelled
+from torch import Tensor, nn
+
+import autopar
+from autopar.errors import LayoutError
+from autopar.ir.ops.ops import op_name
+from autopar.ir.program import Program, record
+from autopar.passes.sorts import loop_masks
+from autopar.verification.verify import verify
+
+# (spelling, is_stacked, experts of a row, meshes with options)
+Way = tuple[Any, bool, int, list[tuple[str, dict[str, Any]]]]
+DIVIDED: list[Way] = [
+    (ways.where_, False, 2, [("ep=2", {}), ("dp=2,ep=2", {"zero": 3}), ("pp=2,ep=2", {"microbatches": 4})]),
+    (ways.stacked_where, True, 2, [("ep=4", {})]),
+    (ways.transposed_where, True, 2, [("ep=2,tp=2", {})]),
+    (ways.mixtral, False, 2, [("ep=4", {"recompute": "full"})]),
+    (ways.nonzero, False, 1, [("ep=4", {})]),
+    (ways.any_place, False, 2, [("ep=4", {})]),
+    (ways.many_hot, False, 3, [("dp=2,ep=2", {"zero": 2})]),
+    (ways.capacity, False, 1, [("dp=2,ep=2", {})]),
+    (ways.masked, False, 2, [("fsdp=2,ep=2", {})]),
+    (ways.switch, False, 1, [("dp=2,ep=2", {"zero": 1})]),
+    (ways.flat, False, 2, [("ep=4", {}), ("ep=2", {"microbatches": 2})]),
+    (ways.sorted_, True, 2, [("ep=4", {})]),
+]
+CASES = [(*way[:3], mesh, options) for way in DIVIDED for mesh, options in way[3]]
+
+
+@pytest.mark.parametrize(("way", "is_stacked", "chosen", "mesh", "options"), CASES, ids=str)
+def test_it_is_divided_and_its_step_is_that_of_one_device(
+    way: Any, is_stacked: bool, chosen: int, mesh: str, options: dict[str, Any]
+) -> None:
+    """Some experts have few rows, and one has none."""
+    module = spelled(way, is_stacked, chosen)
+    report = verify(module, mesh, batch=batch(), **options)
+    assert report.ok and report.max_error < 1e-10, report
+    program = autopar.compile(module, mesh, batch=batch(), **options).program
+    layouts = {entry.name: str(record(node).layout) for node, entry in program.parameters()}
+    experts = [layout for name, layout in layouts.items() if name.startswith(("experts.", "up", "down"))]
+    assert experts and all("ep" in layout for layout in experts), layouts
+    assert not any("leaves experts whole" in note for note in program.notes), program.notes
+
+
+def _count(program: Program) -> Counter[str]:
+    names = ("route", "dispatch", "combine", "all_gather", "all_to_all", "expert_mm")
+    found = (op_name(node.target).removesuffix("_start") for node in program.calls())
+    return Counter(name for name in found if name in names)
+
+
+def test_what_moves_is_what_moves_of_grouped_products() -> None:
+    """No row and no matrix is gathered; the matrices of modules, and their gradients, change places."""
+    grouped = _count(autopar.compile(spelled(ways.sorted_, True), "ep=2", batch=batch()).program)
+    loop = _count(autopar.compile(spelled(ways.stacked_where, True), "ep=2", batch=batch()).program)
+    assert loop == grouped == {"route": 1, "dispatch": 2, "combine": 2, "expert_mm": 4}
+    apart = _count(autopar.compile(spelled(ways.mixtral), "ep=2", batch=batch()).program)
+    assert apart["all_gather"] == 0 and apart["all_to_all"] == 10 and apart["expert_mm"] == 6
+
+
+def test_without_ep_a_loop_stays_a_loop() -> None:
+    program = autopar.compile(spelled(ways.where_), "dp=2", batch=batch()).program
+    assert _count(program)["expert_mm"] == 6 * ways.EXPERTS
+
+
+NOTHING = (
+    "axis 'ep' (size 2) splits experts, and can split none of the model:\n"
+    "  the model has no product that takes the matrix of each row by an index"
+)
+INSTEAD = (
+    'sort rows by expert and use F.grouped_mm, with transformers experts_implementation="grouped_mm"; or give the '
+    "ranks to dp or tp"
+)
+REFUSED: list[tuple[Any, bool, str]] = [
+    (
+        ways.overwritten, False,
+        f"{NOTHING} (the loop over 4 experts at expert_spellings.py:N takes one at a time: aten.where.self "
+        f"at expert_spellings.py:N takes what several of them give): let index_add_ alone put back what an expert "
+        f"computes, or {INSTEAD}",
+    ),
+    (ways.dense, False, f"{NOTHING}: {INSTEAD}"),
+    (ways.gshard, True, f"{NOTHING}: {INSTEAD}"),
+    (
+        ways.gathered, True,
+        "axis 'ep' (size 2) splits experts, and can split none of the model:\n"
+        "  'up' [4, 8, 12] is looked up for each row at expert_spellings.py:N, a batched product: with transformers "
+        'set experts_implementation="grouped_mm"\n'
+        "  'down' [4, 12, 8] is looked up for each row at expert_spellings.py:N, a batched product: with transformers "
+        'set experts_implementation="grouped_mm"',
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("way", "is_stacked", "text"), REFUSED, ids=lambda one: getattr(one, "__name__", ""))
+def test_what_cannot_be_divided_says_what_would_do(way: Any, is_stacked: bool, text: str) -> None:
+    with pytest.raises(LayoutError) as found:
+        autopar.compile(spelled(way, is_stacked), "ep=2", batch=batch())
+    assert re.sub(r"py:\d+", "py:N", str(found.value)) == text
+
+
+def test_the_places_of_experts_are_not_taken_for_granted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red on purpose: a table of which a row may have two experts, taken to have one."""
+    monkeypatch.setattr(loop_masks, "_most", lambda tensor, dim: 1)
+    assert not verify(spelled(ways.many_hot, False, 2), "ep=2", batch=batch()).ok
+
+
+class _Both(nn.Module):
+    def __init__(self, *mixtures: nn.Module) -> None:
+        super().__init__()
+        self.mixtures = nn.ModuleList(mixtures)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([mixture(x) for mixture in self.mixtures]).sum()
+
+
+def test_what_stays_whole_beside_experts_that_are_divided_is_noted_with_its_share() -> None:
+    for other, is_stacked, share, why in (
+        (ways.overwritten, False, 62.1, "loops that take one expert at a time (see their notes)"),
+        (ways.gathered, True, 22.7, "'mixtures.1.up' [4, 8, 12] is looked up for each row at"),
+    ):
+        both = _Both(spelled(ways.where_), spelled(other, is_stacked))
+        (note,) = (
+            one for one in autopar.compile(both, "ep=2", batch=batch()).program.notes if "leaves experts whole" in one
+        )
+        assert note.startswith(f"axis 'ep' (size 2) leaves experts whole, {share} % of the work: {why}")

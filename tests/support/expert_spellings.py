@@ -1,0 +1,215 @@
+"""Ways in which people write a mixture of experts: each a module with the same router, experts and loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+WIDTH, HIDDEN, ROWS, EXPERTS, CHOSEN = 8, 12, 16, 4, 2
+
+
+class Expert(nn.Module):
+    """A gated layer with biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(WIDTH, HIDDEN), nn.Linear(WIDTH, HIDDEN, bias=False)
+        self.down = nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return y
+
+
+class Spelled(nn.Module):
+    """A mixture that a function of (experts, x, weights, chosen) computes. is_stacked: the experts' matrices are two
+    parameters; else each is a module. The router sends few rows to the last expert, and none to one of the first."""
+
+    def __init__(self, compute: Callable[..., Tensor], is_stacked: bool = False, chosen: int = CHOSEN) -> None:
+        super().__init__()
+        self.compute, self.chosen = compute, chosen
+        self.router = nn.Linear(WIDTH, EXPERTS)
+        with torch.no_grad():
+            self.router.bias.copy_(torch.tensor([1.0, -50.0, 0.5, -0.5]))
+        if is_stacked:
+            self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN) * 0.4)
+            self.down = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH) * 0.4)
+        else:
+            self.experts = nn.ModuleList(Expert() for _ in range(EXPERTS))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.head(x))
+        weights, chosen = torch.topk(self.router(h).softmax(-1), self.chosen)
+        y = self.compute(self, h, weights / weights.sum(-1, keepdim=True), chosen)
+        return (h + y).square().mean()
+
+
+def spelled(compute: Callable[..., Tensor], is_stacked: bool = False, chosen: int = CHOSEN) -> nn.Module:
+    """The module of a spelling, the same in each process."""
+    torch.manual_seed(1)
+    return Spelled(compute, is_stacked, chosen)
+
+
+def batch() -> tuple[Tensor]:
+    """Rows that differ from part to part."""
+    torch.manual_seed(2)
+    return (torch.randn(ROWS, WIDTH) * torch.linspace(0.5, 2, ROWS)[:, None],)
+
+
+# -- loops over experts ------------------------------------------------------------------------------------------------
+
+
+def where_(m: Spelled, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        rows, place = torch.where(chosen == e)
+        out.index_add_(0, rows, expert(x[rows]) * weights[rows, place, None])
+    return out
+
+
+def stacked_where(m: Spelled, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for e in range(EXPERTS):
+        rows, place = torch.where(chosen == e)
+        out[rows] += F.gelu(x[rows] @ m.up[e]) @ m.down[e] * weights[rows, place, None]
+    return out
+
+
+def transposed_where(m: Spelled, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """Matrices are kept as nn.Linear has them."""
+    out = torch.zeros_like(x)
+    for e in range(EXPERTS):
+        rows, place = torch.where(chosen == e)
+        y = F.linear(F.relu(F.linear(x[rows], m.up[e].t())), m.down[e].t())
+        out = out.index_add(0, rows, y * weights[rows, place].unsqueeze(-1))
+    return out
+
+
+def mixtral(m: Spelled, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """transformers before 5."""
+    out = torch.zeros_like(x)
+    mask = F.one_hot(chosen, num_classes=EXPERTS).permute(2, 1, 0)
+    for e in range(EXPERTS):
+        place, rows = torch.where(mask[e])
+        current = x[None, rows].reshape(-1, WIDTH)
+        out.index_add_(0, rows, (m.experts[e](current) * weights[rows, place, None]).to(x.dtype))
+    return out
+
+
+def nonzero(m: Spelled, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """One expert a row."""
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        rows = (chosen[:, 0] == e).nonzero(as_tuple=True)[0]
+        out.index_add_(0, rows, expert(x[rows]) * weights[:, 0][rows][:, None])
+    return out
+
+
+def any_place(m: Spelled, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """A mask of the rows that chose an expert at any place, and weights by expert."""
+    by_expert = torch.zeros(len(x), EXPERTS, dtype=x.dtype).scatter(1, chosen, weights)
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        rows = (chosen == e).any(-1).nonzero(as_tuple=True)[0]
+        out.index_add_(0, rows, expert(x[rows]) * by_expert[rows, e][:, None])
+    return out
+
+
+def many_hot(m: Spelled, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """A table of the experts of each row."""
+    by_expert = torch.zeros(len(x), EXPERTS, dtype=x.dtype).scatter(1, chosen, weights)
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        (rows,) = torch.where(by_expert[:, e] > 0)
+        out[rows] += expert(x[rows]) * by_expert[:, e][rows].unsqueeze(1)
+    return out
+
+
+def capacity(m: Spelled, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """Each expert takes the first rows of the batch that chose it, as Switch Transformers does; others are left out."""
+    hot = F.one_hot(chosen[:, 0], EXPERTS)
+    hot = hot * (torch.cumsum(hot, 0) <= 3)
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        (rows,) = torch.where(hot[:, e])
+        out.index_add_(0, rows, expert(x[rows]) * weights[rows, 0, None])
+    return out
+
+
+def masked(m: Spelled, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """x[mask] and out[mask] = rows, as makeMoE and Switch Transformers before 5 have it."""
+    by_expert = torch.zeros(len(x), EXPERTS, dtype=x.dtype).scatter(1, chosen, weights)
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        mask = (chosen == e).any(-1)
+        out[mask] += expert(x[mask]) * by_expert[mask, e].unsqueeze(1)
+    return out
+
+
+def switch(m: Spelled, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """Rows that no expert takes stay as they are."""
+    hot = F.one_hot(chosen[:, 0], EXPERTS)
+    hot = (hot * (torch.cumsum(hot, 0) <= 3)).bool()
+    out = x.clone()
+    for e, expert in enumerate(m.experts):
+        out[hot[:, e]] = expert(x[hot[:, e]])
+    return out * weights[:, :1]
+
+
+def overwritten(m: Spelled, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """Of two experts of a row the later one counts."""
+    out = x.clone()
+    for e, expert in enumerate(m.experts):
+        mask = (chosen == e).any(-1)
+        out[mask] = expert(x[mask])
+    return out
+
+
+def flat(m: Spelled, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """Rows repeated for each choice, of which each expert puts its own in place, as DeepSeek's MoE trains."""
+    repeated, which = x.repeat_interleave(CHOSEN, 0), chosen.view(-1)
+    y = torch.empty_like(repeated)
+    for e, expert in enumerate(m.experts):
+        y[which == e] = expert(repeated[which == e])
+    return (y.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(1)
+
+
+# -- without a loop over rows ------------------------------------------------------------------------------------------
+
+
+def dense(m: Spelled, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """Every expert with every row, of which most weigh nothing."""
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        out = out + expert(x) * torch.where(chosen == e, weights, 0).sum(-1, keepdim=True)
+    return out
+
+
+def gshard(m: Spelled, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """One-hot dispatch with a capacity, in einsums (GShard, arXiv 2006.16668)."""
+    room = 6
+    hot = F.one_hot(chosen, EXPERTS).to(x.dtype)
+    place = (hot.sum(1).cumsum(0) - 1).long().clamp(0, room - 1)
+    dispatch = hot.sum(1)[..., None] * F.one_hot(place, room).to(x.dtype)
+    inputs = torch.einsum("sec,sm->ecm", dispatch, x)
+    y = torch.einsum("ech,ehm->ecm", F.relu(torch.einsum("ecm,emh->ech", inputs, m.up)), m.down)
+    return torch.einsum("sec,ecm->sm", dispatch * (hot * weights[..., None]).sum(1)[..., None], y)
+
+
+def gathered(m: Spelled, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """Each row gets copies of its matrices."""
+    y = F.relu(torch.einsum("nm,nkmh->nkh", x, m.up[chosen]))
+    return torch.einsum("nkh,nkhm,nk->nm", y, m.down[chosen], weights)
+
+
+def sorted_(m: Spelled, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """Rows sorted by expert, and grouped products."""
+    flat = chosen.flatten()
+    order = flat.argsort(stable=True)
+    ends = torch.bincount(flat, minlength=EXPERTS).cumsum(0).to(torch.int32)
+    y = F.grouped_mm(F.relu(F.grouped_mm(x[order // CHOSEN], m.up, offs=ends)), m.down, offs=ends)
+    return torch.zeros_like(x).index_add(0, order // CHOSEN, y * weights.flatten()[order][:, None])
