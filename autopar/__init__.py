@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from autopar.api import compile as compile
     from autopar.api import parallelize as parallelize
+    from autopar.checkpoint.checkpointer import Checkpointer as Checkpointer
+    from autopar.checkpoint.load import load as load
+    from autopar.checkpoint.save import save as save
     from autopar.compiled import Compiled as Compiled
-    from autopar.compiled import load as load
     from autopar.custom_ops.registry import register_rule as register_rule
     from autopar.errors import AutoparError as AutoparError
     from autopar.ir.layout import Layout as Layout
@@ -28,6 +30,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "AutoparError": "autopar.errors",
+    "Checkpointer": "autopar.checkpoint.checkpointer",
     "Compiled": "autopar.compiled",
     "Job": "autopar.job",
     "Layout": "autopar.ir.layout",
@@ -36,10 +39,11 @@ _HOME = {
     "StepOptions": "autopar.ir.options",
     "Report": "autopar.verification.verify",
     "compile": "autopar.api",
-    "load": "autopar.compiled",
+    "load": "autopar.checkpoint.load",
     "parallelize": "autopar.api",
     "read_plan": "autopar.planning.space.decisions",
     "register_rule": "autopar.custom_ops.registry",
+    "save": "autopar.checkpoint.save",
     "verify": "autopar.verification.verify",
 }
 

@@ -21,6 +21,7 @@ class Settings:
     interpret: TRITON_INTERPRET, by which Triton runs kernels on a CPU.
     trims: whether MALLOC_TRIM_THRESHOLD_ says when glibc gives memory back; else ranks on a CPU keep it.
     rank, world_size, local_rank, local_world_size: what torchrun sets; None without a launcher.
+    attempt: how often torchrun has started the ranks anew.
     error_file: where torchrun looks for what a rank that fails has to say.
     """
 
@@ -33,6 +34,7 @@ class Settings:
     world_size: int | None = None
     local_rank: int | None = None
     local_world_size: int | None = None
+    attempt: int = 0
     error_file: Path | None = None
 
     @staticmethod
@@ -48,6 +50,7 @@ class Settings:
             world_size=_integer("WORLD_SIZE"),
             local_rank=_integer("LOCAL_RANK"),
             local_world_size=_integer("LOCAL_WORLD_SIZE"),
+            attempt=_integer("TORCHELASTIC_RESTART_COUNT") or 0,
             error_file=_path("TORCHELASTIC_ERROR_FILE"),
         )
 

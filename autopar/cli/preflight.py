@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from autopar.cli.arguments.command_options import CommandOptions
+from autopar.cli.arguments.command_options import RUN, CommandOptions
 from autopar.compiler.meshes import AUTO
 from autopar.errors import TargetError
 from autopar.ir.mesh import GRADIENT_AXES, PIPELINE, Mesh
@@ -28,6 +28,24 @@ def check_run(options: CommandOptions, steps: int, log: Path | None = None, trac
         _check_file("--log", log)
     if trace is not None:
         _check_folder("--trace", trace)
+
+
+def check_checkpoints(options: CommandOptions) -> None:
+    """Check what `run` is asked for of checkpoints. Raises TargetError."""
+    asked = {name: value for name in RUN if (value := getattr(options, name)) is not None}
+    if "checkpoint" not in asked:
+        for name, value in asked.items():
+            raise TargetError(
+                f"{flag_name(name)} {value}: it needs --checkpoint DIR, the folder that the run is saved in."
+            )
+        return
+    for name, least in (("every", 1), ("keep", 1), ("max_restarts", 0)):
+        if asked.get(name, least) < least:
+            raise TargetError(f"{flag_name(name)} {asked[name]}: write a number of {least} or more.")
+    resume = options.resume
+    if resume not in (None, "auto", "never") and not resume.isdecimal():
+        raise TargetError(f"--resume {resume}: write auto, never or the number of a step.")
+    _check_folder("--checkpoint", Path(options.checkpoint))
 
 
 def check_auto(flags: Mapping[str, Any], machine: str | None, mesh: str) -> None:
