@@ -12,9 +12,9 @@ from typing import Any
 
 from autopar.checkpoint import folder
 from autopar.checkpoint.load import Loaded, load_run
-from autopar.checkpoint.ranks import Together
 from autopar.checkpoint.run import Run
 from autopar.checkpoint.save import Saving, begin
+from autopar.checkpoint.together import AllRanks
 from autopar.errors import CheckpointError
 
 _log = logging.getLogger("autopar")
@@ -63,7 +63,7 @@ class Checkpointer:
         return self._loop(count, run)
 
     def _loop(self, count: int, run: Run) -> Iterator[int]:
-        ranks = Together.of(run.models.values())
+        ranks = AllRanks.of(run.models.values())
         with self._watching():
             for step in range(self.done, count):
                 yield step
@@ -97,7 +97,7 @@ class Checkpointer:
         self.extra = loaded.extra
         return loaded.step
 
-    def _save(self, run: Run, ranks: Together, step: int, is_last: bool) -> None:
+    def _save(self, run: Run, ranks: AllRanks, step: int, is_last: bool) -> None:
         """Save now, or begin to, once the save before is committed."""
         self._poll(ranks, wait=True)
         is_beside = self.asynchronous and not is_last
@@ -110,7 +110,7 @@ class Checkpointer:
         thread.start()
         self._writing = saving, thread
 
-    def _poll(self, ranks: Together, wait: bool = False) -> None:
+    def _poll(self, ranks: AllRanks, wait: bool = False) -> None:
         """Commit what all ranks have written, or raise what one could not."""
         if self._writing is None:
             return
@@ -138,7 +138,7 @@ class Checkpointer:
     def _note(self, number: int, _frame: Any) -> None:
         self._signal = signal.Signals(number)
 
-    def _leave(self, ranks: Together, step: int) -> None:
+    def _leave(self, ranks: AllRanks, step: int) -> None:
         by = self._signal or SIGNALS[0]
         if ranks.rank == 0:
             _log.warning("%s: step %d is saved in '%s'; this run leaves.", by.name, step, self.directory)

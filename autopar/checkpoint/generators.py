@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy
@@ -19,10 +20,12 @@ def generators() -> dict[str, Any]:
     return found
 
 
-def set_generators(states: dict[str, Any]) -> None:
-    """Let this process's generators go on from some states."""
-    torch.set_rng_state(states["torch"])
-    random.setstate(states["python"])
-    numpy.random.set_state(states["numpy"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
+def set_generators(states: Mapping[str, Any]) -> None:
+    """Let those of this process's generators that have states go on from them."""
+    setters: dict[str, Callable[[Any], Any]] = {
+        "torch": torch.set_rng_state, "python": random.setstate, "numpy": numpy.random.set_state,
+    }  # fmt: skip
+    if torch.cuda.is_available():
+        setters["cuda"] = torch.cuda.set_rng_state
+    for name in states.keys() & setters.keys():
+        setters[name](states[name])

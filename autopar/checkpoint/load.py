@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,13 +14,13 @@ import torch
 from autopar import compiled
 from autopar.capture.inputs import tables
 from autopar.checkpoint import folder
-from autopar.checkpoint.files import Reader, check_files
-from autopar.checkpoint.fit import fit_model, fit_optimizer, pick
+from autopar.checkpoint.fitting import fit_model, fit_optimizer, pick
 from autopar.checkpoint.generators import set_generators
 from autopar.checkpoint.manifest import NAME, Manifest, damaged
-from autopar.checkpoint.pieces import targets
-from autopar.checkpoint.ranks import Together
+from autopar.checkpoint.outgoing import targets
 from autopar.checkpoint.run import Run, plain, state_of_module
+from autopar.checkpoint.tensor_files import Reader, check_files
+from autopar.checkpoint.together import AllRanks
 from autopar.checkpoint.tree import decode, outline
 from autopar.compiled import Compiled
 from autopar.errors import CheckpointError
@@ -77,7 +77,7 @@ def load(
 
 def load_run(directory: Path, run: Run, step: int | None = None) -> Loaded:
     """Load as `load` does."""
-    ranks = Together.of(run.models.values())
+    ranks = AllRanks.of(run.models.values())
     ranks.announce("autopar.load", run.models.values(), [f"directory={directory}", f"step={step}"])
     loading = ranks.together(partial(Loading.checked, directory, run, step, ranks))
     loading.apply()
@@ -94,11 +94,11 @@ class Loading:
     optimizers: Mapping[str, Any]
     schedulers: Mapping[str, Any]
     loaders: Mapping[str, Any]
-    generators: Any
+    generators: Mapping[str, Any]
     extra: Any
 
     @staticmethod
-    def checked(directory: Path, run: Run, step: int | None, ranks: Together, phase: Phase) -> Loading:
+    def checked(directory: Path, run: Run, step: int | None, ranks: AllRanks, phase: Phase) -> Loading:
         """Find and check a checkpoint, of which each rank reads its share; nothing is changed."""
         path = folder.newest(directory, step)
         manifest = Manifest.read(path)
@@ -115,13 +115,14 @@ class Loading:
         if fault:
             raise CheckpointError("\n".join(fault))
         own, theirs = _own_of(manifest, ranks, run)
-        loaders = pick("loaders", own or {"loaders": {}}, run.loaders, path)
+        loaders = pick("loaders", own, run.loaders, path)
         give = reader.whole
         return Loading(
             run, reader, models, optimizers,
             {label: decode(each, give) for label, each in schedulers.items()},
             {label: decode(each, outline) for label, each in loaders.items()},
-            decode(theirs, outline), decode(manifest.state["extra"]["extra"], give),
+            {name: decode(each, outline) for name, each in theirs.items()},
+            decode(manifest.state["extra"]["extra"], give),
         )  # fmt: skip
 
     def apply(self) -> None:
@@ -135,8 +136,7 @@ class Loading:
             self.run.schedulers[label].load_state_dict(state)
         for label, state in self.loaders.items():
             self.run.loaders[label].load_state_dict(state)
-        if self.generators is not None:
-            set_generators(self.generators)
+        set_generators(self.generators)
 
     def _into_model(self, model: Any, entry: Mapping[str, Any]) -> None:
         done: set[int] = set()
@@ -214,28 +214,27 @@ def fit_all(
         yield from fit_optimizer(label, run, entry)
 
 
-def _own_of(manifest: Manifest, ranks: Together, run: Run) -> tuple[Any, Any]:
-    """What was saved for this rank alone: its loaders' entries, and the states of its generators."""
-    if len(manifest.own) == 1:
-        return manifest.own[0], manifest.own[0]["generators"]
-    if manifest.ranks == ranks.size:
-        return manifest.own[ranks.rank], manifest.own[ranks.rank]["generators"]
-    alike = _alike(manifest, lambda own: own["loaders"])
-    if run.loaders and not alike:
+def _own_of(manifest: Manifest, ranks: AllRanks, run: Run) -> tuple[Any, dict[str, Any]]:
+    """What was saved for this rank alone: its entry, and the states of its generators. Raises CheckpointError for
+    loaders that stood at different places on another number of ranks."""
+    if len(manifest.own) == 1 or manifest.ranks == ranks.size:
+        own = manifest.own[ranks.rank if manifest.own[1:] else 0]
+        return own, own["generators"]
+    first, *others = manifest.own
+    if run.loaders and any(own["loaders"] != first["loaders"] for own in others):
         raise CheckpointError(
-            f"each of the {manifest.ranks} ranks that saved has a loader at another place, and there are {ranks.size} "
-            f"ranks now: leave out loader= and set its place yourself, or load on {manifest.ranks} ranks."
+            f"each of the {manifest.ranks} ranks that saved has a loader at another place; there "
+            f"{'are' if ranks.size > 1 else 'is'} {ranks.size} now: leave out loader= and set its place yourself, "
+            f"or load on "
+            f"{manifest.ranks} ranks."
         )
-    if not _alike(manifest, lambda own: own["generators"]):
-        if ranks.rank == 0:
-            _log.warning(
-                "the random generators of the %d ranks that saved stood at different places, and there are %d ranks "
-                "now: those of torch, Python and numpy are left as they are (masks of the model do not depend on them)",
-                manifest.ranks, ranks.size,
-            )  # fmt: skip
-        return manifest.own[0], None
-    return manifest.own[0], manifest.own[0]["generators"]
-
-
-def _alike(manifest: Manifest, of: Callable[[Any], Any]) -> bool:
-    return all(of(own) == of(manifest.own[0]) for own in manifest.own)
+    states = first["generators"]
+    unlike = {name for name in states if any(own["generators"].get(name) != states[name] for own in others)}
+    if unlike and ranks.rank == 0:
+        _log.warning(
+            "each of the %d ranks that saved had a random generator of %s at another place, and there are %d now: "
+            "it is "
+            "left as it is (the masks of a model do not depend on it)",
+            manifest.ranks, " and ".join(sorted(unlike)), ranks.size,
+        )  # fmt: skip
+    return first, {name: state for name, state in states.items() if name not in unlike}

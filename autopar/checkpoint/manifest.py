@@ -15,7 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from autopar.checkpoint.tree import dtype_of
+import torch
+
+from autopar.checkpoint.tree import Give, decode, dtype_of, outline
 from autopar.errors import CheckpointError
 
 NAME = "manifest.json"
@@ -26,7 +28,7 @@ _FILE = re.compile(r"rank-\d{5,9}\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SavedBlock:
     """A block of a tensor, in a file under a key."""
 
     file: str
@@ -36,17 +38,17 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SavedTensor:
     """A tensor of a checkpoint. placed: it was a DTensor of a parallel model."""
 
     dtype: str
     shape: tuple[int, ...]
     placed: bool
-    pieces: tuple[Piece, ...]
+    pieces: tuple[SavedBlock, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Sum:
+class FileSum:
     """Size and checksum of a file. CRC-32 finds any damage of up to 32 bits in a row, and all other but one in 2**32.
     It is no defence against who changes a file on purpose: for that keep a SHA-256 of the manifest elsewhere."""
 
@@ -61,8 +63,8 @@ class Manifest:
 
     step: int
     ranks: int
-    files: Mapping[str, Sum]
-    tensors: Mapping[str, Saved]
+    files: Mapping[str, FileSum]
+    tensors: Mapping[str, SavedTensor]
     state: Mapping[str, Any]
     own: tuple[Any, ...]
 
@@ -88,7 +90,7 @@ class Manifest:
         file = folder / NAME
         try:
             if file.is_symlink() or not file.is_file():
-                raise CheckpointError(f"'{folder}' is no checkpoint: it has no file {NAME}.")
+                raise CheckpointError(f"'{folder}' is no checkpoint: '{file}' is missing, or no plain file.")
             size = file.stat().st_size
             if size > MOST:
                 raise CheckpointError(f"'{file}' has {size} bytes; a manifest has at most {MOST}.")
@@ -137,24 +139,55 @@ def _checked(content: Any, folder: Path) -> Manifest:
             f"{VERSION}. Load it with the autopar that wrote it."
         )
     files = {
-        _file(name): Sum(_natural(each["bytes"]), _natural(each["crc32"])) for name, each in content["files"].items()
+        _file(name): FileSum(_natural(each["bytes"]), _natural(each["crc32"]))
+        for name, each in content["files"].items()
     }
     tensors = {name: _saved(name, each, files) for name, each in content["tensors"].items()}
     own = content["own"]
     if not isinstance(own, list) or not isinstance(content["state"], dict):
         raise TypeError("'own' is a list and 'state' an object")
+    _check_state(content["state"], own, tensors)
     ranks = _natural(content["ranks"])
     if len(own) not in (1, ranks):
         raise ValueError(f"{ranks} ranks have {len(own)} states of their own")
     return Manifest(_natural(content["step"]), ranks, files, tensors, content["state"], tuple(own))
 
 
-def _saved(name: str, each: Any, files: Mapping[str, Sum]) -> Saved:
+def _check_state(state: Any, own: list[Any], tensors: Mapping[str, SavedTensor]) -> None:
+    """Look at all trees: the tensors that they name are there, and all else reads."""
+
+    def known(name: Any) -> torch.Tensor:
+        if name not in tensors:
+            raise ValueError(f"there is no tensor '{str(name)[:80]}'")
+        return torch.empty(0)
+
+    def read(trees: Any, give: Give = known) -> None:
+        for tree in trees.values():
+            decode(tree, give)
+
+    for model in state["models"].values():
+        read(model["state"])
+        read({name: model[name] for name in ("random", "scale") if name in model})
+    for optimizer in state["optimizers"].values():
+        for name in ("state", "others", "more"):
+            read(optimizer[name])
+        for group in optimizer["groups"]:
+            read(group)
+            if not all(isinstance(name, str) for name in group["params"]):
+                raise TypeError("parameters of a group have names")
+    read(state["schedulers"])
+    read({"extra": state["extra"]["extra"]})
+    for each in own:
+        read(each["loaders"], outline)
+        read(each["generators"], outline)
+
+
+def _saved(name: str, each: Any, files: Mapping[str, FileSum]) -> SavedTensor:
     shape = _naturals(each["shape"])
     dtype_of(each["dtype"])
     pieces = []
     for piece in each["pieces"]:
-        found = Piece(_file(piece["file"]), piece["key"], _naturals(piece["offset"]), _naturals(piece["shape"]))
+        found = SavedBlock(_file(piece["file"]), piece["key"], _naturals(piece["offset"]), _naturals(piece["shape"]))
         if found.file not in files or not isinstance(found.key, str):
             raise ValueError(f"'{name[:80]}' lies in '{found.file}', which is not among the files")
         ends = [at + size for at, size in zip(found.offset, found.shape, strict=True)]
@@ -163,7 +196,7 @@ def _saved(name: str, each: Any, files: Mapping[str, Sum]) -> Saved:
         pieces.append(found)
     if sum(math.prod(piece.shape) for piece in pieces) != math.prod(shape):
         raise ValueError(f"the pieces of '{name[:80]}' are not the whole of {list(shape)}")
-    return Saved(each["dtype"], shape, bool(each["placed"]), tuple(pieces))
+    return SavedTensor(each["dtype"], shape, bool(each["placed"]), tuple(pieces))
 
 
 def _file(name: Any) -> str:

@@ -34,9 +34,7 @@ class Run:
         optimizers = _named("optimizer", optimizer)
         for name, each in optimizers.items():
             if not isinstance(each, Optimizer):
-                raise CheckpointError(
-                    f"{name} is {_kind(each)}: give a torch.optim.Optimizer, or a dict of them by name."
-                )
+                raise CheckpointError(f"{name} is {_kind(each)}: give a torch optimizer, or a dict of them by name.")
         run = Run(models, optimizers, _named("scheduler", scheduler), _named("loader", loader))
         for name, each in (*run.schedulers.items(), *run.loaders.items()):
             if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):

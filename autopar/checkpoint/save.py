@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from autopar.checkpoint import folder
-from autopar.checkpoint.files import write_file, write_text
 from autopar.checkpoint.generators import generators
-from autopar.checkpoint.manifest import NAME, Manifest, Saved, Sum
-from autopar.checkpoint.pieces import Outgoing
-from autopar.checkpoint.ranks import Together
+from autopar.checkpoint.manifest import NAME, FileSum, Manifest, SavedTensor
+from autopar.checkpoint.outgoing import Outgoing
 from autopar.checkpoint.run import Run, state_of_module
+from autopar.checkpoint.tensor_files import write_file, write_text
+from autopar.checkpoint.together import AllRanks
 from autopar.checkpoint.tree import encode, inline
 from autopar.errors import CheckpointError
 from autopar.parallel.agree.agreement import Phase
@@ -51,13 +51,13 @@ def save(
 class Saving:
     """A checkpoint that is being written."""
 
-    ranks: Together
+    ranks: AllRanks
     partial: Path
     out: Outgoing
     manifest: Manifest  # without files and other ranks' pieces
     own: Any
     failure: CheckpointError | None = None
-    sum: Sum | None = None
+    sum: FileSum | None = None
 
     @property
     def final(self) -> Path:
@@ -94,7 +94,7 @@ class Saving:
     def _commit(self, everyone: list[Any], keep: int | None, _phase: Phase) -> None:
         if self.ranks.rank != 0:
             return
-        tensors: dict[str, Saved] = {}
+        tensors: dict[str, SavedTensor] = {}
         for _, _, its, _ in everyone:
             for name, saved in its.items():
                 before = tensors.get(name)
@@ -120,7 +120,7 @@ def begin(run: Run, directory: Path, step: int, extra: Any = None, copy: bool = 
     """
     if type(step) is not int or step < 0:
         raise CheckpointError(f"step={step!r}: write how many steps of training are done, a number of 0 or more.")
-    ranks = Together.of(run.models.values())
+    ranks = AllRanks.of(run.models.values())
     ranks.announce("autopar.save", run.models.values(), [f"directory={directory}", f"step={step}"])
     out = Outgoing(ranks.rank, copy)
 

@@ -49,6 +49,7 @@ def encode(value: Any, take: Take, path: str) -> Any:
         of = [encode(each, take, _inside(path, at)) for at, each in enumerate(ordered)]
         return {_KIND: _NAMES[kind], "of": of}
     if kind in _NAMES:
+        # keys that are text make an object of JSON, others a list of pairs
         if kind is dict and _KIND not in value and all(type(key) is str for key in value):
             return {key: encode(each, take, _inside(path, key)) for key, each in value.items()}
         pairs = [[encode(k, take, path), encode(v, take, _inside(path, k))] for k, v in value.items()]
@@ -67,7 +68,7 @@ def encode(value: Any, take: Take, path: str) -> Any:
 
 
 def decode(tree: Any, give: Give) -> Any:
-    """Turn JSON back into the value. Raises CheckpointError for what `encode` does not write."""
+    """Turn JSON back into the value. Raises ValueError for what `encode` does not write."""
     if isinstance(tree, list):
         return [decode(each, give) for each in tree]
     if not isinstance(tree, dict):
@@ -93,9 +94,9 @@ def decode(tree: Any, give: Give) -> Any:
             return torch.device(of)
         if kind == "dtype":
             return dtype_of(of)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"a value of type '{str(kind)[:40]}' does not read: {str(error)[:200]}.") from None
-    raise CheckpointError(f"there is no type '{str(kind)[:40]}' in a checkpoint.")
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(f"a value of type '{str(kind)[:40]}' does not read: {str(error)[:200]}") from None
+    raise ValueError(f"there is no type '{str(kind)[:40]}' in a checkpoint")
 
 
 def tensors_of(tree: Any) -> list[Any]:

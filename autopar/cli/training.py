@@ -89,10 +89,7 @@ def train(
         lines.close()
     if trace is not None:
         console.print(f"trace: {write_trace(trace, compiled, recorder)}", markup=False, highlight=False)
-    text = job.after(model) if job.after is not None else None
-    if text:
-        console.rule("after training")
-        console.print(text, markup=False, highlight=False)
+    _show_after(job, model, console)
 
 
 def _numbers(options: CommandOptions, steps: int, model: Any, optimizer: Any) -> tuple[Iterable[int], int]:
@@ -116,6 +113,14 @@ def _opened(log: Path, done: int) -> TextIO:
     lines = log.open("w", buffering=1)
     lines.writelines(f"{line}\n" for line in kept)
     return lines
+
+
+def _show_after(job: Job, model: Any, console: Console) -> None:
+    """Call what the job wants called after training, and show its text."""
+    text = job.after(model) if job.after is not None else None
+    if text:
+        console.rule("after training")
+        console.print(text, markup=False, highlight=False)
 
 
 def _amount(tensors: list[torch.Tensor]) -> tuple[int, str]:

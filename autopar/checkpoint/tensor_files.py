@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from autopar.checkpoint.manifest import NAME, Manifest, Piece, Saved, Sum, damaged
+from autopar.checkpoint.manifest import NAME, FileSum, Manifest, SavedBlock, SavedTensor, damaged
 from autopar.checkpoint.tree import dtype_of
 from autopar.errors import CheckpointError
 
@@ -37,7 +37,7 @@ def stored(value: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
 
 
-def write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> Sum:
+def write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileSum:
     """Write contiguous tensors of the host to a new file, and wait until the disk has them."""
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())  # so that each lies aligned
     header: dict[str, Any] = {}
@@ -56,7 +56,7 @@ def write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> Sum:
             sums.append(beside.submit(lambda data=data, before=sums[-1]: zlib.crc32(data, before.result())))  # type: ignore[misc]
             _write(file, data)
         os.fsync(file.fileno())
-        return Sum(len(head) + end, sums[-1].result())
+        return FileSum(len(head) + end, sums[-1].result())
 
 
 def write_text(path: Path, text: bytes) -> None:
@@ -146,7 +146,7 @@ class Reader:
 
     def fill(self, name: str, offset: Sequence[int], target: torch.Tensor) -> None:
         """Write the region of a tensor that begins at an offset into a tensor of its shape."""
-        saved: Saved = self.manifest.tensors[name]
+        saved: SavedTensor = self.manifest.tensors[name]
         of_complex = dtype_of(saved.dtype).is_complex
         for piece in saved.pieces:
             both = [
@@ -160,7 +160,7 @@ class Reader:
             into = target[tuple(slice(a - at, b - at) for (a, b), at in zip(both, offset, strict=True))]
             into.copy_(value)
 
-    def _read(self, piece: Piece, region: list[slice]) -> torch.Tensor:
+    def _read(self, piece: SavedBlock, region: list[slice]) -> torch.Tensor:
         file = self._file(piece.file)
         if not region:
             return file.get_tensor(piece.key)  # type: ignore[no-any-return]

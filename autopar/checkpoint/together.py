@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Together:
+class AllRanks:
     """The ranks of a call. agreement: None for one process without a group."""
 
     rank: int
@@ -25,13 +25,13 @@ class Together:
     agreement: Agreement | None
 
     @staticmethod
-    def of(models: Iterable[nn.Module]) -> Together:
+    def of(models: Iterable[nn.Module]) -> AllRanks:
         """The ranks that hold some models."""
         parallel = [model for model in models if isinstance(model, ParallelModule)]
         if not dist.is_initialized() or (dist.get_world_size() == 1 and not parallel):
-            return Together(0, 1, None)
+            return AllRanks(0, 1, None)
         agreement = parallel[0]._session.agreement if parallel else Agreement(torch.device("cpu"))
-        return Together(dist.get_rank(), dist.get_world_size(), agreement)
+        return AllRanks(dist.get_rank(), dist.get_world_size(), agreement)
 
     def announce(self, call: str, models: Iterable[nn.Module], lines: Sequence[str]) -> None:
         """Tell all ranks of a call. Raises RankError on every rank if another one is in another call."""

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from autopar.checkpoint.files import DTYPES, stored
-from autopar.checkpoint.manifest import Piece, Saved
+from autopar.checkpoint.manifest import SavedBlock, SavedTensor
+from autopar.checkpoint.tensor_files import DTYPES, stored
 from autopar.errors import CheckpointError
 from autopar.ir.mesh import PIPELINE
 from autopar.parallel.tensors.parameter import chunks
@@ -30,7 +30,7 @@ class Outgoing:
 
     rank: int
     copy: bool
-    tensors: dict[str, Saved] = field(default_factory=dict)
+    tensors: dict[str, SavedTensor] = field(default_factory=dict)
     mine: dict[str, torch.Tensor] = field(default_factory=dict)
     _names: dict[int, str] = field(default_factory=dict)
     _kept: list[torch.Tensor] = field(default_factory=list)  # or another one might have its id
@@ -54,9 +54,9 @@ class Outgoing:
             value = stored(part.detach().resolve_conj().resolve_neg())
             host = value.to("cpu", copy=self.copy, memory_format=torch.contiguous_format)
             self.mine[key] = host.contiguous()
-            pieces.append(Piece(self.file, key, tuple(offset), shape))
+            pieces.append(SavedBlock(self.file, key, tuple(offset), shape))
         dtype = str(tensor.dtype).removeprefix("torch.")
-        self.tensors[name] = Saved(dtype, tuple(tensor.shape), isinstance(tensor, PlacedTensor), tuple(pieces))
+        self.tensors[name] = SavedTensor(dtype, tuple(tensor.shape), isinstance(tensor, PlacedTensor), tuple(pieces))
         self._names[id(tensor)] = name
         self._kept.append(tensor)
         return name

@@ -10,6 +10,7 @@ import torch
 
 from autopar.checkpoint.manifest import Manifest
 from autopar.checkpoint.run import Run, plain, state_of_module
+from autopar.checkpoint.tree import tensors_of
 from autopar.errors import CheckpointError
 
 
@@ -43,7 +44,11 @@ def fit_model(label: str, model: Any, entry: Mapping[str, Any], manifest: Manife
             continue
         if value.device.type == "meta":
             lines.append(f"{name} is on the meta device: give it memory first, model.to_empty(device=...).")
-        shape = manifest.tensors[saved[name]["of"]].shape
+        found = tensors_of(saved[name])
+        if not found:
+            lines.append(f"{name} is no tensor in the checkpoint.")
+            continue
+        shape = manifest.tensors[found[0]].shape
         if shape != tuple(value.shape):
             lines.append(
                 f"size mismatch for {name}: copying a param with shape {torch.Size(shape)} from checkpoint, the shape "
