@@ -16,6 +16,7 @@ from autopar.job import Job
 from autopar.planning.space.decisions import PLANNED
 from autopar.settings import Settings
 
+LEAST = {"every": 1, "keep": 1, "max_restarts": 0}
 SEEDS = -(2**63), 2**64 - 1  # what torch.manual_seed takes
 
 
@@ -33,19 +34,18 @@ def check_run(options: CommandOptions, steps: int, log: Path | None = None, trac
 def check_checkpoints(options: CommandOptions) -> None:
     """Check what `run` is asked for of checkpoints. Raises TargetError."""
     asked = {name: value for name in RUN if (value := getattr(options, name)) is not None}
-    if "checkpoint" not in asked:
-        for name, value in asked.items():
-            raise TargetError(
-                f"{flag_name(name)} {value}: it needs --checkpoint DIR, the folder that the run is saved in."
-            )
-        return
-    for name, least in (("every", 1), ("keep", 1), ("max_restarts", 0)):
-        if asked.get(name, least) < least:
-            raise TargetError(f"{flag_name(name)} {asked[name]}: write a number of {least} or more.")
-    resume = options.resume
-    if resume not in (None, "auto", "never") and not resume.isdecimal():
+    for name, value in asked.items():
+        flag = f"--{name.replace('_', '-')} {value}"
+        if options.checkpoint is None:
+            raise TargetError(f"{flag}: it needs --checkpoint DIR, where the run is saved.")
+        least = LEAST.get(name)
+        if least is not None and value < least:
+            raise TargetError(f"{flag}: write a number of {least} or more.")
+    resume = options.resume or "auto"
+    if resume not in ("auto", "never") and not resume.isdecimal():
         raise TargetError(f"--resume {resume}: write auto, never or the number of a step.")
-    _check_folder("--checkpoint", Path(options.checkpoint))
+    if options.checkpoint is not None:
+        _check_folder("--checkpoint", Path(options.checkpoint))
 
 
 def check_auto(flags: Mapping[str, Any], machine: str | None, mesh: str) -> None:

@@ -64,7 +64,9 @@ def train(
     recorder = Recorder(torch.cuda.synchronize if torch.cuda.is_available() else None)
     numbers, done = _numbers(options, steps, model, optimizer)
     if done:
-        console.print(f"resumed from step {done} of {options.checkpoint}", markup=False, highlight=False)
+        console.print(
+            f"resumed from step {done} of {options.checkpoint}", markup=False, highlight=False, soft_wrap=True
+        )
     lines = _opened(log, done) if log is not None and first else None
     with _bar(console, steps, str(compiled.mesh)) as show:
         for step in numbers:
