@@ -4,9 +4,9 @@
     python -m benchmarks.kill --points 4 --mesh dp=2 --seed 7
 
 One run a mesh, of `autopar run --checkpoint DIR --every 3 --max-restarts N`: as soon as it has saved anew, a random
-rank gets SIGKILL, every other time while a save is under way (its folder is there, not committed). After each restart it is
-compared where the run resumed: no checkpoint that was committed is lost, and no more than an interval of steps. At the
-end the run is told to leave (SIGTERM), and all its losses must be those of a run that nobody stopped, to the bit.
+rank gets SIGKILL, every other time while a save is under way (its folder is there, not committed). After each restart
+it is compared where the run resumed: no checkpoint that was committed is lost, and no more than an interval of steps.
+At the end the run is told to leave (SIGTERM): all its losses must be those of a run that nobody stopped, to the bit.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def loss_fn(model, x, y):
 def job():
     width = 512
     layers = [nn.Sequential(nn.GELU(), nn.Dropout(0.1), nn.Linear(width, width)) for _ in range(4)]
-    model = nn.Sequential(nn.Linear(64, width), *layers, nn.BatchNorm1d(width), nn.Linear(width, 8))
+    model = nn.Sequential(nn.Linear(64, width), *layers, nn.LayerNorm(width), nn.Linear(width, 8))
     def data(step):
         time.sleep(0.01)
         return torch.randn(16, 64), torch.randn(16, 8)
     batch = torch.randn(16, 64), torch.randn(16, 8)
-    options = {"microbatches": 2, "batch_statistics": "microbatch"} if "pp" in MESH else {}
+    options = {"microbatches": 2} if "pp" in MESH else {}
     return autopar.Job(model, loss_fn, batch, data=data, **options)
 """
 

@@ -22,6 +22,7 @@ from autopar.cli.arguments.command_options import CommandOptions
 from autopar.compiler.compile import batch_arguments
 from autopar.compiler.meshes import AUTO
 from autopar.job import Job
+from autopar.parallel.module import ParallelModule
 from autopar.planning.space.decisions import PLANNED
 from autopar.report.timeline.trace import write_trace
 from autopar.runtime.ranks.recorder import Recorder
@@ -41,16 +42,7 @@ def train(
     machine: of the mesh "auto", whose plan goes before what the job says. trace: a folder for what every rank does in
     the last steps (`timeline/trace.py`).
     """
-    model = parallelize(
-        job.model,
-        mesh,
-        loss_fn=job.loss_fn,
-        seed=options.seed,
-        cuda_graphs=job.cuda_graphs,
-        check_replicas=job.check_replicas,
-        machine=machine,
-        **(job.step if mesh != AUTO else {**job.step, **PLANNED}),  # type: ignore[typeddict-item]
-    )
+    model = _parallel(job, mesh, options.seed, machine)
     first = dist.get_rank() == 0
     console = Console(quiet=not first)
     args, kwargs = batch_arguments(job.batch_of(0))
@@ -62,6 +54,7 @@ def train(
     )
     optimizer = job.make_optimizer(tables.parameters(model))
     recorder = Recorder(torch.cuda.synchronize if torch.cuda.is_available() else None)
+    # loads the newest checkpoint, if there is one, into what is compiled and placed by now
     numbers, done = _numbers(options, steps, model, optimizer)
     if done:
         console.print(
@@ -92,6 +85,21 @@ def train(
     if trace is not None:
         console.print(f"trace: {write_trace(trace, compiled, recorder)}", markup=False, highlight=False)
     _show_after(job, model, console)
+
+
+def _parallel(job: Job, mesh: str, seed: int, machine: str | None) -> ParallelModule:
+    """The job's model, parallel on this process's rank."""
+    made: ParallelModule = parallelize(
+        job.model,
+        mesh,
+        loss_fn=job.loss_fn,
+        seed=seed,
+        cuda_graphs=job.cuda_graphs,
+        check_replicas=job.check_replicas,
+        machine=machine,
+        **(job.step if mesh != AUTO else {**job.step, **PLANNED}),  # type: ignore[typeddict-item]
+    )
+    return made
 
 
 def _numbers(options: CommandOptions, steps: int, model: Any, optimizer: Any) -> tuple[Iterable[int], int]:
