@@ -402,51 +402,63 @@ class _Cut(BaseException):
     """A kill, as nothing catches it."""
 
 
+class _Cutter:
+    """Counts calls of the file system, and cuts off before one of them: a number, or a name."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls, self.limit = 0, ""
+        for owner, names in ((os, ("fsync", "unlink", "open")), (shutil, ("rmtree", "copyfile")), (Path, _OF_PATHS)):
+            for name in names:
+                monkeypatch.setattr(owner, name, self._counted(name, getattr(owner, name)))
+
+    def _counted(self, name: str, func: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any, **options: Any) -> Any:
+            self.calls += 1
+            if self.limit in (name, str(self.calls)):
+                raise _Cut
+            return func(*args, **options)
+
+        return called
+
+    def cuts(self, limit: str, path: Path, run: tuple[nn.Module, torch.optim.Optimizer], step: int) -> bool:
+        """Save, and cut it off. False if it came to its end before."""
+        self.calls, self.limit = 0, limit
+        try:
+            autopar.save(path, *run, step=step)
+        except _Cut:
+            return True
+        finally:
+            self.limit = ""
+        return False
+
+
+_OF_PATHS = ("rename", "mkdir", "open")
+
+
 def test_a_save_is_whole_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut off before each of its calls of the file system, once over a step that is there and once beside it: the
-    newest checkpoint is one of the two, whole, and the next save finds its way."""
-    old, new = _made(0), _made(1)
-    calls = [0]
-
-    def count(func: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        calls[0] += 1
-        if calls[0] == limit:
-            raise _Cut
-        return func(*args, **options)
-
-    for owner, name in (
-        (os, "fsync"), (os, "unlink"), (os, "open"), (shutil, "rmtree"),
-        (Path, "rename"), (Path, "mkdir"), (Path, "open"),
-    ):  # fmt: skip
-        func = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *args, _func=func, **options: count(_func, *args, **options))
-    limit, found = 0, set()
-    for step in (1, 2):
-        limit = cut = 0
-        while True:
-            path = tmp_path / f"{step}-{cut}"
-            limit = 0
-            autopar.save(path, *old, step=1)
-            calls[0], limit = 0, cut + 1
-            try:
-                autopar.save(path, *new, step=step)
-                done = True
-            except _Cut:
-                done = False
-            limit, cut = 0, cut + 1
+    """Cut off before each of its calls of the file system, once over a step that is there and once beside it, and then
+    again when it has swept: the newest checkpoint is one of the two, whole, and the next save finds its way."""
+    old, new, found = _made(0), _made(1), set()
+    cutter = _Cutter(monkeypatch)
+    cuts = [(step, cut) for step in (1, 2) for cut in range(1, 22)]
+    for step, cut in cuts:
+        path = tmp_path / f"{step}-{cut}"
+        autopar.save(path, *old, step=1)
+        is_cut = cutter.cuts(str(cut), path, new, step)
+        for again in (False, True):
             model, optimizer = _made(7)
             loaded = autopar.load(path, model, optimizer)
-            which = next(
-                each for each in (old, new) if all(map(torch.equal, _values(*each), _values(model, optimizer)))
-            )
+            values = _values(model, optimizer)
+            which = next(each for each in (old, new) if all(map(torch.equal, _values(*each), values)))
+            assert loaded.step == (step if which is new else 1) and (which is new or is_cut)
             found.add((step, which is new))
-            assert which is new or not done
-            autopar.save(path, *new, step=2)
-            assert {each.name for each in path.iterdir()} <= {"step-00000001", "step-00000002"}
-            assert loaded.step == (step if which is new else 1)
-            if done:
-                break
-    assert found == {(1, False), (1, True), (2, False), (2, True)} and cut > 10
+            if not again:
+                assert cutter.cuts("fsync", path, new, 2)  # what the one before left is swept by now
+        autopar.save(path, *new, step=2)
+        assert {each.name for each in path.iterdir()} <= {"step-00000001", "step-00000002"}
+        found.add((step, "cut" if is_cut else "to its end"))
+        shutil.rmtree(path)
+    assert found == {(step, how) for step in (1, 2) for how in (False, True, "cut", "to its end")}
 
 
 @pytest.mark.parametrize(("error", "words"), [(28, "No space left on device"), (13, "Permission denied")])
