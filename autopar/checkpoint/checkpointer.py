@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from autopar.checkpoint import folder
 from autopar.checkpoint.load import Loaded, load_run
 from autopar.checkpoint.run import Run
@@ -44,6 +46,7 @@ class Checkpointer:
         self.extra: Any = None
         self.done = 0
         self._writing: tuple[Saving, threading.Thread] | None = None
+        self._staging: dict[str, torch.Tensor] = {}
         self._signal: signal.Signals | None = None
 
     def steps(
@@ -101,7 +104,7 @@ class Checkpointer:
         """Save now, or begin to, once the save before is committed."""
         self._poll(ranks, wait=True)
         is_beside = self.asynchronous and not is_last
-        saving = begin(run, self.directory, step, self.extra, copy=is_beside)
+        saving = begin(run, self.directory, step, self.extra, self._staging if is_beside else None)
         if not is_beside:
             saving.write()
             saving.finish(self.keep)

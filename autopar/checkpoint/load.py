@@ -105,9 +105,9 @@ class Loading:
         if folder.is_step(path.name) and not path.name.endswith(folder.folder_of(manifest.step)):
             raise CheckpointError(damaged(path / NAME, f"it is that of step {manifest.step}"))
         phase.texts["checkpoint"] = [str(path.name), f"{manifest.step}", f"{len(manifest.text)}"]
-        check_files(path, manifest, ranks.rank, ranks.size)
+        check_files(path, manifest)
         reader = Reader(path, manifest)
-        reader.check_headers()
+        reader.check(ranks.rank, ranks.size)
         models, optimizers, schedulers = (
             pick(what, manifest.state, getattr(run, what), path) for what in ("models", "optimizers", "schedulers")
         )

@@ -29,12 +29,13 @@ _FILE = re.compile(r"rank-\d{5,9}\.safetensors")
 
 @dataclass(frozen=True, slots=True)
 class SavedBlock:
-    """A block of a tensor, in a file under a key."""
+    """A block of a tensor, in a file under a key. sum: of its bytes (`checksum.py`)."""
 
     file: str
     key: str
     offset: tuple[int, ...]
     shape: tuple[int, ...]
+    sum: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +50,11 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True)
 class FileSum:
-    """Size and checksum of a file. CRC-32 finds any damage of up to 32 bits in a row, and all other but one in 2**32.
-    It is no defence against who changes a file on purpose: for that keep a SHA-256 of the manifest elsewhere."""
+    """The size of a file, and the CRC-32 of its head; behind that each block has its own. They find damage, and are no
+    defence against who changes a file on purpose: for that keep SHA-256 sums elsewhere."""
 
     bytes: int
-    crc32: int
+    head: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +140,7 @@ def _checked(content: Any, folder: Path) -> Manifest:
             f"{VERSION}. Load it with the autopar that wrote it."
         )
     files = {
-        _file(name): FileSum(_natural(each["bytes"]), _natural(each["crc32"]))
-        for name, each in content["files"].items()
+        _file(name): FileSum(_natural(each["bytes"]), _natural(each["head"])) for name, each in content["files"].items()
     }
     tensors = {name: _saved(name, each, files) for name, each in content["tensors"].items()}
     own = content["own"]
@@ -187,7 +187,8 @@ def _saved(name: str, each: Any, files: Mapping[str, FileSum]) -> SavedTensor:
     dtype_of(each["dtype"])
     pieces = []
     for piece in each["pieces"]:
-        found = SavedBlock(_file(piece["file"]), piece["key"], _naturals(piece["offset"]), _naturals(piece["shape"]))
+        offset, shape_ = (_naturals(piece[name]) for name in ("offset", "shape"))
+        found = SavedBlock(_file(piece["file"]), piece["key"], offset, shape_, _natural(piece["sum"]))
         if found.file not in files or not isinstance(found.key, str):
             raise ValueError(f"'{name[:80]}' lies in '{found.file}', which is not among the files")
         ends = [at + size for at, size in zip(found.offset, found.shape, strict=True)]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,11 +25,12 @@ class Outgoing:
     """The tensors of a checkpoint, and this rank's pieces of them. Every rank meets the same tensors in the same order,
     so that each knows who writes what.
 
-    copy: pieces are copied to memory of their own, for a file that is written later.
+    staging: memory of the host that pieces are copied to, for a file that is written later: by their keys, kept from
+    save to save, since fresh memory costs more than the copy. None: pieces that lie on the host are written from there.
     """
 
     rank: int
-    copy: bool
+    staging: dict[str, torch.Tensor] | None
     tensors: dict[str, SavedTensor] = field(default_factory=dict)
     mine: dict[str, torch.Tensor] = field(default_factory=dict)
     _names: dict[int, str] = field(default_factory=dict)
@@ -52,14 +53,28 @@ class Outgoing:
             key = f"{name}@{','.join(map(str, offset))}"
             shape = tuple(part.shape)
             value = stored(part.detach().resolve_conj().resolve_neg())
-            host = value.to("cpu", copy=self.copy, memory_format=torch.contiguous_format)
-            self.mine[key] = host.contiguous()
+            self.mine[key] = self._on_host(key, value)
             pieces.append(SavedBlock(self.file, key, tuple(offset), shape))
         dtype = str(tensor.dtype).removeprefix("torch.")
         self.tensors[name] = SavedTensor(dtype, tuple(tensor.shape), isinstance(tensor, PlacedTensor), tuple(pieces))
         self._names[id(tensor)] = name
         self._kept.append(tensor)
         return name
+
+    def keep(self, sums: Mapping[str, int]) -> None:
+        """Note the checksums of what was written, by key."""
+        for name, saved in self.tensors.items():
+            pieces = tuple(replace(piece, sum=sums[piece.key]) for piece in saved.pieces)
+            self.tensors[name] = replace(saved, pieces=pieces)
+
+    def _on_host(self, key: str, value: torch.Tensor) -> torch.Tensor:
+        if self.staging is None:
+            return value.cpu().contiguous()
+        kept = self.staging.get(key)
+        if kept is None or kept.shape != value.shape or kept.dtype != value.dtype:
+            kept = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.device.type == "cuda")
+            self.staging[key] = kept
+        return kept.copy_(value)
 
     def _check(self, tensor: torch.Tensor, name: str) -> None:
         real = tensor.dtype.to_real() if tensor.dtype.is_complex else tensor.dtype

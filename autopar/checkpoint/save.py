@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from autopar.checkpoint import folder
 from autopar.checkpoint.generators import generators
 from autopar.checkpoint.manifest import NAME, FileSum, Manifest, SavedTensor
@@ -69,7 +71,8 @@ class Saving:
         try:
             if self.out.mine:
                 with _told(self.partial / self.out.file):
-                    self.sum = write_file(self.partial / self.out.file, self.out.mine)
+                    self.sum, sums = write_file(self.partial / self.out.file, self.out.mine)
+                    self.out.keep(sums)
                     folder.flush(self.partial)
         except CheckpointError as error:
             self.failure = error
@@ -113,16 +116,18 @@ class Saving:
                 folder.retain(self.partial.parent, keep)
 
 
-def begin(run: Run, directory: Path, step: int, extra: Any = None, copy: bool = False) -> Saving:
+def begin(
+    run: Run, directory: Path, step: int, extra: Any = None, staging: dict[str, torch.Tensor] | None = None
+) -> Saving:  # fmt: skip
     """Decide what every rank writes, and make the folder that it is written to, aside. Every rank must call it.
 
-    copy: of what is saved, which may change before it is written.
+    staging: where to copy what is saved, if it may change before it is written (`Outgoing`).
     """
     if type(step) is not int or step < 0:
         raise CheckpointError(f"step={step!r}: write how many steps of training are done, a number of 0 or more.")
     ranks = AllRanks.of(run.models.values())
     ranks.announce("autopar.save", run.models.values(), [f"directory={directory}", f"step={step}"])
-    out = Outgoing(ranks.rank, copy)
+    out = Outgoing(ranks.rank, staging)
 
     def collect(phase: Phase) -> tuple[dict[str, Any], dict[str, Any]]:
         state = _shared(run, extra, out)

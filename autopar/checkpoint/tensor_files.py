@@ -1,7 +1,7 @@
-"""Files of a checkpoint: safetensors, written with a checksum beside, and read by regions.
+"""Files of a checkpoint: safetensors, written with checksums beside, and read by regions.
 
-The library writes a file from memory in one go; here the checksum is taken of each tensor by another thread while it is
-written, so that it costs no time of its own (zlib and write() both leave the interpreter).
+The library makes a file in memory first; here each tensor is written from where it lies, and its checksum is taken by
+another thread meanwhile (numpy and write() both leave the interpreter).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from autopar.checkpoint.checksum import checksum
 from autopar.checkpoint.manifest import NAME, FileSum, Manifest, SavedBlock, SavedTensor, damaged
 from autopar.checkpoint.tree import dtype_of
 from autopar.errors import CheckpointError
@@ -37,8 +38,9 @@ def stored(value: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
 
 
-def write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileSum:
-    """Write contiguous tensors of the host to a new file, and wait until the disk has them."""
+def write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[FileSum, dict[str, int]]:
+    """Write contiguous tensors of the host to a new file, and wait until the disk has them. Gives the checksums of the
+    file and of each tensor, which another thread computes meanwhile."""
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())  # so that each lies aligned
     header: dict[str, Any] = {}
     end = 0
@@ -49,14 +51,14 @@ def write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileSum:
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
     with ThreadPoolExecutor(1) as beside, path.open("xb", buffering=0) as file:
-        sums = [beside.submit(zlib.crc32, head)]
         _write(file, memoryview(head))
-        for _, value in ordered:
+        sums = {}
+        for name, value in ordered:
             data = _bytes(value)
-            sums.append(beside.submit(lambda data=data, before=sums[-1]: zlib.crc32(data, before.result())))  # type: ignore[misc]
+            sums[name] = beside.submit(checksum, data)
             _write(file, data)
         os.fsync(file.fileno())
-        return FileSum(len(head) + end, sums[-1].result())
+        return FileSum(len(head) + end, zlib.crc32(head)), {name: each.result() for name, each in sums.items()}
 
 
 def write_text(path: Path, text: bytes) -> None:
@@ -77,14 +79,14 @@ def _write(file: Any, data: memoryview) -> None:
         at += file.write(data[at : at + _BLOCK])
 
 
-def check_files(folder: Path, manifest: Manifest, rank: int = 0, size: int = 1) -> None:
-    """Check that a folder has the files that its manifest lists, and no others, and every `size`-th of them in full.
-    Raises CheckpointError with the name of a file."""
+def check_files(folder: Path, manifest: Manifest) -> None:
+    """Check that a folder has the files that its manifest lists, of their sizes, and no others. Raises CheckpointError
+    with the name of a file."""
     extra = sorted({path.name for path in folder.iterdir()} - {NAME, *manifest.files})
     extra = [name for name in extra if not name.startswith(".")]  # which file systems keep for themselves
     if extra:
         raise CheckpointError(damaged(folder / extra[0], f"no file of this checkpoint, as its {NAME} says"))
-    for at, (name, wanted) in enumerate(sorted(manifest.files.items())):
+    for name, wanted in sorted(manifest.files.items()):
         file = folder / name
         try:
             found = file.lstat()
@@ -92,46 +94,50 @@ def check_files(folder: Path, manifest: Manifest, rank: int = 0, size: int = 1) 
                 raise CheckpointError(damaged(file, "it is no plain file"))
             if found.st_size != wanted.bytes:
                 raise CheckpointError(damaged(file, f"it has {found.st_size} bytes, and was saved with {wanted.bytes}"))
-            if at % size == rank and _crc32(file) != wanted.crc32:
-                raise CheckpointError(damaged(file, "its checksum is not that of what was saved"))
+            with file.open("rb") as opened:
+                size = int.from_bytes(opened.read(8), "little")
+                opened.seek(0)
+                head = opened.read(8 + min(size, found.st_size))
+            if zlib.crc32(head) != wanted.head:
+                raise CheckpointError(damaged(file, "the checksum of its head is not that of what was saved"))
         except FileNotFoundError:
             raise CheckpointError(damaged(file, "it is missing")) from None
         except OSError as error:
             raise CheckpointError(f"'{file}' cannot be read: {error.strerror}.") from None
 
 
-def _crc32(path: Path) -> int:
-    block, crc32 = bytearray(_BLOCK), 0
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(block):
-            crc32 = zlib.crc32(memoryview(block)[:count], crc32)
-    return crc32
-
-
 @dataclass(slots=True)
 class Reader:
-    """Reads regions of the tensors of a checkpoint whose files were checked."""
+    """Reads regions of the tensors of a checkpoint whose files have the sizes and heads that were saved."""
 
     folder: Path
     manifest: Manifest
     _open: dict[str, Any] = field(default_factory=dict)
 
-    def check_headers(self) -> None:
-        """Raise CheckpointError where a file does not hold what the manifest says, though its checksum is right."""
+    def check(self, rank: int = 0, size: int = 1) -> None:
+        """Check that the files hold what the manifest says, and the data of every `size`-th file. Raises
+        CheckpointError."""
+        mine = sorted(self.manifest.files)[rank::size]
         for name, saved in self.manifest.tensors.items():
-            for piece in saved.pieces:
-                try:
-                    found = self._file(piece.file).get_slice(piece.key)
-                    shape, dtype = tuple(found.get_shape()), found.get_dtype()
-                except (SafetensorError, OSError) as error:
-                    raise CheckpointError(f"'{self.folder / piece.file}' does not read: {str(error)[:200]}.") from None
-                of = dtype_of(saved.dtype)
-                wanted = (*piece.shape, 2) if of.is_complex else piece.shape
-                if shape != wanted or dtype != DTYPES.get(of.to_real() if of.is_complex else of):
-                    raise CheckpointError(
-                        f"'{self.folder / piece.file}' has {dtype} {list(shape)} where {NAME} says {saved.dtype} "
-                        f"{list(piece.shape)} of '{name[:80]}'."
-                    )
+            for block in saved.pieces:
+                self._check_block(name, saved, block)
+                if block.file in mine and checksum(_bytes(self._file(block.file).get_tensor(block.key))) != block.sum:
+                    why = f"the checksum of '{name[:80]}' in it is not that of what was saved"
+                    raise CheckpointError(damaged(self.folder / block.file, why))
+
+    def _check_block(self, name: str, saved: SavedTensor, block: SavedBlock) -> None:
+        try:
+            found = self._file(block.file).get_slice(block.key)
+            shape, dtype = tuple(found.get_shape()), found.get_dtype()
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"'{self.folder / block.file}' does not read: {str(error)[:200]}.") from None
+        of = dtype_of(saved.dtype)
+        wanted = (*block.shape, 2) if of.is_complex else block.shape
+        if shape != wanted or dtype != DTYPES.get(of.to_real() if of.is_complex else of):
+            raise CheckpointError(
+                f"'{self.folder / block.file}' has {dtype} {list(shape)} where {NAME} says {saved.dtype} "
+                f"{list(block.shape)} of '{name[:80]}'."
+            )
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype of a tensor."""
