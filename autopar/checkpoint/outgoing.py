@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from autopar.checkpoint.manifest import SavedBlock, SavedTensor
-from autopar.checkpoint.tensor_files import DTYPES, stored
+from autopar.checkpoint.tensor_files import DTYPES, bytes_of, stored
 from autopar.errors import CheckpointError
 from autopar.ir.mesh import PIPELINE
 from autopar.parallel.tensors.parameter import chunks
@@ -74,7 +74,10 @@ class Outgoing:
         if kept is None or kept.shape != value.shape or kept.dtype != value.dtype:
             kept = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.device.type == "cuda")
             self.staging[key] = kept
-        return kept.copy_(value)
+        if value.device.type != "cpu" or not value.is_contiguous():
+            return kept.copy_(value)
+        bytes_of(kept)[:] = bytes_of(value)  # torch would split each among threads, which wait for busy cores
+        return kept
 
     def _check(self, tensor: torch.Tensor, name: str) -> None:
         real = tensor.dtype.to_real() if tensor.dtype.is_complex else tensor.dtype

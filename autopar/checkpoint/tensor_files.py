@@ -54,7 +54,7 @@ def write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[FileSum
         _write(file, memoryview(head))
         sums = {}
         for name, value in ordered:
-            data = _bytes(value)
+            data = bytes_of(value)
             sums[name] = beside.submit(checksum, data)
             _write(file, data)
         os.fsync(file.fileno())
@@ -68,7 +68,8 @@ def write_text(path: Path, text: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _bytes(value: torch.Tensor) -> memoryview:
+def bytes_of(value: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor of the host."""
     flat: Any = value.reshape(-1).view(torch.uint8).numpy()
     return memoryview(flat)
 
@@ -121,7 +122,7 @@ class Reader:
         for name, saved in self.manifest.tensors.items():
             for block in saved.pieces:
                 self._check_block(name, saved, block)
-                if block.file in mine and checksum(_bytes(self._file(block.file).get_tensor(block.key))) != block.sum:
+                if block.file in mine and checksum(bytes_of(self._file(block.file).get_tensor(block.key))) != block.sum:
                     why = f"the checksum of '{name[:80]}' in it is not that of what was saved"
                     raise CheckpointError(damaged(self.folder / block.file, why))
 
