@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from autopar.capture.inputs import tables
 from autopar.errors import CheckpointError
 from autopar.parallel.module import ParallelModule
+from autopar.parallel.tensors.placed import PlacedTensor, placed
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,15 @@ class Run:
                     )
             groups.append([names[id(parameter)] for parameter in group["params"]])
         return groups
+
+    def settle(self) -> None:
+        """Let states that torch's loaders made, DTensors of its own, lie as some layout of the model says. Every rank
+        must call it."""
+        for optimizer in self.optimizers.values():
+            for parameter, states in optimizer.state.items():
+                for key, value in states.items() if isinstance(parameter, PlacedTensor) else ():
+                    if isinstance(value, DTensor) and not isinstance(value, PlacedTensor):
+                        states[key] = placed(value, parameter)
 
 
 def plain(model: nn.Module) -> nn.Module:

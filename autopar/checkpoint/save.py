@@ -127,6 +127,7 @@ def begin(
         raise CheckpointError(f"step={step!r}: write how many steps of training are done, a number of 0 or more.")
     ranks = AllRanks.of(run.models.values())
     ranks.announce("autopar.save", run.models.values(), [f"directory={directory}", f"step={step}"])
+    run.settle()
     out = Outgoing(ranks.rank, staging)
 
     def collect(phase: Phase) -> tuple[dict[str, Any], dict[str, Any]]:
