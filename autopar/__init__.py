@@ -12,8 +12,10 @@ if TYPE_CHECKING:
     from autopar.api import compile as compile
     from autopar.api import parallelize as parallelize
     from autopar.capture.per_microbatch import per_microbatch as per_microbatch
+    from autopar.checkpoint.checkpointer import Checkpointer as Checkpointer
+    from autopar.checkpoint.load import load as load
+    from autopar.checkpoint.save import save as save
     from autopar.compiled import Compiled as Compiled
-    from autopar.compiled import load as load
     from autopar.custom_ops.registry import register_rule as register_rule
     from autopar.ema import EMA as EMA
     from autopar.errors import AutoparError as AutoparError
@@ -30,6 +32,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "AutoparError": "autopar.errors",
+    "Checkpointer": "autopar.checkpoint.checkpointer",
     "Compiled": "autopar.compiled",
     "EMA": "autopar.ema",
     "Job": "autopar.job",
@@ -39,11 +42,12 @@ _HOME = {
     "StepOptions": "autopar.ir.options",
     "Report": "autopar.verification.verify",
     "compile": "autopar.api",
-    "load": "autopar.compiled",
+    "load": "autopar.checkpoint.load",
     "parallelize": "autopar.api",
     "per_microbatch": "autopar.capture.per_microbatch",
     "read_plan": "autopar.planning.space.decisions",
     "register_rule": "autopar.custom_ops.registry",
+    "save": "autopar.checkpoint.save",
     "verify": "autopar.verification.verify",
 }
 

@@ -70,6 +70,10 @@ class ArtifactError(AutoparError):
     """A directory that is not a saved program, or not an intact one."""
 
 
+class CheckpointError(AutoparError):
+    """A checkpoint that cannot be written, that is not an intact one, or that does not fit what it is loaded into."""
+
+
 class RuleError(AutoparError):
     """A rule of an op that does not read, or does not fit the op."""
 

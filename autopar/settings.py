@@ -24,6 +24,7 @@ class Settings:
     trims: whether MALLOC_TRIM_THRESHOLD_ says when glibc gives memory back; else ranks on a CPU keep it.
     rank, world_size, local_rank, local_world_size: what torchrun sets; None without a launcher. Slurm's srun and Open
       MPI's mpirun have names of their own for the place on a machine.
+    attempt: how often torchrun has started the ranks anew.
     error_file: where torchrun looks for what a rank that fails has to say.
     """
 
@@ -36,6 +37,7 @@ class Settings:
     world_size: int | None = None
     local_rank: int | None = None
     local_world_size: int | None = None
+    attempt: int = 0
     error_file: Path | None = None
 
     @staticmethod
@@ -51,6 +53,7 @@ class Settings:
             world_size=_integer("WORLD_SIZE"),
             local_rank=_first_integer(_LOCAL_RANK) if _integer("RANK") is not None else _integer("LOCAL_RANK"),
             local_world_size=_integer("LOCAL_WORLD_SIZE"),
+            attempt=_integer("TORCHELASTIC_RESTART_COUNT") or 0,
             error_file=_path("TORCHELASTIC_ERROR_FILE"),
         )
 

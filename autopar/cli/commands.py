@@ -17,7 +17,7 @@ from autopar.cli.explaining import MeshOption, Target, explain
 from autopar.cli.launch import Stopped
 from autopar.cli.machine import app as machine_app
 from autopar.cli.planning import plan_
-from autopar.cli.preflight import check_auto, check_run
+from autopar.cli.preflight import check_auto, check_checkpoints, check_run
 from autopar.cli.ranks import on_ranks, running_mesh
 from autopar.cli.show import draw_timeline, out, show, show_memory, show_notes, show_pass, show_rank, write_page
 from autopar.cli.training import train
@@ -51,7 +51,7 @@ def _every(
 
 
 @app.command()
-@takes_options()
+@takes_options(run=True)
 def run(
     target: Target,
     mesh: RunMesh,
@@ -66,15 +66,16 @@ def run(
 ) -> None:
     """Compile and train: on local processes, or as a part of a running torchrun job."""
     check_run(options, steps, log, trace)
+    check_checkpoints(options)
     check_auto(options.flags(), machine, mesh)
     arguments = ["run", target, "--mesh", mesh, "--steps", str(steps), *options.arguments()]
     more = {"--log": log, "--trace": trace, "--machine": machine}
     arguments += [word for flag, value in more.items() if value is not None for word in (flag, str(value))]
 
     def train_here() -> None:
-        train(job_of(target, running_mesh(mesh), options), mesh, steps, options.seed, log, trace, machine)
+        train(job_of(target, running_mesh(mesh), options), mesh, steps, options, log, trace, machine)
 
-    on_ranks(mesh, arguments, train_here)
+    on_ranks(mesh, arguments, train_here, options.max_restarts or 0)
 
 
 @app.command("compile")

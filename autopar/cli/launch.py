@@ -19,6 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from autopar import errors
+from autopar.checkpoint.checkpointer import SIGNALS
 from autopar.ir.mesh import Mesh
 from autopar.settings import Settings
 
@@ -38,17 +39,18 @@ class Stopped(errors.AutoparError):
         os.kill(os.getpid(), self.by)
 
 
-def launch(arguments: Sequence[str], mesh: Mesh) -> str | None:
+def launch(arguments: Sequence[str], mesh: Mesh, restarts: int = 0) -> str | None:
     """Run `autopar ARGUMENTS` once for every rank of the mesh, on this machine.
 
-    When a process fails or dies the others are ended at once. Returns None if all went well, else what went wrong on
+    When a process fails or dies the others are ended at once, and all are started again, at most `restarts` times.
+    Returns None if all went well, else what went wrong on
     which rank. Raises Stopped, with all ranks ended, where the user ends the run.
     """
     with TemporaryDirectory(prefix="autopar-") as folder:
-        return _launch(arguments, mesh, Path(folder))
+        return _launch(arguments, mesh, restarts, Path(folder))
 
 
-def _launch(arguments: Sequence[str], mesh: Mesh, folder: Path) -> str | None:
+def _launch(arguments: Sequence[str], mesh: Mesh, restarts: int, folder: Path) -> str | None:
     """Launch as `launch` does; `folder` takes what the ranks say of their errors."""
     config = LaunchConfig(
         min_nodes=1,
@@ -58,8 +60,9 @@ def _launch(arguments: Sequence[str], mesh: Mesh, folder: Path) -> str | None:
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         local_addr="localhost",
-        max_restarts=0,
+        max_restarts=restarts,
         monitor_interval=0.1,
+        signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
         logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
     )
     for name in [name for name in logging.Logger.manager.loggerDict if name.startswith("torch.distributed.elastic")]:
@@ -67,6 +70,9 @@ def _launch(arguments: Sequence[str], mesh: Mesh, folder: Path) -> str | None:
     try:
         elastic_launch(config, sys.executable)("-m", "autopar.cli.launched", str(os.getpid()), *arguments)
     except ChildFailedError as error:
+        asked = {each.exitcode - 128 for each in error.failures.values()}
+        if len(asked) == 1 and asked <= set(SIGNALS):  # ranks that saved and left, as somebody told them
+            raise Stopped(mesh.size, signal.Signals(asked.pop())) from None
         return _first_failure({**error.failures, **_reported(folder)}, mesh)
     except SignalException as error:
         raise Stopped(mesh.size, error.sigval) from None
@@ -94,9 +100,10 @@ def _reported(folder: Path) -> dict[int, ProcessFailure]:
     """What each rank said of itself, by rank.
 
     torchrun lists only the ranks that had ended when it looked. One that raised and is still closing its connections
-    is not among them, though those that lost it may be.
+    is not among them, though those that lost it may be. Of the last attempt: those before it were made good.
     """
-    files = {int(file.parent.name): file for file in folder.rglob("error.json")}
+    attempts = sorted(folder.glob("*/attempt_*"), key=lambda path: int(path.name.rpartition("_")[2]))
+    files = {int(file.parent.name): file for last in attempts[-1:] for file in last.rglob("error.json")}
     return {rank: ProcessFailure(rank, pid=0, exitcode=1, error_file=str(file)) for rank, file in files.items()}
 
 

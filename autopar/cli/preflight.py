@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from autopar.cli.arguments.command_options import CommandOptions
+from autopar.cli.arguments.command_options import RUN, CommandOptions
 from autopar.compiler.meshes import AUTO
 from autopar.errors import TargetError
 from autopar.ir.mesh import GRADIENT_AXES, PIPELINE, Mesh
@@ -18,6 +18,7 @@ from autopar.planning.space.decisions import PLANNED
 from autopar.settings import Settings
 
 RANK_BYTES = 300 << 20  # of a process that has loaded torch, of its own
+LEAST = {"every": 1, "keep": 1, "max_restarts": 0}
 SEEDS = -(2**63), 2**64 - 1  # what torch.manual_seed takes
 
 
@@ -30,6 +31,23 @@ def check_run(options: CommandOptions, steps: int, log: Path | None = None, trac
         _check_file("--log", log)
     if trace is not None:
         _check_folder("--trace", trace)
+
+
+def check_checkpoints(options: CommandOptions) -> None:
+    """Check what `run` is asked for of checkpoints. Raises TargetError."""
+    asked = {name: value for name in RUN if (value := getattr(options, name)) is not None}
+    for name, value in asked.items():
+        flag = f"--{name.replace('_', '-')} {value}"
+        if options.checkpoint is None:
+            raise TargetError(f"{flag}: it needs --checkpoint DIR, where the run is saved.")
+        least = LEAST.get(name)
+        if least is not None and value < least:
+            raise TargetError(f"{flag}: write a number of {least} or more.")
+    resume = options.resume or "auto"
+    if resume not in ("auto", "never") and not resume.isdecimal():
+        raise TargetError(f"--resume {resume}: write auto, never or the number of a step.")
+    if options.checkpoint is not None:
+        _check_folder("--checkpoint", Path(options.checkpoint))
 
 
 def check_auto(flags: Mapping[str, Any], machine: str | None, mesh: str) -> None:

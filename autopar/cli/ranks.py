@@ -16,8 +16,9 @@ from autopar.ir.mesh import Mesh
 from autopar.settings import Settings
 
 
-def on_ranks(mesh: str, arguments: list[str], work: Callable[[], None]) -> None:
-    """Do the work here if this is a rank already or if one is enough; else on a process for each rank."""
+def on_ranks(mesh: str, arguments: list[str], work: Callable[[], None], restarts: int = 0) -> None:
+    """Do the work here if this is a rank already or if one is enough; else on a process for each rank. These are
+    started again at most `restarts` times."""
     settings = Settings.read()
     if settings.world_size is not None:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // (settings.local_world_size or 1)))
@@ -34,11 +35,11 @@ def on_ranks(mesh: str, arguments: list[str], work: Callable[[], None]) -> None:
                 dist.destroy_process_group()
         return
     parsed = running_mesh(mesh)
-    if parsed.size == 1:
+    if parsed.size == 1 and not restarts:
         work()
         return
     check_room(parsed.size)
-    failure = launch(arguments, parsed)
+    failure = launch(arguments, parsed, restarts)
     if failure is not None:
         raise _Failed(failure)
 

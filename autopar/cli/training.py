@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -17,35 +17,32 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from autopar.api import parallelize
 from autopar.capture.inputs import tables
 from autopar.capture.inputs.containers import take_call_apart
+from autopar.checkpoint.checkpointer import Checkpointer
+from autopar.cli.arguments.command_options import CommandOptions
 from autopar.compiler.compile import batch_arguments
 from autopar.compiler.meshes import AUTO
 from autopar.job import Job
+from autopar.parallel.module import ParallelModule
 from autopar.planning.space.decisions import PLANNED
 from autopar.report.timeline.trace import write_trace
 from autopar.runtime.ranks.recorder import Recorder
+from autopar.settings import Settings
 
 TRACED = 3  # steps: the last ones, which are warm
 
 
 def train(
-    job: Job, mesh: str, steps: int, seed: int, log: Path | None, trace: Path | None = None, machine: str | None = None
-) -> None:
+    job: Job, mesh: str, steps: int, options: CommandOptions, log: Path | None, trace: Path | None = None,
+    machine: str | None = None,
+) -> None:  # fmt: skip
     """Train `steps` steps on this process's rank; rank 0 shows progress and writes `log`, a JSON line a step.
+
+    options: what is not in the job: the seed, and where the run is saved and goes on.
 
     machine: of the mesh "auto", whose plan goes before what the job says. trace: a folder for what every rank does in
     the last steps (`timeline/trace.py`).
     """
-    model = parallelize(
-        job.model,
-        mesh,
-        loss_fn=job.loss_fn,
-        seed=seed,
-        cuda_graphs=job.cuda_graphs,
-        check_replicas=job.check_replicas,
-        on_nonfinite=job.on_nonfinite,
-        machine=machine,
-        **(job.step if mesh != AUTO else {**job.step, **PLANNED}),  # type: ignore[typeddict-item]
-    )
+    model = _parallel(job, mesh, options.seed, machine)
     first = dist.get_rank() == 0
     console = Console(quiet=not first)
     args, kwargs = batch_arguments(job.batch_of(0))
@@ -57,9 +54,15 @@ def train(
     )
     optimizer = job.make_optimizer(tables.parameters(model))
     recorder = Recorder(torch.cuda.synchronize if torch.cuda.is_available() else None)
-    lines = log.open("w") if log is not None and first else None
+    # loads the newest checkpoint, if there is one, into what is compiled and placed by now
+    numbers, done = _numbers(options, steps, model, optimizer)
+    if done:
+        console.print(
+            f"resumed from step {done} of {options.checkpoint}", markup=False, highlight=False, soft_wrap=True
+        )
+    lines = _opened(log, done) if log is not None and first else None
     with _bar(console, steps, str(compiled.mesh)) as show:
-        for step in range(steps):
+        for step in numbers:
             start = time.perf_counter()
             args, kwargs = batch_arguments(job.batch_of(step))
             traced = trace is not None and step >= steps - TRACED
@@ -81,6 +84,50 @@ def train(
         lines.close()
     if trace is not None:
         console.print(f"trace: {write_trace(trace, compiled, recorder)}", markup=False, highlight=False)
+    _show_after(job, model, console)
+
+
+def _parallel(job: Job, mesh: str, seed: int, machine: str | None) -> ParallelModule:
+    """The job's model, parallel on this process's rank."""
+    made: ParallelModule = parallelize(
+        job.model,
+        mesh,
+        loss_fn=job.loss_fn,
+        seed=seed,
+        cuda_graphs=job.cuda_graphs,
+        check_replicas=job.check_replicas,
+        on_nonfinite=job.on_nonfinite,
+        machine=machine,
+        **(job.step if mesh != AUTO else {**job.step, **PLANNED}),  # type: ignore[typeddict-item]
+    )
+    return made
+
+
+def _numbers(options: CommandOptions, steps: int, model: Any, optimizer: Any) -> tuple[Iterable[int], int]:
+    """The steps that are to be done, and how many were done before. Saves are synchronous, so that no death of a rank
+    costs more than the steps since the last of them."""
+    if options.checkpoint is None:
+        return range(steps), 0
+    given = {name: value for name in ("every", "keep") if (value := getattr(options, name)) is not None}
+    checkpointer = Checkpointer(options.checkpoint, asynchronous=False, **given)
+    resume = "auto" if Settings.read().attempt else options.resume or "auto"
+    resume = int(resume) if resume.isdecimal() else resume
+    return checkpointer.steps(steps, model, optimizer, resume=resume), checkpointer.done
+
+
+def _opened(log: Path, done: int) -> TextIO:
+    """The log, with the lines of the steps that are done; a line reaches the file at once."""
+    kept = []
+    for line in log.read_text().splitlines() if done and log.exists() else ():
+        with suppress(json.JSONDecodeError, KeyError, TypeError):  # of one that was ended in the middle of it
+            kept += [line] if json.loads(line)["step"] < done else []
+    lines = log.open("w", buffering=1)
+    lines.writelines(f"{line}\n" for line in kept)
+    return lines
+
+
+def _show_after(job: Job, model: Any, console: Console) -> None:
+    """Call what the job wants called after training, and show its text."""
     text = job.after(model) if job.after is not None else None
     if text:
         console.rule("after training")

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
+import autopar
 from autopar.errors import AutoparError
 from benchmarks.journeys.actions import action
 from benchmarks.journeys.models import build
@@ -39,6 +40,24 @@ def torch_save(side: Side) -> None:
     side.mark()
     if side.optimizer is not None:
         side.optimizer.load_state_dict(state["optimizer"])
+
+
+@action("ready", to_plain=st.booleans())
+def autopar_save(side: Side, to_plain: bool) -> None:
+    """autopar.save and autopar.load, through the plain module too; the plain side goes by hand."""
+    if not side.is_parallel:
+        torch_save(side)
+        return
+    path = side.new_path("autopar")
+    autopar.save(path, side.model, side.optimizer, step=3)
+    if to_plain:
+        plain = build(side.setup).model
+        assert autopar.load(path, plain).step == 3
+        autopar.save(path, plain, step=4)
+        assert autopar.load(path, side.model).step == 4
+    _disturb(side)
+    assert autopar.load(path, side.model, side.optimizer, step=3).step == 3
+    side.mark()
 
 
 @action("ready")

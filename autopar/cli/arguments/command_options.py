@@ -59,12 +59,19 @@ OWN = {  # what a run takes beside its steps
     ),
     "check_replicas": (None, Flag(int, "N", more="compare what ranks hold alike every N steps; 0 never does")),
 }
+RUN = {  # what `run` takes alone
+    "checkpoint": (None, Flag(str, "DIR", more="save the run in this folder, and go on from there")),
+    "every": (None, Flag(int, "N", more="steps from one save to the next")),
+    "keep": (None, Flag(int, "N", more="how many checkpoints stay")),
+    "resume": (None, Flag(str, "auto|never|STEP", more="from the newest checkpoint, from none, or from this one")),
+    "max_restarts": (None, Flag(int, "N", more="how often ranks are started again when one dies")),
+}
 STEP = {each.name: each for each in fields(StepOptions) if each.metadata["flag"] is not None}
 
 
 def _flags() -> list[tuple[str, Any, Any]]:
     """Name, annotation and default of each option of a command. What is True by default is turned off by "no_"."""
-    flags = [_typed(name, flag, default) for name, (default, flag) in OWN.items()]
+    flags = [_typed(name, flag, default) for name, (default, flag) in {**OWN, **RUN}.items()]
     for name, each in STEP.items():
         is_on = each.default is True
         text = f"do not {short_text(name)}" if is_on else short_text(name)
@@ -138,10 +145,11 @@ class CommandOptions:
         return {name: value for name, value in self.given.items() if value is not None and value is not False}
 
 
-def takes_options(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """The parameter `options` of a command becomes those of `FLAGS`, but for the names in `without`. One that takes
-    `mesh` takes `--plan` in its place, too."""
-    taken = [flag for flag in FLAGS if flag[0].removeprefix("no_") not in without]
+def takes_options(*without: str, run: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The parameter `options` of a command becomes those of `FLAGS`, but for the names in `without`, and for those of
+    `RUN` unless it is `run`. One that takes `mesh` takes `--plan` in its place, too."""
+    left_out = {*without, *(() if run else RUN)}
+    taken = [flag for flag in FLAGS if flag[0].removeprefix("no_") not in left_out]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = inspect.signature(command, eval_str=True)

@@ -175,7 +175,7 @@ def join(asked: Requested) -> tuple[Agreement, Mesh, DeviceMesh, StepOptions]:
         if settings.world_size is None:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         else:
-            dist.init_process_group(backend)
+            _meet(backend, settings.attempt)
     agreement = Agreement(place)
     mesh, options = agreement.together("arguments", lambda phase: asked.check(phase, world, place))
     if place.type == "cuda" and world > 1:
@@ -183,3 +183,13 @@ def join(asked: Requested) -> tuple[Agreement, Mesh, DeviceMesh, StepOptions]:
     if isinstance(asked.mesh, DeviceMesh):
         return agreement, mesh, asked.mesh, options
     return agreement, mesh, init_device_mesh(place.type, mesh.shape, mesh_dim_names=mesh.names), options
+
+
+def _meet(backend: str, attempt: int) -> None:
+    """Join the ranks that a launcher started. Those that were started again do not read what the ones before them left
+    in the launcher's store, which torchrun keeps: an early rank would call at the address of a dead one."""
+    if attempt == 0:
+        dist.init_process_group(backend)
+        return
+    store, rank, size = next(dist.rendezvous("env://"))
+    dist.init_process_group(backend, store=dist.PrefixStore(f"attempt-{attempt}", store), rank=rank, world_size=size)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch import nn
 
 from autopar.capture.capture import state_of
@@ -226,10 +227,6 @@ class Weights:
     @staticmethod
     def open(path: str | Path) -> Weights:
         """The tensors of a file, or of all safetensors files of a folder."""
-        try:
-            from safetensors import safe_open
-        except ImportError:
-            raise AutoparError("weights= reads safetensors files: pip install safetensors.") from None
         path = Path(path)
         files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
         if not files or not all(file.is_file() for file in files):

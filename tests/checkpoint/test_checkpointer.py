@@ -1,0 +1,192 @@
+"""A loop that resumes where it was, on ranks that are killed, told to leave, or cannot write."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import Ranks, ranks_of
+from torch import nn
+
+import autopar
+from autopar.checkpoint import folder, save
+from autopar.checkpoint.checkpointer import SIGNALS
+from autopar.checkpoint.tensor_files import write_file
+from autopar.errors import CheckpointError
+
+COUNT = 6
+
+
+def _train(path: str, mesh: str | None, ends: Any = None, **how: Any) -> tuple[list[str], Any]:
+    """The losses of the steps that were done here, to the bit. ends: called behind each step."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Linear(8, 2))
+    if mesh is not None:
+        model = autopar.parallelize(model, mesh, loss_fn=lambda model, x: model(x).square().mean())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    checkpointer = autopar.Checkpointer(path, **{"every": 2, **how})
+    losses = []
+    for step in checkpointer.steps(COUNT, model, optimizer, scheduler=scheduler):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+        if mesh is None:
+            loss = model(x).square().mean()
+            loss.backward()
+        else:
+            loss = model.forward_backward(x)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        losses.append(loss.item().hex())
+        checkpointer.extra = {"losses": len(losses)}
+        if ends is not None:
+            ends(step)
+    return losses, checkpointer
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_it_goes_on_to_the_bit(tmp_path: Path, beside: bool) -> None:
+    """The plain module, alone; torch's own generator gives the masks."""
+    straight, _ = _train(str(tmp_path / "a"), None, asynchronous=beside)
+
+    def stop(step: int) -> None:
+        if step == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        _train(str(tmp_path / "b"), None, stop, asynchronous=False)
+    torch.manual_seed(9)
+    again, checkpointer = _train(str(tmp_path / "b"), None, asynchronous=beside)
+    assert again == straight[4:] and len(straight) == COUNT
+    assert list(folder.committed(tmp_path / "b")) == [2, 4, 6] and checkpointer.done == COUNT
+    assert _train(str(tmp_path / "b"), None)[0] == [], "all is done"
+
+
+def test_the_steps_since_a_break_are_kept(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    checkpointer = autopar.Checkpointer(tmp_path, every=1, keep=2)
+    for step in checkpointer.steps(9, model):
+        if step == 3:
+            break
+    checkpointer.close()
+    assert list(folder.committed(tmp_path)) == [2, 3]
+
+
+@pytest.mark.parametrize("by", SIGNALS)
+def test_it_leaves_when_told_to(tmp_path: Path, by: signal.Signals) -> None:
+    straight, _ = _train(str(tmp_path / "a"), None)
+    before = [signal.getsignal(each) for each in SIGNALS]
+    with pytest.raises(SystemExit) as caught:
+        _train(str(tmp_path / "b"), None, lambda step: os.kill(os.getpid(), by) if step == 2 else None)
+    assert caught.value.code == 128 + by
+    assert [signal.getsignal(each) for each in SIGNALS] == before
+    assert max(folder.committed(tmp_path / "b")) == 3
+    assert _train(str(tmp_path / "b"), None)[0] == straight[3:]
+
+
+def test_a_save_that_fails_beside_is_raised_behind_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def fails(path: Path, tensors: Any) -> Any:
+        if "00000004" in str(path):
+            raise OSError(28, "No space left on device")
+        return write_file(path, tensors)
+
+    monkeypatch.setattr("autopar.checkpoint.save.write_file", fails)
+    with pytest.raises(CheckpointError, match=r"No space left on device\. The checkpoints before it are as they were"):
+        _train(str(tmp_path), None, lambda step: (seen.append(step), time.sleep(0.05)))
+    assert seen[-1] == 4 and list(folder.committed(tmp_path)) == [2]
+
+
+# -- on ranks ----------------------------------------------------------------------------------------------------------
+
+
+def _full(rank: int, path: str, beside: bool) -> None:
+    """A disk that is full on one rank."""
+
+    def fails(file: Path, tensors: Any) -> Any:
+        if rank == 1 and "00000004" in str(file):
+            raise OSError(28, "No space left on device", str(file))
+        return write_file(file, tensors)
+
+    save.write_file = fails
+    try:
+        _train(path, "dp=2", lambda step: time.sleep(0.05), asynchronous=beside)
+    finally:
+        save.write_file = write_file
+
+
+def _asked(rank: int, path: str) -> int:
+    """One rank is told to leave; the others leave as well."""
+    try:
+        _train(path, "dp=2", lambda step: os.kill(os.getpid(), signal.SIGUSR1) if (step, rank) == (2, 1) else None)
+    except SystemExit as left:
+        return int(left.code or 0)
+    return 0
+
+
+def _goes_on(rank: int, path: str) -> list[str]:
+    return _train(path, "dp=2")[0]
+
+
+@pytest.mark.gloo
+def test_what_one_rank_cannot_write_is_an_error_on_all(two: Ranks, tmp_path: Path) -> None:
+    straight = two.run(_goes_on, str(tmp_path / "a"))[0]
+    for beside in (False, True):
+        path = tmp_path / f"{beside}"
+        for outcome in two.attempt(_full, str(path), beside):
+            assert outcome.error is not None and "rank-00001.safetensors' cannot be written" in outcome.error
+        assert [each.name for each in path.iterdir()] == ["step-00000002"]
+        assert two.run(_goes_on, str(path))[0] == straight[2:]
+
+
+@pytest.mark.gloo
+def test_all_ranks_leave_when_one_is_told_to(two: Ranks, tmp_path: Path) -> None:
+    straight = two.run(_goes_on, str(tmp_path / "a"))[0]
+    assert two.run(_asked, str(tmp_path / "b")) == [128 + signal.SIGTERM, 128 + signal.SIGUSR1]
+    assert two.run(_goes_on, str(tmp_path / "b"))[0] == straight[3:]
+
+
+def _killed(rank: int, path: str, victim: int, point: str) -> None:
+    """A rank that is killed: in a step, while its file is written, or before the commit."""
+
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def writes(file: Path, tensors: Any) -> Any:
+        if "00000004" in str(file):
+            file.write_bytes(b"half of it")
+            die()
+        return write_file(file, tensors)
+
+    def commits(partial: Path) -> Path:
+        if "00000004" in str(partial):
+            die()
+        return commit(partial)
+
+    def ends(step: int) -> None:
+        if (rank, step, point) == (victim, 4, "step"):
+            die()
+
+    commit = folder.commit
+    if rank == victim:
+        save.write_file = writes if point == "file" else write_file
+        folder.commit = commits if point == "commit" else commit
+    _train(path, "dp=2", ends, asynchronous=False)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("victim", "point"), [(1, "step"), (0, "commit"), (1, "file")])
+def test_a_rank_that_is_killed_costs_an_interval(two: Ranks, tmp_path: Path, victim: int, point: str) -> None:
+    straight = two.run(_goes_on, str(tmp_path / "a"))[0]
+    with ranks_of(2) as ranks:
+        outcomes = ranks.attempt(_killed, str(tmp_path / "b"), victim, point, fatal=True)
+        assert outcomes[victim].died and (outcomes[1 - victim].error or outcomes[1 - victim].died)
+    done = max(folder.committed(tmp_path / "b"))
+    assert done == (4 if point == "step" else 2)
+    assert two.run(_goes_on, str(tmp_path / "b"))[0] == straight[done:]
