@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from expert_spellings import batch, capacity, spelled
 from torch import Tensor
 
+import autopar
 from autopar.errors import BatchError, RankError
 from autopar.ir.check.check_levels import moved_layout
 from autopar.ir.layout import parse_layout
 from autopar.ir.mesh import Mesh
-from autopar.ir.ops.ops import op
+from autopar.ir.ops.ops import NO_EXPERT, op
 from autopar.runtime.collectives import mesh_ops
 from autopar.runtime.collectives.collectives import Member, Move, begin, together
 
@@ -103,3 +105,19 @@ def test_layouts() -> None:
     assert moved_layout("dispatch", ("tp", None, None), home) is None
     assert str(moved_layout("owned_index", ("ep", None), parse_layout("[dp:ep]"))) == "[dp:@ep]"
     assert str(moved_layout("route", ("ep", 6), parse_layout("[dp:ep:2:cp]"))) == "[dp:ep:cp,-]"
+
+
+def test_a_row_without_an_expert_goes_nowhere_and_comes_back_as_zeros() -> None:
+    indices = [torch.tensor(rows) for rows in ([5, NO_EXPERT, 1], [NO_EXPERT, NO_EXPERT], [0, NO_EXPERT, 2])]
+    orders, counts, owned = _routed(indices)
+    sent = _send("dispatch", [torch.ones(len(x), WIDTH) for x in indices], orders, counts)
+    assert [len(rows) for rows in sent] == [len(experts) for experts in owned] == [2, 1, 1]
+    for index, rows in zip(indices, _send("combine", sent, orders, counts), strict=True):
+        assert torch.equal(rows, (index != NO_EXPERT).float()[:, None].expand(-1, WIDTH))
+
+
+def test_a_loop_sends_only_rows_that_an_expert_takes() -> None:
+    """Red when rows beyond a capacity went to some expert: the numbers are right then, too."""
+    program = autopar.compile(spelled(capacity, chosen=1), "ep=2", batch=batch()).program
+    (index,) = (node for node in program.calls() if node.target is op("route"))
+    assert index.all_input_nodes[0].target is torch.ops.aten.where.self
