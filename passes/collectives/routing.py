@@ -24,6 +24,7 @@ class Routing:
         self._parent: dict[fx.Node, fx.Node] = {}
         self._index: dict[fx.Node, fx.Node] = {}  # by the root of what is connected
         self.groups: dict[fx.Node, int] = {}  # how many owners an index tells apart
+        self._modules: dict[fx.Node, str] = {}  # of an index, where the experts are that it picks
         self._first: dict[fx.Node, fx.Node] = {}  # of each index the first that is the same
         self._routes: dict[tuple[fx.Node, tuple[Factor, ...], str], tuple[fx.Node, fx.Node]] = {}
         sent: dict[fx.Node, list[fx.Node]] = {}  # the users to whom rows of a value go where their owners are
@@ -54,6 +55,7 @@ class Routing:
     def _learn(self, node: fx.Node, index: fx.Node, groups: int) -> None:
         known = self._index.setdefault(self._root(node), index)
         self.groups.setdefault(index, groups)
+        self._modules.setdefault(index, record(node).module)
         self._first[index] = known
         if not _is_same(known, index):
             first, second = (f"%{one.name} ({record(one).source})" for one in (known, index))
@@ -83,7 +85,8 @@ class Routing:
         key = index, dim, axis
         if key not in self._routes:
             groups, ranks = self.groups[index], self.mesh[axis]
-            like = found.with_(flops=0, origin="", reason="rows go to the ranks of their experts, and back")
+            why = "rows go to the ranks of their experts, and back"
+            like = found.with_(flops=0, origin="", reason=why, module=self._modules[index])
             order = TensorType(found.type.shape, torch.int64)
             apart = tuple(factor for factor in dim if isinstance(factor, str))
             counts = TensorType((pieces(dim, self.mesh) * 2 * ranks, groups // ranks), torch.int64)

@@ -24,6 +24,7 @@ from autopar.runtime.compilers.functional import FunctionalCollectives
 from autopar.runtime.compilers.rank_trace import RankTrace
 from autopar.runtime.executor.executor import Outputs
 from autopar.runtime.executor.inputs import StepInputs
+from autopar.runtime.ranks.distributed import Routed
 from autopar.runtime.ranks.lost import is_loss_of_peer
 from autopar.runtime.ranks.process_groups import Group
 from autopar.runtime.ranks.recorder import Recorder
@@ -92,6 +93,10 @@ class InductorProgram:
     def run(self, inputs: StepInputs) -> Outputs:
         with self.recorder.timed("the code that Inductor wrote") if self.recorder is not None else nullcontext():
             return self.code.run(list(inputs.values()))
+
+    @property
+    def routed(self) -> Sequence[Routed]:
+        return ()
 
     def record(self, recorder: Recorder | None) -> None:
         self.recorder = recorder

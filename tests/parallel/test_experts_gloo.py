@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import train_experts
+from gpt import GPTConfig
 from mixtures import Kind, Mixture, mixture_case
 from processes import Ranks
 from side_by_side import assert_same_state
@@ -15,14 +18,14 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import autopar
-from autopar.errors import BatchError, PlanError
+from autopar.errors import AutoparError, BatchError, PlanError
 from autopar.ir.mesh import parse_mesh
 from autopar.runtime.collectives import rows_to_owners
 from autopar.runtime.ranks import distributed
 
 pytestmark = pytest.mark.gloo
 
-STEPS, LIMIT = 2, 0.3
+PLAIN, STEPS, LIMIT = Kind(), 2, 0.3
 # (mesh, how rows are routed, options): ranks without rows, one expert a row, none but one rank's experts.
 TABLE: list[tuple[str, Kind, dict[str, Any]]] = [
     ("ep=4", Kind(aux=True), {}),
@@ -61,6 +64,21 @@ def _plain(kind: Kind) -> tuple[nn.Module, torch.optim.Optimizer, tuple[Tensor, 
     return module, torch.optim.AdamW(module.parameters(), lr=1e-2), batch
 
 
+def _chosen(kind: Kind) -> list[list[int]]:
+    """How many rows choose each expert, by layer, in a first step."""
+    module, _, batch = _plain(kind)
+    rows: list[list[int]] = []
+
+    def look(mixture: Mixture, args: tuple[Tensor], _: Any) -> None:
+        experts = torch.topk((mixture.router(args[0]) + mixture.skew).softmax(-1), kind.chosen).indices
+        rows.append(experts.flatten().bincount(minlength=kind.experts).tolist())
+
+    for mixture in module.mixed:
+        mixture.register_forward_hook(look)
+    module(*batch)
+    return rows
+
+
 def _leaving(kind: Kind, mesh: str) -> int:
     """The rows whose expert is on another rank, over all ranks and layers of a first step."""
     module, _, batch = _plain(kind)
@@ -91,6 +109,9 @@ def _table(rank: int) -> list[tuple[list[float], int, int]]:
         with pytest.MonkeyPatch.context() as patch:
             sent, reads = _watch(patch)
             first = model.forward_backward(*batch).item()
+        last = model.last
+        assert [list(layer.by_expert) for layer in last.experts] == _chosen(kind), (mesh, kind)
+        assert list(last.imbalance) == [f"mixed.{block}" for block in range(kind.blocks)], mesh
         expected = plain(*batch)
         expected.backward()
         assert first == pytest.approx(expected.item(), rel=1e-10), (mesh, kind)
@@ -138,6 +159,49 @@ def test_steps_are_those_of_one_device(four: Ranks) -> None:
         assert sum(one[1] for one in rows) == 4 * _leaving(kind, mesh) * 12 * 8, (mesh, kind)
         if "pp" not in mesh:
             assert [one[2] for one in rows] == [kind.blocks] * 4, (mesh, kind)
+
+
+def _imbalance(rank: int) -> list[Any]:
+    """Of rows that all choose the experts of one of the ranks; then before any step."""
+    found = []
+    for mesh in ("ep=4", "ep=2,tp=2", "dp=2,ep=2"):
+        model, _, batch = _made(Kind(chosen=1, skew=50), mesh, {})
+        with pytest.raises(AutoparError, match=r"^last is of a step, and no step was taken yet: call"):
+            _ = autopar.parallelize(mixture_case(PLAIN)[0], mesh).last
+        model.forward_backward(*batch)
+        found += [(layer.imbalance, len(layer.by_rank), layer.axis) for layer in model.last.experts]
+        assert model.last is model.last and str(model.last).startswith("mixed.0  imbalance over ep"), str(model.last)
+    return found
+
+
+def test_how_unlike_ranks_are_busy(four: Ranks) -> None:
+    """48 rows, of one rank: over four, of two, and of two of which each dp coordinate has half."""
+    found = four.run(_imbalance)
+    assert found == [[(4.0, 4, "ep")] * 2 + [(2.0, 2, "ep")] * 2 + [(2.0, 4, "ep")] * 2] * 4
+
+
+def _example(rank: int) -> None:
+    """Three steps of the example beside the plain module, in a few letters."""
+    for mesh in ("ep=4", "dp=2,ep=2"):
+        torch.manual_seed(0)
+        plain = train_experts.MixtureGPT(GPTConfig(vocabulary=128, context=8, width=16))
+        model = autopar.parallelize(copy.deepcopy(plain), mesh, loss_fn=train_experts.loss_fn)
+        data = train_experts.job().data
+        assert data is not None
+        for step in range(3):
+            x, y = (part[:4, :8] for part in data(step))
+            expected = train_experts.loss_fn(plain, x, y)
+            expected.backward()
+            assert model.forward_backward(x, y).item() == pytest.approx(expected.item(), rel=1e-5), (mesh, step)
+        for (name, mine), whole in zip(model.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad.full_tensor(), whole.grad, rtol=1e-4, atol=1e-6, msg=name)
+        layers = model.last.experts
+        assert [layer.module for layer in layers] == ["blocks.0.mixture", "blocks.1.mixture"]
+        assert all(sum(layer.by_expert) == 4 * 8 * train_experts.CHOSEN for layer in layers)
+
+
+def test_the_example_trains_as_on_one_device(four: Ranks) -> None:
+    four.run(_example)
 
 
 def _any_batch(rank: int) -> None:
