@@ -27,7 +27,9 @@ def estimate(
     compiled = compiled_of(target, mesh, options, chosen)
     show(str(compiled.time(chosen)))
     device = "cpu" if chosen.is_host else "cuda"
-    peaks = [compiled.memory(ranks[0], device=device).peak for ranks in compiled.alike]
-    show(f"  at most {human(max(peaks))} of {human(chosen.device.memory)} a device, on rank "
-         f"{compiled.alike[peaks.index(max(peaks))][0]}")  # fmt: skip
+    reports = [compiled.memory(ranks[0], device=device) for ranks in compiled.alike]
+    largest = max(reports, key=lambda report: report.peak)
+    worst = [report.worst for report in reports if report.worst is not None]
+    more = f"; {human(max(worst))} if all rows go to the experts of one rank" if worst else ""
+    show(f"  at most {human(largest.peak)} of {human(chosen.device.memory)} a device, on rank {largest.rank}{more}")
     show_notes(compiled)
