@@ -110,6 +110,8 @@ def axis_searches(classes: Classes, plan: Plan) -> Iterator[AxisSearch]:
     for axis, size in mesh.axes:
         if size > 1:
             intent = intent_of(axis, mesh, plan.sequence_parallel, plan.options.attention, lengths)
+            if intent.experts and plan.options.expert_rows is not None:
+                intent = replace(intent, padded=True)
             is_idle = plan.batch_replicated and axis in DATA_AXES  # micro-batches divide it all the same
             is_idle |= plan.context_replicated and intent.context
             if is_idle and intent.experts:

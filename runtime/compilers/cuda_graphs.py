@@ -120,7 +120,7 @@ class GraphRunner:
 
     @property
     def routed(self) -> Sequence[Routed]:
-        return self.runner.routed if self.recorded is None else ()
+        return self.runner.routed
 
     def record(self, recorder: Recorder | None) -> None:
         """Raise CompileError for a recorder: nothing can watch a replay."""

@@ -14,6 +14,7 @@ from autopar.ir.mesh import PIPELINE
 from autopar.ir.ops.ops import is_collective
 from autopar.ir.ops.storage import is_view
 from autopar.ir.program import Program, is_getitem, record
+from autopar.report.memory.assumed_rows import RowCounts, routes_rows
 from autopar.report.memory.position import BETWEEN, OPTIMIZER, RankPosition
 from autopar.report.memory.report import (
     ACTIVATIONS,
@@ -28,7 +29,6 @@ from autopar.report.memory.report import (
     MemoryReport,
     Moment,
 )
-from autopar.report.memory.row_counts import RowCounts, routes_rows
 from autopar.report.memory.simulate_rank import CPU_DEVICE, GPU_DEVICE, OptimizerMaker, Trace, simulate
 from autopar.report.memory.track import StorageBlock
 

@@ -21,10 +21,10 @@ from autopar.compiler.lowered import Lowered
 from autopar.ir.layout import Layout, local_part, local_shape
 from autopar.ir.mesh import PIPELINE, Mesh
 from autopar.ir.program import Input, record
+from autopar.report.memory.assumed_rows import RowCounts
 from autopar.report.memory.meta_kernels import ON_CPU, ON_GPU, unlaunched, value_read
 from autopar.report.memory.position import BETWEEN, OPTIMIZER, Position, RankPosition
 from autopar.report.memory.report import INPUTS, PARAMETERS, STATES
-from autopar.report.memory.row_counts import RowCounts
 from autopar.report.memory.track import StorageBlock, Tracker
 from autopar.runtime.collectives.mesh_ops import axis_group
 from autopar.runtime.executor.executor import Outputs, Study

@@ -13,6 +13,7 @@ from autopar.ir.ops.measure import local_type
 from autopar.ir.ops.ops import op
 from autopar.ir.program import Program, operand_nodes, record
 from autopar.runtime.collectives.mesh_ops import axis_coord
+from autopar.runtime.collectives.rows_to_owners import bound_of
 
 Table = Sequence[Sequence[int]]
 _ROUTES = frozenset(map(op, ("route", "route_start")))
@@ -62,5 +63,5 @@ class RowCounts:
 
 
 def routes_rows(program: Program) -> bool:
-    """Whether rows go to their experts in a program."""
-    return any(node.target in _ROUTES for node in program.calls())
+    """Whether rows go to their experts in a program, in numbers that the data decide."""
+    return any(node.target in _ROUTES and not bound_of(node) for node in program.calls())
