@@ -193,7 +193,7 @@ def _twice(rank: int) -> list[list[Tensor]]:
     """Weights after three steps, of two runs."""
     runs = []
     for _ in range(2):
-        model, optimizer, batch = _made(Kind(chosen=3), "dp=2,ep=2", {"zero": 1, "precision": "bf16"})
+        model, optimizer, batch = _made(Kind(chosen=3), "dp=2,ep=2", {"zero": 1})
         _train(model, optimizer, batch, 3)
         runs.append([parameter.to_local().clone() for parameter in model.parameters()])
     return runs
