@@ -183,10 +183,11 @@ def check_experts(plan: Plan) -> None:
             f"batch=\"ddp\" computes each rank's batch apart, and on mesh '{plan.mesh}' rows go to the experts of "
             f'other ranks. Use batch="local", whose means are over the rows of all ranks, or dp in place of {EXPERT}.'
         )
-    if plan.options.compile == "inductor":
+    if plan.options.compile == "inductor" and (plan.options.expert_rows is None or plan.is_staged):
         raise PlanError(
             f"compile=\"inductor\" is for shapes that are known, and on mesh '{plan.mesh}' as many rows come to a rank "
-            f"as choose its experts. Leave compile out, or give the ranks of {EXPERT} to dp or tp."
+            f"as choose its experts. Bound them with expert_rows=1.25, in a step of one graph (without pp and "
+            f"micro-batches), leave compile out, or give the ranks of {EXPERT} to dp or tp."
         )
 
 

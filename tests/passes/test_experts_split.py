@@ -213,7 +213,14 @@ REFUSED: list[tuple[Kind, str, dict[str, Any], type[Exception], str]] = [
     (
         PLAIN, "ep=2", {"compile": "inductor"}, PlanError,
         'compile="inductor" is for shapes that are known, and on mesh \'ep=2\' as many rows come to a rank as choose '
-        "its experts. Leave compile out, or give the ranks of ep to dp or tp.",
+        "its experts. Bound them with expert_rows=1.25, in a step of one graph (without pp and micro-batches), leave "
+        "compile out, or give the ranks of ep to dp or tp.",
+    ),
+    (
+        PLAIN, "ep=2", {"compile": "inductor", "expert_rows": 2.0, "microbatches": 2}, PlanError,
+        'compile="inductor" is for shapes that are known, and on mesh \'ep=2\' as many rows come to a rank as choose '
+        "its experts. Bound them with expert_rows=1.25, in a step of one graph (without pp and micro-batches), leave "
+        "compile out, or give the ranks of ep to dp or tp.",
     ),
     (
         PLAIN, "ep=2", {"shard": {"mixed.0.up": "[@ep,-,-]"}}, LayoutError,
