@@ -19,13 +19,16 @@ def estimate(
     target: Annotated[str, typer.Argument(metavar="TARGET", help="file.py:function or package.module:function")],
     mesh: Annotated[str, typer.Option("--mesh", help="axis=size pairs, e.g. dp=2,tp=2")],
     machine: Annotated[str, typer.Option(metavar="NAME|FILE", help="see `autopar machine show`")] = DEVICES,
+    imbalance: Annotated[
+        float, typer.Option(help="of experts: the rows of the busiest rank over the mean, as model.last says", min=1.0)
+    ] = 1.0,
     *,
     options: CommandOptions,
 ) -> None:
     """Simulate a step of the programs on a machine: its time, what it is made of, and the bytes at the peak."""
     chosen = named(machine)
     compiled = compiled_of(target, mesh, options, chosen)
-    show(str(compiled.time(chosen)))
+    show(str(compiled.time(chosen, imbalance)))
     device = "cpu" if chosen.is_host else "cuda"
     reports = [compiled.memory(ranks[0], device=device) for ranks in compiled.alike]
     largest = max(reports, key=lambda report: report.peak)

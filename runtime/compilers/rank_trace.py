@@ -61,7 +61,7 @@ class Passing:
 
 
 class RankTrace(fx.Interpreter):
-    """Computes a LOCAL graph for one rank, by functions that a compiler can take apart. routed: what its routes told."""
+    """Computes a LOCAL graph for one rank, by functions that a compiler can take apart. routed: what routes told."""
 
     def __init__(
         self, program: Program, collectives: FunctionalCollectives, device: torch.device, passing: Passing | None = None

@@ -168,6 +168,19 @@ def test_memory_is_that_of_as_many_rows_as_on_average(device: str) -> None:
         assert compiled.memory(device=device).peak > 1000 and str(compiled.time())
 
 
+def test_the_time_of_a_step_is_that_of_the_busiest_rank() -> None:
+    model, (tokens, labels) = mixture_case(replace(PLAIN, width=512))
+    batch = tokens.repeat(8, 40), labels.repeat(8, 40)
+    for mesh, options in (("ep=4", {}), ("pp=2,ep=2", {"microbatches": 2})):
+        compiled = autopar.compile(model, mesh, batch=batch, **options)
+        padded = autopar.compile(model, mesh, batch=batch, expert_rows=3.0, **options)
+        times = [compiled.time("h100-80g", imbalance).total for imbalance in (1.0, 2.0, 3.0)]
+        assert times[0] < times[1] < times[2], (mesh, times)
+        assert padded.time("h100-80g").total > times[0]
+    whole = autopar.compile(model, "dp=4", batch=batch)
+    assert whole.time("h100-80g", 3.0).total == whole.time("h100-80g").total
+
+
 def test_explain_says_why_a_row_moves() -> None:
     model, batch = mixture_case(PLAIN)
     compiled = autopar.compile(model, "ep=2", batch=batch)
