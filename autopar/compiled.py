@@ -46,11 +46,12 @@ class Compiled(Lowered):
         """
         return memory_report(self, rank, optimizer, device)
 
-    def time(self, machine: str | Machine = DEVICES) -> StepTime:
+    def time(self, machine: str | Machine = DEVICES, imbalance: float = 1.0) -> StepTime:
         """How long a step takes on a machine that need not be here, and what the time is made of: a simulation of
-        these programs. machine: a name that `autopar machine show` knows, or the path of a file. Raises MachineError.
+        these programs. machine: a name that `autopar machine show` knows, or the path of a file.
+        imbalance: of experts over ranks, the rows of the busiest one over the mean (`model.last`). Raises MachineError.
         """
-        return step_time(self, named(machine) if isinstance(machine, str) else machine)
+        return step_time(self, named(machine) if isinstance(machine, str) else machine, imbalance)
 
     def save(self, directory: str | Path) -> None:
         """Write the programs of the distinct ranks as readable Python and JSON."""

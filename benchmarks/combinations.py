@@ -96,6 +96,8 @@ def draw(seed: int, number: int, recurrent: bool = False, in_float64: bool = Fal
         options |= dice.choice(FLOATS)
     if name in architectures.MIXTURES and dice.random() < 1 / 2:
         mesh = re.sub(r"\b(dp|fsdp)=\d", "ep=2", mesh, count=1) if "dp" in mesh else f"ep=2,{mesh}"
+        if dice.random() < 1 / 3:
+            options["expert_rows"] = 2.0  # as many as there may be
     if name not in (*recurrences.MODELS, *plain.MODELS) and dice.random() < 1 / 8:
         options["per_microbatch"] = True
     return name, mesh, options

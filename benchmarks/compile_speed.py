@@ -4,6 +4,8 @@
     timeout 600 .venv/bin/python benchmarks/compile_speed.py --model hf_llama      # the same of transformers
     timeout 600 .venv/bin/python benchmarks/compile_speed.py --layers 8 --mesh dp=512,tp=8
     timeout 600 .venv/bin/python benchmarks/compile_speed.py --mesh pp=8,dp=4,tp=8 --microbatches 64 --batch 256
+    timeout 600 .venv/bin/python benchmarks/compile_speed.py --model deepseek_v3 --layers 61 --mesh pp=16,ep=64 \\
+        --microbatches 32 --batch 2048
     timeout 600 .venv/bin/python benchmarks/compile_speed.py --model unrolled_gru --mesh dp=2,tp=2
     timeout 600 .venv/bin/python benchmarks/compile_speed.py --profile /tmp/compile.prof
 
@@ -67,7 +69,18 @@ def hf_llama(layers: int) -> tuple[nn.Module, Any]:
     return LlamaForCausalLM(config), lambda model, x, y: model(input_ids=x, labels=y).loss
 
 
-MODELS: dict[str, Callable[[int], tuple[nn.Module, Any]]] = {"llama": llama, "hf_llama": hf_llama}
+def deepseek_v3(layers: int) -> tuple[nn.Module, Any]:
+    """The shape of DeepSeek-V3 (arXiv 2412.19437): 256 experts and one that takes all tokens, behind 3 dense layers."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    config = DeepseekV3Config(num_hidden_layers=layers, max_position_embeddings=CONTEXT, use_cache=False)
+    config._experts_implementation = "grouped_mm"
+    return DeepseekV3ForCausalLM(config), lambda model, x, y: model(input_ids=x, labels=y).loss
+
+
+MODELS: dict[str, Callable[[int], tuple[nn.Module, Any]]] = {
+    "llama": llama, "hf_llama": hf_llama, "deepseek_v3": deepseek_v3,
+}  # fmt: skip
 
 
 def case(model_name: str, layers: int, batch: int) -> tuple[nn.Module, Any, tuple[Any, ...]]:

@@ -78,8 +78,11 @@ def train(
             seconds = time.perf_counter() - start
             count, unit = _amount([tensor for _, tensor in take_call_apart(args, kwargs).tensors()])
             show(step, loss, seconds, count / seconds, unit)
+            layers = model.last.imbalance if log is not None else {}
+            imbalance = {"imbalance": layers} if layers else {}
             if lines is not None:
-                lines.write(json.dumps({"step": step, "loss": loss, "seconds": seconds, unit: count}) + "\n")
+                figures = {"step": step, "loss": loss, "seconds": seconds, unit: count, **imbalance}
+                lines.write(json.dumps(figures) + "\n")
     if lines is not None:
         lines.close()
     if trace is not None:

@@ -186,10 +186,11 @@ def check_experts(plan: Plan) -> None:
             f'other ranks. Use batch="local", whose means are over the rows of all ranks, or '
             + ("leave experts out." if plan.options.experts else f"dp in place of {EXPERT}.")
         )
-    if plan.options.compile == "inductor":
+    if plan.options.compile == "inductor" and (plan.options.expert_rows is None or plan.is_staged):
         raise PlanError(
             f"compile=\"inductor\" is for shapes that are known, and on mesh '{plan.mesh}' as many rows come to a rank "
-            f"as choose its experts. Leave compile out, or {_instead_of_experts(plan)}."
+            f"as choose its experts. Bound them with expert_rows=1.25, in a step of one graph (without pp and "
+            f"micro-batches), leave compile out, or {_instead_of_experts(plan)}."
         )
 
 

@@ -129,6 +129,10 @@ def _are_dims(value: Any) -> bool:
     return value is None or (isinstance(value, int) and not isinstance(value, bool))
 
 
+def _is_factor(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= 1
+
+
 def _is_slices(value: Any) -> bool:
     is_list = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
     return value == "auto" or _is_count(value) or (is_list and all(map(_is_count, value)))
@@ -198,6 +202,9 @@ class StepOptions:
       attention what moves fewer bytes, and a ring in place of a gather where its products hide it.
     experts: the axis over which experts are split, where the mesh has none for them alone: "dp", "fsdp" or "cp", or
       several joined, "dp:cp". Rows then go to the rank of their expert, as over an axis ep (which needs no option).
+    expert_rows: how many times the mean rows may go from a rank to the experts of another one, such as 1.25: messages
+      are padded to this bound, and no number of rows is read by the host (`cuda_graphs` needs that). More are an
+      error before weights change, never dropped rows. None: as many as there are.
     chunked_loss: compute the logits of a vocabulary, their loss and its gradients some tokens at a time, so that the
       logits never exist as a whole (arXiv 2410.10989). "auto" does so where they are large; a number is the bytes that
       the logits of a chunk may take on a rank.
@@ -275,6 +282,9 @@ class StepOptions:
         Valid(lambda value: value is None or isinstance(value, str), "an axis of the mesh, several joined, or None"),
         Flag(str, "AXIS|AXIS:AXIS"),
     )
+    expert_rows: float | None = option(
+        None, Valid(_is_factor, "a factor of the mean rows, 1.0 or more, as 1.25; or None"), Flag(float, "FACTOR")
+    )
     chunked_loss: bool | int | Literal["auto"] = option(
         False,
         Valid(
@@ -339,6 +349,7 @@ class StepKeywords(TypedDict, total=False):
     bucket_bytes: int | None
     attention: str
     experts: str | None
+    expert_rows: float | None
     chunked_loss: bool | int | Literal["auto"]
     compile: Compiler
 

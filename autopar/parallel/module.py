@@ -17,6 +17,7 @@ from autopar.compiled import Compiled
 from autopar.errors import AutoparError, CaptureError
 from autopar.parallel.auto import Auto
 from autopar.parallel.gathered import gathered
+from autopar.parallel.last_step import LastStep, last_step
 from autopar.parallel.programs.programs import Programs
 from autopar.parallel.programs.running import Running
 from autopar.parallel.session.loss_scale import LossScale
@@ -47,6 +48,7 @@ class ParallelModule(Likeness):
         self._auto = Auto(self._session, asked.machine) if asked.is_auto else None
         self._programs, self._store = Programs(self._session), self._session.store
         self._last_aux: Any = None
+        self._last: LastStep | None = None
         self._become_like(asked.model)
         States(self._store, self._session.agreement).watch(self)
         # torch marks the functions of such hooks, which methods do not let it do
@@ -69,7 +71,7 @@ class ParallelModule(Likeness):
         self._decide("forward_backward", args, kwargs)
         step = partial(train_step, self._session, self._takes_whole(kwargs, train=True))
         running, (loss, outputs) = self._programs.run("forward_backward", args, kwargs, True, step)
-        captured = running.captured
+        captured, self._last = running.captured, None
         self._last_aux = captured.result(outputs) if captured.has_result else _LEFT_OUT
         return loss
 
@@ -149,6 +151,18 @@ class ParallelModule(Likeness):
                 f"`out = model(**batch); return out.loss, out.logits.argmax(-1)`."
             )
         return self._last_aux
+
+    @property
+    def last(self) -> LastStep:
+        """How many rows each expert took in the last `forward_backward`, over all ranks, where an axis splits experts.
+        Every rank must read it: one exchange for each step whose figures are read, and none for others."""
+        running = self._programs.last_trained
+        if running is None:
+            raise AutoparError("last is of a step, and no step was taken yet: call forward_backward first.")
+        if self._last is None:
+            self._announce("last")
+            self._last = last_step(running, self._session)
+        return self._last
 
     @property
     def random_state(self) -> RandomState:

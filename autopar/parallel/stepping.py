@@ -15,6 +15,7 @@ from autopar.capture.data.reads import OtherValues, check_reads
 from autopar.errors import BatchError
 from autopar.ir.layout import Layout, local_part
 from autopar.ir.program import Input, record
+from autopar.parallel.last_step import check_rows
 from autopar.parallel.programs.own_batch import means, seed_of
 from autopar.parallel.programs.portions import Given
 from autopar.parallel.programs.running import Running
@@ -103,6 +104,8 @@ def run_step(session: Session, running: Running, given: Given, is_step: bool) ->
     with default_dtype(lift) if lift is not None else nullcontext():
         outputs = running.run(_inputs(session, running, given, is_step))
     _check(session, running, outputs)
+    if running.is_bounded:
+        check_rows(running, session)
     return means(outputs, running.together, session.world) if session.settings.is_own else outputs
 
 

@@ -48,7 +48,7 @@ def frontier(planned: Planned) -> list[Prediction]:
 def reasons(planned: Planned) -> Iterator[str]:
     """Why each of the obvious other plans is not the best, a line each: `no pipeline: 612 GB > 80 GB`."""
     best = planned.found.best[0]
-    for words, changes in _changes(best.candidate, planned):
+    for words, changes in _changes(best.candidate._replace(ep=1), planned):
         if not changes.keys() & planned.asked.fixed.keys():
             yield f"{words}: {_reason(best, best_with(planned, changes), planned)}"
 

@@ -45,7 +45,8 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """found: the plans. tokens: of a step. programs: that costs are read off."""
+    """found: the plans. tokens: of a step. programs: that costs are read off. experts: what an axis ep would do, of a
+    model that has some."""
 
     asked: Asked
     found: FoundPlans
@@ -53,6 +54,7 @@ class Planned:
     work: LeastWork
     model: Model
     programs: Layers
+    experts: str = ""
 
     @property
     def rate(self) -> float:
@@ -63,7 +65,8 @@ class Planned:
     def certificate(self) -> str:
         """How many candidates there were, what became of them, and what none of them has."""
         none = {"cp": self.model.whole, "micro-batches or pp": first_sentence(self.model.coupled)}
-        return self.found.certificate + "".join(f"; none with {what}: {why}" for what, why in none.items() if why)
+        more = "".join(f"; none with {what}: {why}" for what, why in none.items() if why)
+        return f"{self.found.certificate}{more}{self.experts and '; '}{self.experts}"
 
 
 @uncollected()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,17 +11,22 @@ from autopar.compiler.check_options import options_of
 from autopar.compiler.compile import lower
 from autopar.compiler.garbage import uncollected
 from autopar.compiler.meshes import mesh_of
-from autopar.errors import AutoparError, PlanError, first_sentence
-from autopar.ir.mesh import DATA_AXES, axes_of_group
+from autopar.errors import AutoparError, PlanError, divisors, first_sentence
+from autopar.ir.mesh import DATA_AXES, EXPERT, axes_of_group
 from autopar.ir.ops.measure import human
+from autopar.ir.ops.ops import op
 from autopar.ir.plan import Fixed
+from autopar.ir.program import Program, operand_nodes, record
+from autopar.planning.others import best_with
 from autopar.planning.planner import Planned, Tell
 from autopar.planning.price.predict import Prediction
-from autopar.planning.price.step_time import step_time
+from autopar.planning.price.step_time import step_time, tokens_of
 from autopar.report.memory.estimate import memory_report
 
 NEAR_LIMIT = 0.03  # of the memory: the model of a plan is not surer
 NEAR_FIRST = 0.01  # of the time of the fastest
+FOLDED = 2  # of the fastest plans, and sizes of ep, that are tried with experts over ranks of dp
+_EXPERT_MM = op("expert_mm")
 LARGER = "larger than the memory as emitted"
 
 
@@ -49,12 +55,36 @@ class _Check:
             self.tell(len(self.known), len(self.known) + 1)
             self.known[wanted] = self._emitted(wanted)
             shown = self._shown()
+        shown, experts = self._with_experts(shown)
         found = self.planned.found
         counts = found.counts + self.dropped
         counts["simulated"] -= sum(self.dropped.values())
         if not shown:
             raise self._none_fits()
-        return replace(self.planned, found=replace(found, best=shown, counts=+counts))
+        return replace(self.planned, found=replace(found, best=shown, counts=+counts), experts=experts)
+
+    def _with_experts(self, shown: list[Prediction]) -> tuple[list[Prediction], str]:
+        """The plans, among them those with experts split over ranks of dp if the model has some: of the fastest plans
+        with such ranks, compiled, since where rows go is in no formula. And what that brings."""
+        asked = self.planned.asked
+        counts = _experts(self.planned.programs.whole) if "dp" not in asked.fixed else set()
+        made: list[tuple[Prediction, Prediction]] = []
+        for plain in self._without_experts(shown) if counts else ():
+            sizes = divisors(math.gcd(plain.candidate.dp, *counts), asked.gpus)
+            for ep in [size for size in sizes if size > 1][-FOLDED:]:
+                self.tell(len(self.known), len(self.known) + 1)
+                folded = self._emitted(_folded(plain, ep))
+                made += [(plain, folded)] if folded is not None else []
+        if not made:
+            return shown, ""
+        plain, folded = min(made, key=lambda pair: pair[1].total)
+        best = sorted([*shown, *(each for _, each in made)], key=lambda each: each.total)[: asked.top]
+        change = folded.total / plain.total - 1
+        text = f"experts over {EXPERT}={folded.candidate.ep} in place of dp: {change:+.1%} ({folded.candidate})"
+        chosen = _chosen(self.planned.programs.whole)
+        if change > 0 and chosen >= folded.candidate.ep:
+            text += f": a token takes {chosen} experts, of {folded.candidate.ep} ranks all; tp moves fewer bytes then"
+        return best, text
 
     def _shown(self) -> list[Prediction]:
         """The plans of the table as far as is known, the fastest first."""
@@ -83,6 +113,14 @@ class _Check:
             if not each.is_emitted and (is_near or is_fast):
                 return each
         return None
+
+    def _without_experts(self, shown: Sequence[Prediction]) -> list[Prediction]:
+        """The fastest plans with ranks of dp, among them one without tp, whether it fits or not: with ep it may."""
+        fixed, best = self.planned.asked.fixed, shown[0].candidate
+        changes = {name: value for name, value in {"tp": 1, "pp": best.pp}.items() if name not in fixed}
+        found = best_with(self.planned, changes, math.inf).best
+        every = {each.candidate: each for each in [*found, *shown] if each.candidate.dp > 1}
+        return list(every.values())[:FOLDED]
 
     def _emitted(self, plan: Prediction) -> Prediction | None:
         """A plan with the time and the memory of its programs; None if it does not fit, or is refused."""
@@ -116,3 +154,22 @@ class _Check:
             f"were compiled, and the least that one takes is {human(memory)}, with {plan}. Ask for a smaller batch, "
             f"more devices, or devices with more memory."
         )
+
+
+# -- experts --------------------------------------------------------------------------------------------------------
+
+
+def _folded(plan: Prediction, ep: int) -> Prediction:
+    """A plan with experts over some of its ranks of dp."""
+    return replace(plan, candidate=plan.candidate._replace(ep=ep), is_emitted=False)
+
+
+def _experts(program: Program) -> set[int]:
+    """How many experts there are in the products by expert of a program."""
+    return {record(operand_nodes(node)[1]).type.shape[0] for node in program.calls() if node.target is _EXPERT_MM}
+
+
+def _chosen(program: Program) -> int:
+    """How many experts a token takes, at most."""
+    rows = [record(operand_nodes(node)[0]).type.shape[0] for node in program.calls() if node.target is _EXPERT_MM]
+    return max(rows) // max(1, tokens_of(program))

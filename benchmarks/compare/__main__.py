@@ -35,6 +35,7 @@ CPU_CASES = (
         for model, n in (("llama 2k", 2), ("llama 8k", 2), ("llama 2k", 4))
         for attention in ("gather", "ring", "ulysses")
     ),
+    *(Case(f"experts {count}", "ep=4", 4, ("all-to-all", "our dp", "our tp")) for count in (16, 64)),
     Case("gpt", "dp=1", 1, ("torch.compile",), inductor=True),
     Case("llama", "dp=1", 1, ("torch.compile",), inductor=True),
     Case("gpt", "dp=2", 2, ("DDP torch.compile",), inductor=True),

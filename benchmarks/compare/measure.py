@@ -23,7 +23,7 @@ from benchmarks.records import Figure
 WARMUP, LEAST_STEPS = 2, 4
 LOSS_TOLERANCE = 1e-4
 # Sides whose loss is that of this rank's part of the batch, or of the last stage's.
-PARTIAL = ("DDP", "FSDP", "pipelining", "zigzag", "Ulysses")
+PARTIAL = ("DDP", "FSDP", "pipelining", "zigzag", "Ulysses", "all-to-all")
 Maker = Callable[[], Step]
 
 

@@ -25,6 +25,8 @@ SIZES = {
     "llama 2k": (1, 2048),
     "llama 8k": (1, 8192),
     "llama 4x1k": (4, 1024),
+    "experts 16": (16, 128),
+    "experts 64": (16, 128),
 }  # sequences, tokens of each
 MICROBATCHES = 8  # of pipelines
 
@@ -92,12 +94,12 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """RMSNorm, rotary positions, grouped heads, SwiGLU, a head of its own."""
+    """RMSNorm, rotary positions, grouped heads, SwiGLU, a head of its own. block: makes a layer."""
 
-    def __init__(self, context: int) -> None:
+    def __init__(self, context: int, block: Callable[[int], nn.Module] = Block) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block(context) for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(block(context) for _ in range(LAYERS))
         self.norm = nn.RMSNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
@@ -113,6 +115,10 @@ def model_of(name: str) -> nn.Module:
     """The same weights on every rank and side."""
     torch.manual_seed(0)
     _, context = SIZES[name]
+    if name.startswith("experts"):
+        from benchmarks.compare import experts
+
+        return Llama(context, lambda length: experts.Block(length, int(name.split()[1])))
     return GPT(GPTConfig(VOCABULARY, context, LAYERS, HEADS, WIDTH)) if name == "gpt" else Llama(context)
 
 

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.parallel import loss_parallel as sharded_loss
 
 from benchmarks.compare.context import ulysses, zigzag_ring
+from benchmarks.compare.experts import spread
 from benchmarks.compare.models import Step, batch_of, loss_fn, model_of, optimizer_of, plain
 from benchmarks.compare.pipelines import pipelined
 from benchmarks.compare.sharded import checkpointed, fully_sharded, zero_redundancy
@@ -115,6 +116,9 @@ PEERS: dict[str, Callable[[str, str], Step]] = {
     "our tp and sp": lambda name, device: ours(
         name, f"tp={dist.get_world_size()}", device, {"sequence_parallel": True}
     ),
+    "all-to-all": spread,
+    "our dp": lambda name, device: ours(name, f"dp={dist.get_world_size()}", device, {}),
+    "our tp": lambda name, device: ours(name, f"tp={dist.get_world_size()}", device, {}),
     "FSDP2": fully_sharded,
     "DDP ZeroRedundancyOptimizer": zero_redundancy,
     "DDP checkpoint": checkpointed,

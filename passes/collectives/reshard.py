@@ -86,7 +86,7 @@ class _Reshard:
             for node, wanted in zip(operand_nodes(user), record(user).operands, strict=False):
                 self.wants.setdefault(node, []).append((user, wanted))
                 is_owned = is_owned or bool(wanted.owned)
-        self.routing = Routing(self.program, table_of(self.plan)) if is_owned else None
+        self.routing = Routing(self.program, table_of(self.plan), self.plan.options.expert_rows) if is_owned else None
         return self.build.rewrite(self.program, self._put, level=Level.EXPLICIT)
 
     def _put(self, node: fx.Node) -> fx.Node:
@@ -146,11 +146,13 @@ class _Reshard:
             return self._step(made, step, like)
         index, axis, home = self.routing.index_of(*between), str(step.args[0]), Layout(has.at_home.dims[:1])
         self._make(index)
-        order, counts = self.routing.route(self.build, index, self._move(index, home, between[1]), axis)
+        order, counts, bound = self.routing.route(self.build, index, self._move(index, home, between[1]), axis)
         is_index = self.routing.is_index(between[0], index)  # it is computed, not sent
         name, args = ("owned_index", [counts]) if is_index else (step.name, [order, counts])
         type_ = record(made).type
-        return self.build.lay(op(name), made, axis, *args, like=like, type_=type_, layout=step.layout, name=name)
+        return self.build.lay(
+            op(name), made, axis, *args, *bound, like=like, type_=type_, layout=step.layout, name=name
+        )
 
     def _make(self, index: fx.Node) -> None:
         """Put an index that stands further down in the program, and what it is made of."""

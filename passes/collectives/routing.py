@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -15,18 +16,21 @@ from autopar.ir.program import Builder, Program, Record, TensorType, is_getitem,
 from autopar.passes.rules import Rules, call_of
 from autopar.passes.rules.rule import Table
 
+SAID = 3  # numbers behind the counts of a route, that tell of experts that do not exist
+
 
 class Routing:
-    """By which index rows went to their owners: values that calls connect there went alike."""
+    """By which index rows went to their owners: values that calls connect there went alike. factor: as of
+    `StepOptions.expert_rows`."""
 
-    def __init__(self, program: Program, table: Table) -> None:
-        self.mesh = program.mesh
+    def __init__(self, program: Program, table: Table, factor: float | None = None) -> None:
+        self.mesh, self.factor = program.mesh, factor
         self._parent: dict[fx.Node, fx.Node] = {}
         self._index: dict[fx.Node, fx.Node] = {}  # by the root of what is connected
         self.groups: dict[fx.Node, int] = {}  # how many owners an index tells apart
         self._user: dict[fx.Node, Record] = {}  # of an index: a product by it
         self._first: dict[fx.Node, fx.Node] = {}  # of each index the first that is the same
-        self._routes: dict[tuple[fx.Node, tuple[Factor, ...], str], tuple[fx.Node, fx.Node]] = {}
+        self._routes: dict[tuple[fx.Node, tuple[Factor, ...], str], tuple[fx.Node, fx.Node, tuple[int, ...]]] = {}
         sent: dict[fx.Node, list[fx.Node]] = {}  # the users to whom rows of a value go where their owners are
         nodes = [node for node in program.calls() if _is_owned(node) or any(one.owned for one in record(node).operands)]
         for node in nodes:
@@ -78,25 +82,39 @@ class Routing:
             node = self._parent[node]
         return node
 
-    def route(self, build: Builder, index: fx.Node, value: fx.Node, axis: str) -> tuple[fx.Node, fx.Node]:
-        """The order of an index' rows by owner, and how many go where: found once. value: the index as it lies."""
+    def route(
+        self, build: Builder, index: fx.Node, value: fx.Node, axis: str
+    ) -> tuple[fx.Node, fx.Node, tuple[int, ...]]:
+        """The order of an index' rows by owner, how many go where, and how many may, if that is bounded: found once.
+        value: the index as it lies."""
         found = record(value)
         (dim,) = found.layout.dims
         key = index, dim, axis
         if key not in self._routes:
             groups, ranks = self.groups[index], self.mesh[axis]
             at = found if found.source else self._user[index]  # the batch may tell the experts
-            reason = "rows go to the ranks of their experts, and back"
-            like = found.with_(flops=0, origin="", reason=reason, source=at.source, module=at.module)
+            why = "rows go to the ranks of their experts, and back"
+            module = self._user[index].module
+            like = found.with_(flops=0, origin="", reason=why, source=at.source, module=module)
             order = TensorType(found.type.shape, torch.int64)
             apart = tuple(factor for factor in dim if isinstance(factor, str))
-            counts = TensorType((pieces(dim, self.mesh) * 2 * ranks, groups // ranks), torch.int64)
+            bound: tuple[int, ...] = ()
+            columns = groups // ranks
+            if self.factor is not None:
+                mean = found.type.shape[0] // pieces(dim, self.mesh) / ranks
+                bound, columns = (math.ceil(self.factor * mean),), columns + SAID
+            counts = TensorType((pieces(dim, self.mesh) * 2 * ranks, columns), torch.int64)
+            sorts = (groups, *bound) if bound else ()
             self._routes[key] = (
-                build.lay(op("order_by_owner"), value, axis, like=like, type_=order, layout=found.layout, name="order"),
                 build.lay(
-                    op("route"), value, axis, groups, like=like, type_=counts, layout=Layout((apart, ())), name="route"
+                    op("order_by_owner"), value, axis, *sorts, like=like, type_=order, layout=found.layout, name="order"
                 ),
-            )
+                build.lay(
+                    op("route"), value, axis, groups, *bound, like=like, type_=counts, layout=Layout((apart, ())),
+                    name="route",
+                ),
+                bound,
+            )  # fmt: skip
         return self._routes[key]
 
 

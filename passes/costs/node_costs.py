@@ -139,10 +139,18 @@ def _kind(load: Load) -> tuple[object, ...]:
     return load.flops > 0, load.dtype, load.kind, load.width, load.apart, len(load.results), load.link, load.axis, times
 
 
-def node_times(program: Program, machine: Machine, adds: bool = False) -> dict[fx.Node, float]:
+def node_times(program: Program, machine: Machine, adds: bool = False, rows: float = 1.0) -> dict[fx.Node, float]:
     """The time of every call of a LOCAL program on one micro-batch, in us (roofline: products or memory). adds: of a
-    later one, as of `loads_of`."""
-    return {node: load_us(load, program.mesh, machine) for node, load in loads_of(program, adds).items()}
+    later one, as of `loads_of`. rows: how many times the mean the busiest rank has of those that are with their
+    experts."""
+    times = {node: load_us(load, program.mesh, machine) for node, load in loads_of(program, adds).items()}
+    return times if rows == 1 else {node: us * (rows if _has_owned(node) else 1) for node, us in times.items()}
+
+
+def _has_owned(node: fx.Node) -> bool:
+    """True for a call on rows that are with their owners, or go there or come back."""
+    layouts = (layout for one in (node, *operand_nodes(node)) for layout in record(one).layouts)
+    return any(layout is not None and layout.owned for layout in layouts)
 
 
 def loads_of(program: Program, adds: bool = False) -> dict[fx.Node, Load | None]:

@@ -44,16 +44,19 @@ class StreamCall:
 _CALL = StreamCall()
 
 
-def run(program: Program, machine: Machine) -> StreamTimes:
-    """Run a LOCAL graph. The host launches one call after another, `machine.launch_us` each. The device computes them
-    in that order, and every axis has a stream of its own, in which a collective begins when its operand is there.
+def run(program: Program, machine: Machine, rows: float = 1.0) -> StreamTimes:
+    """Run a LOCAL graph. rows: as of `node_times`. The host launches one call after another, `machine.launch_us` each.
+    The device computes them in that order, and every axis has a stream of its own, in which a collective begins when
+    its operand is there.
 
     Collectives run on the device too: while one is under way, calls have what it leaves (`Device.communicating`).
 
     Where cores are the devices (`machine.is_host`) they launch calls and move data too: nothing hides a launch, nor a
     collective.
     """
-    return run_launches(launches_of(program), list(node_times(program, machine, adds=True).values()), machine)
+    return run_launches(
+        launches_of(program), list(node_times(program, machine, adds=True, rows=rows).values()), machine
+    )
 
 
 def launches_of(program: Program) -> list[StreamCall | None]:

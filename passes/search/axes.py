@@ -112,6 +112,8 @@ def axis_searches(classes: Classes, plan: Plan) -> Iterator[AxisSearch]:
             intent = intent_of(axis, mesh, plan.sequence_parallel, plan.options.attention, lengths)
             if axis in plan.expert_axes:
                 intent = replace(intent, experts=True)
+            if intent.experts and plan.options.expert_rows is not None:
+                intent = replace(intent, padded=True)
             is_idle = plan.batch_replicated and axis in DATA_AXES  # micro-batches divide it all the same
             is_idle |= plan.context_replicated and intent.context
             if is_idle and intent.experts:

@@ -12,10 +12,10 @@ from autopar.passes.search.items import Classes
 
 
 class RowOwners:
-    """The owners that a program has, and who takes rows that are with them."""
+    """The owners that a program has, and who takes rows that are with them. padded: as of `Intent`."""
 
-    def __init__(self, classes: Classes) -> None:
-        self.classes = classes
+    def __init__(self, classes: Classes, padded: bool = False) -> None:
+        self.classes, self.padded = classes, padded
         self._known: dict[tuple[int, str], bool] = {}
         self._before = self._before_indices()
 
@@ -84,6 +84,8 @@ class RowOwners:
         if i in self._before:
             return False
         if item.rule.owned and (name != item.rule.owned[0] or not self.classes.is_by_owner(i)):
+            return False
+        if self.padded and not item.rule.owned and any((name,) not in dims for dims in item.rule.results):
             return False
         tensors = (*item.rule.operands, *item.rule.results)
         known = {at: (dims.index((name,)), 1) for at, dims in enumerate(tensors) if (name,) in dims}

@@ -230,7 +230,7 @@ Values = dict[tuple[int, int], set[Split]]  # the splits of each (item, result)
 
 def _candidates(classes: Classes, intent: Intent) -> Names:
     """The splits of each name that are worth a thought: those that spread from what the intent splits."""
-    owners = RowOwners(classes) if intent.owns_rows else None
+    owners = RowOwners(classes, intent.padded) if intent.owns_rows else None
     candidates = _spread(
         classes, lambda i, role: intent.seeds(used_role(classes, i, role)), intent.sequence_outers, owners
     )[0]

@@ -70,7 +70,7 @@ class Keys:
     def added_up(self, node: fx.Node) -> Of | None:
         """zeros[keys] += 1"""
         values, index, _ = summands(node)
-        if index is not None and index.target is aten.remainder.Scalar and index.args[1] == record(node).type.shape[0]:
+        if index is not None and is_wrapped(index) and index.args[1] == record(node).type.shape[0]:
             index = args_of(index)[0]
         if index is None or self.of.get(index) is not Of.KEYS or fill_of(values) != 1:
             return None
@@ -100,6 +100,11 @@ def summands(node: fx.Node) -> tuple[fx.Node, fx.Node | None, tuple[int, ...]]:
     is_sum = is_first(dim, base) and is_zeros(base) and not node.kwargs and len(node.args) == 4
     rest = record(values).type.shape[1:] if op_name(node.target) == "scatter_add" else ()
     return values, index if is_sum else None, rest
+
+
+def is_wrapped(index: fx.Node) -> bool:
+    """Whether an index is taken from the end where it is negative."""
+    return index.target is aten.remainder.Scalar
 
 
 def is_first(dim: int, x: fx.Node) -> bool:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from autopar.ir.program import Builder, is_getitem, operand_nodes, record
 from autopar.passes.rules import call_of
 from autopar.passes.rules.rule import Table
 from autopar.passes.rules.through import through
-from autopar.passes.sorts.sorted_keys import Keys, Of, args_of, is_first, is_range, summands
+from autopar.passes.sorts.sorted_keys import Keys, Of, args_of, is_first, is_range, is_wrapped, summands
 
 aten = torch.ops.aten
 
@@ -50,10 +51,11 @@ class Blank:
 
 
 class SortedRows:
-    """What becomes of one sort: facts about values, and what stands instead of the traces of its order."""
+    """What becomes of one sort: facts about values, and what stands instead of the traces of its order. places: of all
+    nodes in their graph."""
 
-    def __init__(self, sort: fx.Node, table: Table) -> None:
-        self.sort, self.table = sort, table
+    def __init__(self, sort: fx.Node, table: Table, places: Mapping[fx.Node, int]) -> None:
+        self.sort, self.table, self.places = sort, table, places
         self.keys = Keys(args_of(sort)[0])
         self.size = self.keys.size
         self.facts: dict[fx.Node, Order | RowsInOrder | Blank] = {}
@@ -65,15 +67,29 @@ class SortedRows:
         if self.size < 2 or record(self.keys.node).type.dtype.is_floating_point or not self._is_sort(self.sort):
             return False
         self._sort_gives(self.sort, Order())
-        for node in self.sort.graph.nodes:
-            if node in self.facts or node in self.sorts:
-                continue
-            if self.keys.learn(node) is Of.SORTED:
-                self._is_sorted_keys(node)
-            is_touched = node not in self.facts and any(operand in self.facts for operand in node.all_input_nodes)
-            if is_touched and not self._follow(node):
+        # What hangs on the keys or on the order, as the program has it: of a model with many layers that is little.
+        pending = [(self.places[node], node) for node in dict.fromkeys((*self.keys.node.users, *self.sort.users))]
+        heapq.heapify(pending)
+        reached = {node for _, node in pending}
+        while pending:
+            _, node = heapq.heappop(pending)
+            if not self._take(node):
                 return False
+            if node in self.facts or node in self.sorts or node in self.keys.of or is_wrapped(node):
+                for user in node.users:
+                    if user not in reached:
+                        reached.add(user)
+                        heapq.heappush(pending, (self.places[user], user))
         return bool(self.instead)
+
+    def _take(self, node: fx.Node) -> bool:
+        """Find what there is to know of a value. False if the order shows."""
+        if node in self.facts or node in self.sorts:
+            return True
+        if self.keys.learn(node) is Of.SORTED:
+            self._is_sorted_keys(node)
+        is_touched = node not in self.facts and any(operand in self.facts for operand in node.all_input_nodes)
+        return not is_touched or self._follow(node)
 
     def _is_sort(self, node: fx.Node) -> bool:
         """From the smallest to the largest, of all rows. Of the other arguments none matters to a tensor of one dim."""

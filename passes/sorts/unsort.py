@@ -43,9 +43,10 @@ def unsort(program: Program, plan: Plan) -> Program:
     instead: dict[fx.Node, Make] = {}
     moved: set[fx.Node] = set()
     known: set[fx.Node] = set()  # a sort of an order is part of what is known of the sort that made the order
+    places = {node: place for place, node in enumerate(program.graph.nodes)}
     for node in program.calls():
         if facts_of(node.target).moves == "sorted" and node not in known:
-            sorted_rows = SortedRows(node, table_of(plan))
+            sorted_rows = SortedRows(node, table_of(plan), places)
             if sorted_rows.is_unseen():
                 instead |= sorted_rows.instead
                 known |= {*sorted_rows.facts, *sorted_rows.sorts}

@@ -94,11 +94,11 @@ def local_answer(mesh: Mesh, coord: Mapping[str, int], target: object, args: tup
     if target == KEEP_FIRST:
         return keep_first(x, place)
     if target == ORDER:
-        return order_by_owner(x)
+        return order_by_owner(x, mesh[axis], *rest)  # type: ignore[arg-type]
     if target == OWNED_INDEX:
-        (counts,) = rest
-        assert isinstance(counts, torch.Tensor)
-        return owned_index(x, mesh[axis], place, counts)
+        counts, bound = rest
+        assert isinstance(counts, torch.Tensor) and isinstance(bound, int)
+        return owned_index(x, mesh[axis], place, counts, bound)
     assert target == SHARD, target
     dim, outer = rest
     assert isinstance(dim, int) and isinstance(outer, int)

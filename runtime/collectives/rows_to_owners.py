@@ -7,7 +7,10 @@ their indices are computed, not sent. The order is stable, the same in every run
 
 from __future__ import annotations
 
+import math
+
 import torch
+from torch import fx
 
 from autopar.errors import BatchError
 from autopar.ir.ops.ops import NO_EXPERT
@@ -16,17 +19,31 @@ from autopar.runtime.collectives.moves import Member, Move, Step
 Tensor = torch.Tensor
 
 
-def order_by_owner(index: Tensor) -> Tensor:
-    """The places of rows, sorted by the expert of each; behind them those of rows without one."""
-    return torch.argsort(index, stable=True)
+def order_by_owner(index: Tensor, size: int, groups: int, bound: int) -> Tensor:
+    """The places of rows, sorted by the expert of each; behind them those of rows without one. bound: the other way
+    round, the place of each row among those that go to all ranks, of which each is sent as many; of more than that the
+    last one holds one. Rows without an expert have the place behind all."""
+    order = torch.argsort(index, stable=True)
+    if not bound:
+        return order
+    chosen = index[order].to(torch.int64)
+    owner = (chosen // (groups // size)).clamp(0, size - 1)
+    starts = torch.searchsorted(owner, torch.arange(size, device=owner.device))
+    within = torch.arange(len(owner), device=owner.device) - starts[owner]
+    is_sent = (chosen >= 0) & (chosen < groups)
+    places = torch.where(is_sent, owner * bound + within.clamp(max=bound - 1), size * bound)
+    return torch.empty_like(order).index_copy_(0, order, places)
 
 
-def route(x: Tensor, member: Member, owned: bool, groups: int) -> Step:
+def route(x: Tensor, member: Member, owned: bool, groups: int, bound: int = 0) -> Step:
     """Exchange how many rows go from each rank to each expert. x: the expert of each row.
 
     The result is on the host, the one read of a layer and step: [2 n, groups / n], first the rows that this rank sends
     to each expert of each rank, then those that each rank sends to this one's experts. Of an expert that does not exist
     the ranks learn together, so that no rank waits for one that has given up: raises BatchError on all of them.
+
+    bound: nothing is read. The result stays on the device, and three columns behind the counts tell of such experts;
+    `rows_beyond` looks at it behind the step.
     """
     exists = (x >= 0) & (x < groups)
     wrong = ~exists & (x != NO_EXPERT)
@@ -35,10 +52,18 @@ def route(x: Tensor, member: Member, owned: bool, groups: int) -> Step:
     unknown = torch.cat([torch.where(wrong, x, 0), x.new_zeros(2)]).aminmax()  # of no rows, too
     said = torch.stack([wrong.sum(), unknown.min.to(torch.int64), unknown.max.to(torch.int64)])
     sent = torch.cat([counts[:-1].view(member.size, -1), said.expand(member.size, 3)], 1)
+    if bound:
+        return Move("exchange", sent, lambda received: torch.cat([sent, received]))
     return Move("exchange", sent, lambda received: _counted(torch.cat([sent, received]).cpu(), groups))
 
 
 def _counted(table: Tensor, groups: int) -> Tensor:
+    check_experts_exist(table, groups)
+    return table[:, :-3].contiguous()
+
+
+def check_experts_exist(table: Tensor, groups: int) -> None:
+    """Raise BatchError for an expert that does not exist. table: a route's, on the host, with what it says of these."""
     for place, (rows, low, high) in enumerate(table[table.shape[0] // 2 :, -3:].tolist()):
         if rows:
             raise BatchError(
@@ -46,24 +71,36 @@ def _counted(table: Tensor, groups: int) -> Tensor:
                 f"{groups - 1}, and {rows} of the rows that part {place} of the batch sends are of others. Correct the "
                 f"router."
             )
-    return table[:, :-3].contiguous()
 
 
-def owned_index(index: Tensor, size: int, place: int, counts: Tensor) -> Tensor:
-    """The experts of the rows that came to the rank at a place, in the order in which they lie."""
+def owned_index(index: Tensor, size: int, place: int, counts: Tensor, bound: int = 0) -> Tensor:
+    """The experts of the rows that came to the rank at a place, in the order in which they lie. bound: behind those of
+    each rank are rows of no expert, up to it."""
+    if bound:
+        came = counts[size:, :-3]
+        here = came.shape[1]
+        places = torch.arange(bound, device=counts.device).expand(size, bound).contiguous()
+        expert = torch.searchsorted(came.cumsum(1), places, right=True)
+        return torch.where(expert < here, expert + place * here, size * here).view(-1).to(index.dtype)
     here, came = counts.shape[1], counts[size:].reshape(-1)
     experts = torch.arange(place * here, (place + 1) * here, device=counts.device).repeat(size)
     return torch.repeat_interleave(experts, came, output_size=int(came.sum())).to(index)
 
 
-def dispatch(x: Tensor, member: Member, owned: bool, order: Tensor, counts: Tensor) -> Step:
+def dispatch(x: Tensor, member: Member, owned: bool, order: Tensor, counts: Tensor, bound: int = 0) -> Step:
     """Send each row to the rank of its expert: those of this rank's come, by source and then by expert."""
-    sent, received = _rows(counts, member)
-    return Move("rows", x[order[: sum(sent)]], _as_it_is, sent=sent, received=received)
+    if bound:
+        count = member.size * bound
+        sent = x.new_zeros((count + 1, *x.shape[1:])).index_copy_(0, order, x)[:count]
+        return Move("exchange", sent.unflatten(0, (member.size, bound)), _joined)
+    rows, received = _rows(counts, member)
+    return Move("rows", x[order[: sum(rows)]], _as_it_is, sent=rows, received=received)
 
 
-def combine(x: Tensor, member: Member, owned: bool, order: Tensor, counts: Tensor) -> Step:
+def combine(x: Tensor, member: Member, owned: bool, order: Tensor, counts: Tensor, bound: int = 0) -> Step:
     """Send each row back to where it came from, and to its place there. Those without an expert are zeros."""
+    if bound:
+        return Move("exchange", x.unflatten(0, (member.size, bound)), lambda rows: _padded_places(_joined(rows), order))
     sent, received = _rows(counts, member)
     return Move("rows", x, lambda rows: _in_places(rows, order), sent=received, received=sent)
 
@@ -74,6 +111,16 @@ def _in_places(rows: Tensor, order: Tensor) -> Tensor:
     return rows.new_zeros(len(order), *rows.shape[1:]).index_copy_(0, order[: len(rows)], rows)
 
 
+def _padded_places(rows: Tensor, order: Tensor) -> Tensor:
+    """The row of each place; zeros where that is behind all."""
+    found = rows[order.clamp(max=len(rows) - 1)]
+    return torch.where((order < len(rows)).view(-1, *(1 for _ in rows.shape[1:])), found, 0)
+
+
+def _joined(rows: Tensor) -> Tensor:
+    return rows.flatten(0, 1)
+
+
 def _rows(counts: Tensor, member: Member) -> tuple[tuple[int, ...], tuple[int, ...]]:
     rows = counts.sum(1).tolist()
     return tuple(rows[: member.size]), tuple(rows[member.size :])
@@ -81,3 +128,28 @@ def _rows(counts: Tensor, member: Member) -> tuple[tuple[int, ...], tuple[int, .
 
 def _as_it_is(rows: Tensor) -> Tensor:
     return rows
+
+
+def bound_of(route: fx.Node) -> int:
+    """How many rows may go from a rank to another one by a route; 0 if that is not bounded."""
+    return int(route.args[3]) if len(route.args) > 3 else 0  # type: ignore[arg-type]
+
+
+def rows_of_experts(route: fx.Node, counts: Tensor) -> Tensor:
+    """The counts that a route gave, without what it says of experts that do not exist."""
+    return counts[:, :-3] if bound_of(route) else counts
+
+
+def check_bound(route: fx.Node, counts: Tensor, place: int) -> None:
+    """Raise BatchError if more rows went to another rank than a route has room for, or to an expert that does not
+    exist. counts: what the route gave, on the host, to the rank at a place."""
+    check_experts_exist(counts, int(route.args[2]))  # type: ignore[arg-type]
+    sent = rows_of_experts(route, counts)[: counts.shape[0] // 2].sum(1).tolist()
+    most, mean, bound = max(sent), sum(sent) / len(sent), bound_of(route)
+    if most > bound:
+        raise BatchError(
+            f"{most} rows go from part {place} of the batch to the experts of part {sent.index(most)} on axis "
+            f"'{route.args[1]}', and there is room for {bound}: {mean:g} go to each on average. expert_rows="
+            f"{math.ceil(100 * most / mean) / 100:g} would do for these, or leave it out where the host may read how "
+            f"many there are."
+        )

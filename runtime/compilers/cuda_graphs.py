@@ -20,6 +20,7 @@ from autopar.errors import AutoparError, CompileError
 from autopar.ir.program import Input
 from autopar.runtime.executor.executor import Outputs
 from autopar.runtime.executor.inputs import Key, StepInputs
+from autopar.runtime.ranks.distributed import Routed
 from autopar.runtime.ranks.recorder import Recorder
 from autopar.runtime.ranks.runner import Runner
 from autopar.torch_shortcuts import copy_all
@@ -116,6 +117,10 @@ class GraphRunner:
                 recorded.inputs[key].copy_(inputs[key])
         recorded.graph.replay()
         return _copies(recorded.outputs)
+
+    @property
+    def routed(self) -> Sequence[Routed]:
+        return self.runner.routed
 
     def record(self, recorder: Recorder | None) -> None:
         """Raise CompileError for a recorder: nothing can watch a replay."""

@@ -24,6 +24,7 @@ from autopar.runtime.compilers.functional import FunctionalCollectives
 from autopar.runtime.compilers.rank_trace import RankTrace
 from autopar.runtime.executor.executor import Outputs
 from autopar.runtime.executor.inputs import StepInputs
+from autopar.runtime.ranks.distributed import Routed
 from autopar.runtime.ranks.lost import is_loss_of_peer
 from autopar.runtime.ranks.process_groups import Group
 from autopar.runtime.ranks.recorder import Recorder
@@ -80,10 +81,13 @@ def _strided(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
 
 @dataclass
 class InductorProgram:
-    """A program of one graph, as a `Runner`. recorder: sees the code as a whole."""
+    """A program of one graph, as a `Runner`. routes: those whose counts the code gives behind the outputs. recorder:
+    sees the code as a whole."""
 
     code: InductorCode
+    routes: tuple[fx.Node, ...] = ()
     recorder: Recorder | None = None
+    routed: Sequence[Routed] = ()
 
     @property
     def source(self) -> str:
@@ -91,7 +95,10 @@ class InductorProgram:
 
     def run(self, inputs: StepInputs) -> Outputs:
         with self.recorder.timed("the code that Inductor wrote") if self.recorder is not None else nullcontext():
-            return self.code.run(list(inputs.values()))
+            outputs = self.code.run(list(inputs.values()))
+        count = len(outputs) - len(self.routes)
+        self.routed = tuple(zip(self.routes, outputs[count:], strict=True))
+        return outputs[:count]
 
     def record(self, recorder: Recorder | None) -> None:
         self.recorder = recorder
@@ -143,7 +150,12 @@ def compile_program(
     with FakeTensorMode(shape_env=ShapeEnv()), torch.no_grad():
         inputs = [example(node, mesh, device) for node in program.placeholders]
         trace = RankTrace(program, FunctionalCollectives(mesh, mesh.coord(rank), groups), device)
-        return InductorProgram(InductorWriter(rank).write(trace.run, inputs, where(program, name, rank))[0])
+
+        def run(*values: torch.Tensor) -> tuple[Any, ...]:
+            return (*trace.run(*values), *trace.routed.values())
+
+        code, _ = InductorWriter(rank).write(run, inputs, where(program, name, rank))
+        return InductorProgram(code, tuple(trace.routed))
 
 
 def where(program: Program, name: str, rank: int) -> str:

@@ -15,9 +15,10 @@ from torch import fx
 
 from autopar.errors import BatchError
 from autopar.ir.ops.op_facts import creates
-from autopar.ir.ops.ops import NAMESPACE, is_mesh_op, op
+from autopar.ir.ops.ops import NAMESPACE, is_mesh_op, op, whole_of
 from autopar.ir.ops.ring_ops import is_ring
 from autopar.ir.program import Program
+from autopar.runtime.collectives.mesh_ops import WAIT
 from autopar.runtime.compilers.functional import FunctionalCollectives
 from autopar.runtime.executor.executor import describe_read, schema_arguments
 from autopar.runtime.executor.kernel_table import KERNELS, function_of
@@ -26,6 +27,7 @@ from autopar.runtime.kernels.kernel import Function
 from autopar.runtime.pipeline.slices import apart, wide
 from autopar.torch_compat import OpOverload
 
+_ROUTE = op("route")
 _EARLIER, _LATER = op("earlier"), op("later")
 
 
@@ -59,7 +61,7 @@ class Passing:
 
 
 class RankTrace(fx.Interpreter):
-    """Computes a LOCAL graph for one rank, by functions that a compiler can take apart."""
+    """Computes a LOCAL graph for one rank, by functions that a compiler can take apart. routed: what routes told."""
 
     def __init__(
         self, program: Program, collectives: FunctionalCollectives, device: torch.device, passing: Passing | None = None
@@ -67,8 +69,16 @@ class RankTrace(fx.Interpreter):
         root = program.graph.owning_module or torch.nn.Module()
         super().__init__(root, graph=program.graph)
         self._collectives, self._device, self._passing = collectives, device, passing
+        self.routed: dict[fx.Node, Any] = {}
 
     def run_node(self, n: fx.Node) -> Any:
+        value = self._value(n)
+        route = n.all_input_nodes[0] if n.target == WAIT else n
+        if whole_of(route.target) is _ROUTE and (n is not route or n.target is _ROUTE):
+            self.routed[route] = value
+        return value
+
+    def _value(self, n: fx.Node) -> Any:
         if n.op == "call_function" and is_mesh_op(n.target):
             values: Any = self.map_nodes_to_values(schema_arguments(n), n)
             if self._passing is not None and n.target in (_EARLIER, _LATER):

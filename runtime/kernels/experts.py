@@ -12,6 +12,7 @@ Rows of experts that are not held give zeros and get no gradient: the sum over t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -23,12 +24,25 @@ from autopar.torch_compat import GROUPED_MM
 ALIGNED = 8  # of bf16: rows, columns and an expert's rows start at multiples of 16 bytes, as grouped kernels want it
 
 
-def expert_mm(x: torch.Tensor, w: torch.Tensor, index: torch.Tensor, *, offset: int = 0) -> torch.Tensor:
-    """x [s,k], w [g,k,n], index [s] -> [s,n]"""
+ByExpert = Callable[[torch.Tensor, int], tuple[torch.Tensor, list[int]]]
+
+
+def by_expert(own: torch.Tensor, groups: int) -> tuple[torch.Tensor, list[int]]:
+    """The rows of the experts that are here, in the order of these; where the rows of each expert end."""
+    own, order = torch.sort(own, stable=True)
+    experts = torch.arange(groups, device=own.device, dtype=own.dtype)
+    ends = torch.searchsorted(own, experts, right=True).tolist()
+    return order[: ends[-1]] if ends else order[:0], ends
+
+
+def expert_mm(
+    x: torch.Tensor, w: torch.Tensor, index: torch.Tensor, *, offset: int = 0, by_expert: ByExpert = by_expert
+) -> torch.Tensor:
+    """x [s,k], w [g,k,n], index [s] -> [s,n]. by_expert: brings rows together on a CPU."""
     groups, _, columns = w.shape
     own = _own(index, groups, offset)
     if not is_grouped(x, columns) and host.on_host(x):
-        return _loop(x, w, own)
+        return _loop(x, w, *by_expert(own, groups))
     found = _Grouped.of(own, groups, _grain(x, columns, groups))
     rows = found.spread(x)
     if is_grouped(x, columns):
@@ -40,12 +54,13 @@ def expert_mm(x: torch.Tensor, w: torch.Tensor, index: torch.Tensor, *, offset: 
 
 
 def expert_mm_backward(
-    x: torch.Tensor, grad: torch.Tensor, index: torch.Tensor, groups: int, *, offset: int = 0
-) -> torch.Tensor:
+    x: torch.Tensor, grad: torch.Tensor, index: torch.Tensor, groups: int, *, offset: int = 0,
+    by_expert: ByExpert = by_expert,
+) -> torch.Tensor:  # fmt: skip
     """x [s,k], grad [s,n], index [s] -> [groups,k,n]"""
     own = _own(index, groups, offset)
     if not is_grouped(x, grad.shape[1]) and host.on_host(x):
-        return _loop_backward(x, grad, own, groups)
+        return _loop_backward(x, grad, groups, *by_expert(own, groups))
     found = _Grouped.of(own, groups, _grain(x, grad.shape[1], groups))
     rows, grads = found.spread(x), found.spread(grad)
     if is_grouped(x, grad.shape[1]):
@@ -114,8 +129,7 @@ def _dense(w: torch.Tensor) -> torch.Tensor:
     return w if w.is_contiguous() or w.mT.is_contiguous() else w.contiguous()
 
 
-def _loop(x: torch.Tensor, w: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    order, ends = _by_expert(own, w.shape[0])
+def _loop(x: torch.Tensor, w: torch.Tensor, order: torch.Tensor, ends: list[int]) -> torch.Tensor:
     rows, sums = x[order], x.new_empty((len(order), w.shape[2]))
     start = 0
     for matrix, end in zip(w, ends, strict=True):
@@ -125,8 +139,9 @@ def _loop(x: torch.Tensor, w: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
     return out.index_copy_(0, order, sums)
 
 
-def _loop_backward(x: torch.Tensor, grad: torch.Tensor, own: torch.Tensor, groups: int) -> torch.Tensor:
-    order, ends = _by_expert(own, groups)
+def _loop_backward(
+    x: torch.Tensor, grad: torch.Tensor, groups: int, order: torch.Tensor, ends: list[int]
+) -> torch.Tensor:
     rows, grads = x[order], grad[order]
     out = x.new_empty((groups, x.shape[1], grad.shape[1]))
     start = 0
@@ -134,14 +149,6 @@ def _loop_backward(x: torch.Tensor, grad: torch.Tensor, own: torch.Tensor, group
         torch.mm(rows[start:end].T, grads[start:end], out=matrix)
         start = end
     return out
-
-
-def _by_expert(own: torch.Tensor, groups: int) -> tuple[torch.Tensor, list[int]]:
-    """The rows of the experts that are here, in the order of these; where the rows of each expert end."""
-    own, order = torch.sort(own, stable=True)
-    experts = torch.arange(groups, device=own.device, dtype=own.dtype)
-    ends = torch.searchsorted(own, experts, right=True).tolist()
-    return order[: ends[-1]] if ends else order[:0], ends
 
 
 # Opaque to a compiler: a product over groups is no template of its.

@@ -17,7 +17,7 @@ from torch import fx
 
 from autopar.errors import BatchError, RankError
 from autopar.ir.mesh import PIPELINE, Mesh
-from autopar.ir.ops.ops import whole_of
+from autopar.ir.ops.ops import op, whole_of
 from autopar.runtime.collectives.collectives import Member, Move, Step, begin
 from autopar.runtime.collectives.mesh_ops import WAIT, axis_coord, is_local, local_answer
 from autopar.runtime.executor.executor import Executable, Observe, Outputs, Request, at_call, describe, run
@@ -35,7 +35,11 @@ from autopar.torch_compat import coalesced
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_reduced = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+_ROUTE = op("route")
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+Routed = tuple[fx.Node, torch.Tensor]  # a route, and how many rows it told this rank to send and to expect
 
 
 @dataclass(slots=True)
@@ -54,7 +58,7 @@ class _Pending:
 
 
 class DistributedDriver:
-    """Drives one rank's graph. `groups` come from `make_groups`."""
+    """Drives one rank's graph. `groups` come from `make_groups`. routed: what the routes of the last run told."""
 
     def __init__(self, mesh: Mesh, groups: Mapping[str, Group], rank: int | None = None) -> None:
         self.mesh = mesh
@@ -64,6 +68,7 @@ class DistributedDriver:
         self._peers: Peers | None = None
         self._queued: list[tuple[Move, _Pending]] = []  # gathers that are launched with the next one
         self.recorder: Recorder | None = None
+        self.routed: list[Routed] = []
 
     def run(self, executable: Executable, inputs: Iterable[Any], observe: Observe | None = None) -> Outputs:
         """The outputs of this rank. `inputs` are the placeholders' values; an iterator lets them be freed early.
@@ -91,6 +96,7 @@ class DistributedDriver:
 
     def _drive(self, steps: Any, overlap: bool) -> Any:
         steps = steps if self.recorder is None else self.recorder.observe(steps)
+        self.routed = []
         with torch.no_grad():
             answer: list[Any] | None = None
             try:
@@ -117,9 +123,12 @@ class DistributedDriver:
         if target == WAIT and not isinstance(args[0], _Pending):
             return args[0]
         try:
-            if target == WAIT:
-                return args[0].wait()
-            return self._collective(request, overlap)
+            node, result = (
+                (args[0].node, args[0].wait()) if target == WAIT else (request.node, self._collective(request, overlap))
+            )
+            if whole_of(node.target) is _ROUTE and not isinstance(result, _Pending):
+                self.routed.append((node, result))
+            return result
         except BatchError as error:
             raise at_call(error, args[0].node if target == WAIT else request.node) from None
         except RuntimeError as error:

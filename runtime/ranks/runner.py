@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -13,7 +14,7 @@ from autopar.ir.program import Output, Program
 from autopar.runtime.executor.executor import Executable, Kernels, Outputs, Study
 from autopar.runtime.executor.inputs import StepInputs
 from autopar.runtime.pipeline.run_pipeline import RankCode, Watch, compile_rank, outputs_of
-from autopar.runtime.ranks.distributed import DistributedDriver
+from autopar.runtime.ranks.distributed import DistributedDriver, Routed
 from autopar.runtime.ranks.recorder import Recorder
 
 
@@ -25,6 +26,11 @@ class Runner(Protocol):
 
     def run(self, inputs: StepInputs) -> Outputs:
         """The outputs of the program on this rank, None for those that other stages have."""
+        ...
+
+    @property
+    def routed(self) -> Sequence[Routed]:
+        """How many rows went to each expert in the last run: nothing where no code of ours counted them."""
         ...
 
     def record(self, recorder: Recorder | None) -> None:
@@ -54,6 +60,10 @@ class ExecutorRunner:
     def run(self, inputs: StepInputs) -> Outputs:
         return self.driver.run(self.executable, inputs.values())
 
+    @property
+    def routed(self) -> Sequence[Routed]:
+        return self.driver.routed
+
     def record(self, recorder: Recorder | None) -> None:
         self.driver.recorder = recorder
 
@@ -77,6 +87,10 @@ class PipelineRunner:
 
     def run(self, inputs: StepInputs) -> Outputs:
         return outputs_of(self.driver.run_pipeline(self.code, inputs, self.device, self.watch), self.outputs)
+
+    @property
+    def routed(self) -> Sequence[Routed]:
+        return self.driver.routed
 
     def record(self, recorder: Recorder | None) -> None:
         self.driver.recorder = recorder

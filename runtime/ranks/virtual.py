@@ -16,17 +16,20 @@ from torch import fx
 
 from autopar.errors import BatchError, RankError
 from autopar.ir.mesh import PIPELINE, Mesh
-from autopar.ir.ops.ops import collective_of
+from autopar.ir.ops.ops import collective_of, op, whole_of
 from autopar.ir.program import TensorType
 from autopar.ir.schedule import Instruction
 from autopar.runtime.collectives.collectives import together
 from autopar.runtime.collectives.mesh_ops import WAIT, axis_group, is_local, local_answer
+from autopar.runtime.collectives.rows_to_owners import bound_of, check_bound
 from autopar.runtime.executor.executor import Executable, Outputs, Request, at_call, describe, run
 from autopar.runtime.executor.inputs import StepInputs
 from autopar.runtime.pipeline.run_pipeline import Await, Finals, RankCode, Receive, Send, steps_of
 from autopar.runtime.ranks.recorder import Recorder
 
 RankObserve = Callable[[int, fx.Node, Any], None]
+
+ROUTE = op("route")
 
 
 class VirtualMesh:
@@ -160,6 +163,9 @@ class VirtualMesh:
             del waiting[member]
         try:
             results = together([(request.op, request.args) for request in requests])
+            if whole_of(requests[0].op) is ROUTE and bound_of(requests[0].node):
+                for place, counts in enumerate(results):
+                    check_bound(requests[0].node, counts.cpu(), place)
             return {member: [result] for member, result in zip(group, results, strict=True)}
         except BatchError as error:
             raise at_call(error, requests[0].node) from None

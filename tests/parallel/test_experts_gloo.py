@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import train_experts
+from gpt import GPTConfig
 from mixtures import Kind, Mixture, mixture_case, products
 from processes import Ranks
 from side_by_side import assert_same_state
@@ -17,16 +20,22 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import autopar
-from autopar.errors import BatchError, PlanError
+from autopar.errors import AutoparError, BatchError, CompileError, PlanError
 from autopar.ir.mesh import parse_mesh
+from autopar.ir.program import record
+from autopar.report.memory.assumed_rows import RowCounts
+from autopar.report.memory.estimate import memory_report
 from autopar.runtime.collectives import rows_to_owners
 from autopar.runtime.ranks import distributed
+from benchmarks.memory import measure
 
 pytestmark = pytest.mark.gloo
 
-STEPS, LIMIT = 2, 0.3
+PLAIN, STEPS, LIMIT = Kind(), 2, 0.3
 # (mesh, how rows are routed, options): ranks without rows, one expert a row, none but one rank's experts.
 TABLE: list[tuple[str, Kind, dict[str, Any]]] = [
+    ("ep=2,cp=2", Kind(), {}),
+    ("ep=4", Kind(chosen=3), {"recompute": "full"}),
     ("ep=4", Kind(aux=True), {}),
     ("ep=4", Kind(chosen=1, skew=50), {}),  # all rows go to two experts, of one rank
     ("dp=2,ep=2", Kind(bias=True, shared=True), {"zero": 3}),
@@ -64,6 +73,21 @@ def _plain(kind: Kind) -> tuple[nn.Module, torch.optim.Optimizer, tuple[Tensor, 
     return module, torch.optim.AdamW(module.parameters(), lr=1e-2), batch
 
 
+def _chosen(kind: Kind) -> list[list[int]]:
+    """How many rows choose each expert, by layer, in a first step."""
+    module, _, batch = _plain(kind)
+    rows: list[list[int]] = []
+
+    def look(mixture: Mixture, args: tuple[Tensor], _: Any) -> None:
+        experts = torch.topk((mixture.router(args[0]) + mixture.skew).softmax(-1), kind.chosen).indices
+        rows.append(experts.flatten().bincount(minlength=kind.experts).tolist())
+
+    for mixture in module.mixed:
+        mixture.register_forward_hook(look)
+    module(*batch)
+    return rows
+
+
 def _leaving(kind: Kind, mesh: str) -> int:
     """The rows whose expert is on another rank, over all ranks and layers of a first step."""
     module, _, batch = _plain(kind)
@@ -94,6 +118,9 @@ def _table(rank: int) -> list[tuple[list[float], int, int]]:
         with pytest.MonkeyPatch.context() as patch:
             sent, reads = _watch(patch)
             first = model.forward_backward(*batch).item()
+        last = model.last
+        assert [list(layer.by_expert) for layer in last.experts] == _chosen(kind), (mesh, kind)
+        assert list(last.imbalance) == [f"mixed.{block}" for block in range(kind.blocks)], mesh
         expected = plain(*batch)
         expected.backward()
         assert first == pytest.approx(expected.item(), rel=1e-10), (mesh, kind)
@@ -131,16 +158,121 @@ def _watch(patch: pytest.MonkeyPatch) -> tuple[list[int], list[int]]:
 
 
 def test_steps_are_those_of_one_device(four: Ranks) -> None:
-    """Losses, norms, gradients, weights; bytes equal those of counted rows, four trips each; one read a layer."""
+    """Losses, norms, gradients, weights; bytes equal those of counted rows, four trips each, and two more where they go
+    again, on each rank of tp; one read a layer."""
     by_rank = four.run(_table, timeout=300)
-    for number, (mesh, kind, _) in enumerate(TABLE):
+    for number, (mesh, kind, options) in enumerate(TABLE):
         rows = [found[number] for found in by_rank]
         assert all(one[0] == rows[0][0] for one in rows), mesh
-        if "tp" in mesh or "cp" in mesh:
-            continue
-        assert sum(one[1] for one in rows) == 4 * _leaving(kind, mesh) * 12 * 8, (mesh, kind)
+        trips = 6 if options.get("recompute") == "full" else 4
+        copies = dict(parse_mesh(mesh).axes).get("tp", 1)
+        assert sum(one[1] for one in rows) == trips * copies * _leaving(kind, mesh) * 12 * 8, (mesh, kind)
         if "pp" not in mesh:
             assert [one[2] for one in rows] == [kind.blocks] * 4, (mesh, kind)
+
+
+def _imbalance(rank: int) -> list[Any]:
+    """Of rows that all choose the experts of one of the ranks; then before any step."""
+    found = []
+    for mesh in ("ep=4", "ep=2,tp=2", "dp=2,ep=2"):
+        model, _, batch = _made(Kind(chosen=1, skew=50), mesh, {})
+        with pytest.raises(AutoparError, match=r"^last is of a step, and no step was taken yet: call"):
+            _ = autopar.parallelize(mixture_case(PLAIN)[0], mesh).last
+        model.forward_backward(*batch)
+        found += [(layer.imbalance, len(layer.by_rank), layer.axis) for layer in model.last.experts]
+        assert model.last is model.last and str(model.last).startswith("mixed.0  imbalance over ep"), str(model.last)
+    return found
+
+
+def test_how_unlike_ranks_are_busy(four: Ranks) -> None:
+    """48 rows, of one rank: over four, of two, and of two of which each dp coordinate has half."""
+    found = four.run(_imbalance)
+    assert found == [[(4.0, 4, "ep")] * 2 + [(2.0, 2, "ep")] * 2 + [(2.0, 4, "ep")] * 2] * 4
+
+
+def _twice(rank: int) -> list[list[Tensor]]:
+    """Weights after three steps, of two runs."""
+    runs = []
+    for _ in range(2):
+        model, optimizer, batch = _made(Kind(chosen=3), "dp=2,ep=2", {"zero": 1})
+        _train(model, optimizer, batch, 3)
+        runs.append([parameter.to_local().clone() for parameter in model.parameters()])
+    return runs
+
+
+def test_two_runs_have_the_same_bits(four: Ranks) -> None:
+    for first, second in four.run(_twice):
+        assert all(map(torch.equal, first, second))
+
+
+def _example(rank: int) -> None:
+    """Three steps of the example beside the plain module, in a few letters."""
+    for mesh in ("ep=4", "dp=2,ep=2"):
+        torch.manual_seed(0)
+        plain = train_experts.MixtureGPT(GPTConfig(vocabulary=128, context=8, width=16))
+        model = autopar.parallelize(copy.deepcopy(plain), mesh, loss_fn=train_experts.loss_fn)
+        data = train_experts.job().data
+        assert data is not None
+        for step in range(3):
+            x, y = (part[:4, :8] for part in data(step))
+            expected = train_experts.loss_fn(plain, x, y)
+            expected.backward()
+            assert model.forward_backward(x, y).item() == pytest.approx(expected.item(), rel=1e-5), (mesh, step)
+        for (name, mine), whole in zip(model.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad.full_tensor(), whole.grad, rtol=1e-4, atol=1e-6, msg=name)
+        layers = model.last.experts
+        assert [layer.module for layer in layers] == ["blocks.0.mixture", "blocks.1.mixture"]
+        assert all(sum(layer.by_expert) == 4 * 8 * train_experts.CHOSEN for layer in layers)
+
+
+def test_the_example_trains_as_on_one_device(four: Ranks) -> None:
+    four.run(_example)
+
+
+def _bounded(rank: int) -> list[str]:
+    """Steps that a CUDA graph could record; then more rows than there is room for, and fewer again."""
+    kind, texts = Kind(chosen=2), []
+    for mesh, options in (("ep=4", {}), ("dp=2,ep=2", {"zero": 2}), ("ep=2,tp=2", {}), ("pp=2,ep=2", {})):
+        graphs: Any = "dry-run" if "pp" not in mesh else False
+        model, optimizer, batch = _made(kind, mesh, {"expert_rows": 4.0, "cuda_graphs": graphs, **options})
+        plain, its, _ = _plain(kind)
+        with pytest.MonkeyPatch.context() as patch:
+            _, reads = _watch(patch)
+            assert _train(model, optimizer, batch, 3) == pytest.approx(_train(plain, its, batch, 3), rel=1e-9), mesh
+        assert not reads and [list(layer.by_expert) for layer in model.last.experts], mesh
+        assert sum(model.last.experts[0].by_expert) == 8 * 6 * 2
+        assert_same_state(model, plain, "weight")
+    for graphs in (False, "dry-run"):
+        model, optimizer, batch = _made(Kind(), "ep=4", {"expert_rows": 3.8, "cuda_graphs": graphs})
+        plain, its, _ = _plain(Kind())
+        for skewed in (False, False, True, False):
+            for mixture, other in zip(model.mixed, plain.mixed, strict=True):
+                with torch.no_grad():
+                    mixture.skew.copy_(other.skew.copy_(torch.tensor([9.0 * skewed] * 2 + [0.0] * 6)))
+            if not skewed:
+                assert _train(model, optimizer, batch, 1) == pytest.approx(_train(plain, its, batch, 1), rel=1e-9)
+                continue
+            with pytest.raises(BatchError) as error:
+                model.forward_backward(*batch)
+            texts.append(str(error.value))
+            assert all(parameter.grad is None for parameter in model.parameters())
+            with pytest.raises(BatchError):
+                model.eval()(*batch)
+            model.train()
+    with pytest.raises(CompileError, match=r"or bound the rows of experts: expert_rows=1.25\.$"):
+        _made(kind, "ep=4", {"cuda_graphs": "dry-run"})[0].forward_backward(*batch)
+    return texts
+
+
+def test_rows_that_are_bounded_are_read_by_no_host(four: Ranks) -> None:
+    """The rows of a step that has too many change nothing: the next one goes on as if there had been none."""
+    (texts, *others) = four.run(_bounded, timeout=200)
+    assert all(other == texts for other in others) and texts[0] == texts[1]
+    assert re.sub(r"py:\d+", "py:N", texts[0]) == (
+        "24 rows go from part 0 of the batch to the experts of part 0 on axis 'ep', and there is room for 23: 6 go to "
+        "each on average. expert_rows=4 would do for these, or leave it out where the host may read how many there "
+        "are. It is at mixtures.py:N in mixed.0. No gradient was added, and no weight was changed."
+    )
 
 
 def _any_batch(rank: int) -> None:
@@ -330,3 +462,29 @@ def test_a_bias_that_balances_is_moved_by_what_all_ranks_count(four: Ranks) -> N
         assert sum(plain[1:5]) == 32 and len(set(plain[-4:])) > 2, "it moves, and not all alike"
         for other in others:
             assert other == pytest.approx(plain, rel=1e-10)
+
+
+def _held(rank: int) -> list[tuple[int, int, int | None]]:
+    """What a rank holds in a step, measured, estimated for the rows that came, and at worst."""
+    found = []
+    for mesh, options in (("ep=4", {}), ("ep=2,tp=2", {}), ("pp=2,ep=2", {"schedule": "1f1b"})):
+        model, _, batch = _made(Kind(skew=1, width=64), mesh, options)
+        held = []
+        for _ in range(3):  # a thread of Gloo may let go of a buffer late
+            held.append(measure(model, None, *batch).step)
+            model.zero_grad()
+        (running,) = model.programs
+        counted = {record(node).module: counts.tolist() for node, counts in running.runner.routed}
+        counts = RowCounts(running.compiled.plan.layout_mesh, running.compiled.mesh.coord(rank), counted=counted)
+        optimizers = partial(torch.optim.SGD, lr=0.1)
+        report = memory_report(running.compiled, rank, optimizers, "cpu", counts)
+        assert report.worst is None
+        found.append((min(held), report.step, model.compiled.memory(rank, optimizers, "cpu").worst))
+    return found
+
+
+def test_memory_is_that_of_the_rows_that_come(four: Ranks) -> None:
+    """To the byte, but for micro-batches, of which each has its own rows; and never more than in the worst case."""
+    for row, exact in zip(zip(*four.run(_held, timeout=200), strict=True), (0.0, 0.0, 0.02), strict=True):
+        assert [estimated for _, estimated, _ in row] == pytest.approx([held for held, _, _ in row], rel=exact, abs=0)
+        assert all(worst is not None and worst >= estimated for _, estimated, worst in row)

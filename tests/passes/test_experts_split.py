@@ -13,10 +13,13 @@ from mixtures import Kind, Mixture, mixture_case
 from torch import Tensor, nn
 
 import autopar
-from autopar.errors import BatchError, LayoutError, MeshError, PlanError, ScheduleError
+from autopar.errors import BatchError, LayoutError, MeshError, PlanError, RankError, ScheduleError
 from autopar.ir.ops.ops import op, op_name
 from autopar.ir.program import Program, record
+from autopar.passes.collectives.routing import Routing
 from autopar.runtime.collectives import collectives, mesh_ops, rows_to_owners
+from autopar.runtime.executor import executor
+from autopar.runtime.kernels.experts import expert_mm_backward
 from autopar.verification.judge.comparison import Report
 from autopar.verification.verify import verify
 
@@ -46,6 +49,11 @@ MESHES: list[tuple[str, dict[str, Any]]] = [
     ("dp=2,fsdp=2", {"experts": "fsdp"}),
     ("dp=2,cp=2,tp=2", {"experts": "cp", "zero": 1}),
     ("pp=2,dp=2", {"experts": "dp", "microbatches": 4, "zero": 1}),
+    ("ep=4", {"expert_rows": 4.0}),
+    ("dp=2,ep=2", {"expert_rows": 2.0, "zero": 3, "compile": "triton"}),
+    ("ep=2,tp=2", {"expert_rows": 2.0, "sequence_parallel": True}),
+    ("ep=2,cp=2", {"expert_rows": 2, "recompute": "full"}),
+    ("pp=2,ep=2", {"expert_rows": 2.0, "microbatches": 2, "schedule": "1f1b"}),
 ]
 ROUTINGS = [
     PLAIN,
@@ -122,6 +130,37 @@ def test_products_by_expert_and_sums_in_short_floats() -> None:
     assert _verified(PLAIN, "dp=2,ep=2", precision="bf16").ok
 
 
+@pytest.mark.parametrize("kind", [*ROUTINGS, Kind(bias=True, aux=True, skew=50)], ids=str)
+def test_padded_messages_carry_any_routing(kind: Kind) -> None:
+    report = _verified(kind, "ep=2", expert_rows=2.0)
+    assert report.ok and report.max_error < 1e-10, report
+
+
+def test_more_rows_than_the_bound_are_an_error() -> None:
+    with pytest.raises(BatchError) as error:
+        _verified(Kind(chosen=1, skew=50), "ep=4", expert_rows=1.25)
+    assert re.sub(r"py:\d+", "py:N", str(error.value)) == (
+        "12 rows go from part 0 of the batch to the experts of part 0 on axis 'ep', and there is room for 4: 3 go to "
+        "each on average. expert_rows=4 would do for these, or leave it out where the host may read how many there "
+        "are. It is at mixtures.py:N in mixed.0."
+    )
+    with pytest.raises(PlanError, match=r"^expert_rows=0.5: write a factor of the mean rows, 1.0 or more, as 1.25; "):
+        autopar.compile(nn.Linear(4, 4), "dp=1", batch=(torch.randn(4, 4),), loss_fn=_mean, expert_rows=0.5)
+
+
+def test_padding_is_added_up_by_nobody() -> None:
+    """Rows of no expert are zeros, and their cosine is not."""
+    torch.manual_seed(0)
+    batch = (torch.randn(8, 6), torch.tensor([3, 0, 1, 0, 2, 0, 0, 3]))
+    for options in ({}, {"expert_rows": 2.0}):
+        report = verify(_Cosine(), "ep=2", batch=batch, **options)
+        assert report.ok and report.max_error < 1e-10, (options, report)
+
+
+def _mean(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).mean()
+
+
 def _program(kind: Kind, mesh: str, **options: Any) -> Program:
     model, batch = mixture_case(kind)
     return autopar.compile(model, mesh, batch=batch, **options).program
@@ -169,6 +208,19 @@ def test_memory_is_that_of_as_many_rows_as_on_average(device: str) -> None:
     for rows in (8, 4):
         compiled = autopar.compile(model, "ep=4", batch=tuple(part[:rows] for part in batch))
         assert compiled.memory(device=device).peak > 1000 and str(compiled.time())
+
+
+def test_the_time_of_a_step_is_that_of_the_busiest_rank() -> None:
+    model, (tokens, labels) = mixture_case(replace(PLAIN, width=512))
+    batch = tokens.repeat(8, 40), labels.repeat(8, 40)
+    for mesh, options in (("ep=4", {}), ("pp=2,ep=2", {"microbatches": 2})):
+        compiled = autopar.compile(model, mesh, batch=batch, **options)
+        padded = autopar.compile(model, mesh, batch=batch, expert_rows=3.0, **options)
+        times = [compiled.time("h100-80g", imbalance).total for imbalance in (1.0, 2.0, 3.0)]
+        assert times[0] < times[1] < times[2], (mesh, times)
+        assert padded.time("h100-80g").total > times[0]
+    whole = autopar.compile(model, "dp=4", batch=batch)
+    assert whole.time("h100-80g", 3.0).total == whole.time("h100-80g").total
 
 
 def test_explain_says_why_a_row_moves() -> None:
@@ -261,7 +313,14 @@ REFUSED: list[tuple[Kind, str, dict[str, Any], type[Exception], str]] = [
     (
         PLAIN, "ep=2", {"compile": "inductor"}, PlanError,
         'compile="inductor" is for shapes that are known, and on mesh \'ep=2\' as many rows come to a rank as choose '
-        "its experts. Leave compile out, or give the ranks of ep to dp or tp.",
+        "its experts. Bound them with expert_rows=1.25, in a step of one graph (without pp and micro-batches), leave "
+        "compile out, or give the ranks of ep to dp or tp.",
+    ),
+    (
+        PLAIN, "ep=2", {"compile": "inductor", "expert_rows": 2.0, "microbatches": 2}, PlanError,
+        'compile="inductor" is for shapes that are known, and on mesh \'ep=2\' as many rows come to a rank as choose '
+        "its experts. Bound them with expert_rows=1.25, in a step of one graph (without pp and micro-batches), leave "
+        "compile out, or give the ranks of ep to dp or tp.",
     ),
     (
         PLAIN, "dp=2", {"experts": "dp", "compile": "inductor"}, PlanError,
@@ -323,6 +382,21 @@ class _Seen(nn.Module):
         return (y.cumsum(0) * y).mean()
 
 
+class _Cosine(nn.Module):
+    """What each row gives is added up, and not one for a row that is zero; log and root have no gradient there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Parameter(torch.randn(4, 6, 6) * 0.3) for _ in range(2))
+
+    def forward(self, x: Tensor, experts: Tensor) -> Tensor:
+        experts, order = torch.sort(experts, stable=True)
+        ends = torch.histc(experts.float(), 4, 0, 3).cumsum(0, dtype=torch.int32)
+        y = nn.functional.grouped_mm(x[order], self.up, offs=ends).abs().sqrt().log()
+        y = nn.functional.grouped_mm(y, self.down, offs=ends).cos()
+        return y.sum() + (y**2).mean()
+
+
 def test_an_index_that_is_computed_twice_is_one() -> None:
     """Red before: an error that rows of one index are multiplied by those of another."""
     torch.manual_seed(0)
@@ -349,15 +423,15 @@ def test_a_batched_product_is_named() -> None:
 # -- sabotage: what may go wrong on the way of rows is seen, and where -------------------------------------------------
 
 
-def _backwards(x: Tensor, member: Any, owned: bool, order: Tensor, counts: Tensor) -> Any:
+def _backwards(x: Tensor, member: Any, owned: bool, order: Tensor, counts: Tensor, bound: int) -> Any:
     return rows_to_owners.combine(x, member, owned, order.flip(0), counts)
 
 
-def _dropped(x: Tensor, member: Any, owned: bool, order: Tensor, counts: Tensor) -> Any:
+def _dropped(x: Tensor, member: Any, owned: bool, order: Tensor, counts: Tensor, bound: int) -> Any:
     return torch.zeros(len(order), *x.shape[1:], dtype=x.dtype)
 
 
-def _lost_row(x: Tensor, member: Any, owned: bool, order: Tensor, counts: Tensor) -> Any:
+def _lost_row(x: Tensor, member: Any, owned: bool, order: Tensor, counts: Tensor, bound: int) -> Any:
     step = rows_to_owners.combine(x, member, owned, order, counts)
     then = step.then
     return collectives.Move(
@@ -366,7 +440,7 @@ def _lost_row(x: Tensor, member: Any, owned: bool, order: Tensor, counts: Tensor
     )  # fmt: skip
 
 
-def _neighbours(index: Tensor, size: int, place: int, counts: Tensor) -> Tensor:
+def _neighbours(index: Tensor, size: int, place: int, counts: Tensor, bound: int) -> Tensor:
     return rows_to_owners.owned_index(index, size, place, counts.roll(1, 1))
 
 
@@ -375,6 +449,43 @@ def test_rows_that_come_back_wrong_are_found(way: Callable[..., Any], monkeypatc
     monkeypatch.setitem(collectives._BEGIN, op("combine"), way)  # type: ignore[arg-type]
     report = _verified(PLAIN, "ep=2")
     assert not report.ok and report.mismatch is not None and report.mismatch.module == "mixed.0"
+
+
+def _swapped(x: Tensor, member: Any, owned: bool, order: Tensor, counts: Tensor, bound: int) -> Any:
+    step = rows_to_owners.dispatch(x, member, owned, order, counts, bound)
+    return replace(step, sent=step.received, received=step.sent)  # type: ignore[type-var]
+
+
+def test_rows_that_are_sent_as_they_are_received_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(collectives._BEGIN, op("dispatch"), _swapped)  # type: ignore[arg-type]
+    with pytest.raises(RankError, match=r"awaits \(\d+, \d+\) rows and \(\d+, \d+\) are sent") as error:
+        _verified(PLAIN, "ep=2")
+    assert "%dispatch" in "".join(getattr(error.value, "__notes__", [])), error.value
+
+
+def test_the_route_of_another_layer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    index_of, seen = Routing.index_of, dict[int, Any]()
+    monkeypatch.setattr(
+        Routing, "index_of", lambda self, *nodes: seen.setdefault(id(self), index_of(self, *nodes)),
+    )  # fmt: skip
+    report = _verified(PLAIN, "ep=2")
+    assert not report.ok and report.mismatch is not None and report.mismatch.module == "mixed.1"
+
+
+def _summed(x: Tensor, grad: Tensor, index: Tensor, groups: int, **rest: Any) -> Tensor:
+    """Twice as much on ranks that hold some of the experts."""
+    return expert_mm_backward(x, grad, index, groups, **rest) * (1 + (groups < PLAIN.experts))
+
+
+def test_gradients_of_experts_that_are_as_many_times_too_large_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they are where they are summed over ep, or divided by it and not."""
+    monkeypatch.setattr(executor, "function_of", _instead(executor.function_of))
+    report = _verified(PLAIN, "ep=2")
+    assert not report.ok and report.mismatch is not None and report.mismatch.node == "expert_mm_backward", report
+
+
+def _instead(function_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda target: _summed if target is op("expert_mm_backward") else function_of(target)
 
 
 def test_rows_of_another_expert_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from mixtures import Kind, mixture_case
 from models_special import hybrid
 from processes import Ranks, ranks_of
 from torch import Tensor, nn
@@ -376,3 +377,35 @@ def test_ranks_must_agree_on_it(two: Ranks) -> None:
     for outcome in two.attempt(_disagree):
         assert outcome.error is not None and outcome.error.startswith("RankError: ranks disagree on the options")
         assert "'compile=inductor' where the others have 'compile=executor'" in outcome.error
+
+
+def _experts(rank: int) -> str:
+    """Experts over two ranks, in code of fixed shapes; then more rows than they have room for, and fewer again."""
+    module, batch = mixture_case(Kind(blocks=1))
+    plain, text = copy.deepcopy(module.double()), ""
+    model = autopar.parallelize(module, "ep=2", compile="inductor", expert_rows=1.9)
+    for skew in (0.0, 9.0, 0.0):
+        for each in (model, plain):
+            with torch.no_grad():
+                each.mixed[0].skew.copy_(torch.tensor([skew] * 2 + [0.0] * 6))  # type: ignore[union-attr, index]
+        if skew:
+            with pytest.raises(BatchError) as error:
+                model.forward_backward(*batch)
+            text = str(error.value)
+            continue
+        loss = plain(*batch)
+        loss.backward()
+        assert model.forward_backward(*batch).item() == pytest.approx(loss.item(), rel=1e-12)
+        for (name, mine), whole in zip(model.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad.full_tensor(), whole.grad, rtol=1e-10, atol=1e-12, msg=name)  # type: ignore[union-attr]
+        assert sum(model.last.experts[0].by_expert) == 96
+        model.zero_grad()
+        plain.zero_grad()
+    return text
+
+
+@needs_compiler
+@pytest.mark.gloo
+def test_experts_whose_rows_are_bounded(two: Ranks) -> None:
+    first, second = two.run(_experts, timeout=200)
+    assert first == second and first.startswith("48 rows go from part 0 of the batch to the experts of part 0 on axis")

@@ -68,11 +68,12 @@ COLLECTIVES = (
     # How many rows go from each rank to each expert of another: x is the expert of each row, of `groups` in all. The
     # result lies on the host: [to which rank, which of its experts] of this rank's rows, and [from which rank, which of
     # this rank's experts] of those that come. Then rows go there, and back. order: where rows stand, by owner.
-    CollectiveOp("route(Tensor x, str axis, int groups) -> Tensor", (0, 1), None, like=ALL_TO_ALL),
-    CollectiveOp("dispatch(Tensor x, str axis, Tensor order, Tensor route) -> Tensor", (0, 1), (0, 1), owned=True,
-                 like=ALL_TO_ALL),
-    CollectiveOp("combine(Tensor x, str axis, Tensor order, Tensor route) -> Tensor", (0, 1), (0, 1), owned=False,
-                 like=ALL_TO_ALL),
+    # bound: rows that go from a rank to another one at most; messages are padded to it, and nothing lies on the host.
+    CollectiveOp("route(Tensor x, str axis, int groups, int bound=0) -> Tensor", (0, 1), None, like=ALL_TO_ALL),
+    CollectiveOp("dispatch(Tensor x, str axis, Tensor order, Tensor route, int bound=0) -> Tensor", (0, 1), (0, 1),
+                 owned=True, like=ALL_TO_ALL),
+    CollectiveOp("combine(Tensor x, str axis, Tensor order, Tensor route, int bound=0) -> Tensor", (0, 1), (0, 1),
+                 owned=False, like=ALL_TO_ALL),
     # An all-gather and a reduce-scatter over the slices of a sequence, of what causal attention reads and gives: since
     # slices are computed in order, and back in reverse, only those up to this one are there, or those from this one on.
     # key: the value, the same for a forward pass and what the backward pass reads again of it.

@@ -297,8 +297,8 @@ LOCAL = (
     # the value on coordinate 0, zeros elsewhere: whole -> partial(sum)
     "keep_first(Tensor x, str axis) -> Tensor",
     # the order of this rank's rows by the expert of each; and the experts of the rows that came to it, by `route`
-    "order_by_owner(Tensor x, str axis) -> Tensor",
-    "owned_index(Tensor x, str axis, Tensor route) -> Tensor",
+    "order_by_owner(Tensor x, str axis, int groups=0, int bound=0) -> Tensor",
+    "owned_index(Tensor x, str axis, Tensor route, int bound=0) -> Tensor",
     # this rank's coordinate on an axis
     "coord(str axis) -> SymInt",
 )

@@ -8,18 +8,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import fx, nn
 
 from autopar.compiler.check_options import Graphs
 from autopar.compiler.lowered import STEP, Lowered
 from autopar.errors import CompileError
 from autopar.ir.layout import padded_shape
 from autopar.ir.mesh import PIPELINE
-from autopar.ir.ops.ops import op
+from autopar.ir.ops.ops import op, whole_of
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.program import Program
 from autopar.parallel.agree.agreement import Agreement, Phase
 from autopar.parallel.session.compilers import kernels_of
+from autopar.runtime.collectives.rows_to_owners import bound_of
 from autopar.runtime.compilers.cuda_graphs import CudaGraph, DryGraph, GraphRunner, RecordedGraph
 from autopar.runtime.executor.executor import describe
 from autopar.runtime.executor.inputs import Slot
@@ -124,9 +125,15 @@ def _check(compiled: Lowered) -> None:
             "cuda_graphs keeps the host from waiting for the GPU, and specialize=True lets it read values of the batch "
             "at every step: leave out one of the two."
         )
-    reading = next((node for node in program.calls() if node.target in _READING), None)
+    reading = next((node for node in program.calls() if node.target in _READING and not _is_bounded(node)), None)
     if reading is not None:
         raise CompileError(
             f"cuda_graphs cannot record {describe(reading)}\n"
-            f"  It takes its lengths from the host, which a recording would freeze. Leave cuda_graphs out."
+            f"  It takes its lengths from the host, which a recording would freeze. Leave cuda_graphs out"
+            + (", or bound the rows of experts: expert_rows=1.25." if whole_of(reading.target) is op("route") else ".")
         )
+
+
+def _is_bounded(node: fx.Node) -> bool:
+    """True for a route that tells the host nothing."""
+    return whole_of(node.target) is op("route") and bound_of(node) > 0

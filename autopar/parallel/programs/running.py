@@ -20,6 +20,7 @@ from autopar.capture.python.guards import Guards
 from autopar.compiler.batch_rows import BatchRows
 from autopar.compiler.lowered import Lowered
 from autopar.ir.layout import padded_shape
+from autopar.ir.ops.ops import op
 from autopar.ir.program import PARTNER
 from autopar.parallel.programs.constants import Constants
 from autopar.parallel.programs.own_batch import AveragedOutputs
@@ -32,6 +33,7 @@ from autopar.runtime.ranks.runner import Runner
 from autopar.torch_compat import local_of
 
 Tensor = torch.Tensor
+_ROUTES = frozenset((op("route"), op("route_start")))
 _GIVEN = {"batch", "scale", "seed"}  # inputs that each step has anew
 
 
@@ -68,6 +70,8 @@ class Running:
         self._reads = [self._read(slot) for slot in slots]
         outputs = list(enumerate(built.compiled.program.outputs))
         self.together = AveragedOutputs.of(built.compiled.program.outputs)
+        bounded = built.compiled.plan.options.expert_rows is not None
+        self.is_bounded = bounded and any(node.target in _ROUTES for node in built.compiled.program.calls())
         self.losses = [at for at, out in outputs if out.kind == "loss"]
         self.reads = [at for at, out in outputs if out.kind == "guard"]
         self._buffers = [(at, out.name) for at, out in outputs if out.kind == "buffer"]

@@ -31,9 +31,12 @@ class PipelineTime:
     timeline: Timeline | None = None
 
 
-def pipeline_time(pipeline: Pipeline, machine: Machine, optimizer: Mapping[int, float]) -> PipelineTime:
-    """Run each graph on the machine, and then the lists with these times. optimizer: us of its step, by rank."""
-    emitted = emitted_costs(pipeline, machine)
+def pipeline_time(
+    pipeline: Pipeline, machine: Machine, optimizer: Mapping[int, float], rows: float = 1.0
+) -> PipelineTime:
+    """Run each graph on the machine, and then the lists with these times. optimizer: us of its step, by rank. rows: as
+    of `node_times`."""
+    emitted = emitted_costs(pipeline, machine, rows)
     timeline = simulate(pipeline.lists, pipeline.flow, emitted)
     ends = {rank: max((span.end_us for span in spans), default=0.0) for rank, spans in enumerate(timeline.ranks)}
     last = max(ends, key=lambda rank: ends[rank] + optimizer.get(rank, 0.0))
@@ -82,10 +85,10 @@ class Emitted:
         return (2 * sum(lengths[:at]) + lengths[at]) / sum(lengths)
 
 
-def emitted_costs(pipeline: Pipeline, machine: Machine) -> Emitted:
+def emitted_costs(pipeline: Pipeline, machine: Machine, rows: float = 1.0) -> Emitted:
     """The times of the emitted graphs, in place of those by which the pipeline was cut for its own machine."""
     graphs = {one.place: _placed(one.program, pipeline.mesh) for one in pipeline.every_graph()}
-    ran = {place: run(graph, machine) for place, graph in graphs.items()}
+    ran = {place: run(graph, machine, rows) for place, graph in graphs.items()}
     sliced = graphs if pipeline.flow.slices > 1 else {}
     growing = {place: _growing(graph, machine) for place, graph in sliced.items()}
     return Emitted(pipeline, machine, group_of(pipeline.mesh, PIPELINE, machine.ranks), ran, growing)

@@ -16,21 +16,23 @@ from autopar.planning.price.pipeline_time import PipelineTime, pipeline_time
 from autopar.planning.price.step_report import StepTime
 
 
-def step_time(compiled: Lowered, machine: Machine | None = None) -> StepTime:
+def step_time(compiled: Lowered, machine: Machine | None = None, imbalance: float = 1.0) -> StepTime:
     """The time of a step on a machine; by default on the one that the programs were made for.
 
-    Ranks that differ by dp, tp or cp alone run the same program, so each place on pp is simulated once. Raises
+    Ranks that differ by dp, tp or cp alone run the same program, so each place on pp is simulated once. imbalance: of
+    experts, how many times the mean rows the busiest rank has; with `expert_rows` every rank has that. Raises
     ArtifactError for programs that were loaded.
     """
     _check_has_flops(compiled)
     machine = machine or compiled.plan.fixed.machine
     mesh = compiled.mesh
     optimizer = {place: machine.update_us(bytes_) for place, bytes_ in _states(compiled).items()}
+    rows = compiled.plan.options.expert_rows or imbalance
     if compiled.pipeline is None:
-        spent = run(compiled.program, machine)
+        spent = run(compiled.program, machine, rows)
         found = PipelineTime(spent.total, spent, 0.0, optimizer[0])
     else:
-        found = pipeline_time(compiled.pipeline, machine, optimizer)
+        found = pipeline_time(compiled.pipeline, machine, optimizer, rows)
     spent = found.spent
     return StepTime(
         machine, str(mesh), mesh.size, found.end + found.optimizer, spent.computed, spent.exposed, spent.hosted,

@@ -10,7 +10,7 @@ from itertools import product
 from typing import Any, NamedTuple, TypeVar
 
 from autopar.errors import divisors
-from autopar.ir.mesh import CONTEXT, ULYSSES
+from autopar.ir.mesh import CONTEXT, EXPERT, ULYSSES
 from autopar.passes.search.heads import head_splits
 from autopar.planning.space.axis_orders import ORDER, orders
 from autopar.planning.space.deal import Ranges
@@ -64,8 +64,8 @@ class Candidate(NamedTuple):  # of which there are a million: made and hashed in
     """A plan. rows: of a micro-batch on one rank; with cp or ulysses of it their ranks, each of which has a part of
     every row. microbatches: of a step. sequence: activations lie split over tp. fsdp: states are split over it, and
     replicated over dp. order: of the axes, outermost first. chunks: stages of each rank of a pipeline. again: how many
-    layers are, of recompute="layers". reshard_after_forward: with zero=3, False gathers parameters once a step, as
-    zero=2 does."""
+    layers are, of recompute="layers". ep: ranks of dp, over which experts are split as well. reshard_after_forward:
+    with zero=3, False gathers parameters once a step, as zero=2 does."""
 
     dp: int
     tp: int
@@ -83,11 +83,13 @@ class Candidate(NamedTuple):  # of which there are a million: made and hashed in
     again: Again | None = None
     reshard_after_forward: bool = True
     ulysses: int = 1
+    ep: int = 1
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
         """The axes with more than one rank, outermost first: the last ones lie within a node."""
-        return _axes(self.order, (self.dp, self.fsdp, self.cp, self.ulysses, self.tp, self.pp))
+        axes = _axes(self.order, (self.dp, self.fsdp, self.cp, self.ulysses, self.tp, self.pp))
+        return axes if self.ep == 1 else tuple(_with_experts(axes, self.ep))
 
     @property
     def split(self) -> Split:
@@ -203,6 +205,17 @@ class Candidate(NamedTuple):  # of which there are a million: made and hashed in
 def _axes(order: tuple[str, ...], sizes: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
     named = dict(zip(("dp", "fsdp", CONTEXT, ULYSSES, "tp", "pp"), sizes, strict=True))
     return tuple((axis, named[axis]) for axis in order if named[axis] > 1)
+
+
+def _with_experts(axes: tuple[tuple[str, int], ...], ep: int) -> Iterator[tuple[str, int]]:
+    """The axes of a mesh with some of the ranks of dp as an axis of experts, inside of it."""
+    for axis, size in axes:
+        if axis != "dp":
+            yield axis, size
+            continue
+        if size > ep:
+            yield axis, size // ep
+        yield EXPERT, ep
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -13,6 +14,7 @@ from autopar.ir.mesh import PIPELINE
 from autopar.ir.ops.ops import is_collective
 from autopar.ir.ops.storage import is_view
 from autopar.ir.program import Program, is_getitem, record
+from autopar.report.memory.assumed_rows import RowCounts, routes_rows
 from autopar.report.memory.position import BETWEEN, OPTIMIZER, RankPosition
 from autopar.report.memory.report import (
     ACTIVATIONS,
@@ -34,12 +36,13 @@ LARGEST = 12  # values of a report
 
 
 def memory_report(
-    compiled: Lowered, rank: int = 0, optimizer: OptimizerMaker | None = None, device: str | None = None
-) -> MemoryReport:
+    compiled: Lowered, rank: int = 0, optimizer: OptimizerMaker | None = None, device: str | None = None,
+    counts: RowCounts | None = None,
+) -> MemoryReport:  # fmt: skip
     """What a rank holds, without running anything on data. Raises RankError for a rank that the mesh has not.
 
     optimizer: makes one from the parameters; AdamW if not given. device: "cpu" or "cuda"; by default that for which
-    the program was compiled.
+    the program was compiled. counts: of the rows that go to experts; by default their mean, and beside it the worst.
     """
     if not 0 <= rank < compiled.mesh.size:
         raise RankError(f"there is no rank {rank}: mesh '{compiled.mesh}' has ranks 0 to {compiled.mesh.size - 1}.")
@@ -48,8 +51,12 @@ def memory_report(
     if device not in (CPU_DEVICE, GPU_DEVICE):
         raise PlanError(f"memory on device {device!r}: write {one_of((CPU_DEVICE, GPU_DEVICE))}.")
     make = optimizer or torch.optim.AdamW
-    trace = simulate(compiled, rank, make, device)
-    return _report(compiled, rank, trace, device)
+    report = _report(compiled, rank, simulate(compiled, rank, make, device, counts=counts), device)
+    if counts is not None or not routes_rows(compiled.program):
+        return report
+    worst = RowCounts(compiled.plan.layout_mesh, compiled.mesh.coord(rank), worst=True)
+    trace = simulate(compiled, rank, make, device, counts=worst)
+    return replace(report, worst=max(report.peak, trace.tracker.peak_bytes(trace.start)))
 
 
 def _report(compiled: Lowered, rank: int, trace: Trace, device: str) -> MemoryReport:

@@ -14,9 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.mesh import Mesh
 from autopar.ir.ops.fused import Fused
-from autopar.ir.ops.measure import local_type
 from autopar.ir.ops.ops import op
 from autopar.ir.program import operand_nodes, record
 from autopar.runtime.attention.attention_compared import compared_attention, compared_attention_backward
@@ -27,6 +25,7 @@ from autopar.runtime.executor.executor import Kernels
 from autopar.runtime.executor.run_fused import plain
 from autopar.runtime.kernels import dropout as dropout_kernel
 from autopar.runtime.kernels.counter import PIECE, PieceRuns
+from autopar.runtime.kernels.experts import expert_mm, expert_mm_backward
 from autopar.runtime.kernels.random_kernels import random
 from autopar.runtime.triton.launch_kernel import FusedKernel
 
@@ -65,6 +64,11 @@ def _random(seed: torch.Tensor, key: int, kind: str, shape: Sequence[int], dtype
     return out
 
 
+def _all_of_one(own: torch.Tensor, groups: int) -> tuple[torch.Tensor, list[int]]:
+    """The rows by expert, as if one of them had all: their products take no memory but for results."""
+    return torch.sort(own, stable=True).indices, [len(own)] * groups
+
+
 # Which blocks are seen hangs on values: as if each were seen in part, which takes the most memory.
 _UNDECIDED = functools.partial(compared_attention, decide=undecided)
 _UNDECIDED_BACKWARD = functools.partial(compared_attention_backward, decide=undecided)
@@ -76,6 +80,8 @@ ON_CPU: Mapping[Any, Callable[..., Any]] = MappingProxyType(
         random: _random,
         compared_attention: _UNDECIDED,
         compared_attention_backward: _UNDECIDED_BACKWARD,
+        expert_mm: functools.partial(expert_mm, by_expert=_all_of_one),
+        expert_mm_backward: functools.partial(expert_mm_backward, by_expert=_all_of_one),
         compared_ring: functools.partial(compared_ring, kernel=_UNDECIDED),
         compared_ring_backward: functools.partial(compared_ring_backward, kernel=_UNDECIDED_BACKWARD),
         dropped_attention: functools.partial(dropped_attention, draw=_dropout_inplace),
@@ -126,31 +132,6 @@ class _Unlaunched:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return lambda *operands, **options: None
-
-
-_BY_OWNER = frozenset(map(op, ("dispatch", "dispatch_start", "combine", "combine_start")))
-
-
-def rows_read(node: fx.Node, mesh: Mesh, number: int) -> int | None:
-    """What the host reads next of the counts of a route, where each rank has as many rows as on average; None for a
-    call that reads none. number: how many it has read."""
-    if node.target is op("owned_index"):
-        return local_type(node, mesh).shape[0]
-    if node.target not in _BY_OWNER:
-        return None
-    rows, ranks = local_type(operand_nodes(node)[0], mesh).shape[0], mesh[str(node.args[1])]
-    return rows // ranks + (number % ranks < rows % ranks)
-
-
-def counts_read(node: fx.Node | None, mesh: Mesh, shape: Sequence[int]) -> torch.Tensor | None:
-    """The counts that a route copies to the host, with the same numbers of rows; None for any other call."""
-    source = node.all_input_nodes[0] if node is not None and node.target is op("wait") else node
-    if source is None or source.target not in (op("route"), op("route_start")):
-        return None
-    rows, ranks = local_type(operand_nodes(source)[0], mesh).shape[0], mesh[str(source.args[1])]
-    table = torch.zeros(tuple(shape), dtype=torch.int64)
-    table[:, 0] = rows // ranks + (torch.arange(shape[0]) % ranks < rows % ranks)
-    return table
 
 
 _LOOKUPS = (op("embedding"), op("embedding_backward"))

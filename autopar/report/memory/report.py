@@ -53,7 +53,9 @@ class MemoryReport:
     """The bytes of one rank in a training step and in its optimizer's, from the second step on.
 
     states: what is there between steps, by category. categories: what is alive at the peak; they sum to it. place:
-    where the peak is. step, optimizer: the peaks of the two parts. largest: at the peak. timeline: node by node.
+    where the peak is. worst: the peak if all rows of its group come to this rank's experts, and not as many as on
+    average; None where no rows move to experts. step, optimizer: the peaks of the two parts. largest: at the peak.
+    timeline: node by node.
     """
 
     rank: int
@@ -69,6 +71,7 @@ class MemoryReport:
     optimizer: int
     largest: tuple[HeldValue, ...]
     timeline: tuple[Moment, ...]
+    worst: int | None = None
 
     @property
     def title(self) -> str:
@@ -83,6 +86,8 @@ class MemoryReport:
         lines = [f"memory of {self.title}: {human(self.peak)} at the peak"]
         lines += [f"  {name:20}{bytes_:>{width + 2}}  {short:>9}" for name, bytes_, short in rows]
         lines.append(f"peak at {self.place}")
+        if self.worst is not None:
+            lines.append(f"  with as many rows of experts as on average; {human(self.worst)} at worst, with all rows")
         lines.append(f"peak of the step {human(self.step)}, of the optimizer's step {human(self.optimizer)}")
         lines.append("largest at the peak:")
         found = [(human(value.bytes), value.category, str(value)) for value in self.largest]

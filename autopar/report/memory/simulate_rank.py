@@ -21,7 +21,8 @@ from autopar.compiler.lowered import Lowered
 from autopar.ir.layout import Layout, local_part, local_shape
 from autopar.ir.mesh import PIPELINE, Mesh
 from autopar.ir.program import Input, record
-from autopar.report.memory.meta_kernels import ON_CPU, ON_GPU, counts_read, rows_read, unlaunched, value_read
+from autopar.report.memory.assumed_rows import RowCounts
+from autopar.report.memory.meta_kernels import ON_CPU, ON_GPU, unlaunched, value_read
 from autopar.report.memory.position import BETWEEN, OPTIMIZER, Position, RankPosition
 from autopar.report.memory.report import INPUTS, PARAMETERS, STATES
 from autopar.report.memory.track import StorageBlock, Tracker
@@ -60,29 +61,33 @@ class Trace:
     state: StateBefore | None = None  # lives as long as the trace: its end would be events
 
 
-def simulate(compiled: Lowered, rank: int, make: OptimizerMaker, device: str, grain: int | None = None) -> Trace:
+def simulate(
+    compiled: Lowered, rank: int, make: OptimizerMaker, device: str, grain: int | None = None,
+    counts: RowCounts | None = None,
+) -> Trace:  # fmt: skip
     """The second step of a rank and of its optimizer, whose states are there by then. grain: to which bytes are
-    rounded up, that of the device's allocator if not given."""
+    rounded up, that of the device's allocator if not given. counts: of the rows of experts, the mean if not given."""
     fake: AbstractContextManager[Any] = FakeTensorMode() if device == CPU_DEVICE else nullcontext()
-    study = _Rank(compiled, rank, "cpu" if device == CPU_DEVICE else "meta", grain or _GRAINS[device])
+    counts = counts or RowCounts(compiled.plan.layout_mesh, compiled.mesh.coord(rank))
+    study = _Rank(compiled, rank, "cpu" if device == CPU_DEVICE else "meta", grain or _GRAINS[device], counts)
     with fake, study.tracker:
         return study.run(make)
 
 
 class _Shapes(Tracker):
-    """Watches tensors without data, and makes those ops give something that would read data or another device. mesh:
-    of layouts."""
+    """Watches tensors without data, and makes those ops give something that would read data or another device.
+    counts: of the rows of experts."""
 
-    def __init__(self, device: str, grain: int, mesh: Mesh) -> None:
+    def __init__(self, device: str, grain: int, counts: RowCounts) -> None:
         super().__init__(device, grain)
-        self.mesh = mesh
+        self.counts = counts
         self._reads: tuple[fx.Node | None, int] = (None, 0)  # the last node that read something, and how often
 
     def compute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func is _aten._local_scalar_dense.default and (args[0].device.type == "meta" or _is_fake(args[0])):
             return self._value()
         if func is _aten._to_copy.default and args[0].device.type == "meta" and str(kwargs.get("device")) == "cpu":
-            counts = counts_read(self.place.node if self.place else None, self.mesh, args[0].shape)
+            counts = self.counts.copied(self.place.node if self.place else None, args[0].shape)
             if counts is not None:
                 return counts
             return torch.full(args[0].shape, self._value(), dtype=args[0].dtype)  # `tolist` asks so
@@ -95,7 +100,7 @@ class _Shapes(Tracker):
             return 1  # how many steps it took
         node = place.node if place is not None else None
         self._reads = (node, self._reads[1] + 1 if node is self._reads[0] else 0)
-        rows = None if node is None else rows_read(node, self.mesh, self._reads[1])
+        rows = None if node is None else self.counts.read(node, self._reads[1])
         return value_read(node) if rows is None else rows
 
 
@@ -106,10 +111,10 @@ def _is_fake(tensor: torch.Tensor) -> bool:
 class _Rank:
     """A rank that takes its second step."""
 
-    def __init__(self, compiled: Lowered, rank: int, device: str, grain: int) -> None:
+    def __init__(self, compiled: Lowered, rank: int, device: str, grain: int, counts: RowCounts) -> None:
         self.compiled, self.device = compiled, torch.device(device)
         self.coord = compiled.mesh.coord(rank)
-        self.tracker = _Shapes(device, grain, compiled.plan.layout_mesh)
+        self.tracker = _Shapes(device, grain, counts)
         self.position = Position(compiled, self.coord, self.tracker)
         self.trace = Trace(self.tracker, saved=self.position.saved)
         groups = fake_groups(compiled.mesh, rank, compiled.axes, copies=device == "cpu")

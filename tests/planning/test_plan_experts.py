@@ -1,0 +1,42 @@
+"""The planner tries experts over ranks of dp, and says what that brings."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from mixtures import Kind, Mixtures
+
+import autopar
+from autopar.compiler.meshes import mesh_of
+from autopar.machines import named
+from autopar.planning.jobs import layers_of
+from autopar.planning.planner import Asked, Planned, planned
+from autopar.report.emitted import checked
+from autopar.report.plans import planned_text
+
+
+def _planned(kind: Kind, fixed: dict[str, int]) -> Planned:
+    with torch.device("meta"):
+        tokens, model = torch.zeros(8, 64, dtype=torch.long), Mixtures(kind)
+    machine = named("h100-80g")
+    layers = layers_of(autopar.Job(model, batch=(tokens, tokens)), machine)
+    return checked(planned(layers, Asked(4, 8, machine, fixed=fixed)))
+
+
+def test_experts_are_tried_over_ranks_of_dp() -> None:
+    """64 experts, of which dp sums all gradients: with ep they move least, and the plan is one that runs."""
+    found = _planned(Kind(experts=64, width=4096, blocks=1), {"tp": 1, "pp": 1, "cp": 1, "zero": 0, "fsdp": 1})
+    best = found.found.best[0].candidate
+    assert best.ep > 1 and f"ep={best.ep}" in best.mesh and found.found.best[0].is_emitted
+    assert mesh_of(best.mesh).size == 4
+    assert re.search(r"; experts over ep=\d in place of dp: -\d+\.\d%", planned_text(found))
+
+
+def test_where_tokens_take_as_many_experts_as_there_are_ranks_tp_is_said_to_be_better() -> None:
+    text = planned_text(
+        _planned(Kind(experts=4, chosen=4, blocks=1), {"tp": 1, "pp": 1, "cp": 1, "zero": 0, "fsdp": 1})
+    )
+    assert re.search(
+        r"experts over ep=(\d) in place of dp: \+.*: a token takes 4 experts, of \1 ranks all; tp moves fewer", text
+    )
