@@ -70,7 +70,9 @@ class Run:
         must call it."""
         for optimizer in self.optimizers.values():
             for parameter, states in optimizer.state.items():
-                for key, value in states.items() if isinstance(parameter, PlacedTensor) else ():
+                if not isinstance(parameter, PlacedTensor):
+                    continue
+                for key, value in states.items():
                     if isinstance(value, DTensor) and not isinstance(value, PlacedTensor):
                         states[key] = placed(value, parameter)
 

@@ -12,11 +12,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from processes import Ranks
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 
 import autopar
 from autopar.checkpoint import folder
 from autopar.checkpoint.manifest import Manifest
 from autopar.parallel.module import ParallelModule
+from autopar.parallel.tensors.placed import PlacedTensor
 from benchmarks.checkpoints import Model, Way, again, differences, train
 
 pytestmark = pytest.mark.gloo
@@ -236,3 +238,25 @@ def test_sizes_optimizers_and_precisions(four: Ranks, tmp_path: Path, what: str)
     assert differences(a, b) == differences(a, c) == []
     assert back == straight, "to the bit on the same mesh"
     assert there == pytest.approx(straight, rel=1e-10 if "precision" not in options else 2e-2)
+
+
+def _foreign(rank: int, path: str) -> None:
+    """A state that is a DTensor of torch's own, as its loaders make one where no step was before."""
+    torch.manual_seed(0)
+    model = autopar.parallelize(nn.Linear(6, 4).double(), "tp=4", loss_fn=lambda m, x: m(x).sum())
+    model.forward_backward(torch.ones(2, 6).double())
+    optimizer, again = (torch.optim.Adam(model.parameters()) for _ in range(2))
+    optimizer.step()
+    value = torch.arange(24.0).double().view(4, 6)
+    held: Any = model.get_parameter("weight")
+    foreign = held.detach().redistribute(placements=[Shard(0)])
+    assert isinstance(foreign, DTensor) and not isinstance(foreign, PlacedTensor)
+    foreign.to_local().copy_(value[rank : rank + 1])
+    optimizer.state[held]["exp_avg"] = foreign
+    autopar.save(path, model, optimizer)
+    autopar.load(path, model, again)
+    assert torch.equal(again.state[held]["exp_avg"].full_tensor(), value)
+
+
+def test_states_that_torch_made(four: Ranks, tmp_path: Path) -> None:
+    four.run(_foreign, str(tmp_path))
