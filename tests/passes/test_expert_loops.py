@@ -38,7 +38,9 @@ DIVIDED: list[Way] = [
 CASES = [(*way[:3], mesh, options) for way in DIVIDED for mesh, options in way[3]]
 
 
-@pytest.mark.parametrize(("way", "is_stacked", "chosen", "mesh", "options"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("way", "is_stacked", "chosen", "mesh", "options"), CASES, ids=lambda one: getattr(one, "__name__", str(one))
+)
 def test_it_is_divided_and_its_step_is_that_of_one_device(
     way: Any, is_stacked: bool, chosen: int, mesh: str, options: dict[str, Any]
 ) -> None:
@@ -51,6 +53,14 @@ def test_it_is_divided_and_its_step_is_that_of_one_device(
     experts = [layout for name, layout in layouts.items() if name.startswith(("experts.", "up", "down"))]
     assert experts and all("ep" in layout for layout in experts), layouts
     assert not any("leaves experts whole" in note for note in program.notes), program.notes
+
+
+@pytest.mark.parametrize("way", [ways.mixtral, ways.capacity])
+def test_rows_that_are_bounded(way: Any) -> None:
+    """With `expert_rows` no row of no expert takes the place of another one."""
+    module = spelled(way, False, 1 if way is ways.capacity else 2)
+    report = verify(module, "dp=2,ep=2", batch=batch(), expert_rows=2.0)
+    assert report.ok and report.max_error < 1e-10, report
 
 
 def _count(program: Program) -> Counter[str]:

@@ -325,7 +325,8 @@ REFUSED: list[tuple[Kind, str, dict[str, Any], type[Exception], str]] = [
     (
         PLAIN, "dp=2", {"experts": "dp", "compile": "inductor"}, PlanError,
         'compile="inductor" is for shapes that are known, and on mesh \'dp=2\' as many rows come to a rank as choose '
-        "its experts. Leave compile out, or leave experts out.",
+        "its experts. Bound them with expert_rows=1.25, in a step of one graph (without pp and micro-batches), leave "
+        "compile out, or leave experts out.",
     ),
     (
         PLAIN, "dp=2,cp=2", {"experts": "dp:cp"}, PlanError,

@@ -29,15 +29,15 @@ ROUTINGS = {
 
 def _routed(indices: list[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """The orders, the counts, and the experts of the rows that come, by rank."""
-    orders = [_local("order_by_owner", place, x) for place, x in enumerate(indices)]
+    orders = [_local("order_by_owner", place, x, 0, 0) for place, x in enumerate(indices)]
     counts = together([(op("route"), (x, "ep", EXPERTS)) for x in indices])
     owned = [
-        _local("owned_index", place, x, count) for place, (x, count) in enumerate(zip(indices, counts, strict=True))
+        _local("owned_index", place, x, count, 0) for place, (x, count) in enumerate(zip(indices, counts, strict=True))
     ]
     return orders, counts, owned
 
 
-def _local(name: str, place: int, x: Tensor, *rest: Tensor) -> Tensor:
+def _local(name: str, place: int, x: Tensor, *rest: Tensor | int) -> Tensor:
     found = mesh_ops.local_answer(MESH, {"ep": place}, op(name), (x, "ep", *rest))
     assert isinstance(found, Tensor)
     return found
