@@ -1,4 +1,4 @@
-"""Run a script on local ranks as torchrun does: what its `main` returns, and the checkpoint that rank 0 wrote."""
+"""Run a script on local ranks as torchrun does: what its `main` returns, and the checkpoints that it wrote."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 CHECKPOINT = "ckpt.pt"
 PRELOADED = ["torch._dynamo", "torch.distributed.checkpoint", "autopar", "benchmarks.ports.warm"]
@@ -86,7 +87,10 @@ def _joined(found: list[Run], folder: Path) -> Run:
             return Run(fault=each.fault, missing=each.missing, cpu_s=cpu_s)
     if any(each.numbers != found[0].numbers for each in found):
         return Run(fault=f"ranks return other numbers: {[each.numbers[:6] for each in found]}", cpu_s=cpu_s)
-    return Run(found[0].numbers, tensors(torch.load(folder / CHECKPOINT, weights_only=False)), cpu_s=cpu_s)
+    saved = {path.name: load_file(path) for path in sorted(folder.rglob("*.safetensors"))}
+    if (folder / CHECKPOINT).exists():
+        saved[CHECKPOINT] = torch.load(folder / CHECKPOINT, weights_only=False)
+    return Run(found[0].numbers, tensors(saved), cpu_s=cpu_s)
 
 
 def _rank(rank: int, size: int, port: int, script: Path, dtype: torch.dtype, pipe: Connection) -> None:

@@ -2,7 +2,6 @@
 
 import torch
 from peft import LoraConfig, TaskType, get_peft_model
-from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, get_linear_schedule_with_warmup
 
@@ -46,7 +45,6 @@ def main():
                 outputs = model(**batch)
             log += [outputs.loss.item(), outputs.logits.argmax(-1).sum().item()]
     model.save_pretrained("adapter")
-    torch.save(load_file("adapter/adapter_model.safetensors"), "ckpt.pt")
     return log
 
 

@@ -3,7 +3,6 @@
 import math
 
 import torch
-from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel, default_data_collator, get_scheduler
 
@@ -55,7 +54,6 @@ def main():
         eval_loss = torch.mean(torch.cat(losses))
         log += [epoch, total_loss.item() / len(train_dataloader), eval_loss.item(), math.exp(eval_loss)]
     model.save_pretrained("clm")
-    torch.save(load_file("clm/model.safetensors"), "ckpt.pt")
     return log
 
 

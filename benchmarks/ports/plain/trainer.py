@@ -1,7 +1,6 @@
 """Train a model of transformers by its Trainer: accumulation, warmup, clipping, evaluation with metrics, a folder."""
 
 import torch
-from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 
@@ -33,7 +32,6 @@ def main():
     )  # fmt: skip
     trainer.train()
     trainer.save_model("trained")
-    torch.save(load_file("trained/model.safetensors"), "ckpt.pt")
     names = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_accuracy")
     return [entry[name] for entry in trainer.state.log_history for name in names if name in entry]
 
