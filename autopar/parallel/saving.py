@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
 from typing import IO, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+from autopar.errors import AutoparError
+from autopar.torch_compat import tree_map
 
 
 def save(value: Any, file: str | os.PathLike[str] | IO[bytes]) -> None:
@@ -17,36 +18,27 @@ def save(value: Any, file: str | os.PathLike[str] | IO[bytes]) -> None:
 
         autopar.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}, "checkpoint.pt")
 
-    Rank 0 writes, its own values of all that is no DTensor. Whole tensors lie on its CPU one after another. When the
-    call returns, on any rank, the file is there.
+    Rank 0 writes, and of all that is no DTensor its own values; whole tensors come to its CPU one after another. The
+    file is there when the call returns, on every rank. Raises AutoparError on every rank if it cannot be written.
     """
     is_first = not dist.is_initialized() or dist.get_rank() == 0
-    whole = _whole(value, is_first, {})
-    fault = ""
+    known: dict[int, Any] = {}  # what is tied is gathered once, and stays tied
+
+    def whole(leaf: Any) -> Any:
+        if not isinstance(leaf, DTensor):
+            return leaf
+        if id(leaf) not in known:
+            gathered = leaf.detach().full_tensor()
+            known[id(leaf)] = gathered.cpu() if is_first else None
+        return known[id(leaf)]
+
+    made, fault = tree_map(whole, value), [""]
     if is_first:
         try:
-            torch.save(whole, file)
+            torch.save(made, file)
         except Exception as error:
-            fault = f"{type(error).__name__}: {error}"
+            fault = [f"{type(error).__name__}: {error}"]
     if dist.is_initialized():
-        said = [fault]
-        dist.broadcast_object_list(said, 0)
-        fault = said[0]
-    if fault:
-        raise OSError(f"rank 0 could not save to {file}: {fault}")
-
-
-def _whole(value: Any, keeps: bool, seen: dict[int, Any]) -> Any:
-    """The value with every DTensor whole, on the CPU, where this rank keeps it; what is tied stays tied."""
-    if isinstance(value, DTensor):
-        if id(value) not in seen:
-            whole = value.detach().full_tensor()
-            seen[id(value)] = whole.cpu() if keeps else None
-        return seen[id(value)]
-    if isinstance(value, Tensor):
-        return value
-    if type(value) in (dict, OrderedDict):
-        return type(value)((key, _whole(each, keeps, seen)) for key, each in value.items())
-    if type(value) in (list, tuple):
-        return type(value)(_whole(each, keeps, seen) for each in value)
-    return value
+        dist.broadcast_object_list(fault, 0)
+    if fault[0]:
+        raise AutoparError(f"autopar.save: rank 0 could not write {file}: {fault[0]}")

@@ -87,7 +87,10 @@ def compared(wanted: Run, found: Run) -> tuple[float, str]:
         return math.inf, f"{len(wanted.numbers)} numbers became {len(found.numbers)}"
     if wanted.weights.keys() != found.weights.keys():
         return math.inf, f"names of the checkpoint differ: {sorted(wanted.weights.keys() ^ found.weights.keys())[:4]}"
-    pairs = {f"number {i}": (torch.tensor(a), torch.tensor(b)) for i, (a, b) in enumerate(zip(wanted.numbers, found.numbers, strict=True))}
+    pairs = {
+        f"number {i}": (torch.tensor(a), torch.tensor(b))
+        for i, (a, b) in enumerate(zip(wanted.numbers, found.numbers, strict=True))
+    }
     pairs |= {name: (wanted.weights[name], found.weights[name]) for name in wanted.weights}
     errors = {name: _error(*pair) for name, pair in pairs.items()}
     worst = max(errors, key=lambda name: errors[name])
@@ -109,7 +112,11 @@ def line(row: Row, meshes: Sequence[str], dtype: torch.dtype) -> str:
     cells = []
     for mesh in meshes:
         good = mesh in row.errors and row.errors[mesh] <= TOLERANCE[dtype]
-        cells.append(f"{row.errors[mesh]:.0e}" if good else f"**{row.faults[mesh]}** {row.errors.get(mesh, '')}".replace("|", "/"))
+        cells.append(
+            f"{row.errors[mesh]:.0e}"
+            if good
+            else f"**{row.faults[mesh]}** {row.errors.get(mesh, '')}".replace("|", "/")
+        )
     return f"| {row.name} | {row.lines} | {' | '.join(cells)} | {row.cpu_s:.0f} |"
 
 

@@ -10,7 +10,9 @@ _HUNK = re.compile(r"@@ -(\d+)(?:,\d+)? \+\d+(?:,\d+)? @@")
 
 def difference(name: str, plain: str, port: str) -> str:
     """The unified diff of two texts, with one line around each change."""
-    lines = difflib.unified_diff(plain.splitlines(), port.splitlines(), f"{name}.py", f"{name}_autopar.py", n=1, lineterm="")
+    lines = difflib.unified_diff(
+        plain.splitlines(), port.splitlines(), f"{name}.py", f"{name}_autopar.py", n=1, lineterm=""
+    )
     return "\n".join(lines) + "\n"
 
 
@@ -29,7 +31,9 @@ def applied(plain: str, diff: str) -> str:
             port.append(line[1:])
         else:
             if lines[at] != line[1:]:
-                raise ValueError(f"line {at + 1} of the script is {lines[at]!r}, and {line[1:]!r} in its diff: write the diff anew")
+                raise ValueError(
+                    f"line {at + 1} of the script is {lines[at]!r}, and {line[1:]!r} in its diff: write the diff anew"
+                )
             port += [line[1:]] if line.startswith(" ") else []
             at += 1
     return "\n".join(port + lines[at:]) + "\n"

@@ -66,7 +66,9 @@ def tensors(value: Any, path: str = "") -> dict[str, torch.Tensor]:
         return {path: value}
     if isinstance(value, (int, float)):
         return {path: torch.tensor(value)}
-    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    items = (
+        value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    )
     return {name: tensor for key, each in items for name, tensor in tensors(each, f"{path}/{key}").items()}
 
 
@@ -143,6 +145,10 @@ def _said(error: Exception, script: Path) -> str:
     if isinstance(error, _ours()):
         return text
     frames = traceback.extract_tb(error.__traceback__)
-    lines = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames if "/ports/" in frame.filename or frame is frames[-1]]
+    lines = [
+        f"{Path(frame.filename).name}:{frame.lineno}"
+        for frame in frames
+        if "/ports/" in frame.filename or frame is frames[-1]
+    ]
     (script.parent / "traceback.log").write_text("".join(traceback.format_exception(error)))
     return f"{text[:500]} ({', '.join(lines)})"

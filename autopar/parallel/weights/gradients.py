@@ -65,7 +65,9 @@ _LOSS = (
     'A GradScaler goes too: precision="fp16" scales the loss, and skips steps that overflow. For a loop that calls '
     "backward() itself there is model.training_loss(*batch)."
 )
-_AGAIN = "backward() of what training_loss() returned, for the second time: its gradients were added to .grad by the first."
+_AGAIN = (
+    "backward() of what training_loss() returned, for the second time: its gradients were added to .grad by the first."
+)
 
 
 class _NoBackward(torch.autograd.Function):
@@ -85,7 +87,9 @@ class _Held(torch.autograd.Function):
     """The same memory, with a history that adds gradients once."""
 
     @staticmethod
-    def forward(ctx: Any, add: Callable[[torch.Tensor], None], loss: torch.Tensor, source: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(
+        ctx: Any, add: Callable[[torch.Tensor], None], loss: torch.Tensor, source: torch.Tensor
+    ) -> torch.Tensor:  # type: ignore[override]
         ctx.add = add
         return loss.detach()
 

@@ -17,8 +17,16 @@ def collate(numbers):
 def main():
     torch.manual_seed(0)
     model = T5ForConditionalGeneration(
-        T5Config(vocab_size=32, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, dropout_rate=0.0,
-                 decoder_start_token_id=0)  # fmt: skip
+        T5Config(
+            vocab_size=32,
+            d_model=32,
+            d_kv=8,
+            d_ff=64,
+            num_layers=2,
+            num_heads=4,
+            dropout_rate=0.0,
+            decoder_start_token_id=0,
+        )  # fmt: skip
     )
     train_loader = DataLoader(range(10), batch_size=4, shuffle=True, collate_fn=collate)
     val_loader = DataLoader(range(10, 13), batch_size=2, collate_fn=collate)
