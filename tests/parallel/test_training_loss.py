@@ -101,7 +101,7 @@ def _beside_plain(rank: int, folder: str) -> None:
             wanted, found = _train(_net(), name), _train(model, name)
             torch.testing.assert_close(
                 found[:2], wanted[:2], rtol=1e-9, atol=0, msg=lambda text: f"{mesh} {name} {text}"
-            )  # noqa: B023
+            )
             file = Path(folder) / f"{name}.pt"
             autopar.save(found[2], file)
             saved = torch.load(file)  # plain tensors alone: torch reads them without permission

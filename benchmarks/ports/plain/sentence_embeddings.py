@@ -9,7 +9,7 @@ from sentence_transformers.losses import MultipleNegativesRankingLoss
 from sentence_transformers.models import Pooling, Transformer
 from transformers import BertConfig, BertModel, BertTokenizerFast, get_linear_schedule_with_warmup
 
-WORDS = "a the cat dog sat ran on under mat tree sun rain red blue big small".split()
+WORDS = ["a", "the", "cat", "dog", "sat", "ran", "on", "under", "mat", "tree", "sun", "rain", "red", "blue", "big", "small"]
 
 
 def backbone():
