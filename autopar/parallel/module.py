@@ -64,8 +64,8 @@ class ParallelModule(Likeness):
         return self._trained("forward_backward", args, kwargs)
 
     def training_loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The loss of the global batch as a tensor with a `backward()`, for loops and libraries that call it themselves,
-        later, scaled, or not at all.
+        """The loss of the global batch with a `backward()`, for loops and libraries that call it themselves: later, on
+        a multiple of the loss, or not at all.
 
             loss = model.training_loss(x, y) / 4      # instead of loss_fn(model, x, y) / 4
             optimizer.zero_grad()

@@ -28,7 +28,7 @@ def save(value: Any, file: str | os.PathLike[str] | IO[bytes]) -> None:
         if not isinstance(leaf, DTensor):
             return leaf
         if id(leaf) not in known:
-            gathered = leaf.detach().full_tensor()
+            gathered = leaf.full_tensor().detach()
             known[id(leaf)] = gathered.cpu() if is_first else None
         return known[id(leaf)]
 

@@ -3,9 +3,9 @@ change, and are losses, metrics and checkpoints then those of one device?
 
     timeout 3600 .venv/bin/python -m benchmarks.ports [NAME ...] [--meshes "dp=2" "dp=2,tp=2" "pp=2"] [--out FILE]
 
-A port is the plain script with its diff applied; its mesh "dp=2" is replaced by that of each column. Errors are the largest
-of all losses, metrics and checkpoints, relative to the largest element of each. `--write NAME FILE` makes the diff of a port
-that was written as a whole.
+A port is the plain script with its diff applied; its mesh "dp=2" is replaced by that of each column. Errors are the
+largest of all losses, metrics and checkpoints, relative to the largest element of each. `--write NAME FILE` makes the
+diff of a port that was written as a whole.
 """
 
 from __future__ import annotations

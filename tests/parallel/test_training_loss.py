@@ -1,4 +1,4 @@
-"""`training_loss`: a loss whose `backward()` a loop calls itself, and `autopar.save`: its checkpoint as of one device."""
+"""`training_loss`, a loss whose `backward()` a loop calls itself, and `autopar.save`, its checkpoint."""
 
 from __future__ import annotations
 
@@ -99,9 +99,7 @@ def _beside_plain(rank: int, folder: str) -> None:
         for name in LOOPS:
             model = autopar.parallelize(_net(), mesh, loss_fn=_loss, **options)
             wanted, found = _train(_net(), name), _train(model, name)
-            torch.testing.assert_close(
-                found[:2], wanted[:2], rtol=1e-9, atol=0, msg=lambda text: f"{mesh} {name} {text}"
-            )
+            torch.testing.assert_close(found[:2], wanted[:2], rtol=1e-9, atol=0)
             file = Path(folder) / f"{name}.pt"
             autopar.save(found[2], file)
             saved = torch.load(file)  # plain tensors alone: torch reads them without permission
@@ -177,8 +175,8 @@ def _heard(model: Any) -> list[str]:
 def test_what_is_said(two: Ranks, tmp_path: Path) -> None:
     for said in two.run(_said, str(tmp_path)):
         assert said["twice"] == (
-            "backward() of what training_loss() returned, for the second time: its gradients were added to .grad by the "
-            "first."
+            "backward() of what training_loss() returned, for the second time: its gradients were added to .grad by "
+            "the first."
         )
         assert said["off"].startswith("training_loss() computes gradients, but was called under torch.no_grad()")
         assert "training_loss of Sequential is called in the loss function of another model" in said["inside"]
@@ -186,8 +184,8 @@ def test_what_is_said(two: Ranks, tmp_path: Path) -> None:
             f"autopar.save: rank 0 could not write {tmp_path}/none/x.pt: RuntimeError: Parent"
         )
         assert said["dropped"] == (
-            "all gradients of the last step were set to None before anything changed the weights. If zero_grad() stands "
-            "between forward_backward() and optimizer.step(), no weight is ever trained: forward_backward() is the "
-            "backward pass as well. Call zero_grad() before it, or write `loss = model.training_loss(*batch)`, whose "
-            "backward() you call."
+            "all gradients of the last step were set to None before anything changed the weights. If zero_grad() "
+            "stands between forward_backward() and optimizer.step(), no weight is ever trained: forward_backward() is "
+            "the backward pass as well. Call zero_grad() before it, or write `loss = model.training_loss(*batch)`, "
+            "whose backward() you call."
         )

@@ -367,9 +367,10 @@ class Watched:
 
 
 _DROPPED = (
-    "all gradients of the last step were set to None before anything changed the weights. If zero_grad() stands between "
-    "forward_backward() and optimizer.step(), no weight is ever trained: forward_backward() is the backward pass as well. "
-    "Call zero_grad() before it, or write `loss = model.training_loss(*batch)`, whose backward() you call."
+    "all gradients of the last step were set to None before anything changed the weights. If zero_grad() stands "
+    "between forward_backward() and optimizer.step(), no weight is ever trained: forward_backward() is the backward "
+    "pass as well. Call zero_grad() before it, or write `loss = model.training_loss(*batch)`, whose backward() you "
+    "call."
 )
 
 

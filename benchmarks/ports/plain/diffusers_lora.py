@@ -11,7 +11,8 @@ from peft.utils import get_peft_model_state_dict
 def main():
     torch.manual_seed(0)
     unet = UNet2DConditionModel(
-        sample_size=8, in_channels=4, out_channels=4, layers_per_block=1, block_out_channels=(16, 32), norm_num_groups=8,
+        sample_size=8, in_channels=4, out_channels=4, layers_per_block=1, block_out_channels=(16, 32),
+        norm_num_groups=8,
         down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
         cross_attention_dim=16, attention_head_dim=4,
     )  # fmt: skip

@@ -109,7 +109,7 @@ def main():
             for k in range(eval_iters):
                 X, Y = get_batch(split)
                 with ctx:
-                    logits, loss = model(X, Y)
+                    _, loss = model(X, Y)
                 losses[k] = loss.item()
             out[split] = losses.mean()
         model.train()
@@ -126,7 +126,7 @@ def main():
             log += [losses["train"].item(), losses["val"].item()]
         for _ in range(gradient_accumulation_steps):
             with ctx:
-                logits, loss = model(X, Y)
+                _, loss = model(X, Y)
                 loss = loss / gradient_accumulation_steps
             X, Y = get_batch("train")
             scaler.scale(loss).backward()

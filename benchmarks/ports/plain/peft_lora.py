@@ -1,4 +1,4 @@
-"""Train adapters of a Llama by peft: trainable parameters counted, padded batches, adapters in a folder of their own."""
+"""Train adapters of a Llama by peft: trainable parameters counted, padded batches, adapters in a folder alone."""
 
 import torch
 from peft import LoraConfig, TaskType, get_peft_model
@@ -24,7 +24,7 @@ def main():
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=32,
-        )  # fmt: skip
+        )
     )
     peft_config = LoraConfig(task_type=TaskType.CAUSAL_LM, r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
     model = get_peft_model(model, peft_config)

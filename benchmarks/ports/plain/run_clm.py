@@ -1,4 +1,4 @@
-"""Train a causal language model of transformers by a loop: two groups, a schedule, accumulation, perplexity, folders."""
+"""Train a causal language model of transformers by a loop: two groups, a schedule, accumulation, perplexity."""
 
 import math
 

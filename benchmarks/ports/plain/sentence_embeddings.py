@@ -1,4 +1,4 @@
-"""Train sentence embeddings: pairs of texts, the other rows of a batch as negatives, similarities of held-out pairs."""
+"""Train sentence embeddings: pairs of texts, the other rows as negatives, similarities of held-out pairs."""
 
 import tempfile
 from pathlib import Path
@@ -9,7 +9,24 @@ from sentence_transformers.losses import MultipleNegativesRankingLoss
 from sentence_transformers.models import Pooling, Transformer
 from transformers import BertConfig, BertModel, BertTokenizerFast, get_linear_schedule_with_warmup
 
-WORDS = ["a", "the", "cat", "dog", "sat", "ran", "on", "under", "mat", "tree", "sun", "rain", "red", "blue", "big", "small"]
+WORDS = [
+    "a",
+    "the",
+    "cat",
+    "dog",
+    "sat",
+    "ran",
+    "on",
+    "under",
+    "mat",
+    "tree",
+    "sun",
+    "rain",
+    "red",
+    "blue",
+    "big",
+    "small",
+]
 
 
 def backbone():

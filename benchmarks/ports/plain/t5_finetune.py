@@ -26,10 +26,10 @@ def main():
             num_heads=4,
             dropout_rate=0.0,
             decoder_start_token_id=0,
-        )  # fmt: skip
+        )
     )
     train_loader = DataLoader(range(10), batch_size=4, shuffle=True, collate_fn=collate)
-    val_loader = DataLoader(range(10, 13), batch_size=2, collate_fn=collate)
+    val_loader = DataLoader(range(10, 13), batch_size=3, collate_fn=collate)
     optimizer = Adafactor(model.parameters(), lr=1e-2, relative_step=False, scale_parameter=False, warmup_init=False)
     log = []
     for _ in range(2):
@@ -45,7 +45,7 @@ def main():
         with torch.no_grad():
             for data in val_loader:
                 generated = model.generate(input_ids=data["input_ids"], attention_mask=data["attention_mask"],
-                                           max_new_tokens=4, num_beams=2)  # fmt: skip
+                                           max_new_tokens=2, num_beams=2)  # fmt: skip
                 log.append(generated.sum().item())
     torch.save(model.state_dict(), "ckpt.pt")
     return log

@@ -24,7 +24,7 @@ def main():
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=32,
-        )  # fmt: skip
+        )
     )
     arguments = TrainingArguments(
         output_dir="trained", learning_rate=1e-2, weight_decay=0.1, warmup_steps=1, num_train_epochs=2,
