@@ -189,3 +189,37 @@ def test_what_is_said(two: Ranks, tmp_path: Path) -> None:
             "the backward pass as well. Call zero_grad() before it, or write `loss = model.training_loss(*batch)`, "
             "whose backward() you call."
         )
+
+
+class _TwoParts(nn.Module):
+    """As an encoder-decoder model: `generate` calls the encoder once, and the model with its states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder, self.decoder = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor, states: dict[str, Tensor] | None = None) -> Tensor:
+        hidden = self.encoder(x).tanh() if states is None else states["hidden"]
+        return self.decoder(hidden) + x  # type: ignore[no-any-return]
+
+    def generate(self, x: Tensor) -> Tensor:
+        states = {"hidden": self.encoder(x).tanh()}
+        for _ in range(2):
+            x = self(x, states=states)
+        return x
+
+
+def _generated(rank: int) -> None:
+    for mesh in ("dp=2", "tp=2", "pp=2"):
+        plain, model = _TwoParts().double(), autopar.parallelize(_TwoParts().double(), mesh, loss_fn=_loss_of_two)
+        model.forward_backward(_batch(0))
+        torch.testing.assert_close(model.generate(_batch(0)), plain.generate(_batch(0)).detach(), rtol=1e-9, atol=1e-9)
+
+
+def _loss_of_two(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()  # type: ignore[no-any-return]
+
+
+def test_what_a_method_computed_goes_in_whole(two: Ranks) -> None:
+    two.run(_generated)
