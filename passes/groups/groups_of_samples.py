@@ -89,7 +89,7 @@ def _follow(program: Program, plan: Plan, count: int) -> tuple[dict[Value, Split
             continue
         if not known:
             continue
-        way = through(call_of(node), known, table, count, adds=False)
+        way = through(call_of(node), known, table, count, adds=False, moves=False)
         if isinstance(way, str):
             lost[node] = f"{way}: op '{node.target}'{_at(node)}"
             continue

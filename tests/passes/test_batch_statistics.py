@@ -161,6 +161,30 @@ def test_with_other_options(mesh: str, options: dict[str, Any]) -> None:
     assert report.ok, report
 
 
+class Dropped(nn.Module):
+    """Norms behind dropouts of elements, of channels and of samples: each draws for the place that a sample has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.conv, self.o = nn.Linear(3, 5), nn.Conv1d(5, 5, 3, padding=1), nn.Linear(5, 2)
+        self.b, self.c = nn.BatchNorm1d(5), nn.BatchNorm1d(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.b(F.dropout(self.a(x), 0.4)).tanh()
+        h = self.c(F.dropout1d(self.conv(h[..., None].expand(-1, -1, 4)), 0.3))
+        return self.o((h * (torch.rand(len(x), 1, 1) < 0.7)).mean(-1))
+
+
+@pytest.mark.parametrize(("mesh", "statistics", "options", "ranks", "parts"), PLANS)
+def test_norms_behind_dropouts(mesh: str, statistics: str, options: Any, ranks: int, parts: int) -> None:
+    model = Dropped().to(F64)
+    report = autopar.verify(
+        model, mesh, loss_fn=lambda m, x: m(x).square().mean(), batch=(torch.randn(12, 3, dtype=F64),),
+        batch_statistics=statistics, **options,
+    )  # fmt: skip
+    assert report.ok, report
+
+
 def test_each_place_with_a_batch_of_its_own() -> None:
     given: Any = {"batch_statistics": "microbatch", "microbatches": 3, "ddp": True}
     assert autopar.verify(Net(norm()), "dp=2", loss_fn=mse, batch=(X, Y), **given).ok
