@@ -163,8 +163,8 @@ class Side:
         return cut(self.setup, value, 0, dist.get_rank()) if self.batch_kind == "local" else value
 
     def forward_backward(self, *batch: Any, by_hand: bool = False) -> Tensor:
-        """The loss; gradients are added up. The plain module draws its masks as autopar does. by_hand: by a `backward()`
-        of the loss."""
+        """The loss; gradients are added up, by_hand by its `backward()`. The plain module draws its masks as autopar
+        does."""
         self.mark()
         if self.is_parallel:
             loss = self.model.training_loss(*batch) if by_hand else self.model.forward_backward(*batch)
