@@ -65,6 +65,11 @@ def codes(net: Net, x: Tensor) -> Tensor:
     return net.o(net.a(x) + net.b(net.c.weight).sum(0))
 
 
+def in_place(net: Net, x: Tensor) -> Tensor:
+    """As `nn.ReLU(inplace=True)` behind every norm of a ResNet."""
+    return net.o(F.relu(net.b(net.a(x)), inplace=True))
+
+
 def channels(net: Net, x: Tensor) -> Tensor:
     return net.o(net.b(net.a(x).mT).mT.tanh()).mean(1)
 
@@ -79,6 +84,7 @@ MODELS = {
     "twice, cumulative": (Net(norm(momentum=None), twice), X),
     "time first": (Net(norm(), time_first), S),
     "sample first": (Net(norm(), sample_first), S),
+    "written into": (Net(norm(), in_place), X),
     "two views": (Net(norm(), two_views), X),
     "three dims": (Net(norm(momentum=0.4), channels), S),
     "functional": (Net(nn.Identity, functional), X),
