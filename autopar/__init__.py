@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from autopar.ir.options import StepOptions as StepOptions
     from autopar.job import Job as Job
     from autopar.parallel.module import ParallelModule as ParallelModule
+    from autopar.parallel.saving import save_file as save_file
     from autopar.planning.space.decisions import read_plan as read_plan
     from autopar.verification.verify import Report as Report
     from autopar.verification.verify import verify as verify
@@ -48,6 +49,7 @@ _HOME = {
     "read_plan": "autopar.planning.space.decisions",
     "register_rule": "autopar.custom_ops.registry",
     "save": "autopar.checkpoint.save",
+    "save_file": "autopar.parallel.saving",
     "verify": "autopar.verification.verify",
 }
 

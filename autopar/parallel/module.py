@@ -63,14 +63,30 @@ class ParallelModule(Likeness):
         precision="fp16" an overflow leaves every `.grad` None (see `loss_scale`), so that an optimizer does nothing.
         What the loss function returned beside the loss is in `last_aux`.
         """
+        return self._trained("forward_backward", args, kwargs)
+
+    def training_loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The loss of the global batch with a `backward()`, for loops and libraries that call it themselves: later, on
+        a multiple of the loss, or not at all.
+
+            loss = model.training_loss(x, y) / 4      # instead of loss_fn(model, x, y) / 4
+            optimizer.zero_grad()
+            loss.backward()                           # adds to .grad, by the gradient that comes back to the loss
+
+        It is `forward_backward` otherwise: both passes are one program, which runs here; the gradients are held until
+        `backward()`, on every rank, and are those of the weights of this call. A second `backward()` is refused.
+        """
+        return self._trained("training_loss", args, kwargs)
+
+    def _trained(self, call: str, args: Any, kwargs: Any) -> torch.Tensor:
         if inlined(self) is not None:
             raise CaptureError(
-                f"forward_backward of {type(self.original).__name__} is called in the loss function of another model: "
-                f"call the model itself there, and forward_backward after it."
+                f"{call} of {type(self.original).__name__} is called in the loss function of another model: "
+                f"call the model itself there, and {call} after it."
             )
-        self._decide("forward_backward", args, kwargs)
-        step = partial(train_step, self._session, self._takes_whole(kwargs, train=True))
-        running, (loss, outputs) = self._programs.run("forward_backward", args, kwargs, True, step)
+        self._decide(call, args, kwargs)
+        step = partial(train_step, self._session, self._takes_whole(kwargs, train=True), call == "training_loss")
+        running, (loss, outputs) = self._programs.run(call, args, kwargs, True, step)
         captured, self._last = running.captured, None
         self._last_aux = captured.result(outputs) if captured.has_result else _LEFT_OUT
         return loss

@@ -21,34 +21,39 @@ from autopar.parallel.programs.portions import Given
 from autopar.parallel.programs.running import Running
 from autopar.parallel.session.session import Session
 from autopar.parallel.tensors.parameter import accumulate, drop_gradients
-from autopar.parallel.weights.gradients import finished, guarded
+from autopar.parallel.weights.gradients import finished, guarded, held, multiply
 from autopar.runtime.executor.inputs import StepInputs
 from autopar.runtime.kernels import host
 
 
 def train_step(
-    session: Session, is_whole: bool, running: Running, given: Given
+    session: Session, is_whole: bool, is_held: bool, running: Running, given: Given
 ) -> tuple[torch.Tensor, tuple[Any, ...]]:
     """Run a training program: gradients are added to `.grad`, buffers are written. The loss, and all outputs; is_whole:
-    those of all ranks, and not this rank's rows."""
+    those of all ranks, and not this rank's rows. is_held: gradients wait for the loss's `backward()`."""
     outputs = run_step(session, running, given, is_step=True)
     unused = _unused(session, running)
-    if not _is_finite(session, running, given, outputs):
-        session.random.steps += 1
-        drop_gradients(running.parameters().values())
-        session.announcer.stepped()
-        return finished(outputs[running.losses[0]]), outputs if is_whole else own_rows(outputs, running, given)
+    is_finite = _is_finite(session, running, given, outputs)
     session.random.steps += 1
-    running.write_buffers(outputs)
+    if is_finite:
+        running.write_buffers(outputs)
     parameters, gradients = running.gradients(outputs, unused)
-    if session.scale is None or session.scale.take(gradients, session.settings.device):
-        accumulate(parameters, gradients)
-    else:
-        drop_gradients(running.parameters().values())
-    session.announcer.stepped()
-    (loss,) = running.losses
-    loss_of_step = finished(outputs[loss])
-    return loss_of_step, outputs if is_whole else own_rows(outputs, running, given)
+    if is_finite and session.scale is not None:
+        is_finite = session.scale.take(gradients, session.settings.device)
+
+    def add(scale: torch.Tensor | None) -> None:
+        if is_finite:
+            multiply(gradients, scale)
+            accumulate(parameters, gradients)
+        else:
+            drop_gradients(running.parameters().values())
+        session.announcer.stepped(is_finite)
+
+    (loss,) = (outputs[at] for at in running.losses)
+    if is_held:
+        return held(loss, add), outputs if is_whole else own_rows(outputs, running, given)
+    add(None)
+    return finished(loss), outputs if is_whole else own_rows(outputs, running, given)
 
 
 def _is_finite(session: Session, running: Running, given: Given, outputs: tuple[torch.Tensor, ...]) -> bool:

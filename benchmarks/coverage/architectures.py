@@ -85,8 +85,8 @@ OWN: dict[str, dict[str, Any]] = {
     "swin": WINDOWS, "swinv2": {**WINDOWS, "embed_dim": 48, "pretrained_window_sizes": [0, 0]}, "donut-swin": WINDOWS,
     "convnext": {**TWO_STAGES, "num_stages": 2}, "convnextv2": {**TWO_STAGES, "num_stages": 2},
     "resnet": TWO_STAGES, "regnet": {**TWO_STAGES, "groups_width": 8}, "bit": {**TWO_STAGES, "num_groups": 4},
-    # Their dropout of 0.999 and 0.8 leaves of a small classifier's gradients little but rounding.
-    **{kind: {"depth_multiplier": 0.25, "classifier_dropout_prob": 0.1} for kind in ("mobilenet_v1", "mobilenet_v2")},
+    "mobilenet_v2": {"depth_multiplier": 0.25},
+    "mobilenet_v1": {"depth_multiplier": 0.25, "classifier_dropout_prob": 0.1},  # that of 0.999 leaves but rounding
     "poolformer": {"depths": [1, 1], "hidden_sizes": [16, 32], "patch_sizes": [7, 3], "strides": [4, 2],
                    "padding": [2, 1], "num_encoder_blocks": 2},
     "pvt": {"depths": [1, 1], "hidden_sizes": [16, 32], "patch_sizes": [4, 2], "strides": [4, 2], "mlp_ratios": [2, 2],

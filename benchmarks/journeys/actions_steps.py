@@ -71,6 +71,11 @@ def forward_backward(side: Side, seed: int) -> Tensor:
     return side.forward_backward(*side.batch(ROWS, seed))
 
 
+@action("ready", seed=SEEDS)
+def backward_by_hand(side: Side, seed: int) -> Tensor:
+    return side.forward_backward(*side.batch(ROWS, seed), by_hand=True)
+
+
 @action("ready", "optimizer", seed=SEEDS)
 def train(side: Side, seed: int) -> Tensor:
     """A whole step of a loop."""

@@ -162,11 +162,14 @@ class Side:
         """Of what has a row for each sample those of this rank, if ranks have parts of a batch."""
         return cut(self.setup, value, 0, dist.get_rank()) if self.batch_kind == "local" else value
 
-    def forward_backward(self, *batch: Any) -> Tensor:
-        """The loss; gradients are added up. The plain module draws its masks as autopar does."""
+    def forward_backward(self, *batch: Any, by_hand: bool = False) -> Tensor:
+        """The loss; gradients are added up, by_hand by its `backward()`. The plain module draws its masks as autopar
+        does."""
         self.mark()
         if self.is_parallel:
-            loss = self.model.forward_backward(*batch)
+            loss = self.model.training_loss(*batch) if by_hand else self.model.forward_backward(*batch)
+            if by_hand:
+                loss.backward()
             self.aux = self.model.last_aux if self.setup.get("aux") else None
         else:
             with self.drawing():

@@ -4,7 +4,8 @@ micro-batches, as `zero=3, recompute="full"` or over the stages of `pp=2,dp=2`.
     pip install -e .[libraries]
     timeout 10800 .venv/bin/python -m benchmarks.libraries [PACKAGE[/MODEL] ...] [--jobs 2] [--out FILE]
 
-A row is a model, in a process of its own. Where the message of a refusal offers `specialize=True`, it is taken.
+A row is a model, in a process of its own. Where the message of a refusal offers `specialize=True`, it is taken,
+and so is `batch_statistics="microbatch"` for micro-batches ("statistics").
 "broken": a traceback that is no message of ours (there should be none), or a model that does not run without us either.
 """
 
@@ -89,7 +90,8 @@ def header() -> Iterable[str]:
 def line(row: Row) -> str:
     results = [row.results.get(name, "-") for name in (*MESHES, *FURTHER)]
     reasons = dict.fromkeys(why.replace("|", "/")[:300] for why in row.reasons.values() if why)
-    model = f"{row.model} (specialize)" if row.specialize else row.model
+    needed = [word for word, is_so in (("specialize", row.specialize), ("statistics", row.statistics)) if is_so]
+    model = f"{row.model} ({', '.join(needed)})" if needed else row.model
     cells = [f"{row.package} {row.version}", model, *results, f"{row.seconds:.0f}", "; ".join(reasons)]
     return f"| {' | '.join(cells)} |"
 

@@ -23,13 +23,14 @@ FURTHER = {
     "zero=3": {"mesh": "dp=2", "zero": 3, "recompute": "full", "microbatches": 2},
     "pp=2,dp=2": {"mesh": "pp=2,dp=2", "microbatches": 2},
 }
+STATISTICS = "batch_statistics='microbatch'"  # what the message offers for BatchNorm in training
 VERIFIED, REFUSED, WRONG, BROKEN = "verified", "refused", "wrong", "broken"
 
 
 @dataclass
 class Row:
     """results: by configuration, one of the four words. reasons: where it is not verified. specialize: it needed
-    `specialize=True`, as the message of the refusal said."""
+    `specialize=True`, as the message of the refusal said; statistics: so it did `batch_statistics="microbatch"`."""
 
     package: str
     model: str
@@ -37,6 +38,7 @@ class Row:
     results: dict[str, str] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     specialize: bool = False
+    statistics: bool = False
     seconds: float = 0.0
 
     @property
@@ -107,6 +109,10 @@ def _verdict(case: Case, row: Row, options: dict[str, Any]) -> tuple[str, str]:
         if not row.specialize and "specialize=True" in str(error):
             row.specialize = True
             return _verdict(case, row, options)
+        if "microbatches" in options and "batch_statistics" not in options and STATISTICS in str(error):
+            found = _verdict(case, row, {**options, "batch_statistics": "microbatch"})
+            row.statistics = row.statistics or found[0] == VERIFIED
+            return found
         return REFUSED, f"{type(error).__name__}: {' '.join(str(error).split())}"
     except Exception as error:
         return BROKEN, _said(error)

@@ -139,7 +139,7 @@ def _follow(program: Program, plan: Plan, count: int) -> tuple[dict[Value, Split
             if before is not None:
                 lost[node] = before
             continue
-        way = through(call_of(node), known, table, count, adds=False, apart=False)
+        way = through(call_of(node), known, table, count, adds=False, moves=False)
         if isinstance(way, str):
             lost[node] = f"{way}: op '{node.target}'{_at(node)}"
             continue

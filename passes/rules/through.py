@@ -60,18 +60,18 @@ class Through:
 
 
 def through(
-    call: Call, known: Mapping[int, Split], table: Table, count: int = 1, adds: bool = True, apart: bool = True
+    call: Call, known: Mapping[int, Split], table: Table, count: int = 1, adds: bool = True, moves: bool = True
 ) -> Through | str:
     """Find how a call treats rows by where some of its tensors have them; or say what is in the way.
 
     known: where tensors (operands, then results, by position) have the rows. count: of the rows; a call may not take
     some of them apart from the others. adds: there may come to be rows that the model has not, which some ops refuse.
-    apart: what is computed of a row does not hang on where it stands.
+    moves: rows may come to stand elsewhere, where other numbers are drawn.
     """
     row = table.get(call.op)
     if row is None:
         return "no rule is known of it"
-    if apart and call.op in _DRAWS:
+    if moves and call.op in _DRAWS:
         return "it draws a number for each place"
     if adds and call.op in linalg.ROWS:
         return "it may refuse a row that the model has not"

@@ -339,3 +339,24 @@ def test_verify_and_jobs_take_the_same_containers() -> None:
         assert autopar.verify(network().float(), "dp=2", loss_fn=loss_of, batch=batch, steps=1).ok
         job = Job(network(), loss_of, batch)
         assert take_call_apart(job.batch_of(0), {}).form == take_call_apart(batch, {}).form
+
+
+class _Aliases(nn.Module):
+    """A buffer that is an attribute of another module too, and places that numpy names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.inner.register_buffer("degrees", torch.arange(3.0))
+        self.degrees = self.inner.degrees
+        self.entries = nn.Parameter(torch.randn(3))
+        self.places = np.tril_indices(3, -1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        lower = torch.eye(3, dtype=x.dtype)
+        lower[self.places[0], self.places[1]] = self.entries
+        return (self.inner(x) @ lower * self.degrees).square().mean()
+
+
+def test_a_buffer_under_a_plain_name_and_places_of_numpy() -> None:
+    assert autopar.verify(_Aliases(), "dp=2", batch=torch.randn(6, 3)).ok

@@ -322,3 +322,31 @@ def test_what_takes_rows_together_is_refused(name: str) -> None:
     body, said = REFUSED[name]
     with pytest.raises(CaptureError, match=said):
         capture(Loop(body).double(), None, (rows().double(),), {})
+
+
+class _OneOfEachRow(nn.Module):
+    """As ArcFace takes the cosine of each sample's own class: by a mask that has one place in each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 6)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        cosine = self.inner(x)
+        mask = torch.zeros(len(x), 6, dtype=x.dtype)
+        mask[torch.arange(len(x)), y] = 1
+        own = cosine[mask == 1]
+        return (cosine + mask * (own.square() - own).unsqueeze(1)).square().mean()
+
+
+def test_what_needs_the_number_of_rows_is_offered_it() -> None:
+    """And not told that the model fails, where torch could not join as many rows as there may be."""
+    batch = torch.randn(8, 4), torch.arange(8) % 6
+    with pytest.raises(CaptureError) as caught:
+        capture(_OneOfEachRow(), None, batch, {})
+    said = " ".join(str(caught.value).split())
+    assert "index by a boolean mask (x[mask])" in said and "here mul() does not: it takes them for as many as" in said
+    assert said.endswith(
+        "Or specialize=True takes the value from the example batch, and checks at each step that it still holds."
+    )
+    assert capture(_OneOfEachRow(), None, batch, {}, specialize=True)

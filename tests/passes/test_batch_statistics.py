@@ -65,6 +65,11 @@ def codes(net: Net, x: Tensor) -> Tensor:
     return net.o(net.a(x) + net.b(net.c.weight).sum(0))
 
 
+def in_place(net: Net, x: Tensor) -> Tensor:
+    """As `nn.ReLU(inplace=True)` behind every norm of a ResNet."""
+    return net.o(F.relu(net.b(net.a(x)), inplace=True))
+
+
 def channels(net: Net, x: Tensor) -> Tensor:
     return net.o(net.b(net.a(x).mT).mT.tanh()).mean(1)
 
@@ -79,6 +84,7 @@ MODELS = {
     "twice, cumulative": (Net(norm(momentum=None), twice), X),
     "time first": (Net(norm(), time_first), S),
     "sample first": (Net(norm(), sample_first), S),
+    "written into": (Net(norm(), in_place), X),
     "two views": (Net(norm(), two_views), X),
     "three dims": (Net(norm(momentum=0.4), channels), S),
     "functional": (Net(nn.Identity, functional), X),
@@ -158,6 +164,30 @@ def counted(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 def test_with_other_options(mesh: str, options: dict[str, Any]) -> None:
     given = {"batch_statistics": "microbatch", "microbatches": 2, **options}
     report = autopar.verify(Images(), mesh, loss_fn=counted, batch=(IMAGES, LABELS), **given)
+    assert report.ok, report
+
+
+class Dropped(nn.Module):
+    """Norms behind dropouts of elements, of channels and of samples: each draws for the place that a sample has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.conv, self.o = nn.Linear(3, 5), nn.Conv1d(5, 5, 3, padding=1), nn.Linear(5, 2)
+        self.b, self.c = nn.BatchNorm1d(5), nn.BatchNorm1d(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.b(F.dropout(self.a(x), 0.4)).tanh()
+        h = self.c(F.dropout1d(self.conv(h[..., None].expand(-1, -1, 4)), 0.3))
+        return self.o((h * (torch.rand(len(x), 1, 1) < 0.7)).mean(-1))
+
+
+@pytest.mark.parametrize(("mesh", "statistics", "options", "ranks", "parts"), PLANS)
+def test_norms_behind_dropouts(mesh: str, statistics: str, options: Any, ranks: int, parts: int) -> None:
+    model = Dropped().to(F64)
+    report = autopar.verify(
+        model, mesh, loss_fn=lambda m, x: m(x).square().mean(), batch=(torch.randn(12, 3, dtype=F64),),
+        batch_statistics=statistics, **options,
+    )  # fmt: skip
     assert report.ok, report
 
 

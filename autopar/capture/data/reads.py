@@ -187,11 +187,12 @@ class Answers:
     asks: bool = True
 
 
-_MOST = 64  # values of one step
+_MOST = 256  # values of one step
+_REPEATED = 60  # guesses on one line that are alike
 _ROUNDS = 16  # of a `while` on data, in the first program
 _LOOP = re.compile(r"while\b\s*(not\b)?")
 _TOO_MANY = Construct(
-    "a branch on data behind 64 others of the same step",
+    f"a branch on data behind {_MOST} others of the same step",
     "Each is checked at every step. Run a fixed number of rounds and keep the value where it is done: "
     "x = torch.where(done, x, step(x)).",
 )
@@ -243,6 +244,11 @@ class Reads:
             if loop is not None:  # so that the first step finds its end, in whichever round
                 has_rounds = sum(read.line == line for read in self.known) < max(_ROUNDS, 2 * self.told)
                 guess = has_rounds != bool(loop[1])
+            else:  # a model has its checks in each layer: each is as the last one was told, or had to be
+                here = [read.line == line for read in self.known]
+                told = [read for read, is_here in zip(self.known[: len(self.given)], here, strict=False) if is_here]
+                guess = bool(told[-1].value) if told else guess
+                guess = guess if sum(here) - len(told) < _REPEATED else not guess  # as in a loop that has to end
             value = guess if position >= len(self.given) else self.given[position]
             self.known.append(Read(Tensor.__bool__, line, value, position >= self.told, is_guard=True))
         return self._next(tensor)

@@ -35,7 +35,7 @@ from autopar.capture.data.row_rules import (
     source_of,
 )
 from autopar.capture.refusals.constructs import SIZES, Construct
-from autopar.capture.refusals.explain_failure import size_refusal
+from autopar.capture.refusals.explain_failure import size_refusal, wants_data
 from autopar.capture.refusals.location import Line
 from autopar.capture.trace.tracer import Tracer
 from autopar.errors import CaptureError
@@ -173,6 +173,11 @@ class Selected:
         except (Refused, IndexError) as error:
             because = str(error) if isinstance(error, Refused) else ""
             raise _refusal(rows[0], name, because) from None
+        except RuntimeError as error:
+            if wants_data(error):
+                raise
+            # There are as many rows as there could be: another size than the data's is no fault of the model's.
+            raise _refusal(rows[0], name, "it takes them for as many as something else has") from error
         finally:
             self.is_inside = False
 

@@ -96,7 +96,8 @@ def functional_call(
     for name, value in values.items():
         path, _, attribute = name.rpartition(".")
         owner = submodule(model, path)
-        table: dict[str, Any] = owner._parameters if attribute in owner._parameters else owner._buffers
+        tables: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers)
+        table = next((each for each in tables if attribute in each), vars(owner))  # a buffer may be an attribute, too
         saved.append((owner, attribute, table, table[attribute]))
         table[attribute] = value
     try:

@@ -373,7 +373,8 @@ class GroupedBatchNorm(Function):
         ctx.save_for_backward(kept, grouped, mean, rstd, weight)
         ctx.has_bias, ctx.synced, ctx.shape = bias is not None, synced, list(x.shape)
         ctx.mark_non_differentiable(mean, unbiased)
-        return y.reshape(x.shape).to(x.dtype), mean, unbiased
+        whole = y.reshape(x.shape).to(x.dtype, copy=True)  # no view: an activation may write into it
+        return whole, mean, unbiased
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

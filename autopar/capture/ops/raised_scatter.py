@@ -107,8 +107,7 @@ def _setitem(facts: AsksFacts, input: Tensor, index: Any, value: Any) -> Any:
     if not isinstance(value, Tensor):
         return NotImplemented
     items = index if isinstance(index, tuple) else (index,)
-    rest = [item for item in items[1:] if item is not Ellipsis and item != slice(None)] if len(items) > 1 else []
-    if rest:
+    if not all(item is Ellipsis or (isinstance(item, slice) and item == slice(None)) for item in items[1:]):
         return NotImplemented
     made = _index_put(facts, input, items[:1], value.to(input.dtype))
     if made is NotImplemented:

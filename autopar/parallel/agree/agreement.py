@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import itertools
+import logging
 import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +22,8 @@ from autopar.capture.refusals.location import user_line
 from autopar.errors import RankError
 from autopar.runtime.ranks.lost import is_loss_of_peer
 from autopar.torch_compat import local_of
+
+_log = logging.getLogger(__name__)
 
 _version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 T = TypeVar("T")
@@ -350,10 +353,10 @@ class Announcer:
         with self._agreement.called(UserCall(name)):  # a step moves parameters, too
             self._agreement.check("arguments", ())
 
-    def stepped(self) -> None:
-        """Count a step that added to the gradients."""
+    def stepped(self, has_gradients: bool) -> None:
+        """Count a step; has_gradients: unless they overflowed."""
         if self._agreement.size > 1:
-            self._progress.stepped()
+            self._progress.stepped(has_gradients)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -361,6 +364,14 @@ class Watched:
     """Parameters that an announcer follows."""
 
     parameters: tuple[nn.Parameter, ...]
+
+
+_DROPPED = (
+    "all gradients of the last step were set to None before anything changed the weights. If zero_grad() stands "
+    "between forward_backward() and optimizer.step(), no weight is ever trained: forward_backward() is the backward "
+    "pass as well. Call zero_grad() before it, or write `loss = model.training_loss(*batch)`, whose backward() you "
+    "call."
+)
 
 
 class _Progress:
@@ -372,6 +383,9 @@ class _Progress:
     def __init__(self, watched: Callable[[], Watched | None]) -> None:
         self._watched, self._version = watched, -1
         self._steps = self._added = 0
+        self._awaits = self._is_told = (
+            False  # whether there are gradients that nobody used, and it was said that some went
+        )
 
     @property
     def _parameters(self) -> tuple[nn.Parameter, ...]:
@@ -381,13 +395,16 @@ class _Progress:
     def read(self) -> None:
         """Notice what the user changed since the last step."""
         if self._version != self._versions():
-            self._steps = 0
+            self._steps, self._awaits = 0, False
         if all(parameter.grad is None for parameter in self._parameters):
             self._added = 0
+            if self._awaits and not self._is_told:
+                self._is_told = True
+                _log.warning("%s", _DROPPED)
 
-    def stepped(self) -> None:
+    def stepped(self, has_gradients: bool) -> None:
         # The first step moves parameters to their layouts, which is no change of the weights.
-        self._version = self._versions()
+        self._version, self._awaits = self._versions(), has_gradients
         self._steps, self._added = self._steps + 1, self._added + 1
 
     def __str__(self) -> str:

@@ -176,7 +176,8 @@ def _stand_in(model: nn.Module, parallel: Likeness) -> nn.Module:
     owner = weakref.ref(model)
 
     def call(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return held()(*args, **kwargs)  # type: ignore[misc]
+        given, named = _handed_in((args, kwargs))
+        return held()(*given, **named)  # type: ignore[misc]
 
     names: dict[str, Any] = {
         "__new__": lambda _, *args, **kwargs: kind(*args, **kwargs),  # of `type(self)(config)`: another module
@@ -270,6 +271,15 @@ def _handed_out(value: Any, parallel: Likeness) -> Any:
         for leaf, is_computed in zip(leaves, computed, strict=True)
     ]
     return tree_unflatten(changed, spec) if any(a is not b for a, b in zip(leaves, changed, strict=True)) else value
+
+
+def _handed_in(value: Any) -> Any:
+    """What a method of the user's module gives to the model: whole plain tensors for what it computed before, as
+    `generate` does the states of an encoder."""
+    leaves, spec = tree_flatten(value)
+    if not any(isinstance(leaf, ParameterTensor) for leaf in leaves):
+        return value
+    return tree_unflatten([leaf.full_tensor() if isinstance(leaf, ParameterTensor) else leaf for leaf in leaves], spec)
 
 
 def _unchanged(module: nn.Module, fn: Any) -> nn.Module:

@@ -3,12 +3,13 @@
 A step gives the gradients of parameters, and no others: it is one program, of which autograd sees nothing. So what a
 forward pass returns requires a gradient wherever one device's would, and says what to write instead when it is asked
 for one; without that a sum with another model's loss would train the other one only. The loss of `forward_backward`
-requires one too, as after one device's `backward()`, and says that its backward pass has run.
+requires one too, as after one device's `backward()`, and says that its backward pass has run; that of `training_loss`
+holds the gradients until then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +41,19 @@ def finished(loss: torch.Tensor) -> torch.Tensor:
     return _NoBackward.apply(_LOSS, loss, torch.empty(0, device=loss.device, requires_grad=True))  # type: ignore[no-untyped-call, no-any-return]
 
 
+def held(loss: torch.Tensor, add: Callable[[torch.Tensor], None]) -> torch.Tensor:
+    """The loss of a step whose gradients wait: its backward pass has them added, by the gradient of the loss."""
+    return _Held.apply(add, loss, torch.empty(0, device=loss.device, requires_grad=True))  # type: ignore[no-untyped-call, no-any-return]
+
+
+def multiply(gradients: Sequence[torch.Tensor | None], scale: torch.Tensor | None) -> None:
+    """Multiply this rank's gradients by a number on their device, in place; None is 1. A gradient that is None is of a
+    parameter on another stage."""
+    here = [gradient for gradient in gradients if gradient is not None and scale is not None]
+    if here and scale is not None:
+        torch._foreach_mul_(here, scale)
+
+
 _OUTPUT = (
     "backward() through the output of a parallel model: model(*batch) computes no gradients. Give the loss to "
     "autopar.parallelize(..., loss_fn=...) and call model.forward_backward(*batch), which adds to .grad and "
@@ -48,7 +62,11 @@ _OUTPUT = (
 _LOSS = (
     "backward() of what forward_backward() returned: it has run the backward pass already, and .grad has the "
     "gradients. Leave backward() out; what scales or adds to the loss belongs in loss_fn. To log the loss use .item(). "
-    'A GradScaler goes too: precision="fp16" scales the loss, and skips steps that overflow.'
+    'A GradScaler goes too: precision="fp16" scales the loss, and skips steps that overflow. For a loop that calls '
+    "backward() itself there is model.training_loss(*batch)."
+)
+_AGAIN = (
+    "backward() of what training_loss() returned, for the second time: its gradients were added to .grad by the first."
 )
 
 
@@ -63,6 +81,25 @@ class _NoBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         raise AutoparError(ctx.message)
+
+
+class _Held(torch.autograd.Function):
+    """The same memory, with a history that adds gradients once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, add: Callable[[torch.Tensor], None], loss: torch.Tensor, source: torch.Tensor
+    ) -> torch.Tensor:  # type: ignore[override]
+        ctx.add = add
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        add, ctx.add = ctx.add, None
+        if add is None:
+            raise AutoparError(_AGAIN)
+        add(gradient)
+        return None, None, None
 
 
 def _requires(leaf: Any) -> bool:

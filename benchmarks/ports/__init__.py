@@ -1,0 +1,1 @@
+"""How many lines of public trainers change, and do they then train alike: `python -m benchmarks.ports`."""
