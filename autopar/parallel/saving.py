@@ -16,7 +16,7 @@ from autopar.torch_compat import tree_map
 def save_file(value: Any, file: str | os.PathLike[str] | IO[bytes]) -> None:
     """`torch.save`, with whole tensors in the place of those that ranks hold parts of. Every rank must call this.
 
-        autopar.save_file({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}, "checkpoint.pt")
+        autopar.save_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "checkpoint.pt")
 
     Rank 0 writes, and of all that is no DTensor its own values; whole tensors come to its CPU one after another. The
     file is there when the call returns, on every rank. Raises AutoparError on every rank if it cannot be written.
