@@ -28,7 +28,7 @@ WRONG = {
     'mesh = "dp=2"\nsequence_parallel = true': "plan 'FILE': sequence_parallel = true splits over tp, and mesh 'dp=2'",
     'mesh = "pp=2"\nschedule = "2f2b"': "plan 'FILE': schedule '2f2b' is unknown.",
     "mesh = dp": "plan 'FILE' is no TOML: ",
-    "\udcff": "plan 'FILE' is no text: ",
+    "\udcff": "plan 'FILE' is no text in UTF-8: ",
     None: "plan 'FILE': No such file or directory.",
 }  # fmt: skip
 
