@@ -12,9 +12,8 @@ from autopar.compiler.meshes import AUTO
 from autopar.errors import TargetError
 from autopar.ir.mesh import GRADIENT_AXES, PIPELINE, Mesh
 from autopar.ir.ops.measure import human
-from autopar.ir.options import flag_name
+from autopar.ir.options import PLANNED, flag_name
 from autopar.job import Job
-from autopar.planning.space.decisions import PLANNED
 from autopar.settings import Settings
 
 RANK_BYTES = 300 << 20  # of a process that has loaded torch, of its own
