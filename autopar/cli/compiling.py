@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from autopar.cli.arguments.command_options import CommandOptions
 from autopar.cli.preflight import check_options, idle_options
-from autopar.cli.show import show
+from autopar.cli.show import out, show, show_notes
 from autopar.compiled import Compiled
 from autopar.compiler.check_options import options_of
 from autopar.compiler.compile import batch_arguments, compile_step
 from autopar.compiler.meshes import mesh_of
 from autopar.ir.mesh import Mesh
+from autopar.ir.ops.measure import human
 from autopar.ir.plan import Fixed
 from autopar.job import Job
 from autopar.machines import Machine
@@ -34,3 +37,15 @@ def job_of(target: str, mesh: Mesh, options: CommandOptions) -> Job:
         for text in idle_options(options, job, mesh):
             show(f"note: {text}")
     return job
+
+
+def show_saved(compiled: Compiled, folder: Path) -> None:
+    """Show what `autopar compile` wrote into a folder."""
+    programs, times = len(compiled.alike), sum(row.times for row in compiled.collectives)
+    moved = sum(row.bytes * row.times for row in compiled.collectives)
+    out.print(
+        f"{folder}: {programs} distinct program{'s' * (programs > 1)} for {compiled.mesh.size} ranks "
+        f"(mesh {compiled.mesh}), "
+        f"{len(compiled.program.graph.nodes)} nodes, {times} collectives of {human(moved)} a step."
+    )
+    show_notes(compiled)

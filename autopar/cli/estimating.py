@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
-from autopar.cli.arguments.command_options import CommandOptions, takes_options
+from autopar.cli.arguments.command_options import CommandOptions
 from autopar.cli.compiling import compiled_of
 from autopar.cli.show import show, show_notes
 from autopar.ir.ops.measure import human
-from autopar.ir.plan import DEVICES
 from autopar.machines import named
 
 
-@takes_options("cuda_graphs", "check_replicas", "on_nonfinite")
-def estimate(
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="file.py:function or package.module:function")],
-    mesh: Annotated[str, typer.Option("--mesh", help="axis=size pairs, e.g. dp=2,tp=2")],
-    machine: Annotated[str, typer.Option(metavar="NAME|FILE", help="see `autopar machine show`")] = DEVICES,
-    imbalance: Annotated[
-        float, typer.Option(help="of experts: the rows of the busiest rank over the mean, as model.last says", min=1.0)
-    ] = 1.0,
-    *,
-    options: CommandOptions,
-) -> None:
-    """Simulate a step of the programs on a machine: its time, what it is made of, and the bytes at the peak."""
+def estimate_target(target: str, mesh: str, machine: str, imbalance: float, options: CommandOptions) -> None:
+    """Show the time and the peak of the TARGET's step on a machine. imbalance: of experts."""
     chosen = named(machine)
     compiled = compiled_of(target, mesh, options, chosen)
     show(str(compiled.time(chosen, imbalance)))

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
 
-from autopar.cli.arguments.command_options import CommandOptions, takes_options
+from autopar.cli.arguments.command_options import CommandOptions
 from autopar.cli.compiling import job_of
-from autopar.cli.explaining import MeshOption, Target
 from autopar.cli.preflight import check_run
 from autopar.cli.ranks import on_ranks, running_mesh
 from autopar.cli.show import show
@@ -18,17 +15,8 @@ from autopar.verification.verify import verify as verify_job
 from autopar.verification.verify_ranks import verify_on_ranks
 
 
-@takes_options("check_replicas", "on_nonfinite")
-def verify(
-    target: Target,
-    mesh: MeshOption,
-    steps: Annotated[int, typer.Option(help="optimizer steps to compare")] = 2,
-    backend: Annotated[str, typer.Option(help="virtual (one process) or gloo (local processes)")] = "virtual",
-    ddp: Annotated[bool, typer.Option("--ddp", help='compare batch="ddp" with DistributedDataParallel')] = False,
-    *,
-    options: CommandOptions,
-) -> None:
-    """Compare loss, every gradient and every updated weight with one device, in float64. Exit code 1 on a mismatch."""
+def verify_target(target: str, mesh: str, steps: int, backend: str, ddp: bool, options: CommandOptions) -> None:
+    """Verify the TARGET's step in this process, or on local ones."""
     check_run(options, steps)
     if backend == "gloo":
         arguments = ["verify", target, "--mesh", mesh, "--steps", str(steps), "--backend", "gloo", *["--ddp"] * ddp]

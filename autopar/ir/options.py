@@ -322,9 +322,7 @@ class StepOptions:
 
     def __post_init__(self) -> None:
         for each in fields(StepOptions):
-            valid, value = each.metadata["valid"], getattr(self, each.name)
-            if valid is not None and not (value is None and each.default is None):
-                valid.check(each.name, value)
+            check_option(each.name, getattr(self, each.name))
 
     @property
     def step(self) -> StepKeywords:
@@ -383,6 +381,14 @@ class StepKeywords(TypedDict, total=False):
     expert_rows: float | None
     chunked_loss: bool | int | Literal["auto"]
     compile: Compiler
+
+
+def check_option(name: str, value: Any) -> None:
+    """Raise the error for a value that an option cannot have."""
+    each = StepOptions.__dataclass_fields__[name]
+    valid = each.metadata["valid"]
+    if valid is not None and not (value is None and each.default is None):
+        valid.check(name, value)
 
 
 @functools.cache
