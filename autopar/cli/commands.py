@@ -14,9 +14,10 @@ import typer
 
 from autopar.cli.arguments.command_options import CommandOptions, takes_options
 from autopar.cli.arguments.stopped import Stopped
-from autopar.errors import AutoparError, TargetError
+from autopar.cli.preflight import check_auto, check_checkpoints, check_run
+from autopar.errors import AutoparError, MachineError, TargetError
 from autopar.ir.options import PLANNED
-from autopar.machines import DEVICES
+from autopar.machines import DEVICES, built_in, check_writable, machine_text, named, notes_of, path_of
 
 if TYPE_CHECKING:
     from autopar.compiled import Compiled
@@ -31,6 +32,7 @@ app.add_typer(machine_app, name="machine")
 Target = Annotated[str, typer.Argument(metavar="TARGET", help="file.py:function or package.module:function")]
 MeshOption = Annotated[str, typer.Option("--mesh", help="axis=size pairs, e.g. dp=2,tp=2; one size may be -1")]
 RunMesh = Annotated[str, typer.Option("--mesh", help="axis=size pairs, e.g. dp=2,tp=2; one size may be -1; or auto")]
+SECONDS = 10.0, 3600.0  # that a measurement may take
 
 
 def _version(asked: bool) -> None:
@@ -63,14 +65,13 @@ def run(
     options: CommandOptions,
 ) -> None:
     """Compile and train: on local processes, or as a part of a running torchrun job."""
-    from autopar.cli.compiling import job_of
-    from autopar.cli.preflight import check_auto, check_checkpoints, check_run
-    from autopar.cli.ranks import on_ranks, running_mesh
-    from autopar.cli.training import train
-
     check_run(options, steps, log, trace)
     check_checkpoints(options)
     check_auto(options.flags(), machine, mesh)
+    from autopar.cli.compiling import job_of
+    from autopar.cli.ranks import on_ranks, running_mesh
+    from autopar.cli.training import train
+
     arguments = ["run", target, "--mesh", mesh, "--steps", str(steps), *options.arguments()]
     more = {"--log": log, "--trace": trace, "--machine": machine}
     arguments += [word for flag, value in more.items() if value is not None for word in (flag, str(value))]
@@ -169,6 +170,11 @@ def verify(
     options: CommandOptions,
 ) -> None:
     """Compare loss, every gradient and every updated weight with one device, in float64. Exit code 1 on a mismatch."""
+    check_run(options, steps)
+    if backend not in ("virtual", "gloo"):
+        raise TargetError(f"--backend {backend}: write virtual or gloo.")
+    if options.cuda_graphs and backend == "virtual":
+        raise TargetError("--cuda-graphs: a dry run of what each process would record; add --backend gloo.")
     from autopar.cli.verifying import verify_target
 
     verify_target(target, mesh, steps, backend, ddp, options)
@@ -276,9 +282,11 @@ def show_(
     name: Annotated[str | None, typer.Argument(metavar="NAME|FILE", help="all names, if left out")] = None,
 ) -> None:
     """Print what a machine file says, with units: peaks, bandwidths, latencies, and what is reached of them."""
-    from autopar.cli.machine import show_machine
-
-    show_machine(name)
+    if name is None:
+        for each in built_in():
+            typer.echo(f"{each:10} {notes_of(path_of(each))[0]}")
+        return
+    typer.echo(machine_text(named(name), notes_of(path_of(name))).rstrip())
 
 
 @machine_app.command()
@@ -290,6 +298,9 @@ def measure(
     until: Annotated[float | None, typer.Option(hidden=True, help="what the launcher tells its ranks")] = None,
 ) -> None:
     """Measure this machine: products, memory and launches of a device, collectives and messages between its ranks."""
+    check_writable(out_file)
+    if not SECONDS[0] <= seconds <= SECONDS[1]:
+        raise MachineError(f"--seconds {seconds:g}: write {SECONDS[0]:g} to {SECONDS[1]:g}.")
     from autopar.cli.machine import measure_machine
 
     measure_machine(out_file, ranks, device, seconds, until)

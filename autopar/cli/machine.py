@@ -1,4 +1,4 @@
-"""`autopar machine`: show the machines that plans are made for, and measure this one."""
+"""`autopar machine measure`: the machine that this is."""
 
 from __future__ import annotations
 
@@ -15,33 +15,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from autopar.cli.measuring import measure_here, ranks_asked
 from autopar.cli.ranks import on_ranks
 from autopar.cli.show import out, show
-from autopar.errors import MachineError
 from autopar.ir.ops.measure import human
-from autopar.machines import built_in, check_writable, machine_text, named, notes_of, path_of, write_machine
+from autopar.machines import write_machine
 from autopar.machines.fit import Fit, fits
 from autopar.machines.measurement_plan import MeasuredMachine
 from autopar.machines.samples import PRODUCT, SHARED, STREAM, UPDATE, Item
 from autopar.machines.workload import KINDS
 from autopar.settings import Settings
 
-SECONDS = 10.0, 3600.0
 AFTER_S, LEAST_S = 10.0, 5.0  # to start, to fit and to end; to measure, however long the ranks took to start
-
-
-def show_machine(name: str | None) -> None:
-    """Show what a machine file says; the names of those that are built in where none is asked for."""
-    if name is None:
-        for each in built_in():
-            show(f"{each:10} {notes_of(path_of(each))[0]}")
-        return
-    show(machine_text(named(name), notes_of(path_of(name))).rstrip())
 
 
 def measure_machine(out_file: Path, ranks: int | None, device: str | None, seconds: float, until: float | None) -> None:
     """Measure this machine and write it. until: the time at which all ranks end."""
-    check_writable(out_file)
-    if not SECONDS[0] <= seconds <= SECONDS[1]:
-        raise MachineError(f"--seconds {seconds:g}: write {SECONDS[0]:g} to {SECONDS[1]:g}.")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     count = ranks_asked(ranks, device, Settings.read())
     until = until or time.time() - time.process_time() + seconds  # this process has taken a while to start

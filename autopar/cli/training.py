@@ -20,7 +20,7 @@ from autopar.capture.inputs.containers import take_call_apart
 from autopar.checkpoint.checkpointer import Checkpointer
 from autopar.cli.arguments.command_options import CommandOptions
 from autopar.compiler.compile import batch_arguments
-from autopar.compiler.meshes import AUTO
+from autopar.ir.mesh import AUTO
 from autopar.ir.options import PLANNED
 from autopar.job import Job
 from autopar.parallel.module import ParallelModule

@@ -6,18 +6,15 @@ import typer
 
 from autopar.cli.arguments.command_options import CommandOptions
 from autopar.cli.compiling import job_of
-from autopar.cli.preflight import check_run
 from autopar.cli.ranks import on_ranks, running_mesh
 from autopar.cli.show import show
 from autopar.compiler.meshes import mesh_of
-from autopar.errors import TargetError
 from autopar.verification.verify import verify as verify_job
 from autopar.verification.verify_ranks import verify_on_ranks
 
 
 def verify_target(target: str, mesh: str, steps: int, backend: str, ddp: bool, options: CommandOptions) -> None:
     """Verify the TARGET's step in this process, or on local ones."""
-    check_run(options, steps)
     if backend == "gloo":
         arguments = ["verify", target, "--mesh", mesh, "--steps", str(steps), "--backend", "gloo", *["--ddp"] * ddp]
         arguments += options.arguments()
@@ -28,10 +25,6 @@ def verify_target(target: str, mesh: str, steps: int, backend: str, ddp: bool, o
 
         on_ranks(mesh, arguments, verify_here)
         return
-    if backend != "virtual":
-        raise TargetError(f"--backend {backend}: write virtual or gloo.")
-    if options.cuda_graphs:
-        raise TargetError("--cuda-graphs: a dry run of what each process would record; add --backend gloo.")
     job = job_of(target, mesh_of(mesh), options)
     _finish(
         verify_job(

@@ -13,8 +13,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from autopar.compiler.meshes import AUTO, mesh_of
+from autopar.compiler.meshes import mesh_of
 from autopar.errors import AutoparError, MeshError
+from autopar.ir.mesh import AUTO
 from autopar.ir.options import PLANNED
 from autopar.ir.plan import Fixed
 from autopar.parallel.agree.agreement import Phase

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from autopar.compiler.check_options import options_of
-from autopar.compiler.meshes import AUTO, mesh_of
+from autopar.compiler.meshes import mesh_of
 from autopar.errors import TargetError
+from autopar.ir.mesh import AUTO
 from autopar.ir.options import flag_name
 from autopar.planning.space.decisions import Decisions, read_plan
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
+from autopar.cli.arguments.target import check_target, load_job
 from autopar.errors import TargetError
 from autopar.ir.options import Flag, StepOptions, check_option, read_stages, short_text
 
@@ -84,8 +85,6 @@ class CommandOptions:
 
     def job(self, target: str) -> Job:
         """The TARGET's job, with what the command line says of it."""
-        from autopar.cli.arguments.target import load_job
-
         own = {name: value for name, value in self._said().items() if name in OWN}
         return replace(load_job(target, own.pop("seed", 0)), **own, **self._step())
 
@@ -142,6 +141,8 @@ def takes_options(*without: str, run: bool = False) -> Callable[[Callable[..., N
             found = {name: given.pop(name) for name, *_ in taken}
             path, options = given.pop("plan", None), CommandOptions(**found)
             options.check()
+            if not Path(given["target"]).is_dir():  # what `autopar compile` wrote
+                check_target(given["target"])
             if path is not None:
                 from autopar.cli.arguments.beside_plan import mesh_beside, read_beside
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from autopar.compiler.meshes import AUTO
 from autopar.errors import AutoparError, BatchError, MeshError, PlanError
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import AUTO, Mesh
 from autopar.ir.options import PLANNED, StepOptions
 from autopar.ir.plan import Plan
 from autopar.machines import Machine, named
