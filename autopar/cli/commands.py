@@ -32,6 +32,7 @@ app.add_typer(machine_app, name="machine")
 Target = Annotated[str, typer.Argument(metavar="TARGET", help="file.py:function or package.module:function")]
 MeshOption = Annotated[str, typer.Option("--mesh", help="axis=size pairs, e.g. dp=2,tp=2; one size may be -1")]
 RunMesh = Annotated[str, typer.Option("--mesh", help="axis=size pairs, e.g. dp=2,tp=2; one size may be -1; or auto")]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON, with notes on stderr")]
 SECONDS = 10.0, 3600.0  # that a measurement may take
 
 
@@ -166,6 +167,7 @@ def verify(
     steps: Annotated[int, typer.Option(help="optimizer steps to compare")] = 2,
     backend: Annotated[str, typer.Option(help="virtual (one process) or gloo (local processes)")] = "virtual",
     ddp: Annotated[bool, typer.Option("--ddp", help='compare batch="ddp" with DistributedDataParallel')] = False,
+    as_json: AsJson = False,
     *,
     options: CommandOptions,
 ) -> None:
@@ -177,7 +179,7 @@ def verify(
         raise TargetError("--cuda-graphs: a dry run of what each process would record; add --backend gloo.")
     from autopar.cli.verifying import verify_target
 
-    verify_target(target, mesh, steps, backend, ddp, options)
+    verify_target(target, mesh, steps, backend, ddp, as_json, options)
 
 
 @app.command()
@@ -222,13 +224,14 @@ def estimate(
     imbalance: Annotated[
         float, typer.Option(help="of experts: the rows of the busiest rank over the mean, as model.last says", min=1.0)
     ] = 1.0,
+    as_json: AsJson = False,
     *,
     options: CommandOptions,
 ) -> None:
     """Simulate a step of the programs on a machine: its time, what it is made of, and the bytes at the peak."""
     from autopar.cli.estimating import estimate_target
 
-    estimate_target(target, mesh, machine, imbalance, options)
+    estimate_target(target, mesh, machine, imbalance, as_json, options)
 
 
 @app.command("plan")
