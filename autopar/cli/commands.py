@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from autopar.compiled import Compiled
 
 app = typer.Typer(
-    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__,
+    no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__,
     context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip
 machine_app = typer.Typer(no_args_is_help=True, help="Show the machines that plans are made for, and measure this one.")

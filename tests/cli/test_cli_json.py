@@ -62,15 +62,15 @@ def test_verify(job: str, more: tuple[str, ...]) -> None:
 
 
 def test_options_that_change_nothing_are_told_beside_it(job: str) -> None:
-    code, out, err = call("verify", job, "--mesh", "tp=2", "--steps", "1", "--zero", "1", "--json")
-    assert code == 0 and json.loads(out)["ok"] and err.startswith("note: --zero has no effect"), err
+    code, out, err = call("verify", job, "--mesh", "dp=2", "--steps", "1", "--chunks", "3", "--json")
+    assert code == 0 and json.loads(out)["ok"] and err.startswith("note: --chunks has no effect"), err
 
 
 def test_every_rank_is_asked_for_json(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[list[str]] = []
     monkeypatch.setattr(verifying, "on_ranks", lambda mesh, arguments, work: started.append(arguments))
     code, out, _ = call("verify", job, "--mesh", "dp=2", "--backend", "gloo", "--json", "--zero", "1")
-    assert (code, out) == (0, "") and started[0][-3:] == ["--json", "--zero", "1"]
+    assert (code, out) == (0, "") and "--json" in started[0] and started[0][-2:] == ["--zero", "1"]
 
 
 def test_a_mismatch(capsys: pytest.CaptureFixture[str]) -> None:

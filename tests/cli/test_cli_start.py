@@ -97,3 +97,13 @@ def test_a_command_line_is_answered_at_once(asked: dict[str, Any]) -> None:
     """CPU seconds, which other processes do not change much: 0.15 to start and 0.02 a line, where torch takes 3."""
     slow = {line: seconds for line, (*_, seconds) in asked["answers"].items() if seconds > 0.5}
     assert slow == {} and asked["all_s"] < 0.3 + 0.1 * len(ANSWERS)
+
+
+@pytest.mark.parametrize(("words", "found"), [("autopar ve", {"verify"}), ("autopar verify x --zer", {"--zero"})])
+def test_a_shell_completes_commands_and_options(words: str, found: set[str]) -> None:
+    asked = {"_AUTOPAR_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    code = "import sys; from autopar.cli.commands import main; sys.argv = ['autopar']; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, **asked}, capture_output=True, text=True, timeout=60
+    )
+    assert set(done.stdout.split()) == found, done.stderr
