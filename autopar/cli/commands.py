@@ -14,6 +14,7 @@ import typer
 
 from autopar.cli.arguments.command_options import CommandOptions, takes_options
 from autopar.cli.arguments.stopped import Stopped
+from autopar.cli.arguments.wanted_plans import Wanted
 from autopar.cli.preflight import check_auto, check_checkpoints, check_run
 from autopar.errors import AutoparError, MachineError, TargetError
 from autopar.ir.options import PLANNED
@@ -229,9 +230,10 @@ def estimate(
     options: CommandOptions,
 ) -> None:
     """Simulate a step of the programs on a machine: its time, what it is made of, and the bytes at the peak."""
+    chosen = named(machine)
     from autopar.cli.estimating import estimate_target
 
-    estimate_target(target, mesh, machine, imbalance, as_json, options)
+    estimate_target(target, mesh, chosen, imbalance, as_json, options)
 
 
 @app.command("plan")
@@ -274,9 +276,10 @@ def plan_(
     options: CommandOptions,
 ) -> None:
     """Find the fastest plan that fits: sizes and order of axes, ZeRO, recomputation, micro-batches, schedule."""
-    from autopar.cli.planning import Wanted, plan_target
-
     wanted = Wanted(gpus, batch, machine, memory, top, fix or (), out_file, html, tokens, check)
+    wanted.check_words()
+    from autopar.cli.planning import plan_target
+
     plan_target(target, wanted, options)
 
 

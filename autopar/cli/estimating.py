@@ -9,25 +9,24 @@ from autopar.cli.compiling import compiled_of
 from autopar.cli.show import show, show_aside, show_json, show_notes
 from autopar.compiled import Compiled
 from autopar.ir.ops.measure import human
-from autopar.machines import Machine, named
+from autopar.machines import Machine
 from autopar.planning.price.step_report import StepTime
 from autopar.report.memory.report import MemoryReport
 
 
 def estimate_target(
-    target: str, mesh: str, machine: str, imbalance: float, as_json: bool, options: CommandOptions
+    target: str, mesh: str, machine: Machine, imbalance: float, as_json: bool, options: CommandOptions
 ) -> None:
     """Show the time and the peak of the TARGET's step on a machine. imbalance: of experts."""
-    chosen = named(machine)
-    compiled = compiled_of(target, mesh, options, chosen, show_aside if as_json else show)
-    found = compiled.time(chosen, imbalance)
-    largest, worst = _peaks(compiled, chosen)
+    compiled = compiled_of(target, mesh, options, machine, show_aside if as_json else show)
+    found = compiled.time(machine, imbalance)
+    largest, worst = _peaks(compiled, machine)
     if as_json:
         show_json({**_fields(found, largest), "worst_bytes": worst, "notes": list(compiled.notes)})
         return
     show(str(found))
     more = "" if worst is None else f"; {human(worst)} if all rows go to the experts of one rank"
-    show(f"  at most {human(largest.peak)} of {human(chosen.device.memory)} a device, on rank {largest.rank}{more}")
+    show(f"  at most {human(largest.peak)} of {human(machine.device.memory)} a device, on rank {largest.rank}{more}")
     show_notes(compiled)
 
 

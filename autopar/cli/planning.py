@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 from rich.progress import Progress
 
 from autopar.cli.arguments.command_options import CommandOptions
+from autopar.cli.arguments.wanted_plans import Wanted
 from autopar.cli.show import out, show, write_text
 from autopar.errors import TargetError
 from autopar.machines import named
@@ -27,37 +27,21 @@ from autopar.report.page.plans_page import plans_page
 from autopar.report.plans import plan_line, planned_text, scales_text
 
 T = TypeVar("T")
-_COUNTS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
-_UNITS = {"": 1, "MB": 1e6, "GB": 1e9, "MiB": 2**20, "GiB": 2**30}
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """What a command line asks of plans, as it is written there."""
-
-    gpus: str
-    batch: str | None
-    machine: str
-    memory: str | None
-    top: int
-    fix: Sequence[str]
-    out_file: Path | None
-    html: Path | None
-    tokens: str | None
-    check: bool
 
 
 def plan_target(target: str, wanted: Wanted, options: CommandOptions) -> None:
     """Find the plans of the TARGET's step, show them, and write what is asked for."""
-    sizes, amount = _sizes(wanted.gpus), _tokens(wanted.tokens)
+    sizes, amount = wanted.sizes, wanted.trained
     rows = [] if wanted.batch is None else read_batches(wanted.batch, sizes[0])
-    _check_one(sizes, rows, wanted.batch)
-    _check_files(sizes, wanted.out_file, wanted.html)
+    if len(sizes) > 1 and len(rows) > 1:
+        raise TargetError(
+            f"--batch {wanted.batch}: it is {len(rows)} batches, and there are {len(sizes)} numbers of devices behind "
+            f"--gpus. Write one of either."
+        )
     fixed = dict(read_fixed(text) for text in wanted.fix)
     job = options.job(target)
-    machine, memory = named(wanted.machine), _bytes(wanted.memory)
-    asked = Asked(sizes[0], rows_of_batch(job.batch), machine, memory, fixed, wanted.top)
-    layers = layers_of(job, machine)
+    asked = Asked(sizes[0], rows_of_batch(job.batch), named(wanted.machine), wanted.bytes, fixed, wanted.top)
+    layers = layers_of(job, asked.machine)
     each = [replace(asked, gpus=size) for size in sizes]
     if len(sizes) == 1:
         each = with_batches(asked, layers, rows, is_range="-" in (wanted.batch or ""))
@@ -93,52 +77,8 @@ def _with_bar(words: str, work: Callable[[Tell], T]) -> T:
         return work(lambda done, all_: bar.update(task, completed=done, total=all_))
 
 
-def _sizes(text: str) -> list[int]:
-    sizes = [int(word) if word.strip().isdecimal() else 0 for word in text.split(",")]
-    if not all(sizes):
-        raise TargetError(f"--gpus {text}: write a number of 1 or more, or several with commas: 8,64,512.")
-    return sizes
-
-
-def _check_one(sizes: Sequence[int], rows: Sequence[int], batch: str | None) -> None:
-    if len(sizes) > 1 and len(rows) > 1:
-        raise TargetError(
-            f"--batch {batch}: it is {len(rows)} batches, and there are {len(sizes)} numbers of devices behind --gpus. "
-            f"Write one of either."
-        )
-
-
-def _tokens(text: str | None) -> float | None:
-    if text is None:
-        return None
-    match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([KMBT]?)", text)
-    if match is None or not float(match[1]) > 0:
-        raise TargetError(f"--tokens {text}: write a number above 0, such as 15T, 300B or 1.5e12.")
-    return float(match[1]) * _COUNTS[match[2]]
-
-
-def _check_files(sizes: Sequence[int], *files: Path | None) -> None:
-    """Refuse files that would not be written, before the search."""
-    for flag, file in zip(("--out", "--html"), files, strict=True):
-        if file is not None and len(sizes) > 1:
-            raise TargetError(
-                f"{flag} {file}: it is of one number of devices, and there are {len(sizes)} behind --gpus."
-            )
-        if file is not None and not file.parent.is_dir():
-            raise TargetError(f"{flag} {file}: there is no folder '{file.parent}'; make it first.")
-
-
 def _write(path: Path, planned: Planned, command: str, fix: Sequence[str]) -> None:
     """Write the best plan, with the command and what is predicted as comments."""
     best = planned.found.best[0].candidate
     notes = (" ".join((command, *(f"--fix {text}" for text in fix))), plan_line(planned))
     write_plan(path, best.mesh, best.options(), notes)
-
-
-def _bytes(text: str | None) -> float | None:
-    if text is None:
-        return None
-    match = re.fullmatch(r"([\d.]+)\s*([A-Za-z]*)", text)
-    if match is None or match[2] not in _UNITS or not float(match[1]) > 0:
-        raise TargetError(f"--memory {text}: write a number of bytes, or one with {', '.join(filter(None, _UNITS))}.")
-    return float(match[1]) * _UNITS[match[2]]

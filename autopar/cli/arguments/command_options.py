@@ -16,6 +16,7 @@ import typer
 
 from autopar.cli.arguments.target import check_target, load_job
 from autopar.errors import TargetError
+from autopar.ir.mesh import AUTO, parse_mesh
 from autopar.ir.options import Flag, StepOptions, check_option, read_stages, short_text
 
 if TYPE_CHECKING:
@@ -150,6 +151,8 @@ def takes_options(*without: str, run: bool = False) -> Callable[[Callable[..., N
                 given["mesh"] = mesh_beside(options.plan, given["mesh"])
             elif given.get("mesh", "") is None and own.parameters["mesh"].default is inspect.Parameter.empty:
                 raise TargetError("write --mesh, e.g. --mesh dp=2,tp=2, or --plan FILE.toml that `autopar plan` wrote.")
+            elif given.get("mesh") not in (None, AUTO) and "-1" not in given["mesh"]:
+                parse_mesh(given["mesh"])
             command(**given, options=options)
 
         del called.__wrapped__  # type: ignore[attr-defined]  # typer would read its signature
