@@ -31,13 +31,7 @@ T = TypeVar("T")
 
 def plan_target(target: str, wanted: Wanted, options: CommandOptions) -> None:
     """Find the plans of the TARGET's step, show them, and write what is asked for."""
-    sizes, amount = wanted.sizes, wanted.trained
-    rows = [] if wanted.batch is None else read_batches(wanted.batch, sizes[0])
-    if len(sizes) > 1 and len(rows) > 1:
-        raise TargetError(
-            f"--batch {wanted.batch}: it is {len(rows)} batches, and there are {len(sizes)} numbers of devices behind "
-            f"--gpus. Write one of either."
-        )
+    sizes, amount, rows = wanted.sizes, wanted.trained, _rows(wanted)
     fixed = dict(read_fixed(text) for text in wanted.fix)
     job = options.job(target)
     asked = Asked(sizes[0], rows_of_batch(job.batch), named(wanted.machine), wanted.bytes, fixed, wanted.top)
@@ -62,6 +56,18 @@ def plan_target(target: str, wanted: Wanted, options: CommandOptions) -> None:
         command = f"autopar plan {target} --gpus {wanted.gpus} --batch {each[0].batch} --machine {wanted.machine}"
         _write(wanted.out_file, found, command, wanted.fix)
         show(f"{wanted.out_file}: autopar run {target} --plan {wanted.out_file}")
+
+
+def _rows(wanted: Wanted) -> Sequence[int]:
+    """The batches that are asked for. Raises TargetError for several of them and several numbers of devices."""
+    sizes, batch = wanted.sizes, wanted.batch
+    rows = [] if batch is None else read_batches(batch, sizes[0])
+    if len(sizes) > 1 and len(rows) > 1:
+        raise TargetError(
+            f"--batch {batch}: it is {len(rows)} batches, and there are {len(sizes)} numbers of devices behind --gpus. "
+            f"Write one of either."
+        )
+    return rows
 
 
 def _found(layers: Layers, asked: Asked, is_checked: bool) -> Planned:
