@@ -23,10 +23,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast, get_args
 from autopar.errors import AutoparError, BatchError, CompileError, LayoutError, PlanError, ScheduleError, one_of
 
 if TYPE_CHECKING:
-    import torch
+    from torch import dtype as Dtype
 
     from autopar.ir.layout import Layout
     from autopar.ir.schedule import Action, Costs
+else:  # names in annotations, for what reads them when it runs (`typing.get_type_hints`)
+    Dtype = Layout = Action = Costs = Any
 
 RECOMPUTE = ("none", "selective", "full")
 PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # our names of dtypes, and torch's
@@ -56,7 +58,7 @@ def read_dtype(text: Any) -> Any:
     return text if name is None else getattr(torch, name)
 
 
-def _float32() -> torch.dtype:
+def _float32() -> Dtype:
     import torch
 
     return torch.float32
@@ -287,7 +289,7 @@ class StepOptions:
         Valid(lambda value: value in PRECISIONS, f"{one_of(PRECISIONS)}, or None to compute as the model is"),
         Flag(str, "bf16|fp16|fp32"),
     )
-    reduce_dtype: torch.dtype = option(
+    reduce_dtype: Dtype = option(
         _float32,
         Valid(lambda value: value in map(read_dtype, PRECISIONS), "torch.float32, torch.bfloat16 or torch.float16"),
         Flag(str, "fp32|bf16|fp16", read_dtype),
@@ -336,12 +338,12 @@ class StepOptions:
         return [f"{name}={value}" for name, value in named.items()]
 
     @property
-    def low_dtype(self) -> torch.dtype | None:
+    def low_dtype(self) -> Dtype | None:
         """The short float in which products are computed; None if they are as in the model."""
         return read_dtype(self.precision) if self.precision in ("bf16", "fp16") else None
 
     @property
-    def sums_dtype(self) -> torch.dtype | None:
+    def sums_dtype(self) -> Dtype | None:
         """The shortest dtype in which gradients may be summed; None if they are as they come."""
         return None if self.low_dtype is None and self.reduce_dtype == _float32() else self.reduce_dtype
 
@@ -374,7 +376,7 @@ class StepKeywords(TypedDict, total=False):
     reshard_after_forward: bool
     recompute: Recompute
     precision: str | None
-    reduce_dtype: torch.dtype
+    reduce_dtype: Dtype
     bucket_bytes: int | None
     attention: str
     experts: str | None
