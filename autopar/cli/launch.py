@@ -20,23 +20,9 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from autopar import errors
 from autopar.checkpoint.checkpointer import SIGNALS
+from autopar.cli.arguments.stopped import Stopped
 from autopar.ir.mesh import Mesh
 from autopar.settings import Settings
-
-
-class Stopped(errors.AutoparError):
-    """The user stopped the run by a signal, as Ctrl-C does."""
-
-    def __init__(self, ranks: int, by: signal.Signals) -> None:
-        super().__init__(f"stopped by {by.name}; all {ranks} ranks were ended.")
-        self.by = by
-
-    def end(self) -> None:
-        """End this process by the same signal: shells want to know, and torch's own end takes five seconds."""
-        sys.stdout.flush()
-        sys.stderr.flush()
-        signal.signal(self.by, signal.SIG_DFL)
-        os.kill(os.getpid(), self.by)
 
 
 def launch(arguments: Sequence[str], mesh: Mesh, restarts: int = 0) -> str | None:

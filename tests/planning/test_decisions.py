@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from autopar.errors import AutoparError, MeshError, PlanError
+from autopar.ir.options import PLANNED
 from autopar.planning.space.candidates import Model, Space
-from autopar.planning.space.decisions import PLANNED, read_plan, write_plan
+from autopar.planning.space.decisions import read_plan, write_plan
 
 WRONG = {
     'mesh = "dp=2"\nzeor = 1': "plan 'FILE': nobody knows 'zeor'. The nearest key is 'zero'.",

@@ -21,8 +21,8 @@ from autopar.compiler.models import check_model
 from autopar.compiler.precision_check import check_device
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import StepKeywords, StepOptions
-from autopar.ir.plan import DEVICES, Fixed
-from autopar.machines import named
+from autopar.ir.plan import Fixed
+from autopar.machines import DEVICES, named
 from autopar.parallel.agree.agreement import Agreement, Announcer, Phase, Watched
 from autopar.parallel.batches.local_batch import BatchWorld
 from autopar.parallel.session.auto_options import AUTO, check_open, check_own, machine_for
