@@ -38,6 +38,7 @@ class Options(StepKeywords, total=False):
     on_nonfinite: OnNonFinite | None
     weights: str | Path | None
     machine: str | None
+    timeout: float | None
 
 
 @overload
@@ -59,6 +60,7 @@ def parallelize(
     on_nonfinite: OnNonFinite | None = None,
     weights: str | Path | None = None,
     machine: str | None = None,
+    timeout: float | None = None,
     **step: Unpack[StepKeywords],
 ) -> Any:
     """Make a module train on every rank of a mesh, with the numbers of one device. Call it on every rank.
@@ -85,6 +87,8 @@ def parallelize(
       meta device: each rank reads its parts. None for the modules' own `reset_parameters()`.
     machine: what mesh="auto" plans for: a name that `autopar machine show` knows, or the path of a file. None for the
       built-in one that fits this rank's device.
+    timeout: seconds that a rank waits for the others in a step before it raises RankError (docs/ranks.md); None for as
+      long as torch's backend does, which is 10 to 30 minutes.
 
     And of the step: every field of `autopar.StepOptions` by its name, e.g. `zero=3, recompute="selective"`.
 
@@ -94,7 +98,7 @@ def parallelize(
     asked = functools.partial(
         Requested, step=step, loss_fn=loss_fn, batch=batch, seed=seed, device=device,
         cuda_graphs=cuda_graphs, check_replicas=check_replicas, on_nonfinite=on_nonfinite, weights=weights,
-        machine=machine,
+        machine=machine, timeout=timeout,
     )  # fmt: skip
     if isinstance(model, nn.Module):
         if mesh is None:

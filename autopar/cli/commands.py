@@ -79,7 +79,7 @@ def run(
 
 
 @app.command("compile")
-@takes_options("cuda_graphs", "check_replicas", "on_nonfinite")
+@takes_options("cuda_graphs", "check_replicas", "on_nonfinite", "timeout")
 def compile_(
     target: Target,
     mesh: MeshOption,
@@ -101,7 +101,7 @@ def compile_(
 
 
 @app.command()
-@takes_options("cuda_graphs", "check_replicas", "on_nonfinite")
+@takes_options("cuda_graphs", "check_replicas", "on_nonfinite", "timeout")
 def inspect(
     target: Annotated[str, typer.Argument(metavar="TARGET|DIR", help="a TARGET, or what `autopar compile` wrote")],
     mesh: Annotated[str | None, typer.Option(help="needed with a TARGET")] = None,

@@ -14,7 +14,7 @@ from autopar.ir.plan import DEVICES
 from autopar.machines import named
 
 
-@takes_options("cuda_graphs", "check_replicas", "on_nonfinite")
+@takes_options("cuda_graphs", "check_replicas", "on_nonfinite", "timeout")
 def estimate(
     target: Annotated[str, typer.Argument(metavar="TARGET", help="file.py:function or package.module:function")],
     mesh: Annotated[str, typer.Option("--mesh", help="axis=size pairs, e.g. dp=2,tp=2")],

@@ -17,7 +17,7 @@ Target = Annotated[str, typer.Argument(metavar="TARGET", help="file.py:function 
 MeshOption = Annotated[str, typer.Option("--mesh", help="axis=size pairs, e.g. dp=2,tp=2; one size may be -1")]
 
 
-@takes_options("cuda_graphs", "check_replicas", "on_nonfinite")
+@takes_options("cuda_graphs", "check_replicas", "on_nonfinite", "timeout")
 def explain(
     target: Target,
     mesh: MeshOption,

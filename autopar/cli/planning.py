@@ -33,7 +33,7 @@ _COUNTS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 _UNITS = {"": 1, "MB": 1e6, "GB": 1e9, "MiB": 2**20, "GiB": 2**30}
 
 
-@takes_options("cuda_graphs", "check_replicas", "on_nonfinite", "stages", *PLANNED)
+@takes_options("cuda_graphs", "check_replicas", "on_nonfinite", "timeout", "stages", *PLANNED)
 def plan_(
     target: Annotated[str, typer.Argument(metavar="TARGET", help="file.py:function or package.module:function")],
     gpus: Annotated[str, typer.Option(metavar="N|N,N,...", help="devices; of several, how the best plans scale")],

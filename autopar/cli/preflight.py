@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.cli.arguments.command_options import RUN, CommandOptions
+from autopar.compiler.check_options import check_timeout
 from autopar.compiler.meshes import AUTO
 from autopar.errors import TargetError
 from autopar.ir.mesh import GRADIENT_AXES, PIPELINE, Mesh
@@ -65,6 +66,7 @@ def check_options(options: CommandOptions) -> None:
     """Check what every command is asked for, and the folder of AUTOPAR_DUMP. Raises TargetError."""
     if not SEEDS[0] <= options.seed <= SEEDS[1]:
         raise TargetError(f"--seed {options.seed}: write a number from -2**63 to 2**64 - 1.")
+    check_timeout(options.timeout)
     directory = Settings.read().dump
     if directory is not None:
         _check_folder("AUTOPAR_DUMP", directory)

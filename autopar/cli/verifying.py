@@ -18,7 +18,7 @@ from autopar.verification.verify import verify as verify_job
 from autopar.verification.verify_ranks import verify_on_ranks
 
 
-@takes_options("check_replicas", "on_nonfinite")
+@takes_options("check_replicas", "on_nonfinite", "timeout")
 def verify(
     target: Target,
     mesh: MeshOption,
