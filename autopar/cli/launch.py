@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -15,21 +17,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from autopar import errors
+from autopar.capture.refusals.location import is_user_file
 from autopar.checkpoint.checkpointer import SIGNALS
 from autopar.ir.mesh import Mesh
 from autopar.runtime.ranks.lost import IN_VAIN, LOST
 from autopar.settings import Settings
 
 LINGER_S = 2  # a rank that waited in vain stays for so long: the others may be about to say where they wait
-GRACE_S = 4  # from then on to the end by force of the ranks that are still there
+ASK_S, GRACE_S = 1, 4  # after its words, others that said nothing are asked where they stand, and are ended by force
 PERIOD_S = 0.25
-PID = "pid"  # the file with the number of a rank's process
+ASKS = signal.SIGUSR2
+ERROR, PID, STACK = "error.json", "pid", "stack"  # files of a rank
 
 
 class Stopped(errors.AutoparError):
@@ -82,7 +87,7 @@ def _launch(arguments: Sequence[str], mesh: Mesh, restarts: int, folder: Path) -
         asked = {each.exitcode - 128 for each in error.failures.values()}
         if len(asked) == 1 and asked <= set(SIGNALS):  # ranks that saved and left, as somebody told them
             raise Stopped(mesh.size, signal.Signals(asked.pop())) from None
-        return _first_failure({**error.failures, **_reported(folder)}, mesh)
+        return _first_failure({**error.failures, **_reported(folder)}, mesh, _stacks(folder))
     except SignalException as error:
         raise Stopped(mesh.size, error.sigval) from None
     return None
@@ -107,25 +112,31 @@ def report(error: Exception) -> None:
         time.sleep(LINGER_S)
 
 
-def leave_pid() -> None:
-    """In a worker: leave the number of its process for the launcher, which ends by force what does not end."""
+def stand_ready() -> None:
+    """In a worker: leave the number of its process for the launcher, which asks one that hangs where it stands, and
+    ends by force what does not end."""
     file = Settings.read().error_file
     if file is not None:
+        faulthandler.register(ASKS, file.with_name(STACK).open("w"), all_threads=False)
         file.with_name(PID).write_text(str(os.getpid()))
 
 
 @contextmanager
 def _ending_hung(folder: Path) -> Iterator[None]:
-    """Meanwhile kill ranks that do not end when others waited for them in vain: torchrun asks a process to end, and one
-    that is stopped or hangs does not; it would be half a minute until it is killed."""
+    """Meanwhile look for ranks that others waited for in vain: ask where they stand, and kill them in the end. torchrun
+    asks a process to end, and kills one that is stopped or hangs half a minute later."""
     done = threading.Event()
 
     def watch() -> None:
         while not done.wait(PERIOD_S):
-            files = list(_last_attempt(folder).rglob("error.json"))
-            if any(time.time() - file.stat().st_mtime > GRACE_S and IN_VAIN in file.read_text() for file in files):
-                for pid in _last_attempt(folder).rglob(PID):
-                    _kill_own(int(pid.read_text() or 0))
+            last = _last_attempt(folder)
+            said = [file for file in last.rglob(ERROR) if IN_VAIN in file.read_text()]
+            since = max((time.time() - file.stat().st_mtime for file in said), default=0.0)
+            for file in last.rglob(PID) if since > ASK_S else ():
+                if since > GRACE_S:
+                    _signal_own(file, signal.SIGKILL)
+                elif not file.with_name(ERROR).exists() and not file.with_name(STACK).read_text():
+                    _signal_own(file, ASKS)
 
     watcher = threading.Thread(target=watch, name="autopar-hung", daemon=True)
     watcher.start()
@@ -136,11 +147,12 @@ def _ending_hung(folder: Path) -> Iterator[None]:
         watcher.join()
 
 
-def _kill_own(pid: int) -> None:
-    """Kill a process that is a child of this one and has not ended; its number may be another's by now."""
-    with suppress(OSError):
+def _signal_own(file: Path, wanted: signal.Signals) -> None:
+    """Send a signal to a process that is a child of this one and has not ended; its number may be another's by now."""
+    with suppress(OSError, ValueError):
+        pid = int(file.read_text())
         if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, wanted)
 
 
 def _last_attempt(folder: Path) -> Path:
@@ -155,12 +167,19 @@ def _reported(folder: Path) -> dict[int, ProcessFailure]:
     torchrun lists only the ranks that had ended when it looked. One that raised and is still closing its connections
     is not among them, though those that lost it may be.
     """
-    files = {int(file.parent.name): file for file in _last_attempt(folder).rglob("error.json")}
+    files = {int(file.parent.name): file for file in _last_attempt(folder).rglob(ERROR)}
     return {rank: ProcessFailure(rank, pid=0, exitcode=1, error_file=str(file)) for rank, file in files.items()}
 
 
-def _first_failure(failures: Mapping[int, ProcessFailure], mesh: Mesh) -> str:
-    """The root cause: what a rank said of itself first, before those that lost their peers because of it."""
+def _stacks(folder: Path) -> dict[int, str]:
+    return {int(file.parent.name): file.read_text() for file in _last_attempt(folder).rglob(STACK)}
+
+
+def _first_failure(
+    failures: Mapping[int, ProcessFailure], mesh: Mesh, stacks: Mapping[int, str] = MappingProxyType({})
+) -> str:
+    """The root cause: what a rank said of itself first, before those that lost their peers because of it.
+    stacks: what ranks that were asked where they stand had to say."""
     waited = {rank: text for rank, each in failures.items() if LOST in (text := _said(each))}
     is_hang = any(IN_VAIN in text for text in waited.values())
     ended = {"SIGTERM", "SIGKILL"} if is_hang else {"SIGTERM"}  # by the launcher
@@ -171,7 +190,7 @@ def _first_failure(failures: Mapping[int, ProcessFailure], mesh: Mesh) -> str:
     rank = min(failures, key=lambda rank: (is_consequence(rank), failures[rank].timestamp))
     failure = failures[rank]
     if is_hang and is_consequence(rank):
-        return _hung(waited, mesh)
+        return _hung(waited, stacks, mesh)
     name = _name(rank, mesh)
     if failure.exitcode < 0:
         return f"{name} died: killed by {failure.signal_name()}. The other ranks were ended."
@@ -181,14 +200,21 @@ def _first_failure(failures: Mapping[int, ProcessFailure], mesh: Mesh) -> str:
     return f"{name} failed: {text}"
 
 
-def _hung(waited: Mapping[int, str], mesh: Mesh) -> str:
-    """Name the ranks that said nothing while others waited in vain, and where these stood."""
-    silent = ", ".join(_name(rank, mesh) for rank in range(mesh.size) if rank not in waited)
+def _hung(waited: Mapping[int, str], stacks: Mapping[int, str], mesh: Mesh) -> str:
+    """Name the ranks that said nothing while others waited in vain, and where all of them stood."""
+    silent = [rank for rank in range(mesh.size) if rank not in waited]
+    hung = "; ".join(f"{_name(rank, mesh)} hung{_place(stacks.get(rank, ''))}" for rank in silent)
     lines = [waited[rank].partition("\n")[0] for rank in sorted(waited)]
     stood = "; ".join(line.replace(f" {LOST}", "", 1).rstrip(".") for line in lines)
-    if not silent:
-        return f"ranks waited for each other in vain until the timeout: {stood}. All ranks were ended."
-    return f"{silent} hung: the other ranks waited for it in vain until the timeout, {stood}. All ranks were ended."
+    who = f"{hung}. The other ranks waited" if silent else "ranks waited for each other"
+    return f"{who} in vain until the timeout: {stood}. All ranks were ended."
+
+
+def _place(stack: str) -> str:
+    """Where a stack that `faulthandler` wrote stands, in the innermost code of the user's."""
+    frames = re.findall(r'File "(.*)", line (\d+) in (.*)', stack)
+    frame = next((frame for frame in frames if is_user_file(frame[0])), frames[0] if frames else None)
+    return f" in {frame[2]}() at {os.path.basename(frame[0])}:{frame[1]}" if frame else ""
 
 
 def _name(rank: int, mesh: Mesh) -> str:
