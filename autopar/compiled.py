@@ -8,8 +8,8 @@ from autopar.compiler.lowered import STEP, Lowered
 from autopar.custom_ops.registry import CUSTOM_OPS
 from autopar.errors import ArtifactError
 from autopar.ir.options import StepOptions
-from autopar.ir.plan import DEVICES, Plan
-from autopar.machines import Machine, named
+from autopar.ir.plan import Plan
+from autopar.machines import DEVICES, Machine, named
 from autopar.planning import StepTime, step_time
 from autopar.report.artifact.artifact import Artifact, load_programs, save_programs
 from autopar.report.explanation import Explanation, explain

@@ -62,6 +62,10 @@ class RankError(AutoparError):
     """Ranks that disagree, or a rank that was lost."""
 
 
+class NotYetError(AutoparError, AttributeError):
+    """What a model will have once a step was taken, asked for before; `hasattr` is False then."""
+
+
 class NonFiniteError(AutoparError):
     """A loss or gradients that are infinite or NaN, where a step is to stop then."""
 

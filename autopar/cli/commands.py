@@ -1,43 +1,45 @@
 """The command line: autopar run, compile, inspect, explain, verify, estimate, plan, machine."""
 
+# What may be said is declared here, and read before torch is imported, which takes seconds: `--help` and slips of the
+# pen do not wait for it. So each command imports what it does where it does it.
+
 from __future__ import annotations
 
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 
 from autopar.cli.arguments.command_options import CommandOptions, takes_options
-from autopar.cli.compiling import compiled_of, job_of
-from autopar.cli.estimating import estimate
-from autopar.cli.explaining import MeshOption, Target, explain
-from autopar.cli.launch import Stopped
-from autopar.cli.machine import app as machine_app
-from autopar.cli.planning import plan_
+from autopar.cli.arguments.stopped import Stopped
+from autopar.cli.arguments.wanted_plans import Wanted
 from autopar.cli.preflight import check_auto, check_checkpoints, check_run
-from autopar.cli.ranks import on_ranks, running_mesh
-from autopar.cli.show import draw_timeline, out, show, show_memory, show_notes, show_pass, show_rank, write_page
-from autopar.cli.training import train
-from autopar.cli.verifying import verify
-from autopar.compiled import load
-from autopar.errors import AutoparError, TargetError
-from autopar.ir.ops.measure import human
+from autopar.errors import AutoparError, MachineError, TargetError
+from autopar.ir.options import PLANNED
+from autopar.machines import DEVICES, built_in, check_writable, machine_text, named, notes_of, path_of
+
+if TYPE_CHECKING:
+    from autopar.compiled import Compiled
 
 app = typer.Typer(
-    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__,
+    no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__,
     context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip
+machine_app = typer.Typer(no_args_is_help=True, help="Show the machines that plans are made for, and measure this one.")
 app.add_typer(machine_app, name="machine")
 
+Target = Annotated[str, typer.Argument(metavar="TARGET", help="file.py:function or package.module:function")]
+MeshOption = Annotated[str, typer.Option("--mesh", help="axis=size pairs, e.g. dp=2,tp=2; one size may be -1")]
 RunMesh = Annotated[str, typer.Option("--mesh", help="axis=size pairs, e.g. dp=2,tp=2; one size may be -1; or auto")]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON, with notes on stderr")]
+SECONDS = 10.0, 3600.0  # that a measurement may take
 
 
 def _version(asked: bool) -> None:
     if asked:
-        show(f"autopar {version('autopar')}, torch {torch.__version__}")
+        typer.echo(f"autopar {version('autopar')}, torch {version('torch')}")
         raise typer.Exit
 
 
@@ -68,6 +70,10 @@ def run(
     check_run(options, steps, log, trace)
     check_checkpoints(options)
     check_auto(options.flags(), machine, mesh)
+    from autopar.cli.compiling import job_of
+    from autopar.cli.ranks import on_ranks, running_mesh
+    from autopar.cli.training import train
+
     arguments = ["run", target, "--mesh", mesh, "--steps", str(steps), *options.arguments()]
     more = {"--log": log, "--trace": trace, "--machine": machine}
     arguments += [word for flag, value in more.items() if value is not None for word in (flag, str(value))]
@@ -88,16 +94,11 @@ def compile_(
     options: CommandOptions,
 ) -> None:
     """Write the programs of the distinct ranks as readable Python and JSON."""
+    from autopar.cli.compiling import compiled_of, show_saved
+
     compiled = compiled_of(target, mesh, options)
     compiled.save(out_dir)
-    programs, times = len(compiled.alike), sum(row.times for row in compiled.collectives)
-    moved = sum(row.bytes * row.times for row in compiled.collectives)
-    out.print(
-        f"{out_dir}: {programs} distinct program{'s' * (programs > 1)} for {compiled.mesh.size} ranks "
-        f"(mesh {compiled.mesh}), "
-        f"{len(compiled.program.graph.nodes)} nodes, {times} collectives of {human(moved)} a step."
-    )
-    show_notes(compiled)
+    show_saved(compiled, out_dir)
 
 
 @app.command()
@@ -127,35 +128,188 @@ def inspect(
         raise TargetError("--pass and --diff: write one of them.")
     if device is not None and not (memory or formula):
         raise TargetError(f"--device {device}: it is of --memory and --formula; add one of them.")
+    compiled = _compiled(target, mesh, options)
+    from autopar.cli.show import draw_timeline, show_memory, show_pass, show_rank, write_page
+
+    if html is not None:
+        write_page(compiled, html, target)
+    elif timeline or timeline_file is not None or over is not None:
+        draw_timeline(compiled, timeline or timeline_file is None, timeline_file, over, target)
+    elif pass_ is not None or diff is not None:
+        show_pass(compiled, pass_, diff)
+    elif not 0 <= rank < compiled.mesh.size:
+        raise TargetError(f"--rank {rank}: mesh '{compiled.mesh}' has ranks 0 to {compiled.mesh.size - 1}.")
+    elif memory or formula:
+        show_memory(compiled, target, options, rank, device, formula)
+    else:
+        show_rank(compiled, rank, graph, full)
+
+
+def _compiled(target: str, mesh: str | None, options: CommandOptions) -> Compiled:
+    """The step of a TARGET on a mesh, or of the folder that `autopar compile` wrote. Raises TargetError."""
     if Path(target).is_dir():
         if mesh is not None or options != CommandOptions(seed=options.seed):
             raise TargetError(f"'{target}' is compiled already: it takes no --mesh and no options of a step.")
-        compiled = load(target)
-    elif mesh is None:
+        from autopar.compiled import load
+
+        return load(target)
+    if mesh is None:
         raise TargetError(f"inspect '{target}': a TARGET needs --mesh, e.g. --mesh dp=2,tp=2.")
-    else:
-        compiled = compiled_of(target, mesh, options)
-    if html is not None:
-        write_page(compiled, html, target)
-        return
-    if timeline or timeline_file is not None or over is not None:
-        draw_timeline(compiled, timeline or timeline_file is None, timeline_file, over, target)
-        return
-    if pass_ is not None or diff is not None:
-        show_pass(compiled, pass_, diff)
-        return
-    if not 0 <= rank < compiled.mesh.size:
-        raise TargetError(f"--rank {rank}: mesh '{compiled.mesh}' has ranks 0 to {compiled.mesh.size - 1}.")
-    if memory or formula:
-        show_memory(compiled, target, options, rank, device, formula)
-        return
-    show_rank(compiled, rank, graph, full)
+    from autopar.cli.compiling import compiled_of
+
+    return compiled_of(target, mesh, options)
 
 
-app.command()(verify)
-app.command()(explain)
-app.command()(estimate)
-app.command("plan")(plan_)
+@app.command()
+@takes_options("check_replicas", "on_nonfinite", "timeout")
+def verify(
+    target: Target,
+    mesh: MeshOption,
+    steps: Annotated[int, typer.Option(help="optimizer steps to compare")] = 2,
+    backend: Annotated[str, typer.Option(help="virtual (one process) or gloo (local processes)")] = "virtual",
+    ddp: Annotated[bool, typer.Option("--ddp", help='compare batch="ddp" with DistributedDataParallel')] = False,
+    as_json: AsJson = False,
+    *,
+    options: CommandOptions,
+) -> None:
+    """Compare loss, every gradient and every updated weight with one device, in float64. Exit code 1 on a mismatch."""
+    check_run(options, steps)
+    if backend not in ("virtual", "gloo"):
+        raise TargetError(f"--backend {backend}: write virtual or gloo.")
+    if options.cuda_graphs and backend == "virtual":
+        raise TargetError("--cuda-graphs: a dry run of what each process would record; add --backend gloo.")
+    from autopar.cli.verifying import verify_target
+
+    verify_target(target, mesh, steps, backend, ddp, as_json, options)
+
+
+@app.command()
+@takes_options("cuda_graphs", "check_replicas", "on_nonfinite", "timeout")
+def explain(
+    target: Target,
+    mesh: MeshOption,
+    value: Annotated[
+        str | None, typer.Argument(metavar="VALUE", help="a parameter, a module path, or a node such as %add")
+    ] = None,
+    instead: Annotated[
+        list[str] | None, typer.Option(metavar="tp=4", help="what would change in time and memory; may be repeated")
+    ] = None,
+    machine: Annotated[str, typer.Option(metavar="NAME|FILE", help="of --instead")] = DEVICES,
+    batch: Annotated[int | None, typer.Option(metavar="ROWS", help="of --instead; else the job's batch", min=1)] = None,
+    *,
+    options: CommandOptions,
+) -> None:
+    """Show what decided the layout of a value on each axis, what else it could have been, and what it moves. Or what
+    another plan would change."""
+    if (value is None) == (instead is None):
+        raise TargetError("explain: write a VALUE, or --instead with what another plan decides: --instead tp=4.")
+    from autopar.cli.compiling import compiled_of
+    from autopar.cli.instead import compared
+    from autopar.cli.show import show, show_notes
+
+    if instead is not None:
+        show(compared(target, mesh, options, instead, machine, batch))
+        return
+    assert value is not None
+    compiled = compiled_of(target, mesh, options)
+    show(str(compiled.explain(value)))
+    show_notes(compiled)
+
+
+@app.command()
+@takes_options("cuda_graphs", "check_replicas", "on_nonfinite", "timeout")
+def estimate(
+    target: Target,
+    mesh: Annotated[str, typer.Option("--mesh", help="axis=size pairs, e.g. dp=2,tp=2")],
+    machine: Annotated[str, typer.Option(metavar="NAME|FILE", help="see `autopar machine show`")] = DEVICES,
+    imbalance: Annotated[
+        float, typer.Option(help="of experts: the rows of the busiest rank over the mean, as model.last says", min=1.0)
+    ] = 1.0,
+    as_json: AsJson = False,
+    *,
+    options: CommandOptions,
+) -> None:
+    """Simulate a step of the programs on a machine: its time, what it is made of, and the bytes at the peak."""
+    chosen = named(machine)
+    from autopar.cli.estimating import estimate_target
+
+    estimate_target(target, mesh, chosen, imbalance, as_json, options)
+
+
+@app.command("plan")
+@takes_options("cuda_graphs", "check_replicas", "on_nonfinite", "timeout", "stages", *PLANNED)
+def plan_(
+    target: Target,
+    gpus: Annotated[str, typer.Option(metavar="N|N,N,...", help="devices; of several, how the best plans scale")],
+    batch: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|N,N,...|N-N", help="rows of a step, on all devices together; by default the job's batch"
+        ),
+    ] = None,
+    machine: Annotated[str, typer.Option(metavar="NAME|FILE", help="see `autopar machine show`")] = DEVICES,
+    memory: Annotated[str | None, typer.Option(metavar="70GiB", help="what a rank may hold")] = None,
+    top: Annotated[int, typer.Option(help="plans to show", min=1)] = 10,
+    fix: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="tp=8",
+            help="what is decided: an axis, an option as zero=3, or order=pp,dp,tp; may be repeated. What there is not "
+            "is answered by all that there is",
+        ),
+    ] = None,
+    out_file: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE.toml", help="write the best plan, for --plan of other commands"),
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="write a page: time against memory, and each plan's timeline")
+    ] = None,
+    tokens: Annotated[
+        str | None, typer.Option(metavar="15T", help="of a training: the days and device hours that it takes")
+    ] = None,
+    check: Annotated[
+        bool,
+        typer.Option("--check/--no-check", help="compile the best plans, and show what their programs take"),
+    ] = True,
+    *,
+    options: CommandOptions,
+) -> None:
+    """Find the fastest plan that fits: sizes and order of axes, ZeRO, recomputation, micro-batches, schedule."""
+    wanted = Wanted(gpus, batch, machine, memory, top, fix or (), out_file, html, tokens, check)
+    wanted.check_words()
+    from autopar.cli.planning import plan_target
+
+    plan_target(target, wanted, options)
+
+
+@machine_app.command("show")
+def show_(
+    name: Annotated[str | None, typer.Argument(metavar="NAME|FILE", help="all names, if left out")] = None,
+) -> None:
+    """Print what a machine file says, with units: peaks, bandwidths, latencies, and what is reached of them."""
+    if name is None:
+        for each in built_in():
+            typer.echo(f"{each:10} {notes_of(path_of(each))[0]}")
+        return
+    typer.echo(machine_text(named(name), notes_of(path_of(name))).rstrip())
+
+
+@machine_app.command()
+def measure(
+    out_file: Annotated[Path, typer.Option("--out", metavar="FILE.toml", help="the machine that was measured")],
+    ranks: Annotated[int | None, typer.Option(metavar="N", help="processes; one a GPU, or a core up to 8")] = None,
+    device: Annotated[str | None, typer.Option(metavar="cuda|cpu", help="by default what there is")] = None,
+    seconds: Annotated[float, typer.Option(help="of all; more of them measure more often")] = 60.0,
+    until: Annotated[float | None, typer.Option(hidden=True, help="what the launcher tells its ranks")] = None,
+) -> None:
+    """Measure this machine: products, memory and launches of a device, collectives and messages between its ranks."""
+    check_writable(out_file)
+    if not SECONDS[0] <= seconds <= SECONDS[1]:
+        raise MachineError(f"--seconds {seconds:g}: write {SECONDS[0]:g} to {SECONDS[1]:g}.")
+    from autopar.cli.machine import measure_machine
+
+    measure_machine(out_file, ranks, device, seconds, until)
 
 
 def main() -> None:

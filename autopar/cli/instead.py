@@ -12,10 +12,10 @@ from autopar.compiler.compile import batch_arguments, capture_step, lower
 from autopar.compiler.meshes import AXES, mesh_of
 from autopar.errors import TargetError, divisors, one_of
 from autopar.ir.mesh import GRADIENT_AXES, PIPELINE, SHARDED, Mesh
+from autopar.ir.options import PLANNED
 from autopar.machines import named
 from autopar.planning.space.batches import resized_call
 from autopar.planning.space.candidates import RESHARD
-from autopar.planning.space.decisions import PLANNED
 from autopar.report.compare_plans import instead_text
 
 REST = "dp"  # takes the ranks that the other axes leave

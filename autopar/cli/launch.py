@@ -26,6 +26,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from autopar import errors
 from autopar.capture.refusals.location import is_user_file
 from autopar.checkpoint.checkpointer import SIGNALS
+from autopar.cli.arguments.stopped import Stopped
 from autopar.ir.mesh import Mesh
 from autopar.runtime.ranks.lost import IN_VAIN, LOST
 from autopar.settings import Settings
@@ -35,21 +36,6 @@ ASK_S, GRACE_S = 1, 4  # after its words, others that said nothing are asked whe
 PERIOD_S = 0.25
 ASKS = signal.SIGUSR2
 ERROR, PID, STACK = "error.json", "pid", "stack"  # files of a rank
-
-
-class Stopped(errors.AutoparError):
-    """The user stopped the run by a signal, as Ctrl-C does."""
-
-    def __init__(self, ranks: int, by: signal.Signals) -> None:
-        super().__init__(f"stopped by {by.name}; all {ranks} ranks were ended.")
-        self.by = by
-
-    def end(self) -> None:
-        """End this process by the same signal: shells want to know, and torch's own end takes five seconds."""
-        sys.stdout.flush()
-        sys.stderr.flush()
-        signal.signal(self.by, signal.SIG_DFL)
-        os.kill(os.getpid(), self.by)
 
 
 def launch(arguments: Sequence[str], mesh: Mesh, restarts: int = 0) -> str | None:

@@ -1,4 +1,4 @@
-"""The command line: autopar machine show, measure."""
+"""`autopar machine measure`: the machine that this is."""
 
 from __future__ import annotations
 
@@ -7,54 +7,27 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
-from typing import Annotated
 
 import torch
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from autopar.cli.measuring import measure_here, ranks_asked
 from autopar.cli.ranks import on_ranks
 from autopar.cli.show import out, show
-from autopar.errors import MachineError
 from autopar.ir.ops.measure import human
-from autopar.machines import built_in, check_writable, machine_text, named, notes_of, path_of, write_machine
+from autopar.machines import write_machine
 from autopar.machines.fit import Fit, fits
 from autopar.machines.measurement_plan import MeasuredMachine
 from autopar.machines.samples import PRODUCT, SHARED, STREAM, UPDATE, Item
 from autopar.machines.workload import KINDS
 from autopar.settings import Settings
 
-app = typer.Typer(no_args_is_help=True, help="Show the machines that plans are made for, and measure this one.")
-SECONDS = 10.0, 3600.0
 AFTER_S, LEAST_S = 10.0, 5.0  # to start, to fit and to end; to measure, however long the ranks took to start
 
 
-@app.command("show")
-def show_machine(
-    name: Annotated[str | None, typer.Argument(metavar="NAME|FILE", help="all names, if left out")] = None,
-) -> None:
-    """Print what a machine file says, with units: peaks, bandwidths, latencies, and what is reached of them."""
-    if name is None:
-        for each in built_in():
-            show(f"{each:10} {notes_of(path_of(each))[0]}")
-        return
-    show(machine_text(named(name), notes_of(path_of(name))).rstrip())
-
-
-@app.command()
-def measure(
-    out_file: Annotated[Path, typer.Option("--out", metavar="FILE.toml", help="the machine that was measured")],
-    ranks: Annotated[int | None, typer.Option(metavar="N", help="processes; one a GPU, or a core up to 8")] = None,
-    device: Annotated[str | None, typer.Option(metavar="cuda|cpu", help="by default what there is")] = None,
-    seconds: Annotated[float, typer.Option(help="of all; more of them measure more often")] = 60.0,
-    until: Annotated[float | None, typer.Option(hidden=True, help="what the launcher tells its ranks")] = None,
-) -> None:
-    """Measure this machine: products, memory and launches of a device, collectives and messages between its ranks."""
-    check_writable(out_file)
-    if not SECONDS[0] <= seconds <= SECONDS[1]:
-        raise MachineError(f"--seconds {seconds:g}: write {SECONDS[0]:g} to {SECONDS[1]:g}.")
+def measure_machine(out_file: Path, ranks: int | None, device: str | None, seconds: float, until: float | None) -> None:
+    """Measure this machine and write it. until: the time at which all ranks end."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     count = ranks_asked(ranks, device, Settings.read())
     until = until or time.time() - time.process_time() + seconds  # this process has taken a while to start

@@ -1,22 +1,21 @@
-"""Checks of a command line before anything is compiled or started: files, numbers, options without effect."""
+"""Checks of a command line before anything is compiled or started: files, numbers, options without effect. They are
+made before torch is imported."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autopar.cli.arguments.command_options import RUN, CommandOptions
-from autopar.compiler.check_options import check_timeout
-from autopar.compiler.meshes import AUTO
 from autopar.errors import TargetError
-from autopar.ir.mesh import GRADIENT_AXES, PIPELINE, Mesh
-from autopar.ir.ops.measure import human
-from autopar.ir.options import flag_name
-from autopar.job import Job
-from autopar.planning.space.decisions import PLANNED
+from autopar.ir.mesh import AUTO, GRADIENT_AXES, PIPELINE, Mesh
+from autopar.ir.options import PLANNED, TIMEOUT, flag_name
 from autopar.settings import Settings
+
+if TYPE_CHECKING:
+    from autopar.job import Job
 
 RANK_BYTES = 300 << 20  # of a process that has loaded torch, of its own
 LEAST = {"every": 1, "keep": 1, "max_restarts": 0}
@@ -66,7 +65,7 @@ def check_options(options: CommandOptions) -> None:
     """Check what every command is asked for, and the folder of AUTOPAR_DUMP. Raises TargetError."""
     if not SEEDS[0] <= options.seed <= SEEDS[1]:
         raise TargetError(f"--seed {options.seed}: write a number from -2**63 to 2**64 - 1.")
-    check_timeout(options.timeout)
+    TIMEOUT.check("timeout", options.timeout)
     directory = Settings.read().dump
     if directory is not None:
         _check_folder("AUTOPAR_DUMP", directory)
@@ -77,6 +76,8 @@ def check_room(ranks: int, free: int | None = None) -> None:
     free = _free_bytes() if free is None else free
     if free is None or ranks * RANK_BYTES <= free:
         return
+    from autopar.ir.ops.measure import human
+
     raise TargetError(
         f"{ranks} ranks are {ranks} processes of {human(RANK_BYTES)} at least, and this machine has {human(free)} of "
         f"free memory: at most {max(1, free // RANK_BYTES)} would start here. `autopar verify` and `autopar estimate` "

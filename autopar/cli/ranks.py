@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from autopar.cli.launch import launch, report
 from autopar.cli.preflight import check_room
-from autopar.compiler.meshes import AUTO, mesh_of
+from autopar.compiler.meshes import mesh_of
 from autopar.errors import AutoparError, MeshError
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import AUTO, Mesh
 from autopar.settings import Settings
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -19,11 +22,22 @@ from autopar.report.page import page_text
 from autopar.report.timeline.show_timeline import picture_of, show_timeline, write_timeline
 
 out = Console(soft_wrap=True)
+aside = Console(soft_wrap=True, stderr=True)  # beside `--json`, which has stdout for itself
 
 
 def show(text: str) -> None:
     """Print a text as it is."""
     out.print(text, markup=False, highlight=False)
+
+
+def show_aside(text: str) -> None:
+    """Print a text as it is, on stderr."""
+    aside.print(text, markup=False, highlight=False)
+
+
+def show_json(value: Mapping[str, Any]) -> None:
+    """Print what `--json` asks for. Raises ValueError for a number that JSON does not have."""
+    show(json.dumps(value, indent=2, allow_nan=False))
 
 
 def show_notes(compiled: Compiled) -> None:

@@ -20,10 +20,10 @@ from autopar.capture.inputs.containers import take_call_apart
 from autopar.checkpoint.checkpointer import Checkpointer
 from autopar.cli.arguments.command_options import CommandOptions
 from autopar.compiler.compile import batch_arguments
-from autopar.compiler.meshes import AUTO
+from autopar.ir.mesh import AUTO
+from autopar.ir.options import PLANNED
 from autopar.job import Job
 from autopar.parallel.module import ParallelModule
-from autopar.planning.space.decisions import PLANNED
 from autopar.report.timeline.trace import write_trace
 from autopar.runtime.ranks.recorder import Recorder
 from autopar.settings import Settings

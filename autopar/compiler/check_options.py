@@ -14,7 +14,6 @@ from autopar.passes.schedules import check_schedule_name
 
 Graphs = bool | Literal["dry-run"]
 OnNonFinite = Literal["stop", "skip"]
-LONGEST_S = 10**9  # that a rank waits for another
 CHECK_EVERY = 100  # training steps from one comparison of replicas to the next
 
 
@@ -46,16 +45,6 @@ def check_graphs(wanted: Graphs, device: torch.device) -> None:
         )
     if wanted is True and importlib.util.find_spec("triton") is None:
         raise CompileError("cuda_graphs=True needs Triton, for random ops that stay on the GPU: pip install triton.")
-
-
-def check_timeout(seconds: object) -> None:
-    """Raise AutoparError for what the option `timeout` cannot be."""
-    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-    if seconds is not None and not (is_number and 1 <= seconds <= LONGEST_S):  # type: ignore[operator]
-        raise AutoparError(
-            f"timeout={seconds!r}: write the seconds that a rank waits for the others, 1 to {LONGEST_S:,}, or None for "
-            f"as long as torch's backend does."
-        )
 
 
 def check_nonfinite(wanted: object) -> None:

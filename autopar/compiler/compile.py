@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict, Unpack
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 
 from autopar.capture import Captured, Earlier, LossFn, capture, dims_of_call
 from autopar.capture.data.reads import Answers
+from autopar.capture.inputs.batch_dims import Dims
 from autopar.compiler.constraints import (
     batch_ranks,
     check_batch,
@@ -78,8 +79,26 @@ class CaptureKeywords(TypedDict, total=False):
 
     train: bool
     lift: torch.dtype | None
-    earlier: Earlier | None
     answers: Answers | None
+
+
+@dataclass(frozen=True, slots=True)
+class Dealing:
+    """To how many micro-batches a loss deals the batch that takes a value of each (`autopar.per_microbatch`).
+
+    dims: of the batch that count its samples, where more is known than the options say. earlier: captures of the same
+    step at other sizes, by the number of micro-batches.
+    """
+
+    mesh: Mesh
+    options: StepOptions
+    fixed: Fixed = field(default_factory=Fixed)
+    dims: Dims | None = None
+    earlier: Mapping[int, Earlier] | None = None
+
+    def guess(self) -> int:
+        """The number that a batch has which ranks and micro-batches divide."""
+        return batch_ranks(self.mesh) * (self.options.microbatches or 1)
 
 
 def compile_step(
@@ -90,43 +109,38 @@ def compile_step(
 
     fixed: as of `lower`. known: what `capture` may be told.
     """
-
-    def make(count: int) -> Captured:
-        return capture_step(model, loss_fn, args, kwargs, options, count, **known)
-
-    captured = capture_dealt(make, mesh, options, fixed)
+    dealing = Dealing(mesh, options, fixed or Fixed())
+    captured = capture_step(model, loss_fn, args, kwargs, options, dealing, **known)
     return captured, lower(captured, mesh, options, fixed)
-
-
-def capture_dealt(
-    make: Callable[[int], Captured], mesh: Mesh, options: StepOptions, fixed: Fixed | None = None
-) -> Captured:
-    """A capture that knows the number of micro-batches, if its loss takes a value of each. make: it of that number."""
-    count = batch_ranks(mesh) * (options.microbatches or 1)
-    captured = make(count)
-    if not deals_microbatches(captured.program):
-        return captured
-    found = parts_of_batch(make_plan(captured, mesh, options, fixed or Fixed()))
-    return make(found) if deals_microbatches(captured.program, found) else captured
 
 
 @uncollected()
 def capture_step(
     model: nn.Module, loss_fn: LossFn | None, args: tuple[Any, ...], kwargs: Mapping[str, Any], options: StepOptions,
-    microbatches: int = 1, **known: Unpack[CaptureKeywords],
+    dealing: Dealing | None = None, **known: Unpack[CaptureKeywords],
 ) -> Captured:  # fmt: skip
-    """Check a model and capture its step: what every way to its programs begins with. microbatches: of all data ranks,
-    if that is known. known: what else `capture` may be told."""
+    """Check a model and capture its step: what every way to its programs begins with. dealing: if the mesh is known.
+    known: what `capture` may be told."""
     check_model(model)
-    captured = capture(
-        model, loss_fn, args, kwargs, specialize=options.specialize, precision=options.precision,
-        statistics=options.batch_statistics, microbatches=microbatches, **known,
-    )  # fmt: skip
+    function, behind = (loss_fn, 1) if loss_fn is not None and known.get("train", True) else (model.forward, 0)
+    dims = None if dealing is None else dealing.dims
+    dims = dims_of_call(options.batch_dims, args, kwargs, function, behind) if dims is None else dims
+
+    def captured_for(count: int) -> Captured:
+        earlier = None if dealing is None or dealing.earlier is None else dealing.earlier[count]
+        return capture(
+            model, loss_fn, args, kwargs, specialize=options.specialize, precision=options.precision,
+            statistics=options.batch_statistics, microbatches=count, earlier=earlier, **known,
+        ).with_dims(dims)  # fmt: skip
+
+    captured = captured_for(1 if dealing is None else dealing.guess())
+    if dealing is not None and deals_microbatches(captured.program):
+        found = parts_of_batch(make_plan(captured, dealing.mesh, dealing.options, dealing.fixed))
+        captured = captured_for(found) if deals_microbatches(captured.program, found) else captured
     for partner in captured.partners:
         if partner.module is partner.traced:  # a parallel one is checked already
             check_model(partner.module)
-    function, behind = (loss_fn, 1) if loss_fn is not None and known.get("train", True) else (model.forward, 0)
-    return captured.with_dims(dims_of_call(options.batch_dims, args, kwargs, function, behind))
+    return captured
 
 
 @uncollected()

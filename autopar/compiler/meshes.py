@@ -7,12 +7,10 @@ from collections.abc import Mapping
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import MeshError
-from autopar.ir.mesh import CONTEXT_AXES, EXPERT, PIPELINE, TIME_AXES, Mesh, parse_mesh
+from autopar.ir.mesh import AUTO, CONTEXT_AXES, EXPERT, PIPELINE, TIME_AXES, Mesh, parse_mesh
 from autopar.passes.search.intents import INTENTS
 
 AXES = tuple(sorted({*INTENTS, PIPELINE} - {*TIME_AXES}))
-
-AUTO = "auto"  # planned where ranks run, for their first batch
 
 MeshLike = str | Mapping[str, int] | Mesh | DeviceMesh
 

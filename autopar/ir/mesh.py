@@ -21,6 +21,8 @@ CONTEXT_AXES = (CONTEXT, ULYSSES)
 GRADIENT_AXES = (*DATA_AXES, *CONTEXT_AXES)
 SHARDED = "fsdp"  # the data axis over which states are split, where there is one beside dp
 
+AUTO = "auto"  # in place of a mesh: planned where ranks run, for their first batch
+
 _MOST = 10**9  # ranks of an axis
 _AXIS = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*(-?\d+)\s*\Z", re.ASCII)
 _LENGTHS = re.compile(rf"\s*{SLICE}\s*=\s*(\d{{1,12}}(?:\+\d{{1,12}})+)\s*\Z", re.ASCII)  # sl=768+512

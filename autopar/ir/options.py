@@ -2,6 +2,9 @@
 
 All of an option stands in this file: its entry in the docstring of `StepOptions`, its field, and its line in
 `StepKeywords`. Passes read it as `plan.options.NAME`.
+
+The command line reads it before anything is computed, so this file imports no torch: a dtype is looked up where it is
+needed.
 """
 
 from __future__ import annotations
@@ -15,17 +18,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, TypedDict, cast, get_args
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast, get_args
 
 from autopar.errors import AutoparError, BatchError, CompileError, LayoutError, PlanError, ScheduleError, one_of
-from autopar.ir.layout import Layout
-from autopar.ir.schedule import Action, Costs
+
+if TYPE_CHECKING:
+    from torch import dtype as Dtype
+
+    from autopar.ir.layout import Layout
+    from autopar.ir.schedule import Action, Costs
+else:  # names in annotations, for what reads them when it runs (`typing.get_type_hints`)
+    Dtype = Layout = Action = Costs = Any
 
 RECOMPUTE = ("none", "selective", "full")
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-PRECISIONS = tuple(DTYPES)
+PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # our names of dtypes, and torch's
 ATTENTION = ("auto", "gather", "ring", "ulysses")
 STATISTICS = ("batch", "rank", "microbatch")
 Compiler = Literal["auto", "executor", "inductor", "triton"]
@@ -37,11 +43,25 @@ BatchDims = Any  # a dim, None, or a tuple, list or dict of these
 SequenceParallel = bool | Literal["auto"]
 Slices = int | Sequence[int] | Literal["auto"]
 # Of (stages, stages on a rank, micro-batches, costs): for each rank its actions, or their names.
-UserSchedule = Callable[[int, int, int, Costs], Sequence[Sequence["Action | str"]]]
+UserSchedule = Callable[[int, int, int, "Costs"], Sequence[Sequence["Action | str"]]]
 ScheduleLike = str | Path | UserSchedule
 
 _ENTRY = re.compile(r"^([a-z_]+): (.*(?:\n {2}.*)*)", re.MULTILINE)  # "name: meaning", further lines indented
 _SENTENCE_END = re.compile(r"\. (?=[\"A-Z])|\.$")
+
+
+def read_dtype(text: Any) -> Any:
+    """The dtype that `bf16`, `fp16` or `fp32` names; anything else as it is, which is refused then."""
+    import torch
+
+    name = PRECISIONS.get(str(text))
+    return text if name is None else getattr(torch, name)
+
+
+def _float32() -> Dtype:
+    import torch
+
+    return torch.float32
 
 
 def read_stages(entries: Sequence[str]) -> tuple[str, ...]:
@@ -107,9 +127,20 @@ class Valid:
                 raise self.error(f"{name}={part!r}: write {self.write}.")
 
 
+LONGEST_S = 10**9  # that a rank waits for another
+TIMEOUT = Valid(
+    lambda seconds: seconds is None or (type(seconds) in (int, float) and 1 <= seconds <= LONGEST_S),
+    f"the seconds that a rank waits for the others, 1 to {LONGEST_S:,}, or None for as long as torch's backend does",
+    AutoparError,
+)
+
+
 def option(default: Any, valid: Valid | None = None, flag: Flag | None = None) -> Any:
-    """A field of `StepOptions`; without a flag it is none of the command line's."""
-    return field(default=default, metadata={"valid": valid, "flag": flag})
+    """A field of `StepOptions`; without a flag it is none of the command line's. default: of a dtype what gives it."""
+    metadata = {"valid": valid, "flag": flag}
+    if callable(default):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 def _is_count(value: Any) -> bool:
@@ -266,10 +297,10 @@ class StepOptions:
         Valid(lambda value: value in PRECISIONS, f"{one_of(PRECISIONS)}, or None to compute as the model is"),
         Flag(str, "bf16|fp16|fp32"),
     )
-    reduce_dtype: torch.dtype = option(
-        torch.float32,
-        Valid(lambda value: value in DTYPES.values(), "torch.float32, torch.bfloat16 or torch.float16"),
-        Flag(str, "fp32|bf16|fp16", lambda text: DTYPES.get(text, text)),
+    reduce_dtype: Dtype = option(
+        _float32,
+        Valid(lambda value: value in map(read_dtype, PRECISIONS), "torch.float32, torch.bfloat16 or torch.float16"),
+        Flag(str, "fp32|bf16|fp16", read_dtype),
     )
     bucket_bytes: int | None = option(
         None, Valid(_is_count, "a number of bytes, 1 or more, or None"), Flag(int, "BYTES")
@@ -301,9 +332,7 @@ class StepOptions:
 
     def __post_init__(self) -> None:
         for each in fields(StepOptions):
-            valid, value = each.metadata["valid"], getattr(self, each.name)
-            if valid is not None and not (value is None and each.default is None):
-                valid.check(each.name, value)
+            check_option(each.name, getattr(self, each.name))
 
     @property
     def step(self) -> StepKeywords:
@@ -317,14 +346,24 @@ class StepOptions:
         return [f"{name}={value}" for name, value in named.items()]
 
     @property
-    def low_dtype(self) -> torch.dtype | None:
+    def low_dtype(self) -> Dtype | None:
         """The short float in which products are computed; None if they are as in the model."""
-        return DTYPES[self.precision] if self.precision in ("bf16", "fp16") else None
+        return read_dtype(self.precision) if self.precision in ("bf16", "fp16") else None
 
     @property
-    def sums_dtype(self) -> torch.dtype | None:
+    def sums_dtype(self) -> Dtype | None:
         """The shortest dtype in which gradients may be summed; None if they are as they come."""
-        return None if self.low_dtype is None and self.reduce_dtype == torch.float32 else self.reduce_dtype
+        return None if self.low_dtype is None and self.reduce_dtype == _float32() else self.reduce_dtype
+
+
+# What a plan decides, each as it is where no plan says otherwise.
+PLANNED: Mapping[str, Any] = {
+    name: StepOptions.__dataclass_fields__[name].default
+    for name in (
+        "microbatches", "slices", "schedule", "chunks", "zero", "reshard_after_forward", "recompute",
+        "sequence_parallel", "stage_memory",
+    )
+}  # fmt: skip
 
 
 class StepKeywords(TypedDict, total=False):
@@ -345,13 +384,21 @@ class StepKeywords(TypedDict, total=False):
     reshard_after_forward: bool
     recompute: Recompute
     precision: str | None
-    reduce_dtype: torch.dtype
+    reduce_dtype: Dtype
     bucket_bytes: int | None
     attention: str
     experts: str | None
     expert_rows: float | None
     chunked_loss: bool | int | Literal["auto"]
     compile: Compiler
+
+
+def check_option(name: str, value: Any) -> None:
+    """Raise the error for a value that an option cannot have."""
+    each = StepOptions.__dataclass_fields__[name]
+    valid = each.metadata["valid"]
+    if valid is not None and not (value is None and each.default is None):
+        valid.check(name, value)
 
 
 @functools.cache

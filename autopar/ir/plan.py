@@ -19,13 +19,10 @@ from autopar.ir.mesh import (
     axes_of_group,
 )  # fmt: skip
 from autopar.ir.options import StepOptions
-from autopar.machines import Machine, named
+from autopar.machines import DEVICES, Machine, named
 
 # PyTorch DDP's default: large enough for a link's full speed, small enough to overlap (arXiv 2006.15704, section 3.2).
 BUCKET_BYTES = 25 * 2**20
-
-
-DEVICES = "h100-80g"  # the machine that plans are made for where nobody names one
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """How long does a call, a collective, a message take on a machine: the one cost model, built-in machines, files?"""
 
 from autopar.machines.files import (
+    DEVICES,
     built_in,
     check_writable,
     machine_text,
@@ -13,6 +14,7 @@ from autopar.machines.files import (
 from autopar.machines.model import Machine
 
 __all__ = [
+    "DEVICES",
     "Machine",
     "built_in",
     "check_writable",

@@ -16,6 +16,7 @@ from autopar.machines.model import ALL, ANY, H100, MESSAGE, PRODUCTS, Curve, Dev
 from autopar.text_files import read_text, read_toml
 
 _FOLDER = Path(__file__).parent
+DEVICES = "h100-80g"  # the machine that plans are made for where nobody names one
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 

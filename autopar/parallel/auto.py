@@ -12,8 +12,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from autopar.compiler.meshes import AUTO, mesh_of
+from autopar.compiler.meshes import mesh_of
 from autopar.errors import AutoparError, MeshError
+from autopar.ir.mesh import AUTO
+from autopar.ir.options import PLANNED
 from autopar.ir.plan import Fixed
 from autopar.parallel.agree.agreement import Phase
 from autopar.parallel.session.auto_options import machine_for
@@ -22,7 +24,6 @@ from autopar.parallel.weights.distribute import Distributor
 from autopar.planning.jobs import layers_of_call
 from autopar.planning.planner import Asked, Planned, planned
 from autopar.planning.space.batches import rows_of
-from autopar.planning.space.decisions import PLANNED
 from autopar.report.emitted import checked
 from autopar.report.plans import reason_line
 from autopar.runtime.ranks.process_groups import mesh_over

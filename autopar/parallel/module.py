@@ -14,7 +14,7 @@ import torch.distributed as dist
 import autopar.runtime.executor.kernel_table  # noqa: F401  registers the kernels of our ops
 from autopar.capture.inputs.partners import inlined
 from autopar.compiled import Compiled
-from autopar.errors import AutoparError, CaptureError
+from autopar.errors import AutoparError, CaptureError, NotYetError
 from autopar.parallel.auto import Auto
 from autopar.parallel.gathered import gathered
 from autopar.parallel.last_step import LastStep, last_step
@@ -168,13 +168,18 @@ class ParallelModule(Likeness):
             )
         return self._last_aux
 
-    @property
-    def last(self) -> LastStep:
-        """How many rows each expert took in the last `forward_backward`, over all ranks, where an axis splits experts.
-        Every rank must read it: one exchange for each step whose figures are read, and none for others."""
+    def __getattr__(self, name: str) -> Any:
+        if name != "last" or "_session" not in self.__dict__ or hasattr(self.original, name):
+            return super().__getattr__(name)  # many a module has a layer of this name
+        return self._last_step()
+
+    def _last_step(self) -> LastStep:
+        """`model.last`: how many rows each expert took in the last `forward_backward`, over all ranks, where an axis
+        splits experts. Every rank must read it: one exchange for each step whose figures are read, and none for others.
+        """
         running = self._programs.last_trained
         if running is None:
-            raise AutoparError("last is of a step, and no step was taken yet: call forward_backward first.")
+            raise NotYetError("last is of a step, and no step was taken yet: call forward_backward first.")
         if self._last is None:
             self._announce("last")
             self._last = last_step(running, self._session)

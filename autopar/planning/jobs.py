@@ -14,7 +14,7 @@ from autopar.capture.capture import LossFn
 from autopar.compiler.check_options import options_of
 from autopar.compiler.compile import batch_arguments, capture_step
 from autopar.errors import PlanError
-from autopar.ir.options import StepOptions
+from autopar.ir.options import PLANNED, StepOptions
 from autopar.job import Job
 from autopar.machines import Machine
 from autopar.planning.price.layers import Layers
@@ -22,7 +22,6 @@ from autopar.planning.shallow.captures import Captures
 from autopar.planning.shallow.depth import Shallow
 from autopar.planning.shallow.fewer import Capture, with_fewer
 from autopar.planning.space.batches import resized_call, rows_of
-from autopar.planning.space.decisions import PLANNED
 
 
 def layers_of(job: Job, machine: Machine) -> Layers:

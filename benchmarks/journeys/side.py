@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.capture.raising import Raise
-from autopar.compiler.meshes import AUTO
+from autopar.ir.mesh import AUTO
 from autopar.parallel.module import ParallelModule
 from benchmarks.journeys.meshes import PLANNED, meshes_for, options_on
 from benchmarks.journeys.models import Built, batch_of, build, output_of

@@ -8,11 +8,11 @@ import torch
 
 from autopar.compiler.check_options import options_of
 from autopar.compiler.meshes import mesh_of
+from autopar.ir.options import PLANNED
 from autopar.planning.jobs import layers_of_call
 from autopar.planning.planner import Asked, planned
 from autopar.planning.price.layers import Layers
 from autopar.planning.price.predict import Prediction
-from autopar.planning.space.decisions import PLANNED
 from benchmarks.published.case import Case
 from benchmarks.published.models import token_loss
 from benchmarks.published.predict import Predicted, predict

@@ -126,7 +126,7 @@ class DistributedDriver:
             node, result = (
                 (args[0].node, args[0].wait()) if target == WAIT else (request.node, self._collective(request, overlap))
             )
-            if whole_of(node.target) is _ROUTE and not isinstance(result, _Pending):
+            if whole_of(node.target if target == WAIT else target) is _ROUTE and not isinstance(result, _Pending):
                 self.routed.append((node, result))
             return result
         except BatchError as error:

@@ -162,7 +162,10 @@ def reductions(depth: int, spread: float) -> list[str]:
     return [node.name for node in program.calls() if node.target in (op("all_reduce"), op("all_reduce_start"))]
 
 
-@pytest.mark.parametrize("change", [drop, pytest.param(double, marks=pytest.mark.slow), shrink_a_little])
+LARGER = [pytest.param(change, marks=pytest.mark.slow) for change in (drop, double)]
+
+
+@pytest.mark.parametrize("change", [*LARGER, shrink_a_little])
 @pytest.mark.parametrize("depth, spread", SPREADS)
 def test_noise_excuses_nothing_that_is_wrong(
     depth: int, spread: float, change: Callable[[Program, fx.Node], None]

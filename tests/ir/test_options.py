@@ -8,7 +8,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from autopar.cli.arguments.command_options import FLAGS
 from autopar.compiler.check_options import options_of
 from autopar.errors import AutoparError
 from autopar.ir.options import StepKeywords, StepOptions, option_texts, short_text
+from autopar.job import Job
 from autopar.passes.schedules import SCHEDULES
 
 NAMES = [each.name for each in fields(StepOptions)]
@@ -26,6 +27,11 @@ NAMES = [each.name for each in fields(StepOptions)]
 def test_the_keywords_of_type_checkers_are_the_options() -> None:
     given = {each.name: each.type for each in fields(StepOptions)}
     assert {name: kind.__forward_arg__ for name, kind in StepKeywords.__annotations__.items()} == given
+
+
+def test_tools_that_read_annotations_find_types() -> None:
+    assert get_type_hints(StepOptions).keys() == set(NAMES)
+    assert get_type_hints(Job)["model"] is torch.nn.Module
 
 
 def test_every_option_is_explained() -> None:

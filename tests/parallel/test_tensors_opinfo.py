@@ -284,9 +284,10 @@ def _looked_at(four: Ranks, mesh: str, names: Sequence[str], samples: int, layou
 
 @pytest.mark.parametrize("mesh", ["dp=2,tp=2", "pp=2,tp=2"])
 def test_a_sample_of_the_op_database(four: Ranks, mesh: str) -> None:
-    names = [info.full_name for at, info in enumerate(database()) if at % 16 == (3 if "pp" in mesh else 7)]
+    every, first = (16, 3) if "pp" in mesh else (28, 7)
+    names = [info.full_name for at, info in enumerate(database()) if at % every == first]
     report = _looked_at(four, mesh, names, 1, 2, timeout=120)
-    assert report.calls("right") > 150
+    assert report.calls("right") > 90
 
 
 @pytest.mark.slow

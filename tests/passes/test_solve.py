@@ -154,7 +154,7 @@ def test_models_of_unlike_nodes_get_what_highs_finds_alone(name: str, sizes: tup
 
 @pytest.mark.parametrize(
     "name, sizes, relaxations, programmes",
-    [("unrolled_gru", (12,), 3, 0), ("dual_path", (2, 12, 10), 1, 0), ("temporal_fusion", (12, 24, 12), 1, 1)],
+    [("unrolled_gru", (12,), 3, 0), ("dual_path", (2, 12, 10), 1, 0), ("temporal_fusion", (8, 12, 6), 1, 1)],
 )
 def test_recurrent_models_take_a_few_relaxations(
     name: str, sizes: tuple[int, ...], relaxations: int, programmes: int, monkeypatch: pytest.MonkeyPatch

@@ -106,7 +106,9 @@ def test_groups_of_the_data_axes() -> None:
 
 
 def test_all_of_a_candidate_can_be_decided() -> None:
-    assert WAYS.keys() == set(Candidate._fields) - {"again"}, "follows from the memory"
+    assert WAYS.keys() == set(Candidate._fields) - {"again", "ep"}, (
+        "they follow from the memory, and from the best plan"
+    )
     read = dict(map(read_fixed, ("tp=8", "sequence=false", "order=pp,dp,tp", "schedule=1f1b", "recompute=full")))
     assert fixed_text(read) == "tp=8, sequence=false, order=pp,dp,tp, schedule=1f1b, recompute=full"
     for each in Space(8, 8, 2, Model(6), read_all("sequence=false", "tp=2", "rows=2", "fsdp=2")).candidates():

@@ -16,6 +16,7 @@ from torch import nn
 
 import autopar
 from autopar.errors import PlanError
+from autopar.ir.options import PLANNED
 from autopar.machines import Machine
 from autopar.planning import layer_budget
 from autopar.planning.bounds import Bounds
@@ -26,7 +27,7 @@ from autopar.planning.planner import Asked, Planned, candidates_of, layers_of, p
 from autopar.planning.price.layers import Layers
 from autopar.planning.price.predict import Prediction, predict
 from autopar.planning.space.candidates import LAYERS, Again, Candidate, Model, Space
-from autopar.planning.space.decisions import PLANNED, read_plan, write_plan
+from autopar.planning.space.decisions import read_plan, write_plan
 
 MACHINE = Machine.flat(1e6, 1e5, 1e3, 2.0, 1.0)
 LENGTH, EQUAL, ROWS = 256, 6, 4

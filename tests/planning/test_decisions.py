@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from autopar.errors import AutoparError, MeshError, PlanError
+from autopar.ir.options import PLANNED
 from autopar.planning.space.candidates import Model, Space
-from autopar.planning.space.decisions import PLANNED, read_plan, write_plan
+from autopar.planning.space.decisions import read_plan, write_plan
 
 WRONG = {
     'mesh = "dp=2"\nzeor = 1': "plan 'FILE': nobody knows 'zeor'. The nearest key is 'zero'.",
@@ -28,7 +29,7 @@ WRONG = {
     'mesh = "dp=2"\nsequence_parallel = true': "plan 'FILE': sequence_parallel = true splits over tp, and mesh 'dp=2'",
     'mesh = "pp=2"\nschedule = "2f2b"': "plan 'FILE': schedule '2f2b' is unknown.",
     "mesh = dp": "plan 'FILE' is no TOML: ",
-    "\udcff": "plan 'FILE' is no text: ",
+    "\udcff": "plan 'FILE' is no text in UTF-8: ",
     None: "plan 'FILE': No such file or directory.",
 }  # fmt: skip
 

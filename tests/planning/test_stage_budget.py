@@ -14,6 +14,7 @@ from plan_jobs import llama_job
 
 import autopar
 from autopar.ir.mesh import Mesh
+from autopar.ir.options import PLANNED
 from autopar.machines import Machine, named
 from autopar.planning.bounds import Bounds
 from autopar.planning.layer_budget import MIXES, with_fewest
@@ -22,7 +23,7 @@ from autopar.planning.price.layers import Layers
 from autopar.planning.price.predict import Prediction, predict
 from autopar.planning.space.candidates import LAYERS, Again, Candidate
 from autopar.planning.space.deal import Ranges
-from autopar.planning.space.decisions import PLANNED, read_plan, write_plan
+from autopar.planning.space.decisions import read_plan, write_plan
 from autopar.planning.stage_bound import LayerCost, most_layers, stored_apart
 from autopar.planning.stage_budget import Counts, Trials
 

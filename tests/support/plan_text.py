@@ -9,7 +9,7 @@ from typing import Any
 
 from autopar.ir.layout import Layout, parse_layout
 from autopar.ir.mesh import Mesh, parse_mesh
-from autopar.ir.options import DTYPES, StepOptions
+from autopar.ir.options import StepOptions, read_dtype
 from autopar.ir.plan import Fixed, Plan
 from autopar.machines import Machine
 
@@ -30,7 +30,7 @@ def read_plan(lines: Iterable[str], mesh: Mesh | None = None) -> Plan:
             parameter, _, layout = value.partition(" ")
             layouts[parameter] = parse_layout(layout)
         elif key == "reduce_dtype":
-            options[key] = DTYPES[value]
+            options[key] = read_dtype(value)
         elif key in ("compile", "schedule", "precision", "attention"):
             options[key] = value
         elif key == "machine":  # its figures, in the order of its fields

@@ -1,54 +1,27 @@
-"""The options that every command takes: declared once, and put into each command's parameters."""
+"""The options that every command takes: declared once, and put into each command's parameters.
+
+What is read here is read before torch is imported: `--help` and slips of the pen do not wait for it.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from autopar.cli.arguments.target import load_job
-from autopar.compiler.check_options import options_of
-from autopar.compiler.meshes import AUTO, mesh_of
+from autopar.cli.arguments.target import check_target, load_job
 from autopar.errors import TargetError
-from autopar.ir.options import Flag, StepKeywords, StepOptions, flag_name, read_stages, short_text
-from autopar.job import Job
-from autopar.planning.space.decisions import Decisions, read_plan
+from autopar.ir.mesh import AUTO, parse_mesh
+from autopar.ir.options import Flag, StepOptions, check_option, read_stages, short_text
 
-# What stands beside `--plan` on a command line must not say another thing.
-
-
-def mesh_beside(plan: Decisions | None, mesh: str | None, is_needed: bool) -> str | None:
-    """The mesh of a command line, of `--mesh` or of a plan. Raises TargetError for two, and for none that is needed."""
-    if plan is None:
-        if mesh is None and is_needed:
-            raise TargetError("write --mesh, e.g. --mesh dp=2,tp=2, or --plan FILE.toml that `autopar plan` wrote.")
-        return mesh
-    if mesh == AUTO:
-        raise _two(f"--mesh {mesh}", plan, f"mesh = '{plan.mesh}'")
-    if mesh is not None:
-        named = mesh_of(mesh, plan.mesh.size if "-1" in mesh else None)
-        if named != plan.mesh:
-            raise _two(f"--mesh {mesh}", plan, f"mesh = '{plan.mesh}'")
-    return str(plan.mesh)
-
-
-def check_beside(plan: Decisions, flags: StepKeywords | Mapping[str, Any]) -> None:
-    """Raise TargetError for an option of the command line of which the plan says another thing."""
-    for name in flags.keys() & plan.said.keys():
-        given, decided = (getattr(options_of(**{name: of[name]}), name) for of in (flags, plan.said))  # type: ignore[literal-required, misc]
-        if given != decided:
-            flag = flag_name(name)
-            raise _two(flag if flag.startswith("--no-") else f"{flag} {given}", plan, f"{name} = {decided}")
-
-
-def _two(flag: str, plan: Decisions, decided: str) -> TargetError:
-    return TargetError(f"{flag}: plan '{plan.file}' says {decided}. Leave out the flag, or change the plan.")
-
+if TYPE_CHECKING:
+    from autopar.job import Job
+    from autopar.planning.space.decisions import Decisions
 
 OWN = {  # what a run takes beside its steps
     "seed": (0, Flag(int, more="of the initial weights and of random ops")),
@@ -128,6 +101,11 @@ class CommandOptions:
             arguments += [flag] if value is True else [flag, str(value)]
         return arguments
 
+    def check(self) -> None:
+        """Raise the error of the first flag that cannot be, but for what only torch and the model tell."""
+        for name, value in self.flags().items():
+            check_option(name, value)
+
     def _step(self) -> dict[str, Any]:
         """What is said of a step, by the names of `StepOptions`."""
         return {**({} if self.plan is None else self.plan.step), **self.flags()}
@@ -163,13 +141,19 @@ def takes_options(*without: str, run: bool = False) -> Callable[[Callable[..., N
         @functools.wraps(command)
         def called(**given: Any) -> None:
             found = {name: given.pop(name) for name, *_ in taken}
-            path = given.pop("plan", None)
-            options = CommandOptions(None if path is None else read_plan(path), **found)
-            if "mesh" in given:
-                is_needed = own.parameters["mesh"].default is inspect.Parameter.empty
-                given["mesh"] = mesh_beside(options.plan, given["mesh"], is_needed)
-            if options.plan is not None:
-                check_beside(options.plan, options.flags())
+            path, options = given.pop("plan", None), CommandOptions(**found)
+            options.check()
+            if not Path(given["target"]).is_dir():  # what `autopar compile` wrote
+                check_target(given["target"])
+            if path is not None:
+                from autopar.cli.arguments.beside_plan import mesh_beside, read_beside
+
+                options.plan = read_beside(path, options.flags())
+                given["mesh"] = mesh_beside(options.plan, given["mesh"])
+            elif given.get("mesh", "") is None and own.parameters["mesh"].default is inspect.Parameter.empty:
+                raise TargetError("write --mesh, e.g. --mesh dp=2,tp=2, or --plan FILE.toml that `autopar plan` wrote.")
+            elif given.get("mesh") not in (None, AUTO) and "-1" not in given["mesh"]:
+                parse_mesh(given["mesh"])
             command(**given, options=options)
 
         del called.__wrapped__  # type: ignore[attr-defined]  # typer would read its signature

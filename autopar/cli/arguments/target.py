@@ -9,12 +9,22 @@ import sys
 import traceback
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
-import torch
-
-from autopar.capture.refusals.location import is_user_file
 from autopar.errors import AutoparError, TargetError
-from autopar.job import Job
+
+if TYPE_CHECKING:
+    from autopar.job import Job
+
+
+def check_target(target: str) -> tuple[str, str]:
+    """The file or module, and the function, that TARGET names. Raises TargetError for another text, or no file."""
+    place, _, name = target.rpartition(":")
+    if not place or not name:
+        raise TargetError(f"TARGET '{target}': write file.py:function or package.module:function.")
+    if place.endswith(".py") and not Path(place).is_file():
+        raise TargetError(f"TARGET '{target}': there is no file '{Path(place).resolve()}'.")
+    return place, name
 
 
 def load_job(target: str, seed: int = 0) -> Job:
@@ -22,9 +32,11 @@ def load_job(target: str, seed: int = 0) -> Job:
 
     The folder of a file is put on `sys.path`, as `python file.py` does. Raises TargetError.
     """
-    place, _, name = target.rpartition(":")
-    if not place or not name:
-        raise TargetError(f"TARGET '{target}': write file.py:function or package.module:function.")
+    import torch
+
+    from autopar.job import Job
+
+    place, name = check_target(target)
     module = _module(place, target)
     function = getattr(module, name, None)
     if not callable(function):
@@ -50,8 +62,6 @@ def _module(place: str, target: str) -> ModuleType:
                 sys.path.insert(0, "")
             return importlib.import_module(place)
         path = Path(place).resolve()
-        if not path.is_file():
-            raise TargetError(f"TARGET '{target}': there is no file '{path}'.")
         sys.path.insert(0, str(path.parent))
         spec = importlib.util.spec_from_file_location(path.stem, path)
         assert spec is not None and spec.loader is not None
@@ -67,6 +77,8 @@ def _module(place: str, target: str) -> ModuleType:
 
 
 def _where(error: Exception) -> str:
+    from autopar.capture.refusals.location import is_user_file
+
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_user_file(frame.filename)]
     own = [frame for frame in frames if "importlib" not in frame.filename]
     return f"at {own[-1].filename}:{own[-1].lineno}" if own else ""

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch.distributed as dist
 
-from autopar.capture import Captured, Earlier
+from autopar.capture import Earlier
 from autopar.capture.data.reads import Answers
 from autopar.capture.python.guards import Change, Guards
 from autopar.capture.python.scalars import NumberPlace, Scalars, places_of
 from autopar.capture.python.spots import Numbers, Spot
-from autopar.compiler.compile import capture_dealt, capture_step, lower
+from autopar.compiler.compile import Dealing, capture_step, lower
 from autopar.compiler.lowered import Lowered
 from autopar.errors import AutoparError, CaptureError
 from autopar.ir.mesh import PIPELINE, group_name
@@ -43,7 +44,8 @@ class Maker:
         self.numbers = ChangingNumbers()
         self._followed = FollowedSamples(session.store.model)
         self._decided: dict[Hashable, Decided] = {}  # layouts of the first program of each structure
-        self._earlier: dict[tuple[bool, int], Earlier] = {}  # captures of training steps and others, by micro-batches
+        # Captures of training steps, and of others, by the number of micro-batches that a loss may ask for.
+        self._earlier: dict[bool, defaultdict[int, Earlier]] = {True: defaultdict(Earlier), False: defaultdict(Earlier)}
         self._sequence: dict[bool, bool] = {}  # of training steps, and of others: what "auto" was decided to mean
         self._joined = Joined(session.settings.device)
         self._groups: dict[str, Group] = {}
@@ -88,16 +90,13 @@ class Maker:
             fixed = replace(fixed, uneven=True)
         fixed = replace(fixed, is_own=is_own)
 
-        def make(count: int) -> Captured:
-            earlier = self._earlier.setdefault((train, count), Earlier())
-            return capture_step(
-                model, settings.loss_fn, args, kwargs, replace(settings.options, batch_dims=None), count, train=train,
-                lift=settings.lift, earlier=earlier, answers=answers,
-            ).with_dims(given.dims)  # fmt: skip
-
+        dealing = Dealing(mesh, options, fixed, given.dims, self._earlier[train])
         with scalars, naming_parts(given):
             args, kwargs = given.arguments(numbers)
-            captured = capture_dealt(make, mesh, options, fixed)
+            captured = capture_step(
+                model, settings.loss_fn, args, kwargs, replace(settings.options, batch_dims=None), dealing,
+                train=train, lift=settings.lift, answers=answers,
+            )  # fmt: skip
         if settings.is_own and captured.coins is not None and captured.coins.is_alone:
             raise CaptureError(
                 'batch="ddp": random numbers decide which calls a step makes, others on each rank, and all run one '

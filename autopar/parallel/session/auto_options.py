@@ -8,14 +8,12 @@ from typing import Any
 
 import torch
 
-from autopar.compiler.meshes import AUTO
 from autopar.errors import AutoparError, BatchError, MeshError, PlanError
-from autopar.ir.mesh import Mesh
-from autopar.ir.options import StepOptions
+from autopar.ir.mesh import AUTO, Mesh
+from autopar.ir.options import PLANNED, StepOptions
 from autopar.ir.plan import Plan
 from autopar.machines import Machine, named
 from autopar.machines.here import machine_here
-from autopar.planning.space.decisions import PLANNED
 from autopar.settings import Settings
 
 BATCHES = ("global", "local", "ddp")

@@ -16,22 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.capture import LossFn
 from autopar.capture.inputs import tables
-from autopar.compiler.check_options import (
-    CHECK_EVERY,
-    Graphs,
-    OnNonFinite,
-    check_graphs,
-    check_nonfinite,
-    check_timeout,
-    options_of,
-)
+from autopar.compiler.check_options import CHECK_EVERY, Graphs, OnNonFinite, check_graphs, check_nonfinite, options_of
 from autopar.compiler.meshes import MeshLike, mesh_of
 from autopar.compiler.models import check_model
 from autopar.compiler.precision_check import check_device
 from autopar.ir.mesh import Mesh
-from autopar.ir.options import StepKeywords, StepOptions
-from autopar.ir.plan import DEVICES, Fixed
-from autopar.machines import named
+from autopar.ir.options import TIMEOUT, StepKeywords, StepOptions
+from autopar.ir.plan import Fixed
+from autopar.machines import DEVICES, named
 from autopar.parallel.agree.agreement import Agreement, Announcer, Phase, Watched
 from autopar.parallel.batches.local_batch import BatchWorld
 from autopar.parallel.session.auto_options import AUTO, check_open, check_own, machine_for
@@ -97,7 +89,7 @@ class Requested:
             phase.texts["machine"] = [str(machine_for(self.machine, device))]
         every_of(self.check_replicas)
         check_nonfinite(self.on_nonfinite)
-        check_timeout(self.timeout)
+        TIMEOUT.check("timeout", self.timeout)
         alike = ("seed", "batch", "cuda_graphs", "check_replicas", "on_nonfinite", "timeout")
         others = {name: getattr(self, name) for name in alike}
         phase.texts["options"] = [*(f"{name}={value}" for name, value in others.items()), *options.lines]

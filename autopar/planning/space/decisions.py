@@ -13,14 +13,9 @@ from autopar.compiler.check_options import options_of
 from autopar.compiler.meshes import mesh_of
 from autopar.errors import AutoparError, PlanError, one_of
 from autopar.ir.mesh import DATA_AXES, GRADIENT_AXES, PIPELINE, Mesh
-from autopar.ir.options import DTYPES, StepOptions
+from autopar.ir.options import PLANNED, StepOptions, read_dtype
 from autopar.text_files import read_toml
 
-# What a plan decides, each as it is where no plan says otherwise.
-PLANNED: Mapping[str, Any] = {
-    "microbatches": None, "slices": 1, "schedule": "1f1b", "chunks": None, "zero": None, "reshard_after_forward": True,
-    "recompute": "none", "sequence_parallel": False, "stage_memory": None,
-}  # fmt: skip
 _OF_PIPELINES = ("schedule", "chunks", "stage_memory")
 
 
@@ -50,7 +45,7 @@ def read_plan(path: str | Path) -> Decisions:
         raise PlanError(f"plan '{path}': it needs a mesh, e.g. mesh = \"dp=4,tp=2\".")
     said = {key: value for key, value in table.items() if key != "mesh"}
     if "reduce_dtype" in said:
-        said["reduce_dtype"] = DTYPES.get(str(said["reduce_dtype"]), said["reduce_dtype"])
+        said["reduce_dtype"] = read_dtype(said["reduce_dtype"])
     try:
         mesh = mesh_of(table["mesh"])
         options = options_of(**said)

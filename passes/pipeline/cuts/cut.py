@@ -13,9 +13,8 @@ from torch import fx
 from autopar.errors import LayoutError
 from autopar.ir.mesh import PIPELINE, Mesh
 from autopar.ir.ops.measure import group_of, local_bytes
-from autopar.ir.plan import DEVICES
 from autopar.ir.program import Program, is_getitem, record
-from autopar.machines import Machine, named
+from autopar.machines import DEVICES, Machine, named
 from autopar.passes.costs.node_costs import by_origin, node_times
 from autopar.passes.pipeline.cuts.terms import paths_to_terms, start_of, sums_of
 from autopar.passes.pipeline.cuts.when import NodeTimes, When

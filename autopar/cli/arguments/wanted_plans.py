@@ -1,0 +1,72 @@
+"""What a command line asks of plans: read and checked before torch is imported."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from autopar.errors import TargetError
+from autopar.machines import named
+
+_COUNTS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+_UNITS = {"": 1, "MB": 1e6, "GB": 1e9, "MiB": 2**20, "GiB": 2**30}
+_NUMBER = r"(\d+\.?\d*|\.\d+)"
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is asked of plans, as it is written."""
+
+    gpus: str
+    batch: str | None
+    machine: str
+    memory: str | None
+    top: int
+    fix: Sequence[str]
+    out_file: Path | None
+    html: Path | None
+    tokens: str | None
+    check: bool
+
+    def check_words(self) -> None:
+        """Raise TargetError or MachineError for what cannot be read, or written."""
+        sizes, _, _ = self.sizes, self.trained, self.bytes
+        for flag, file in (("--out", self.out_file), ("--html", self.html)):
+            if file is not None and len(sizes) > 1:
+                raise TargetError(
+                    f"{flag} {file}: it is of one number of devices, and there are {len(sizes)} behind --gpus."
+                )
+            if file is not None and not file.parent.is_dir():
+                raise TargetError(f"{flag} {file}: there is no folder '{file.parent}'; make it first.")
+        named(self.machine)
+
+    @property
+    def sizes(self) -> list[int]:
+        """The numbers of devices."""
+        sizes = [int(word) if word.strip().isdecimal() else 0 for word in self.gpus.split(",")]
+        if not all(sizes):
+            raise TargetError(f"--gpus {self.gpus}: write a number of 1 or more, or several with commas: 8,64,512.")
+        return sizes
+
+    @property
+    def trained(self) -> float | None:
+        """The tokens of a training."""
+        if self.tokens is None:
+            return None
+        match = re.fullmatch(rf"({_NUMBER}(?:e\d{{1,2}})?)\s*([KMBT]?)", self.tokens)
+        if match is None or not float(match[1]) > 0:
+            raise TargetError(f"--tokens {self.tokens}: write a number above 0, such as 15T, 300B or 1.5e12.")
+        return float(match[1]) * _COUNTS[match[3]]
+
+    @property
+    def bytes(self) -> float | None:
+        """The bytes that a rank may hold."""
+        if self.memory is None:
+            return None
+        match = re.fullmatch(rf"{_NUMBER}\s*([A-Za-z]*)", self.memory)
+        if match is None or match[2] not in _UNITS or not float(match[1]) > 0:
+            units = ", ".join(filter(None, _UNITS))
+            raise TargetError(f"--memory {self.memory}: write a number of bytes, or one with {units}.")
+        return float(match[1]) * _UNITS[match[2]]

@@ -1,0 +1,107 @@
+"""`--json` of verify and estimate: stdout is one JSON text with the keys of docs/cli.md, and nothing else."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT
+
+from autopar.cli import commands, verifying
+from autopar.verification.judge.comparison import ComparedRow, Mismatch, Report
+
+JOBS = """
+import torch, autopar
+
+def loss_fn(model, x, y):
+    return (model(x) - y).square().mean()
+
+def job():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+    return autopar.Job(model, loss_fn, (torch.randn(12, 8), torch.randn(12, 4)))
+"""
+VERIFY = {"ok", "mesh", "dtype", "steps", "tolerance", "max_error", "compared", "mismatch", "sums", "note"}
+ESTIMATE = {
+    "mesh", "ranks", "machine", "dtype", "step_us", "computing_us", "waits_us", "host_us", "bubble_us", "optimizer_us",
+    "tokens_per_second", "mfu", "hfu", "device_bytes", "peak_bytes", "peak_rank", "worst_bytes", "notes",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("json") / "jobs.py"
+    path.write_text(JOBS)
+    return f"{path}:job"
+
+
+def call(*words: str) -> tuple[object, str, str]:
+    """Exit code, stdout and stderr."""
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(sys, "argv", ["autopar", *words])
+        with pytest.raises(SystemExit) as left:
+            commands.main()
+    return left.value.code or 0, out.getvalue(), err.getvalue()
+
+
+@pytest.mark.parametrize("more", [("dp=2,tp=2",), ("dp=1", "--backend", "gloo")], ids=" ".join)
+def test_verify(job: str, more: tuple[str, ...]) -> None:
+    code, out, _ = call("verify", job, "--steps", "1", "--json", "--mesh", *more)
+    found = json.loads(out)
+    assert code == 0 and found.keys() == VERIFY and found["ok"] is True and found["mismatch"] is None
+    assert (found["mesh"].split()[0], found["dtype"], found["steps"]) == (more[0], "float64", 1)
+    assert {"kind": "gradient", "name": "0.weight"}.items() <= found["compared"][2].items()
+    assert {row["kind"] for row in found["compared"]} == {"loss", "gradient", "weight"}
+    assert all(row["ok"] and 0 <= row["error"] <= found["max_error"] < 1e-10 for row in found["compared"])
+
+
+def test_options_that_change_nothing_are_told_beside_it(job: str) -> None:
+    code, out, err = call("verify", job, "--mesh", "dp=2", "--steps", "1", "--chunks", "3", "--json")
+    assert code == 0 and json.loads(out)["ok"] and err.startswith("note: --chunks has no effect"), err
+
+
+def test_every_rank_is_asked_for_json(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(verifying, "on_ranks", lambda mesh, arguments, work: started.append(arguments))
+    code, out, _ = call("verify", job, "--mesh", "dp=2", "--backend", "gloo", "--json", "--zero", "1")
+    assert (code, out) == (0, "") and "--json" in started[0] and started[0][-2:] == ["--zero", "1"]
+
+
+def test_a_mismatch(capsys: pytest.CaptureFixture[str]) -> None:
+    """JSON has no NaN and no infinity."""
+    rows = (ComparedRow("loss", "loss", 0.0, 0.0, True), ComparedRow("weight", "a", float("nan"), 0.0, False))
+    mismatch = Mismatch("add", "fuse", "up", "gpt.py:3", float("inf"), "it differs")
+    with pytest.raises(commands.typer.Exit):
+        verifying._finish(Report("dp=2", torch.float32, 2, 1e-4, rows, mismatch), as_json=True)
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert found.keys() == VERIFY and not found["ok"]
+    assert found["compared"][1] == {"kind": "weight", "name": "a", "error": None, "ok": False}
+    assert found["mismatch"] == {
+        "node": "add", "pass": "fuse", "module": "up", "source": "gpt.py:3", "error": None, "text": "it differs",
+    }  # fmt: skip
+
+
+def test_estimate(job: str) -> None:
+    code, out, _ = call("estimate", job, "--mesh", "dp=2,tp=2", "--machine", "a100-80g", "--json")
+    found = json.loads(out)
+    assert code == 0 and found.keys() == ESTIMATE
+    assert (found["mesh"], found["ranks"], found["machine"]) == ("dp=2,tp=2", 4, "a100-80g")
+    assert found["step_us"] > found["computing_us"] > 0 and found["waits_us"].keys() == {"dp", "tp"}
+    assert 0 < found["mfu"] <= found["hfu"] < 1 and 0 < found["peak_bytes"] < found["device_bytes"]
+    assert found["worst_bytes"] is None and isinstance(found["notes"], list)
+
+
+def test_an_error_leaves_stdout_empty(job: str) -> None:
+    code, out, err = call("estimate", job, "--mesh", "dp=5", "--json")
+    assert (code, out) == (1, "") and err.startswith("autopar: ")
+
+
+def test_the_keys_are_documented() -> None:
+    text = (ROOT / "docs" / "cli.md").read_text()
+    assert {key for key in VERIFY | ESTIMATE if not re.search(rf"`{key}`", text)} == set()
