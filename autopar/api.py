@@ -38,6 +38,7 @@ class Options(StepKeywords, total=False):
     on_nonfinite: OnNonFinite | None
     weights: str | Path | None
     machine: str | None
+    timeout: float | None
 
 
 @overload
@@ -59,6 +60,7 @@ def parallelize(
     on_nonfinite: OnNonFinite | None = None,
     weights: str | Path | None = None,
     machine: str | None = None,
+    timeout: float | None = None,
     **step: Unpack[StepKeywords],
 ) -> Any:
     """Make a module train on every rank of a mesh, with the numbers of one device. Call it on every rank.
@@ -77,14 +79,13 @@ def parallelize(
     device: where this rank computes; by default its GPU if there is one, else the CPU.
     cuda_graphs: True records the second run of each program on a GPU and replays it from then on (docs/cuda_graphs.md);
       "dry-run" checks anywhere that this is possible.
-    check_replicas: training steps from one comparison of what ranks should hold alike to the next; RankError if it
-      differs. None for no comparison.
+    check_replicas: steps from one comparison of what ranks should hold alike to the next; RankError if it differs.
     on_nonfinite: of a step whose loss or gradients are infinite or NaN on any rank: "stop" raises NonFiniteError on
       all of them before anything is changed, "skip" leaves the step out; None does not look (docs/ranks.md).
     weights: a safetensors file, or a folder of them as `save_pretrained` writes it, with the values of what is on the
       meta device: each rank reads its parts. None for the modules' own `reset_parameters()`.
-    machine: what mesh="auto" plans for: a name that `autopar machine show` knows, or the path of a file. None for the
-      built-in one that fits this rank's device.
+    machine: what mesh="auto" plans for: a name of `autopar machine show`, or a file. None: as fits this rank's device.
+    timeout: seconds that a rank waits for others before it raises RankError (docs/ranks.md); None: the backend's own.
 
     And of the step: every field of `autopar.StepOptions` by its name, e.g. `zero=3, recompute="selective"`.
 
@@ -94,7 +95,7 @@ def parallelize(
     asked = functools.partial(
         Requested, step=step, loss_fn=loss_fn, batch=batch, seed=seed, device=device,
         cuda_graphs=cuda_graphs, check_replicas=check_replicas, on_nonfinite=on_nonfinite, weights=weights,
-        machine=machine,
+        machine=machine, timeout=timeout,
     )  # fmt: skip
     if isinstance(model, nn.Module):
         if mesh is None:

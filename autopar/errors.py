@@ -112,3 +112,15 @@ def one_of(values: Iterable[object]) -> str:
     """`1, 2, 5 or 10`: a list as a sentence says it."""
     words = [str(v) for v in values]
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """`rank 3` or `ranks 0-2, 5`."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1] = [runs[-1][0], rank]
+        else:
+            runs.append([rank])
+    plural = len(runs) > 1 or runs[0][-1] != runs[0][0]
+    return f"rank{'s' * plural} {', '.join('-'.join(map(str, run)) for run in runs)}"

@@ -21,7 +21,7 @@ class Job(StepOptions):
     batch: an example: a tuple of the arguments after the model, a dict of keyword arguments, or one tensor.
     optimizer: makes one from the parameters; AdamW by default.
     data: the batch of a step (global); by default the example at every step.
-    cuda_graphs, check_replicas, on_nonfinite: as of `autopar.parallelize`.
+    cuda_graphs, check_replicas, on_nonfinite, timeout: as of `autopar.parallelize`.
     after: called with the trained module on every rank; rank 0 shows the text that it returns.
     """
 
@@ -35,6 +35,7 @@ class Job(StepOptions):
     cuda_graphs: Graphs = False
     check_replicas: int | None = CHECK_EVERY
     on_nonfinite: OnNonFinite | None = None
+    timeout: float | None = None
 
     def batch_of(self, step: int) -> Any:
         """The batch of a step."""

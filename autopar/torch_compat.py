@@ -19,6 +19,8 @@ torch 2.11 to 2.14.
 - `DeviceMesh(_init_backend=False)`: the mesh of a pipeline stage of other ranks. This rank needs its name, not its
   groups, which would be as many again for every stage.
 - `torch.distributed.distributed_c10d._coalescing_manager`: several collectives by one launch of NCCL.
+- `torch.distributed.distributed_c10d._set_pg_timeout`: how long the default group waits once all ranks have met in it,
+  which they do minutes apart; its public timeout bounds the meeting too.
 - `torch._foreach_norm`: the norms of many tensors by a few kernels, as gradient clipping computes them; the public
   `torch.nn.utils.get_total_norm` gives only the norm of all.
 - `_torchdynamo_orig_callable`: what `torch.compile` asks of a module first, which is the place to say that a parallel
@@ -75,6 +77,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, cast
@@ -86,7 +89,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import _engine_run_backward
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _coalescing_manager
+from torch.distributed.distributed_c10d import _coalescing_manager, _set_pg_timeout
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.fx import _symbolic_trace
 from torch.nn.modules import module as _modules
@@ -118,6 +121,7 @@ __all__ = [
     "custom_function",
     "decompositions_of",
     "dispatch_modes",
+    "end_waits_after",
     "fill_in",
     "foreach_norm",
     "function_modes",
@@ -206,6 +210,11 @@ def take_in_lists(kind: Any) -> None:
     for kinds in (_optim_lists, _util_lists):
         if kind not in kinds:
             kinds.append(kind)
+
+
+def end_waits_after(timeout: timedelta) -> None:
+    """Bound how long a rank waits for another one in the default group, from now on."""
+    _set_pg_timeout(timeout)
 
 
 def mesh_elsewhere(device_type: str, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:

@@ -85,7 +85,7 @@ def run(
 
 
 @app.command("compile")
-@takes_options("cuda_graphs", "check_replicas", "on_nonfinite")
+@takes_options("cuda_graphs", "check_replicas", "on_nonfinite", "timeout")
 def compile_(
     target: Target,
     mesh: MeshOption,
@@ -102,7 +102,7 @@ def compile_(
 
 
 @app.command()
-@takes_options("cuda_graphs", "check_replicas", "on_nonfinite")
+@takes_options("cuda_graphs", "check_replicas", "on_nonfinite", "timeout")
 def inspect(
     target: Annotated[str, typer.Argument(metavar="TARGET|DIR", help="a TARGET, or what `autopar compile` wrote")],
     mesh: Annotated[str | None, typer.Option(help="needed with a TARGET")] = None,
@@ -161,7 +161,7 @@ def _compiled(target: str, mesh: str | None, options: CommandOptions) -> Compile
 
 
 @app.command()
-@takes_options("check_replicas", "on_nonfinite")
+@takes_options("check_replicas", "on_nonfinite", "timeout")
 def verify(
     target: Target,
     mesh: MeshOption,
@@ -184,7 +184,7 @@ def verify(
 
 
 @app.command()
-@takes_options("cuda_graphs", "check_replicas", "on_nonfinite")
+@takes_options("cuda_graphs", "check_replicas", "on_nonfinite", "timeout")
 def explain(
     target: Target,
     mesh: MeshOption,
@@ -217,7 +217,7 @@ def explain(
 
 
 @app.command()
-@takes_options("cuda_graphs", "check_replicas", "on_nonfinite")
+@takes_options("cuda_graphs", "check_replicas", "on_nonfinite", "timeout")
 def estimate(
     target: Target,
     mesh: Annotated[str, typer.Option("--mesh", help="axis=size pairs, e.g. dp=2,tp=2")],
@@ -237,7 +237,7 @@ def estimate(
 
 
 @app.command("plan")
-@takes_options("cuda_graphs", "check_replicas", "on_nonfinite", "stages", *PLANNED)
+@takes_options("cuda_graphs", "check_replicas", "on_nonfinite", "timeout", "stages", *PLANNED)
 def plan_(
     target: Target,
     gpus: Annotated[str, typer.Option(metavar="N|N,N,...", help="devices; of several, how the best plans scale")],

@@ -34,7 +34,9 @@ def main() -> None:
     # Python would raise KeyboardInterrupt when a collective returns, which may be never.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     from autopar.cli.commands import main as command
+    from autopar.cli.launch import stand_ready
 
+    stand_ready()
     try:
         command()
     except SystemExit as left:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from autopar.cli.arguments.command_options import RUN, CommandOptions
 from autopar.errors import TargetError
 from autopar.ir.mesh import AUTO, GRADIENT_AXES, PIPELINE, Mesh
-from autopar.ir.options import PLANNED, flag_name
+from autopar.ir.options import PLANNED, TIMEOUT, flag_name
 from autopar.settings import Settings
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ def check_options(options: CommandOptions) -> None:
     """Check what every command is asked for, and the folder of AUTOPAR_DUMP. Raises TargetError."""
     if not SEEDS[0] <= options.seed <= SEEDS[1]:
         raise TargetError(f"--seed {options.seed}: write a number from -2**63 to 2**64 - 1.")
+    TIMEOUT.check("timeout", options.timeout)
     directory = Settings.read().dump
     if directory is not None:
         _check_folder("AUTOPAR_DUMP", directory)

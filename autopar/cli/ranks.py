@@ -30,9 +30,8 @@ def on_ranks(mesh: str, arguments: list[str], work: Callable[[], None], restarts
         except Exception as error:
             report(error)
             raise
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
+        if dist.is_initialized():  # one that failed leaves at once: NCCL would wait for peers that may hang
+            dist.destroy_process_group()
         return
     parsed = running_mesh(mesh)
     if parsed.size == 1 and not restarts:

@@ -101,6 +101,7 @@ def _parallel(job: Job, mesh: str, seed: int, machine: str | None) -> ParallelMo
         check_replicas=job.check_replicas,
         on_nonfinite=job.on_nonfinite,
         machine=machine,
+        timeout=job.timeout,
         **(job.step if mesh != AUTO else {**job.step, **PLANNED}),  # type: ignore[typeddict-item]
     )
     return made

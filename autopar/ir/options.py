@@ -127,6 +127,14 @@ class Valid:
                 raise self.error(f"{name}={part!r}: write {self.write}.")
 
 
+LONGEST_S = 10**9  # that a rank waits for another
+TIMEOUT = Valid(
+    lambda seconds: seconds is None or (type(seconds) in (int, float) and 1 <= seconds <= LONGEST_S),
+    f"the seconds that a rank waits for the others, 1 to {LONGEST_S:,}, or None for as long as torch's backend does",
+    AutoparError,
+)
+
+
 def option(default: Any, valid: Valid | None = None, flag: Flag | None = None) -> Any:
     """A field of `StepOptions`; without a flag it is none of the command line's. default: of a dtype what gives it."""
     metadata = {"valid": valid, "flag": flag}

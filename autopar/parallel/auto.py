@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from autopar.compiler.meshes import mesh_of
 from autopar.errors import AutoparError, MeshError
@@ -27,6 +26,7 @@ from autopar.planning.planner import Asked, Planned, planned
 from autopar.planning.space.batches import rows_of
 from autopar.report.emitted import checked
 from autopar.report.plans import reason_line
+from autopar.runtime.ranks.process_groups import mesh_over
 
 _log = logging.getLogger("autopar")
 SHOWN = 2  # plans that rank 0 wants to know: the best one, and the next
@@ -47,8 +47,7 @@ class Auto:
         everyone: list[tuple[str, dict[str, Any]]] = session.agreement.everyone("plan", _told(made))
         mesh, said = mesh_of(everyone[0][0]), everyone[0][1]
         if mesh != session.store.distributor.mesh:
-            place = session.settings.device
-            device_mesh = init_device_mesh(place.type, mesh.shape, mesh_dim_names=mesh.names)
+            device_mesh = mesh_over(mesh, session.settings.device.type, session.settings.timeout)
             session.store.move(Distributor(mesh, device_mesh, session.announcer.operation))
         options = replace(session.settings.options, **{**PLANNED, **said})
         settings = replace(session.settings, options=options, fixed=Fixed(machine=self._machine))

@@ -16,7 +16,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from autopar.errors import BatchError, CompileError, RankError
+from autopar.errors import BatchError, CompileError
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops.measure import local_type
 from autopar.ir.program import Program
@@ -25,7 +25,7 @@ from autopar.runtime.compilers.rank_trace import RankTrace
 from autopar.runtime.executor.executor import Outputs
 from autopar.runtime.executor.inputs import StepInputs
 from autopar.runtime.ranks.distributed import Routed
-from autopar.runtime.ranks.lost import is_loss_of_peer
+from autopar.runtime.ranks.lost import OTHERS, is_loss_of_peer, loss_of_peers
 from autopar.runtime.ranks.process_groups import Group
 from autopar.runtime.ranks.recorder import Recorder
 from autopar.torch_compat import FakeTensorMode, compile_with_inductor, has_cpp_compiler
@@ -65,10 +65,8 @@ class InductorCode:
             if "_c10d_functional" not in line or not is_loss_of_peer(error):
                 error.add_note(f"on rank {self.rank}, in the code that Inductor wrote: {line}")
                 raise
-            raise RankError(
-                f"rank {self.rank} lost its peers in the code that Inductor wrote, at\n    {line}\n"
-                f"  Look for the first error of another rank. The backend says: {str(error).strip()}"
-            ) from error
+            where = f"in the code that Inductor wrote, at\n    {line}"
+            raise loss_of_peers(f"rank {self.rank}", where, OTHERS, error) from error
 
 
 def _strided(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:

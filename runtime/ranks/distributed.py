@@ -15,16 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from autopar.errors import BatchError, RankError
+from autopar.errors import BatchError, RankError, name_ranks
 from autopar.ir.mesh import PIPELINE, Mesh
 from autopar.ir.ops.ops import op, whole_of
 from autopar.runtime.collectives.collectives import Member, Move, Step, begin
-from autopar.runtime.collectives.mesh_ops import WAIT, axis_coord, is_local, local_answer
+from autopar.runtime.collectives.mesh_ops import WAIT, axis_coord, axis_group, is_local, local_answer
 from autopar.runtime.executor.executor import Executable, Observe, Outputs, Request, at_call, describe, run
 from autopar.runtime.executor.inputs import StepInputs
 from autopar.runtime.kernels import host
 from autopar.runtime.pipeline.run_pipeline import Await, Finals, RankCode, Receive, Send, Watch, steps_of
-from autopar.runtime.ranks.lost import is_loss_of_peer
+from autopar.runtime.ranks.lost import OTHERS, is_loss_of_peer, loss_of_peers
 from autopar.runtime.ranks.p2p import Peers
 from autopar.runtime.ranks.process_groups import Group, has_queues
 from autopar.runtime.ranks.recorder import Recorder
@@ -132,7 +132,8 @@ class DistributedDriver:
         except BatchError as error:
             raise at_call(error, args[0].node if target == WAIT else request.node) from None
         except RuntimeError as error:
-            raise self._lost(describe(args[0].node if target == WAIT else request.node), error) from error
+            node = args[0].node if target == WAIT else request.node
+            raise self._lost(describe(node), error, self._others(node)) from error
 
     def _message(self, request: Send | Receive | Await) -> Any:
         assert self._peers is not None
@@ -145,17 +146,22 @@ class DistributedDriver:
                 case Await():
                     return request.posted.wait()
         except RuntimeError as error:
-            raise self._lost(f"'{request.instruction}'", error) from error
+            line = request.instruction
+            peer = axis_group(self.mesh, self.rank, PIPELINE)[line.peer]
+            raise self._lost(f"'{line}'", error, name_ranks([peer])) from error
 
-    def _lost(self, where: str, error: RuntimeError) -> RankError:
-        """What the backend says of a peer that is gone; raises any other error as what it is."""
+    def _others(self, node: fx.Node) -> str:
+        """The ranks that meet in a collective, but for this one."""
+        axes = [arg for arg in node.args if isinstance(arg, str) and arg in self._groups]
+        members = {rank for axis in axes[:1] for rank in axis_group(self.mesh, self.rank, axis)} - {self.rank}
+        return name_ranks(members) if members else OTHERS
+
+    def _lost(self, where: str, error: RuntimeError, awaited: str = OTHERS) -> RankError:
+        """What the backend says of a peer that is gone; raises any other error as what it is. awaited: the ranks."""
         if not is_loss_of_peer(error):
             error.add_note(f"in {where}")
             raise error
-        return RankError(
-            f"rank {self.rank} ({self._at()}) lost its peers at {where}\n"
-            f"  Look for the first error of another rank. The backend says: {str(error).strip()}"
-        )
+        return loss_of_peers(f"rank {self.rank} ({self._at()})", f"at {where}", awaited, error)
 
     def _collective(self, request: Request, overlap: bool) -> Any:
         axis = request.args[1]

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from autopar.errors import RankError
+
+LOST = "lost its peers"
+IN_VAIN = "waited in vain for"
+OTHERS = "the other ranks"
+
 # Gloo says these by a plain RuntimeError; NCCL's, TCP's and the store's have a type, but so has a wrong call of them.
 _GONE = (
     "broken pipe",
@@ -42,3 +48,15 @@ def is_loss_of_peer(error: RuntimeError) -> bool:
     if any(words in text for words in _OWN_FAULT):
         return False
     return is_gone or not any(words in text for words in _UNCLEAR)
+
+
+def loss_of_peers(rank: str, where: str, awaited: str, error: RuntimeError) -> RankError:
+    """Word the loss of a peer. rank: `rank 0 (dp=0)`. where: this rank stood. awaited: whom it waited for there, as
+    far as it can know."""
+    advice = "Look for the first error of another rank."
+    if any(words in str(error).lower() for words in ("timed out", "timeout")):
+        advice = (
+            f"It {IN_VAIN} {awaited}: stopped, hanging, or busy for longer than the timeout, which must be above the "
+            f"longest that a rank is on its own."
+        )
+    return RankError(f"{rank} {LOST} {where}\n  {advice} The backend says: {str(error).strip()}")

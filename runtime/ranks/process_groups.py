@@ -14,7 +14,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.errors import RankError
 from autopar.ir.mesh import PIPELINE, Mesh
@@ -62,6 +62,17 @@ class Group:
 def has_queues(device: torch.device) -> bool:
     """True where each group is a queue of its own on the device: NCCL's, which Gloo and the meta device have not."""
     return device.type != "meta" and not host.on_host(device)
+
+
+def mesh_over(mesh: Mesh, device_type: str, timeout: timedelta | None) -> DeviceMesh:
+    """A DeviceMesh with a group for each axis, in which no rank waits longer than that for another one; None for as
+    long as the backend does. All ranks must call this."""
+    if timeout is None or mesh.size == 1:
+        return init_device_mesh(device_type, mesh.shape, mesh_dim_names=mesh.names)
+    rank = dist.get_rank()  # init_device_mesh takes no timeout
+    groups = [_new_group(mesh, axis, axis_group(mesh, rank, axis), timeout) for axis in mesh.names]
+    ranks = torch.arange(mesh.size).view(mesh.shape)
+    return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=mesh.names)
 
 
 def make_groups(

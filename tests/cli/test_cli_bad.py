@@ -28,6 +28,7 @@ def job():
 # Then what is said.
 WRONG = {
     "run JOB --mesh dp=1 --steps -5": "--steps -5: write a number of 1 or more.",
+    "run JOB --mesh dp=1 --timeout 0": "timeout=0.0: write the seconds that a rank waits for the others, 1 to",
     "run JOB --mesh dp=2 --steps 0": "--steps 0: write a number of 1 or more.",
     "run JOB --mesh dp=2 --log FILE/log.jsonl": "--log FILE/log.jsonl: cannot write it: ",
     "run JOB --mesh dp=2 --log NEW/..": "--log NEW/..: cannot write it: Is a directory.",

@@ -39,6 +39,7 @@ ALONE = {
     "options": ({"zero": 7}, "", "PlanError: zero=7: write 0, 1 (optimizer states are split), 2 (and gradients)"),
     "options, batch": ({"batch": "mine"}, "", "BatchError: batch='mine': write "),
     "options, replicas": ({"check_replicas": -1}, "", "AutoparError: check_replicas=-1: write a number of"),
+    "options, timeout": ({"timeout": 0}, "", "AutoparError: timeout=0: write the seconds that a rank waits for the"),
     "options, compiler": ({"compile": "gcc"}, "", "CompileError: compile='gcc': write auto, executor, "),
     "compiler": ({"cuda_graphs": True}, "", "CompileError: cuda_graphs=True records what a GPU does, and this rank"),
     "model, attribute": ({}, "attribute", "AutoparError: the parameter 'weight' has an attribute 'place'"),

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 import autopar
-from autopar.errors import RankError
-from autopar.parallel.agree.agreement import name_ranks
+from autopar.errors import RankError, name_ranks
 
 pytestmark = pytest.mark.gloo
 SECONDS = 10.0  # a loaded machine's seconds

@@ -31,6 +31,7 @@ OWN = {  # what a run takes beside its steps
         Flag(str, "stop|skip", more="a step whose loss or gradients are not finite"),
     ),
     "check_replicas": (None, Flag(int, "N", more="compare what ranks hold alike every N steps; 0 never does")),
+    "timeout": (None, Flag(float, "SECONDS", more="how long a rank waits for the others, then all end")),
 }
 RUN = {  # what `run` takes alone
     "checkpoint": (None, Flag(str, "DIR", more="save the run in this folder, and go on from there")),

@@ -9,8 +9,9 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -19,8 +20,8 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.capture.refusals.location import user_line
-from autopar.errors import RankError
-from autopar.runtime.ranks.lost import is_loss_of_peer
+from autopar.errors import RankError, name_ranks
+from autopar.runtime.ranks.lost import OTHERS, is_loss_of_peer, loss_of_peers
 from autopar.torch_compat import local_of
 
 _log = logging.getLogger(__name__)
@@ -100,6 +101,18 @@ class Agreement:
         self.size = dist.get_world_size()
         self.call = UserCall("parallelize")
         self._group = _host_group()
+
+    def end_waits_after(self, timeout: timedelta) -> None:
+        """From now on no comparison waits longer than that for a rank. Every rank must call this."""
+        if self.size > 1:
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
+
+    def _waits(self, what: str) -> AbstractContextManager[None]:
+        """Say of a loss of peers what was compared, and in which call of the user's."""
+        return lost_peers(
+            f"comparing the {what} of all ranks",
+            lambda: f" in {_Said(self.call, user_line(sys._getframe()), what, None)}",
+        )
 
     @contextmanager
     def called(self, call: UserCall) -> Iterator[None]:
@@ -185,13 +198,13 @@ class Agreement:
         """Whether something is true of any rank. One tiny all-reduce."""
         if self.size == 1:
             return mine
-        with lost_peers(f"comparing the {what} of all ranks"):
+        with self._waits(what):
             return bool(self._highest([int(mine)])[0])
 
     def everyone(self, what: str, mine: Any) -> list[Any]:
         """What each rank says. Raises RankError on every rank if they are in different calls."""
         said: list[Any] = [None] * self.size
-        with lost_peers(f"comparing the {what} of all ranks"):
+        with self._waits(what):
             dist.all_gather_object(said, _Said(self.call, user_line(sys._getframe()), what, mine), group=self._group)
         _check_calls(said)
         return [each.value for each in said]
@@ -209,7 +222,7 @@ class Agreement:
         head, data = [number, -number], data or ()
         fits = len(head) + len(data) <= WIDTH
         sent = [*head, *data] if fits else head
-        with lost_peers(f"comparing the {what} of all ranks"):
+        with self._waits(what):
             highest, lowest, *rest = self._highest(sent + [0] * (WIDTH - len(sent)))
             if not fits and highest == -lowest:
                 rest = self._highest(data)
@@ -235,29 +248,15 @@ def _host_group() -> Any:
 
 
 @contextmanager
-def lost_peers(doing: str) -> Iterator[None]:
-    """Raise RankError for what the backend says of a peer that is gone. `doing`: what this rank was at."""
+def lost_peers(doing: str, at: Callable[[], str] = str) -> Iterator[None]:
+    """Raise RankError for what the backend says of a peer that is gone. `doing`: what this rank was at. at: where, as
+    far as it is known."""
     try:
         yield
     except RuntimeError as error:
         if not is_loss_of_peer(error):
             raise
-        raise RankError(
-            f"rank {dist.get_rank()} lost its peers while {doing}.\n"
-            f"  Look for the first error of another rank. The backend says: {str(error).strip()}"
-        ) from error
-
-
-def name_ranks(ranks: Iterable[int]) -> str:
-    """`rank 3` or `ranks 0-2, 5`."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1] = [runs[-1][0], rank]
-        else:
-            runs.append([rank])
-    plural = len(runs) > 1 or runs[0][-1] != runs[0][0]
-    return f"rank{'s' * plural} {', '.join('-'.join(map(str, run)) for run in runs)}"
+        raise loss_of_peers(f"rank {dist.get_rank()}", f"while {doing}.", OTHERS + at(), error) from error
 
 
 def difference(

@@ -144,9 +144,10 @@ class Maker:
 
     def _connect(self, axes: list[str], compiled: Lowered) -> None:
         """Make the groups that are not there yet. Only NCCL has queues, and connects late."""
-        where, device = self._store.distributor, self._settings.device
+        where, settings = self._store.distributor, self._settings
+        device = settings.device
         twice = (group_name(compiled.plan.zero_axes), PIPELINE) if has_queues(device) else ()
-        made = make_groups(where.mesh, axes, where.device_mesh, twice=twice)
+        made = make_groups(where.mesh, axes, where.device_mesh, settings.timeout, twice=twice)
         self._groups.update(made)
         if has_queues(device):
             with lost_peers("connecting"):

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from autopar.errors import AutoparError, RankError
+from autopar.errors import AutoparError, RankError, name_ranks
 from autopar.machines.model import FRESH
-from autopar.parallel.agree.agreement import name_ranks
 from autopar.settings import Settings
 
 # Of malloc.h. Saying the one ends that glibc finds the other by itself, which would have become FRESH at most.

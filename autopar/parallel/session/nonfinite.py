@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import fx, nn
 
 from autopar.compiler.check_options import OnNonFinite
-from autopar.errors import NonFiniteError
+from autopar.errors import NonFiniteError, name_ranks
 from autopar.ir.program import has_record, record
-from autopar.parallel.agree.agreement import Agreement, name_ranks
+from autopar.parallel.agree.agreement import Agreement
 from autopar.runtime.executor.inputs import StepInputs
 from autopar.runtime.ranks.runner import ExecutorRunner, Runner
 

@@ -6,12 +6,13 @@ Each rank checks what it was given, all agree on it once, and then there are gro
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.capture import LossFn
 from autopar.capture.inputs import tables
@@ -20,7 +21,7 @@ from autopar.compiler.meshes import MeshLike, mesh_of
 from autopar.compiler.models import check_model
 from autopar.compiler.precision_check import check_device
 from autopar.ir.mesh import Mesh
-from autopar.ir.options import StepKeywords, StepOptions
+from autopar.ir.options import TIMEOUT, StepKeywords, StepOptions
 from autopar.ir.plan import Fixed
 from autopar.machines import DEVICES, named
 from autopar.parallel.agree.agreement import Agreement, Announcer, Phase, Watched
@@ -35,7 +36,9 @@ from autopar.parallel.weights.distribute import Distributor
 from autopar.parallel.weights.identity import check_identity
 from autopar.parallel.weights.replicas import Replicas, every_of
 from autopar.parallel.weights.store import ParameterStore, describe_state
+from autopar.runtime.ranks.process_groups import mesh_over
 from autopar.settings import Settings
+from autopar.torch_compat import end_waits_after
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +60,17 @@ class Requested:
     lift: torch.dtype | None = None
     weights: str | Path | None = None
     machine: str | None = None
+    timeout: float | None = None
 
     @property
     def is_auto(self) -> bool:
         """Whether the mesh is planned once there is a batch."""
         return isinstance(self.mesh, str) and self.mesh == AUTO
+
+    @property
+    def longest_wait(self) -> timedelta | None:
+        """How long a rank waits for another one; None for as long as the backend does."""
+        return None if self.timeout is None else timedelta(seconds=self.timeout)
 
     def mesh_on(self, world: int) -> Mesh:
         """The mesh, until a plan says another one: all ranks split the batch."""
@@ -80,7 +89,8 @@ class Requested:
             phase.texts["machine"] = [str(machine_for(self.machine, device))]
         every_of(self.check_replicas)
         check_nonfinite(self.on_nonfinite)
-        alike = ("seed", "batch", "cuda_graphs", "check_replicas", "on_nonfinite")
+        TIMEOUT.check("timeout", self.timeout)
+        alike = ("seed", "batch", "cuda_graphs", "check_replicas", "on_nonfinite", "timeout")
         others = {name: getattr(self, name) for name in alike}
         phase.texts["options"] = [*(f"{name}={value}" for name, value in others.items()), *options.lines]
         phase.now = "model"
@@ -106,6 +116,7 @@ class StepSettings:
     device: torch.device
     graphs: Graphs
     lift: torch.dtype | None
+    timeout: timedelta | None
 
     @property
     def is_local(self) -> bool:
@@ -146,7 +157,9 @@ def open_session(asked: Requested) -> Session:
     agreement, mesh, device_mesh, options = join(asked)
     place = agreement.device
     fixed = Fixed(machine=named("cpu" if place.type == "cpu" else DEVICES))
-    settings = StepSettings(asked.loss_fn, options, fixed, asked.batch, place, asked.cuda_graphs, asked.lift)
+    settings = StepSettings(
+        asked.loss_fn, options, fixed, asked.batch, place, asked.cuda_graphs, asked.lift, asked.longest_wait
+    )
     announcer = Announcer(agreement)
     store = ParameterStore(asked.model, Distributor(mesh, device_mesh, announcer.operation), place)
     replicas = Replicas(store, agreement, every_of(asked.check_replicas))
@@ -170,7 +183,8 @@ def join(asked: Requested) -> tuple[Agreement, Mesh, DeviceMesh, StepOptions]:
         options_of(**asked.step)
         check_open(asked.is_auto, asked.step, asked.batch, asked.machine)
     compute_on(place, settings)
-    if not dist.is_initialized():
+    is_ours = not dist.is_initialized()
+    if is_ours:
         backend = "nccl" if place.type == "cuda" else "gloo"
         if settings.world_size is None:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -180,9 +194,14 @@ def join(asked: Requested) -> tuple[Agreement, Mesh, DeviceMesh, StepOptions]:
     mesh, options = agreement.together("arguments", lambda phase: asked.check(phase, world, place))
     if place.type == "cuda" and world > 1:
         check_places(agreement.everyone("devices", place_of(place)))
+    timeout = asked.longest_wait
+    if timeout is not None:  # from here on: ranks may start minutes apart, and meet all the same
+        agreement.end_waits_after(timeout)
+        if is_ours:
+            end_waits_after(timeout)
     if isinstance(asked.mesh, DeviceMesh):
         return agreement, mesh, asked.mesh, options
-    return agreement, mesh, init_device_mesh(place.type, mesh.shape, mesh_dim_names=mesh.names), options
+    return agreement, mesh, mesh_over(mesh, place.type, timeout), options
 
 
 def _meet(backend: str, attempt: int) -> None:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from autopar.errors import AutoparError, RankError
+from autopar.errors import AutoparError, RankError, name_ranks
 from autopar.ir.mesh import PIPELINE
-from autopar.parallel.agree.agreement import Agreement, lost_peers, name_ranks
+from autopar.parallel.agree.agreement import Agreement, lost_peers
 from autopar.parallel.weights.store import ParameterStore
 from autopar.runtime.kernels import host
 from autopar.torch_compat import local_of
