@@ -44,9 +44,10 @@ def torch_save(side: Side) -> None:
 
 @action("ready", to_plain=st.booleans())
 def autopar_save(side: Side, to_plain: bool) -> None:
-    """autopar.save and autopar.load, through the plain module too; the plain side goes by hand."""
+    """autopar.save and autopar.load, through the plain module too. A run goes on as if there had been none: the plain
+    side does nothing (torch's own load gives a state of NAdam the dtype of its parameter)."""
     if not side.is_parallel:
-        torch_save(side)
+        side.mark()
         return
     path = side.new_path("autopar")
     autopar.save(path, side.model, side.optimizer, step=3)
