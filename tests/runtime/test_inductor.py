@@ -406,6 +406,7 @@ def _experts(rank: int) -> str:
 
 @needs_compiler
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_experts_whose_rows_are_bounded(two: Ranks) -> None:
     first, second = two.run(_experts, timeout=200)
     assert first == second and first.startswith("48 rows go from part 0 of the batch to the experts of part 0 on axis")
