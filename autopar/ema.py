@@ -51,8 +51,8 @@ class EMA:
         if not self._averages:
             self._averages = {name: tensor.detach().clone() for name, tensor in now.items()}
         else:
-            held, given = self._locals(now)
-            torch._foreach_lerp_(held, given, 1.0 - self.decay)
+            for held, given in self._locals(now):
+                held.lerp_(given, 1.0 - self.decay)
         self.updates += 1
 
     @contextmanager
@@ -104,7 +104,7 @@ class EMA:
             found |= {name: one for name, one in tables.named_buffers(self.model) if one.is_floating_point()}
         return found
 
-    def _locals(self, now: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    def _locals(self, now: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
         """The parts of averages and weights that this rank holds."""
         pairs = [(name, _part(self._averages[name]), _part(tensor.detach())) for name, tensor in now.items()]
         for name, held, given in pairs:
@@ -112,7 +112,7 @@ class EMA:
                 raise AutoparError(
                     f"EMA: this rank's part of '{name}' was {list(held.shape)} and is {list(given.shape)}."
                 )
-        return [held for _, held, _ in pairs], [given for _, _, given in pairs]
+        return [(held, given) for _, held, given in pairs]
 
     @torch.no_grad()
     def _write(self, values: Mapping[str, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Files that were made to do harm: saved programs, traces and weights. Is each refused, with nothing run or written?
+"""Files that were made to do harm: saved programs and weights. Is each refused, with nothing run or written?
 
     timeout 1200 .venv/bin/python -m benchmarks.hostile --count 2000 --seed 0
 

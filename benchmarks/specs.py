@@ -29,7 +29,6 @@ from autopar.api import compile as compile_
 from autopar.errors import AutoparError
 from autopar.machines.files import read_machine
 from autopar.planning.space.decisions import read_plan
-from benchmarks.records import record_option
 
 LIMIT_S, LIMIT_MIB = 2, 400  # of a spec
 AXES = ("dp", "tp", "pp", "fsdp", "cp", "ulysses", "ep", "xx", "")
@@ -247,7 +246,6 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=900)
-    record_option(parser)
     options = parser.parse_args()
     found, tried = faults(options.seed, range(options.first, options.first + options.count), options.seconds)
     for number, fault in found.items():

@@ -41,12 +41,12 @@ def per_microbatch(function: Callable[..., Any], *rows: Any) -> Any:
     """
     tensors = [*take_apart(rows).tensors()]
     if not tensors:
-        raise CaptureError(f"autopar.per_microbatch{_here()} was given no tensor: it needs a row for each sample.")
+        raise CaptureError(f"autopar.per_microbatch{_here()}It was given no tensor: it needs a row for each sample.")
     for i, tensor in tensors:
         if not tensor.ndim:
             raise CaptureError(
-                f"autopar.per_microbatch{_here()} was given a tensor without dims (number {i}). Give it a row for each "
-                f"sample, or let the function close over it."
+                f"autopar.per_microbatch{_here()}It was given a tensor without dims (number {i}). Give it a row for "
+                f"each sample, or let the function close over it."
             )
     parts = map_tensors(in_microbatches, rows)
     counts = {len(tensor) for _, tensor in take_apart(parts).tensors()}
@@ -79,4 +79,4 @@ def dealt_plainly(tensor: Tensor, count: int, line: Line | None) -> Tensor:
 def _here() -> str:
     """Where the user calls it."""
     line = user_frame(sys._getframe(2))
-    return f" at {quoted(line)}" if line else ""
+    return f" at {quoted(line)}" if line else ":\n"

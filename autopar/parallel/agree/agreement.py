@@ -382,9 +382,8 @@ class _Progress:
     def __init__(self, watched: Callable[[], Watched | None]) -> None:
         self._watched, self._version = watched, -1
         self._steps = self._added = 0
-        self._awaits = self._is_told = (
-            False  # whether there are gradients that nobody used, and it was said that some went
-        )
+        self._awaits = False  # whether there are gradients that nobody used
+        self._is_told = False  # whether it was said that some went
 
     @property
     def _parameters(self) -> tuple[nn.Parameter, ...]:

@@ -37,7 +37,6 @@ class NonFinite:
 
     def __init__(self, agreement: Agreement, wanted: OnNonFinite | None) -> None:
         self._agreement, self.wanted = agreement, wanted
-        self.skipped = 0
 
     def passes(
         self, loss: torch.Tensor, gradients: Mapping[str, torch.Tensor | None], runner: Runner,
@@ -53,7 +52,6 @@ class NonFinite:
         if not self._agreement.any("loss and gradients", not (_finite([loss.detach()]) and _finite([*here.values()]))):
             return True
         if self.wanted == "skip":
-            self.skipped += 1
             if dist.get_rank() == 0:
                 _log.warning("step %d: loss or gradients are not finite, no parameter is changed by it", steps)
             return False

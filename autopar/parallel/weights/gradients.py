@@ -49,9 +49,11 @@ def held(loss: torch.Tensor, add: Callable[[torch.Tensor], None]) -> torch.Tenso
 def multiply(gradients: Sequence[torch.Tensor | None], scale: torch.Tensor | None) -> None:
     """Multiply this rank's gradients by a number on their device, in place; None is 1. A gradient that is None is of a
     parameter on another stage."""
-    here = [gradient for gradient in gradients if gradient is not None and scale is not None]
-    if here and scale is not None:
-        torch._foreach_mul_(here, scale)
+    if scale is None:
+        return
+    for gradient in gradients:
+        if gradient is not None:
+            gradient.mul_(scale)
 
 
 _OUTPUT = (
