@@ -1,4 +1,4 @@
-"""Read the text, TOML and JSON files that a user names: whatever is wrong with one is an error with its name.
+"""Read the text and TOML files that a user names: whatever is wrong with one is an error with its name.
 
 These files come from other people. What Python's own readers raise on hostile ones (a NUL in a path, an integer of
 5,000 digits, tables nested a thousand deep) is no crash and no traceback here.
@@ -6,9 +6,7 @@ These files come from other people. What Python's own readers raise on hostile o
 
 from __future__ import annotations
 
-import json
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +16,17 @@ _MOST_BYTES = 64 << 20  # of a file that a person writes, or a machine file, a p
 Kind = type[AutoparError]
 
 
-def read_text(path: Path, what: str, error: Kind, most: int | None = _MOST_BYTES) -> str:
+def read_text(path: Path, what: str, error: Kind) -> str:
     """The text of a file in UTF-8.
 
-    what: the file in words, e.g. "plan". error: is raised with it and the path. most: bytes; None for no limit.
+    what: the file in words, e.g. "plan". error: is raised with it and the path.
     """
     try:
         size = path.stat().st_size
         if not path.is_file():
             raise error(f"{what} {_quoted(path)} is a folder or a device, and no file.")
-        if most is not None and size > most:
-            raise error(f"{what} {_quoted(path)} has {size} bytes; such a file has {most} at most.")
+        if size > _MOST_BYTES:
+            raise error(f"{what} {_quoted(path)} has {size} bytes; such a file has {_MOST_BYTES} at most.")
         return path.read_text(encoding="utf-8")
     except OSError as fault:
         raise error(f"{what} {_quoted(path)}: {fault.strerror or fault}.") from None
@@ -40,22 +38,13 @@ def read_text(path: Path, what: str, error: Kind, most: int | None = _MOST_BYTES
 
 def read_toml(path: Path, what: str, error: Kind) -> dict[str, Any]:
     """The table of a TOML file; raises as `read_text` does."""
-    return _parsed(path, what, error, "TOML", tomllib.loads, _MOST_BYTES)  # type: ignore[no-any-return]
-
-
-def read_json(path: Path, what: str, error: Kind) -> Any:
-    """The value of a JSON file; raises as `read_text` does."""
-    return _parsed(path, what, error, "JSON", json.loads, None)
-
-
-def _parsed(path: Path, what: str, error: Kind, form: str, parse: Callable[[str], Any], most: int | None) -> Any:
-    text = read_text(path, what, error, most)
+    text = read_text(path, what, error)
     try:
-        return parse(text)
+        return tomllib.loads(text)
     except RecursionError:
-        raise error(f"{what} {_quoted(path)} is no {form} that can be read: it is nested too deep.") from None
+        raise error(f"{what} {_quoted(path)} is no TOML that can be read: it is nested too deep.") from None
     except ValueError as fault:  # of an integer with thousands of digits, too
-        raise error(f"{what} {_quoted(path)} is no {form}: {fault}.") from None
+        raise error(f"{what} {_quoted(path)} is no TOML: {fault}.") from None
 
 
 def _quoted(path: Path) -> str:

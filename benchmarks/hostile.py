@@ -12,7 +12,6 @@ make a folder). What is loaded may compute anything: digests are no signature.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -25,13 +24,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from autopar.api import compile as compile_
 from autopar.compiled import load
 from autopar.parallel.weights.materialize import Weights
 from autopar.report.artifact.artifact import INDEX
-from benchmarks.specs import NET, ODD, X, fault_of, loss_fn, timed
+from benchmarks.specs import NET, ODD, X, command, fault_of, loss_fn, timed
 
 VALUES: tuple[Any, ...] = (
     None, True, -1, 0, 10**30, 1e308, float("nan"), "", "\0", "../../outside", "/etc/passwd", "os.system", "eval",
@@ -170,20 +167,5 @@ def faults(seed: int, numbers: range, seconds: float) -> tuple[dict[int, str], i
         return timed(run, numbers, seconds)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=900)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    found, tried = faults(options.seed, range(options.first, options.first + options.count), options.seconds)
-    for number, fault in found.items():
-        print(number, fault)
-    print(f"{tried} files, {len(found)} taken wrongly")
-    return 1 if found else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command(__doc__ or "", faults, "files"))

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 import autopar
-from autopar.errors import AutoparError, MachineError, PlanError, ScheduleError
+from autopar.errors import MachineError, PlanError, ScheduleError
 from autopar.machines.files import read_machine
 from autopar.planning.space.decisions import read_plan
-from autopar.text_files import read_json
 from benchmarks import hostile, specs
 
 SECONDS = 40
@@ -54,12 +53,6 @@ def test_one_reader_of_text(tmp_path: Path, text: str, words: str) -> None:
 def test_paths(path: str, words: str) -> None:
     with pytest.raises(PlanError, match=words):
         read_plan(path)
-
-
-def test_json_is_read_likewise(tmp_path: Path) -> None:
-    (tmp_path / "x.json").write_text(DEEP)
-    with pytest.raises(AutoparError, match="is no JSON that can be read: it is nested too deep"):
-        read_json(tmp_path / "x.json", "trace", AutoparError)
 
 
 @pytest.mark.parametrize("table, words", [
