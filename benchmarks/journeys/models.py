@@ -338,8 +338,8 @@ def build(setup: Values) -> Built:
         for parameter in model.parameters():
             parameter += 0.2 * torch.randn_like(parameter)
 
-    def loss_fn(module: nn.Module, *batch: Any) -> Any:
-        x, y, weight = unpack(batch)
+    def loss_fn(module: nn.Module, x: Any, *others: Any) -> Any:  # x as the module calls it: its dim is then said
+        x, y, weight = unpack((x, *others))
         out = output_of(module, x)
         if odd:
             error = weighted(odd, _errors(out, y.transpose(0, 1) if odd == "time-major" else y), weight)
