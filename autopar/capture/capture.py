@@ -21,6 +21,7 @@ from autopar.capture.data.reads import Answers, Reads, Unknown, fake_like, known
 from autopar.capture.data.recorded_calls import CHANGING, RecordedCalls, behind_of
 from autopar.capture.draws.host_draws import HostDraws, States, generators, names_made_anew, set_generators
 from autopar.capture.draws.joins import CoinPlan, Sides, plan
+from autopar.capture.draws.row_sides import Has, RowSides, RowUses, UnfitRows, row_uses
 from autopar.capture.draws.step_coins import CoinFound, Coins, StepCoins
 from autopar.capture.draws.trail import Trail
 from autopar.capture.forks import Forks, captured
@@ -53,7 +54,7 @@ from autopar.capture.trace.normalise import functional, normalise, without_seed
 from autopar.capture.trace.results import Results
 from autopar.capture.trace.tracer import Traced, Tracer, Unseen
 from autopar.capture.trace.writes import check_collectives, check_writes
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, CaptureError
 from autopar.ir.program import PARTNER, Input, Output, Program
 from autopar.torch_compat import FakeTensorMode, backward, gradients, quiet
 
@@ -152,6 +153,8 @@ class _Capture:
         self.start: States | None = None  # of the generators, where each run draws the same
         self.is_drawn = False  # on the host, of which the program has tensors
         self.step_coins: StepCoins | None = None
+        self.row_uses: RowUses | None = None  # where it matters which masks select rows
+        self.counts: list[torch.Tensor] | None = None
         self.graphs, self.runs = list[fx.Graph](), list[RecordedCalls]()  # all of the capture's
         self.forks, self.resizing = forks, Resizing(earlier)
         self.model, self.loss_fn, self.train, self.lift, self.reads = model, loss_fn, train, lift, reads
@@ -213,6 +216,9 @@ class _Capture:
                 traced = functional(traced, fakes, self.fake)
         except AutoparError:
             raise
+        except UnfitRows:
+            self.reads.counts_rows = True
+            raise CaptureError("the model does more without rows than to leave calls out") from None
         except Exception as error:
             raise explain(error, self.calling, self.locator, self.may_specialize) from error
         finally:
@@ -269,8 +275,9 @@ class _Capture:
         )
         reads, partners = tuple(self.reads.known), tuple(self.partners.known.values())
         return Captured(
-            program, {**kept, **constants}, *self.result, reads, frozen, partners, self.ran, coins=self.step_coins
-        )
+            program, {**kept, **constants}, *self.result, reads, frozen, partners, self.ran, coins=self.step_coins,
+            row_uses=self.row_uses,
+        )  # fmt: skip
 
     def _steady(self, fakes: list[torch.Tensor], before: Attributes, drawn: Mapping[str, Any]) -> list[str]:
         """Notes of a second run; see `Steady.check`."""
@@ -311,8 +318,25 @@ class _Capture:
                 self.reads.learn(self.unknown, *known_inputs(traced, self.unknown, given, self.device))
                 before.restore()
             else:
-                self.step_coins = self.coins.of_step([name_if_trained(*entry) for entry in given] if self.train else [])
-                return traced, [entry for entry, _ in given], fakes
+                names = [name_if_trained(*entry) for entry in given] if self.train else []
+                self.step_coins = self.coins.of_step(names)
+                if self._knows_rows(fakes, before, names):
+                    return traced, [entry for entry, _ in given], fakes
+
+    def _knows_rows(self, fakes: list[torch.Tensor], before: Attributes, names: Sequence[str | None]) -> bool:
+        """False if the step has to put out how many rows masks select, and does not yet."""
+        if self.row_uses is not None or self.reads.guards_rows or not any(self.selects):
+            return True
+
+        def run(has: Has) -> RowSides:
+            mode = self._on_shapes(fakes, before, None, partial(RowSides.of, has))
+            if mode is None or mode.selected.sides is None:
+                raise UnfitRows
+            return mode.selected.sides
+
+        self.row_uses = row_uses(run, names)
+        before.restore()
+        return self.row_uses is None
 
     def _given(self) -> list[tuple[Input, torch.Tensor | None]]:
         """What the step takes."""
@@ -332,7 +356,7 @@ class _Capture:
 
     def _trace(self, fakes: list[torch.Tensor]) -> Traced:
         """The whole step, or all of it before what is not known yet (`self.unknown`)."""
-        self.calls, self.replaced, self.unknown = RecordedCalls(), {}, None
+        self.calls, self.replaced, self.unknown, self.locator.phase = RecordedCalls(), {}, None, "forward"
         self.tracer = Tracer(fakes, decompositions(), Results(self.fake))
         self.runs.append(self.calls)
         self.graphs.append(self.tracer.graph)
@@ -344,6 +368,7 @@ class _Capture:
         self.outside = mode.outside
         mode.forks, mode.ran, mode.selected.tracer = self.forks, self.ran, self.tracer
         mode.statistics, mode.microbatches = self.statistics, self.microbatches
+        self.counts = mode.selected.counts = None if self.row_uses is None else []
         self._start(mode, self.tracer)
         body = self._train_body if self.train else self._forward_body
         try:
@@ -384,40 +409,51 @@ class _Capture:
             mode.microbatches = self.microbatches
             self._start(mode)
             with self.ran.watch() if is_watched else nullcontext():
-                self._run(inputs, mode, lambda _: self._ended, self.replaced, dict(self.replaced))
+                self._run(inputs, mode, lambda _: partial(self._ended, None), self.replaced, dict(self.replaced))
             self.ran.is_whole |= is_watched
 
-    def _ended(self, *args: Any, **kwargs: Any) -> None:
+    def _ended(self, rows: RowSides | None, *args: Any, **kwargs: Any) -> None:
         """The forward pass, and all that it gives."""
         result = self._result(*args, **kwargs)
+        results = [*take_apart(result, lenient=True).leaves, *(tensor for _, tensor in self._named_buffers())]
         if self.coins.trail is not None:
-            self.coins.left(
-                [*take_apart(result, lenient=True).leaves, *(tensor for _, tensor in self._named_buffers())]
-            )
+            self.coins.left(results)
+        if rows is not None:
+            rows.trail.leave(results)
 
     def _plan(self, inputs: list[torch.Tensor], before: Attributes, fixed: Sides) -> CoinPlan:
         """What to do about the coins, from runs on shapes with other sides."""
 
         def run(sides: Sides) -> Trail | None:
-            before.restore()
-            calls = RecordedCalls()
-            self.runs.append(calls)
-            reads = self.reads.anew(self.reads.known)  # another side may read other values
-            with self.fake, Unseen(Results(self.fake)), redirect_stdout(io.StringIO()):
-                mode = Raise(Locator(), inputs[-1], self.lift, calls, reads, self.keeps_casts, self.partners)
-                mode.forks, mode.statistics, mode.microbatches = self.forks, self.statistics, self.microbatches
-                self._start(mode, None, sides)
-                try:
-                    self._run(inputs, mode, lambda _: self._ended, {}, {})
-                except (Exception, Unknown):
-                    return None
-            return self.coins.trail
+            return self.coins.trail if self._on_shapes(inputs, before, sides) is not None else None
 
         first = run(fixed)
         before.restore()
         found = plan(run, fixed, first) if first is not None else CoinPlan({}, frozenset())
         before.restore()
         return found
+
+    def _on_shapes(
+        self, inputs: list[torch.Tensor], before: Attributes, coins: Sides | None,
+        rows: Callable[[Callable[[], int]], RowSides] | None = None,
+    ) -> Raise | None:  # fmt: skip
+        """A run on shapes with other sides of its coins, or of its masks; None if it fails."""
+        before.restore()
+        calls = RecordedCalls()
+        self.runs.append(calls)
+        reads = self.reads.anew(self.reads.known)  # another side may read other values
+        with self.fake, Unseen(Results(self.fake)), redirect_stdout(io.StringIO()):
+            mode = Raise(
+                Locator(), inputs[-1], self.lift, calls, reads, self.keeps_casts, self.partners, is_first=rows is None
+            )
+            mode.forks, mode.statistics, mode.microbatches = self.forks, self.statistics, self.microbatches
+            mode.selected.sides = None if rows is None else rows(mode.numbered)
+            self._start(mode, None, coins)
+            try:
+                self._run(inputs, mode, lambda _: partial(self._ended, mode.selected.sides), {}, {})
+            except (Exception, Unknown):
+                return None
+        return mode
 
     def _check_buffers(self, inputs: list[torch.Tensor]) -> None:
         old = {entry.name: tensor for (entry, _), tensor in zip(self.state.entries, inputs, strict=False)}
@@ -470,6 +506,8 @@ class _Capture:
         self.scale = inputs[position] if self.is_scaled else None
         if self.coins.trail is not None:
             self.coins.trail.given(values)
+        if mode.selected.sides is not None:
+            mode.selected.sides.trail.given(values)
         calls.given(values, [*behind, *[CHANGING] * (len(values) - len(behind))])
         self.given = [(value, value._version) for value in values]
         constants.update(carried)
@@ -553,6 +591,8 @@ class _Capture:
 
     def _guards(self) -> list[torch.Tensor]:
         """The tensors whose values were taken from the example batch; they leave last."""
+        if self.counts:
+            self.reads.rows(torch.stack(self.counts), None)
         guards = {str(i): tensor for i, tensor in enumerate(self.reads.tensors) if tensor is not None}
         self.outputs += [Output("guard", position) for position in guards]
         return list(guards.values())

@@ -10,6 +10,7 @@ import torch
 
 from autopar.capture.data.reads import Read
 from autopar.capture.draws.host_draws import HostDraws
+from autopar.capture.draws.row_sides import RowUses
 from autopar.capture.draws.step_coins import StepCoins
 from autopar.capture.inputs.batch_dims import Dims
 from autopar.capture.inputs.containers import Form, put_together
@@ -28,8 +29,8 @@ class Captured:
     values taken from the example batch, in the order of the program's outputs of kind "guard". `frozen` are the
     parameters that are not trained, by first name. `partners` are other models in the loss, whose tensors' names begin
     with theirs. `ran` are the user's functions that ran. `batch_dims`: the dim that counts the samples, by batch tensor
-    (None: it has none); None as a whole where nothing was said. `coins`: the random branches of the step. `host`:
-    what it draws on the host.
+    (None: it has none); None as a whole where nothing was said. `coins`: the random branches of the step.
+    `row_uses`: the parameters that it uses, by which masks select rows. `host`: what it draws on the host.
     """
 
     program: Program
@@ -42,6 +43,7 @@ class Captured:
     ran: Ran = field(default_factory=Ran)
     batch_dims: Mapping[str, int | None] | None = None
     coins: StepCoins | None = None
+    row_uses: RowUses | None = None
     host: HostDraws | None = None
 
     @property
@@ -53,6 +55,12 @@ class Captured:
     def is_by_chance(self) -> bool:
         """Whether random numbers decide which program a step runs."""
         return self.host is not None or (self.coins is not None and self.coins.is_alone)
+
+    def unused(self, guards: Sequence[torch.Tensor]) -> frozenset[str]:
+        """The parameters that a step does not use, by how many rows its masks select. guards: what it puts out."""
+        if self.row_uses is None or not guards:
+            return frozenset()
+        return self.row_uses.unused(guards[-1])
 
     def with_dims(self, dims: Dims | None) -> Captured:
         """Note the dim of each leaf of the batch that counts the samples; None where nothing was said."""

@@ -5,13 +5,16 @@ Reading a fact needs no permission: where it does not hold, the program is right
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
 
 import torch
 
 from autopar.capture.data.known_values import ABSENT, STEADY, Values
 from autopar.capture.data.reads import FULL_LENGTH, OWN_ROWS, Reads
 from autopar.capture.data.selected import Selected
+from autopar.capture.draws.row_sides import Turns
 from autopar.capture.refusals.constructs import LENGTH, SIZES
 from autopar.capture.refusals.explain_failure import refusal, size_refusal
 from autopar.capture.refusals.location import Line, Locator
@@ -25,6 +28,8 @@ class DataFacts:
 
     def __init__(self, known: Values, selected: Selected, reads: Reads | None, locator: Locator | None) -> None:
         self._known, self._selected, self._reads, self._locator = known, selected, reads, locator
+        if reads is not None and reads.guards_rows:
+            selected.guard = lambda truth, line: bool(reads.guard(truth, line, True))
         self._permitted = reads if reads is not None and reads.is_permitted else None
         self._held = dict[Line | None, bool]()  # what held, by line
         self.line: Line | None = None
@@ -40,6 +45,23 @@ class DataFacts:
             return False
         self._held[self.line] = is_so = self._reads.holds(name, fact(), self.line, not kinds & ABSENT)
         return is_so
+
+    def turns(self, function: Any, args: Any, line: Line | None) -> Iterable[Any] | None:
+        """The places of a mask that Python goes through: all, one after the other; or those that each step is checked
+        to have, where the model counts them. None for another call."""
+        mask = self._selected.mask_of_turns(function, args)
+        if mask is None or self._reads is None:
+            return None
+        shape, device = args[0].shape[1:], args[0].device
+
+        def of(place: int) -> Any:
+            if function is Tensor.tolist:
+                return [place] if shape else place
+            return self._known.constant(partial(torch.full, shape, place, device=device))
+
+        if self._reads.guards_rows:
+            return [of(place) for place in self._reads.guard_places(mask, line)]
+        return Turns(self._selected.turns(mask, of))
 
     def are_rows(self, data: Tensor, valid: Tensor) -> Tensor:
         """Note rows, of which those count where `valid` is True."""

@@ -68,10 +68,12 @@ def captured(run: Run, asked: Reads) -> Captured:
         except CaptureError:
             if not reads.selected <= reads.sized:  # what follows their rows in any number is at an end
                 reads = reads.anew(sized=reads.sized | reads.selected)
+            elif reads.counts_rows and not reads.guards_rows:
+                reads = reads.anew(guards_rows=True)
             elif not forks.lines:
                 raise
             else:
-                return _of_all_sides(run, reads) or _guarded(run, reads)
+                return (_of_all_sides(run, reads) if forks.lines else None) or _guarded(run, reads)
 
 
 def _guarded(run: Run, asked: Reads) -> Captured:
@@ -85,7 +87,10 @@ def _guarded(run: Run, asked: Reads) -> Captured:
             if not reads.selected <= reads.sized:
                 reads = reads.anew(sized=reads.sized | reads.selected, given=asked.given)
                 continue
-            guesses = [at for at, read in enumerate(reads.known) if read.is_guess and at >= len(reads.given)]
+            if reads.counts_rows and not reads.guards_rows:
+                reads = reads.anew(guards_rows=True, given=asked.given)
+                continue
+            guesses = [at for at, read in enumerate(reads.known) if read.has_other and at >= len(reads.given)]
             if not guesses:
                 fault = failed if len(reads.given) > reads.told else error
                 raise fault from fault.__cause__

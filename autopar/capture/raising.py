@@ -402,11 +402,16 @@ class Raise(TorchFunctionMode):
                 result = self._took(call, result)
         elif (packed := self._packs(call)) is not NotImplemented:
             result = packed
+        elif (at_turn := self.selected.at_turn(func, args)) is not None:
+            result = at_turn
+        elif self._is_forward() and (turns := self.facts.turns(func, args, call.line)) is not None:
+            result = turns
         else:
             given, run = self._by_places(call, args) if self._computes() else args, partial(self._run, call)
             is_followed = self._computes() and self.selected.concerns(given, kwargs)
             result = self.selected.call(run, func, given, kwargs) if is_followed else run(func, *given, **kwargs)
         written = [] if func in QUERIES else self.known.saw(func, args, kwargs, before, result, call.asked)
+        self.selected.saw(func, args, kwargs, result, written)
         self.known.saw_draws(func, args, result, self._drew)
         self._drew.clear()
         self.locator.adopt(result, call.place)

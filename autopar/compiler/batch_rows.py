@@ -95,7 +95,7 @@ class _Walk:
                 self.told.add(node)
 
     def run(self) -> BatchRows:
-        checked = self._checked()
+        checked = self.program.guarding()  # what holds for all rows holds for those of each rank
         for node in self.program.calls():
             if not is_getitem(node) and not record(node).is_backward and node not in checked:
                 self._call(node)
@@ -103,17 +103,6 @@ class _Walk:
             row = None if left is None or out.kind not in ("value", "aux") else self.rows.get(source_of(left))
             self.found.outputs.append(row)
         return self.found
-
-    def _checked(self) -> set[fx.Node]:
-        """The calls whose results leave as guards alone: what holds for all rows holds for those of each rank."""
-        guards = {left for left, out in self.program.leaving if out.kind == "guard"}
-        kept = {left for left, out in self.program.leaving if out.kind != "guard"}
-        found: set[fx.Node] = set()
-        for node in reversed(list(self.program.calls())) if guards else ():
-            readers = [user for user in node.users if user.op != "output"]
-            if node not in kept and found.issuperset(readers) and (readers or node in guards):
-                found.add(node)
-        return found
 
     def _call(self, node: fx.Node) -> None:
         call, sources = call_of(node), [source_of(operand) for operand in operand_nodes(node)]

@@ -195,6 +195,17 @@ class Program:
         """The outputs, each with the node that is returned for it."""
         return list(zip(self.results, self.outputs, strict=True))
 
+    def guarding(self) -> set[fx.Node]:
+        """The calls whose results leave as guards alone: the host reads them, and nothing else hangs on them."""
+        guards = {left for left, out in self.leaving if out.kind == "guard"}
+        kept = {left for left, out in self.leaving if out.kind != "guard"}
+        found: set[fx.Node] = set()
+        for node in reversed(list(self.calls())) if guards else ():
+            readers = [user for user in node.users if user.op != "output"]
+            if node not in kept and found.issuperset(readers) and (readers or node in guards):
+                found.add(node)
+        return found
+
     def parameters(self) -> Iterator[tuple[fx.Node, Input]]:
         """The placeholders that are parameters."""
         return ((node, entry) for node, entry in self.entries if entry.kind == "parameter")

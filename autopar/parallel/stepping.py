@@ -32,7 +32,7 @@ def train_step(
     """Run a training program: gradients are added to `.grad`, buffers are written. The loss, and all outputs; is_whole:
     those of all ranks, and not this rank's rows. is_held: gradients wait for the loss's `backward()`."""
     outputs = run_step(session, running, given, is_step=True)
-    unused = _unused(session, running)
+    unused = _unused(session, running, outputs)
     is_finite = _is_finite(session, running, given, outputs)
     session.random.steps += 1
     if is_finite:
@@ -67,14 +67,17 @@ def _is_finite(session: Session, running: Running, given: Given, outputs: tuple[
     return looks.passes(outputs[running.losses[0]], gradients, running.runner, inputs, session.random.steps)
 
 
-def _unused(session: Session, running: Running) -> frozenset[str]:
-    """The parameters that no rank used in this step, as random numbers decided: they have no gradient."""
+def _unused(session: Session, running: Running, outputs: tuple[torch.Tensor, ...]) -> frozenset[str]:
+    """The parameters that no rank used in this step, as random numbers and the rows of masks decided: they have no
+    gradient. Where each rank has a batch of its own, its masks say nothing of the others'."""
+    found = [] if session.settings.is_own else [outputs[at] for at in running.reads]
+    without_rows = running.captured.unused(found)
     coins = running.captured.coins
     if coins is None or coins.uses is None:
-        return frozenset()
+        return without_rows
     drawn = session.random.tensor(torch.device("cpu"), True)
     places = range(session.world.places) if session.settings.is_own else (0,)
-    return frozenset.intersection(*(coins.left_out(seed_of(drawn, place)) for place in places))
+    return without_rows | frozenset.intersection(*(coins.left_out(seed_of(drawn, place)) for place in places))
 
 
 def forward_step(session: Session, is_whole: bool, running: Running, given: Given) -> Any:

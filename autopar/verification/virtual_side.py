@@ -64,6 +64,8 @@ class Virtual:
 
     def _take_programs(self, programs: list[Made], batches: Batches, seed: torch.Tensor, values: Values) -> None:
         """Enter what a step gives with some programs into `values`. Raises OtherValues for a step that wants others."""
+        values.clear()  # of programs that were not those of this step, and had gradients that these have not
+        self.replicas.clear()
         self.programs, (self.captured, self.compiled) = programs, programs[0]
         program, plan = self.compiled.program, self.compiled.plan
         with default_dtype(self.dtype):  # a number and a bool add up to it
@@ -89,6 +91,8 @@ class Virtual:
             values.update(self._of_places(outputs))
         else:
             check_reads(self.captured.reads, guards)
+            for name in self.captured.unused(guards):
+                values.pop(("gradient", name), None)
         if self.captured.coins is not None:
             unused = [self.captured.coins.left_out(drawn) for drawn in seeds_of(seed, len(batches))]
             for name in frozenset.intersection(*unused):

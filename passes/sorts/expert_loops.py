@@ -69,6 +69,7 @@ def expert_loops(program: Program, plan: Plan) -> Program:
         return program
     if any(_is_hidden(node) for node in program.calls()):
         program = _with_own_gradients(program)
+    program = _with_own_checks(program)
     values, place = Numbering(program), {node: i for i, node in enumerate(program.graph.nodes)}
     bodies, notes = list[Bodies](), list[str]()
     for loop in find_loops(program, values):
@@ -140,6 +141,24 @@ def _with_own_gradients(program: Program) -> Program:
     return made
 
 
+def _with_own_checks(program: Program) -> Program:
+    """The program in which what the host reads of masks has masks of its own."""
+    masks, guarding = {mask_of_index(node) for node in program.calls()} - {None}, program.guarding()
+    if not any(one in masks for node in guarding for one in node.all_input_nodes):
+        return program
+    build, own = Builder(MADE_BY), dict[fx.Node, fx.Node]()
+
+    def operand(node: fx.Node) -> fx.Node:
+        if node not in masks:
+            return build.value[node]
+        if node not in own:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), build.value.__getitem__)
+            own[node] = build.call(node.target, *args, like=record(node), **kwargs)  # type: ignore[arg-type]
+        return own[node]
+
+    return build.rewrite(program, lambda node: build.copy(node, operand) if node in guarding else None)
+
+
 def _note(loop: Loop, why: Exception) -> str:
     known = record(loop.first)
     place = known.source + (f" in {known.module}" if known.module else "")
@@ -155,7 +174,8 @@ class _Failed(Exception):
 def _joined(program: Program, bodies: list[Bodies], place: Places, values: Numbering, table: Table) -> Program:
     """The program with all experts of each loop at once. Raises _Failed where that cannot be."""
     build = Builder(MADE_BY)
-    joins = [_Join(one, build, values, table) for one in bodies]
+    given = dict[tuple[fx.Node, ...], fx.Node]()
+    joins = [_Join(one, Stacks(build, len(one.loop.masks), given), values, table) for one in bodies]
     at = {node: (join, number) for join in joins for node, number in join.bodies.last(place)}
     roots = {root: join for join in joins for root in (*join.bodies.sums, *join.bodies.choices)}
     later = {node for one in bodies for node in (*one.member, *one.inner, *one.sums, *one.choices)}
@@ -219,11 +239,10 @@ _Value = Any  # one of these, or a tuple of them
 class _Join:
     """The rows of all experts of one loop, computed at once."""
 
-    def __init__(self, bodies: Bodies, build: Builder, values: Numbering, table: Table) -> None:
-        self.bodies, self.build, self.values, self.table = bodies, build, values, table
-        self.count = len(bodies.loop.masks)
-        self.stacks = Stacks(build, self.count)
-        self.of = LoopRows(bodies.loop, build, self.stacks)
+    def __init__(self, bodies: Bodies, stacks: Stacks, values: Numbering, table: Table) -> None:
+        self.bodies, self.build, self.values, self.table = bodies, stacks.build, values, table
+        self.count, self.stacks = stacks.count, stacks
+        self.of = LoopRows(bodies.loop, self.build, stacks)
         self.rows, self.chosen = self.of.rows, self.of.chosen
         self.made: dict[int, _Value] = {}
         self._spread: dict[tuple[fx.Node, int], fx.Node] = {}
@@ -241,6 +260,8 @@ class _Join:
         else:
             value = self._computed(nodes, like)
         self.made[number] = value
+        if isinstance(value, _Stack):
+            self.stacks.given[nodes] = value.node
         if number in self.bodies.alone:
             if not isinstance(value, _Stack):
                 raise Apart(f"what one of them gives at {like.source} leaves the model")

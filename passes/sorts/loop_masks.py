@@ -127,7 +127,7 @@ def _trace(node: fx.Node, values: Numbering) -> _Traced | None:
             if known is not None:
                 return _Traced(("and", known.frame), known.expert, known.chosen, known.base, None)
         return None
-    is_any = op_name(node.target) == "any" and len(args) > 1
+    is_any = node.target is aten.sum.dim_IntList and record(args[0]).type.dtype is torch.bool
     if not (is_any or _keeps(node)):
         return None
     known = _trace(args[0], values)

@@ -17,10 +17,11 @@ aten = torch.ops.aten
 
 
 class Stacks:
-    """Values of all experts, put together. A piece of a parameter that has them all is that parameter."""
+    """Values of all experts, put together. A piece of a parameter that has them all is that parameter. given: what
+    the loops of a program give for each of their experts, which another loop with the same experts adds to its own."""
 
-    def __init__(self, build: Builder, count: int) -> None:
-        self.build, self.count = build, count
+    def __init__(self, build: Builder, count: int, given: dict[tuple[fx.Node, ...], fx.Node]) -> None:
+        self.build, self.count, self.given = build, count, given
         self._stacks: dict[tuple[fx.Node, ...], fx.Node] = {}
 
     def of(self, nodes: tuple[fx.Node, ...], like: Record) -> fx.Node:
@@ -30,6 +31,8 @@ class Stacks:
         return self._stacks[nodes]
 
     def _stacked(self, nodes: tuple[fx.Node, ...], like: Record) -> fx.Node:
+        if nodes in self.given:
+            return self.given[nodes]
         first = nodes[0]
         is_alike = all(node.target is first.target and node.op == first.op == "call_function" for node in nodes)
         if is_alike and first.target is aten.select.int:
@@ -44,6 +47,8 @@ class Stacks:
         if is_alike and len(operand_nodes(first)) == 1 and _may_batch(first):
             below = tuple(node.all_input_nodes[0] for node in nodes)
             return self.batched(first, {below[0]: self.of(below, like)}, like)
+        if any(one not in self.build.value for one in nodes):
+            raise Apart(f"what another loop gives is taken with it at {like.source}")
         pieces = [self.build.infer(aten.unsqueeze.default, self.build.value[one], 0, like=like) for one in nodes]
         return self.build.infer(aten.cat.default, pieces, 0, like=like)
 

@@ -27,7 +27,7 @@ from autopar.ir.program import Input
 from autopar.torch_compat import FakeTensor
 
 Tensor = torch.Tensor
-Value = bool | int | float | complex
+Value = bool | int | float | complex | tuple[int, ...]
 
 READERS: Mapping[Any, tuple[str, Callable[[Tensor], Value]]] = {
     Tensor.__bool__: ("bool() of a tensor", bool),
@@ -37,6 +37,8 @@ READERS: Mapping[Any, tuple[str, Callable[[Tensor], Value]]] = {
     Tensor.item: (".item() of a tensor", Tensor.item),
 }
 COUNT = "count"  # of what a function gives, in place of a function that reads
+ROWS = "rows"  # how many each mask selects: of any number the program is right
+PLACES = "places"  # of a mask, which a loop goes through
 OWN_ROWS, FULL_LENGTH = "own rows", "full length"  # likewise: facts
 
 # What a value may depend on: what a step leaves as it is.
@@ -62,6 +64,8 @@ def not_steady(kind: str, name: str, function: Any) -> Construct:
 
 
 _OTHERS: Mapping[Any, tuple[str, Callable[[Tensor], Value]]] = {
+    ROWS: ("how many rows masks select", lambda counts: tuple(counts.tolist())),
+    PLACES: ("the places of a mask, gone through", lambda mask: tuple(mask.nonzero().flatten().tolist())),
     COUNT: ("the size of what this gives", int),
     OWN_ROWS: ("equal numbers of rows for all samples", bool),
     FULL_LENGTH: ("a sequence as long as the padded batch", bool),
@@ -93,11 +97,22 @@ class Read:
         return not self.is_fact or bool(self.value)
 
     @property
+    def has_other(self) -> bool:
+        """True where a guess leaves one other value."""
+        return self.is_guess and self.function is Tensor.__bool__
+
+    @property
     def is_fact(self) -> bool:
         return self.function in (OWN_ROWS, FULL_LENGTH)
 
     @property
     def note(self) -> str:
+        if self.function is ROWS:
+            return (
+                f"{self} is read at each step: where one selects none the model leaves calls out, and parameters of "
+                f"which no other is made have no gradient, as on one device. On a GPU that waits for the device; a "
+                f"loop that makes the calls for no rows, too, does not"
+            )
         if self.is_guard:
             return (
                 f"{self} is taken as {self.value}; each step checks that it is before anything is changed, and takes "
@@ -122,7 +137,7 @@ class Read:
 
     def is_(self, value: Value) -> bool:
         """True for the value that the program was compiled for."""
-        return value == self.value or (value != value and self.value != self.value)
+        return self.function is ROWS or value == self.value or (value != value and self.value != self.value)
 
     def check(self, tensor: Tensor) -> None:
         """Raise BatchError if the value is another one in this step."""
@@ -203,7 +218,8 @@ class Reads:
     """The reads of a model in their order. `tensors`: those of the run that goes on, as far as it has come; None for
     what is not checked.
 
-    sized: lines that select rows by a mask, whose number is read; `selected` are those where it could be.
+    sized: lines that select rows by a mask, whose number is read; `selected` are those where it could be. guards_rows:
+    which places of a mask a loop goes through is guarded, too; `counts_rows`: it has to be.
     is_permitted: values of what steps leave as it is may be taken from the example batch. guards: the truth of any
     other tensor is guarded, and guessed where nobody knows it. given: what the first reads give, of which a step has
     told so many. asks: for facts, which are taken to hold where no data say so."""
@@ -211,6 +227,8 @@ class Reads:
     sized: frozenset[Line | None] = frozenset()
     is_permitted: bool = True
     guards: bool = False
+    guards_rows: bool = False
+    counts_rows: bool = False
     given: tuple[Value, ...] = ()
     told: int = 0
     asks: bool = True
@@ -252,6 +270,23 @@ class Reads:
             value = guess if position >= len(self.given) else self.given[position]
             self.known.append(Read(Tensor.__bool__, line, value, position >= self.told, is_guard=True))
         return self._next(tensor)
+
+    def guard_places(self, mask: Tensor, line: Line | None) -> tuple[int, ...]:
+        """The places where a mask [n] is True, which a loop of the model goes through: all, where no step has told."""
+        position = len(self.tensors)
+        if position == len(self.known):
+            is_known = position < len(self.given)
+            value = self.given[position] if is_known else tuple(range(len(mask)))
+            self.known.append(Read(PLACES, line, value, not is_known, is_guard=True))
+        found = self._next(mask)
+        assert isinstance(found, tuple)
+        return found
+
+    def rows(self, counts: Tensor, line: Line | None) -> None:
+        """The last read of a step: how many rows each mask selects."""
+        if len(self.tensors) == len(self.known):
+            self.known.append(Read(ROWS, line, (), is_guard=True))
+        self._next(counts)
 
     def _next(self, tensor: Tensor) -> Value:
         read = self.known[len(self.tensors)]

@@ -12,13 +12,14 @@ How many rows there are shows nowhere in the tensors. So that no number is made 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
 
+from autopar.capture.data.implied import is_implied
 from autopar.capture.data.row_counts import RowCount, counted, counts_in, sizes_in
 from autopar.capture.data.row_rules import (
     Guard,
@@ -34,13 +35,14 @@ from autopar.capture.data.row_rules import (
     puts_back,
     source_of,
 )
+from autopar.capture.draws.row_sides import RowSides
 from autopar.capture.refusals.constructs import SIZES, Construct
 from autopar.capture.refusals.explain_failure import size_refusal, wants_data
 from autopar.capture.refusals.location import Line
 from autopar.capture.trace.tracer import Tracer
 from autopar.errors import CaptureError
 from autopar.ir.ops.op_facts import QUERIES, form_argument, writes_first
-from autopar.torch_compat import custom_function
+from autopar.torch_compat import custom_function, no_function_modes, storage_of
 
 Tensor = torch.Tensor
 
@@ -63,6 +65,16 @@ class AddedRows:
         return self.versions == AddedRows.of(self.rows, self.base, self.key, self.added).versions
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One of a loop through the places of a mask: whether the mask is True there, and what the loop is given."""
+
+    mask: Tensor
+    place: int
+    holds: Tensor
+    value: Any
+
+
 @dataclass(slots=True)
 class Selected:
     """The tensors of a run whose rows a mask selected. is_first: of the run that is captured; a later one has one row
@@ -73,6 +85,12 @@ class Selected:
     tracer: Tracer | None = None  # of the run that is captured
     masks: dict[Any, tuple[Tensor, tuple[Tensor, ...]]] = field(default_factory=dict)  # by what each is: it, its places
     sums: dict[int, AddedRows] = field(default_factory=dict)  # rows of a tensor with something added, by their id
+    places: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # of masks of one dim: places, mask by id
+    sides: RowSides | None = None  # of a run in which some masks have no rows
+    turn: Turn | None = None  # of a loop through the places of a mask
+    guard: Callable[[Tensor, Line | None], bool] | None = None  # whether a mask has rows, where a step checks it
+    masks_seen: int = 0
+    counts: list[Tensor] | None = None  # of the rows of each mask, in a run that is to know them
     is_inside: bool = False  # of a call that is followed: torch may spell it out in calls of its own
 
     def concerns(self, args: Any, kwargs: Any) -> bool:
@@ -89,22 +107,55 @@ class Selected:
     ) -> tuple[Tensor, ...]:
         """The places of all elements of a condition, in torch's order."""
         valid = (condition != 0).reshape(-1)
-        count = valid.numel() if self.is_first else min(valid.numel(), 1)
+        mask, has_rows = self._begin(valid, line)
+        valid = valid if self.turn is None or self._is_implied(condition) else valid & self.turn.holds
+        count = (valid.numel() if self.is_first else min(valid.numel(), 1)) if has_rows else 0
         places, step = [], 1
         every = torch.arange(count, device=condition.device)
         for size in reversed(condition.shape):
             places.append((every // step) % max(size, 1))
             step *= size
         places.reverse()
-        for dim, place in enumerate(places if self.is_first else ()):
+        for dim, place in enumerate(places if self.is_first and has_rows else ()):
             self.known[id(place)] = ValidRows(
                 place, valid, 0, line, function, tuple(condition.shape), dim, may_specialize
             )
+        if len(places) == 1:
+            self.places[id(places[0])] = places[0], condition
+        if self.sides is not None:
+            self.sides.selected(mask, places)
         return tuple(places)
+
+    def _begin(self, valid: Tensor, line: Line | None) -> tuple[int, bool]:
+        """Count a mask, and say whether it has rows in this run. Those of a turn are its own."""
+        if self.turn is not None:
+            return self.masks_seen - 1, True
+        self.masks_seen += 1
+        if self.counts is not None:
+            self.counts.append(valid.sum())
+        if self.guard is not None:
+            return self.masks_seen - 1, self.guard(valid.any(), line)
+        return (self.masks_seen - 1, True) if self.sides is None else self.sides.begin()
+
+    def turns(self, mask: Tensor, of: Callable[[int], Any]) -> Iterator[Any]:
+        """Go through all places of a mask. What is made of rows meanwhile is padding where the mask is False."""
+        try:
+            for place in range(len(mask)):
+                self.turn = None
+                with no_function_modes():  # no call of the model's
+                    holds = mask[place] != 0
+                    has_rows = self._begin(holds, None)[1]
+                if has_rows:
+                    value = of(place)
+                    self.turn = Turn(mask, place, holds, value)
+                    yield value
+        finally:
+            self.turn = None
 
     def column(self, places: Tensor) -> Tensor:
         """The places of a mask of one dim, a row each."""
         made = places.unsqueeze(1)
+        self._shown((places,), made)
         if id(places) in self.known:
             self.known[id(made)] = replace(self.known[id(places)], tensor=made, place=None, is_column=True)
         return made
@@ -133,6 +184,41 @@ class Selected:
             return tuple(mask.shape)
         node = self.tracer.node_of(mask)
         return (id(mask) if node is None else _made_of(node)), mask._version
+
+    def _is_implied(self, condition: Tensor) -> bool:
+        """True if a condition holds nowhere without the mask of the loop that goes on."""
+        if self.turn is None or self.tracer is None:
+            return False
+        mask, node = self.tracer.node_of(self.turn.mask), self.tracer.node_of(condition)
+        return mask is not None and node is not None and is_implied(mask, self.turn.place, node)
+
+    def at_turn(self, function: Any, args: Any) -> Tensor | None:
+        """What stands at the place of a turn, as an index of one place gives it; None for another call."""
+        if self.turn is None or function is not Tensor.__getitem__ or args[1] is not self.turn.value:
+            return None
+        place = self.turn.place
+        return args[0][place].unsqueeze(0).clone() if args[1].ndim else None
+
+    def saw(self, function: Any, args: Any, kwargs: Any, result: Any, written: list[Tensor]) -> None:
+        """A call with what it returned, and what it wrote into."""
+        self._shown(args, result)
+        if self.sides is not None and function not in QUERIES:
+            self.sides.saw(function, args, kwargs, result, written)
+
+    def _shown(self, args: Any, result: Any) -> None:
+        """Note what a view of the places of a mask shows: the same places."""
+        mine = self.places.get(id(args[0])) if self.places and args else None
+        if mine is None or mine[0] is not args[0] or not isinstance(result, Tensor):
+            return
+        if storage_of(result) == storage_of(mine[0]) and result.numel() == mine[0].numel() == len(result):
+            self.places[id(result)] = result, mine[1]
+
+    def mask_of_turns(self, function: Any, args: Any) -> Tensor | None:
+        """The mask whose places Python goes through; None for another call."""
+        if function not in _TURNS or args[1:] not in ((), (0,)):
+            return None
+        mine = self.places.get(id(args[0]))
+        return mine[1] if mine is not None and mine[0] is args[0] else None
 
     def enter(self, rows: Tensor, valid: Tensor, function: Any, line: Line | None) -> Tensor:
         """Note rows, of which those count where `valid` is True: one of them in a run that is not looked at."""
@@ -499,6 +585,7 @@ def _seen(rows: ValidRows, name: str, because: str) -> Construct:
     )
 
 
+_TURNS = (Tensor.unbind, torch.unbind, Tensor.__iter__, Tensor.tolist)
 NONZERO = (torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere)
 
 

@@ -177,7 +177,7 @@ def _compare_step(
     if step.key != found.key or len(step.operands) != len(found.operands):
         raise _Unfit
     for place, other in zip(step.operands, found.operands, strict=True):
-        now = _in_whole(other, dropped)
+        now = in_whole(other, dropped)
         expected: Place | None = place
         while expected is not None and expected != now:
             owner = next((join.coin for join in dropped.values() if join.has(expected)), None)
@@ -189,10 +189,10 @@ def _compare_step(
                 raise _Unfit
 
 
-def _in_whole(place: Place, dropped: Mapping[int, CoinJoin]) -> Place:
+def in_whole(place: Place, dropped: Mapping[int, CoinJoin]) -> Place:
     """Find where the whole run has what a run without some calls has at a place."""
     if place[0] == "by":
-        return tuple(_in_whole(part, dropped) if isinstance(part, tuple) else part for part in place)
+        return tuple(in_whole(part, dropped) if isinstance(part, tuple) else part for part in place)
     join = dropped.get(place[1] - 1) if place[0] == "call" else None
     if join is None or place[2] < join.start:
         return place

@@ -36,7 +36,8 @@ class TrailStep:
 
 @dataclass(slots=True)
 class Trail:
-    """One run. side: what is taken out of the coin of a number. draws: how many random ops there were so far."""
+    """One run. side: what is taken out of the coin of a number. draws: how many random ops there were so far.
+    is_shapeless: it is compared with runs in which there are more rows, or fewer."""
 
     side: Callable[[int, Tensor, Callable[[Any], Any]], Any]
     draws: Callable[[], int]
@@ -50,6 +51,7 @@ class Trail:
     births: dict[Place, Place] = field(default_factory=dict)  # of each place, where its memory was met first
     wanted: set[Place] = field(default_factory=set)
     found: dict[Place, Tensor] = field(default_factory=dict)  # the tensors at those
+    is_shapeless: bool = False
     is_idle: bool = False  # what is called is no part of the run
     _known: dict[int, tuple[Tensor, Place]] = field(default_factory=dict)
     _born: dict[Any, Place] = field(default_factory=dict)  # by memory, where it was met first
@@ -132,7 +134,7 @@ class Trail:
     def _key(self, value: Any, operands: list[Place]) -> int:
         if isinstance(value, Tensor):
             operands.append(self.place_of(value))
-            return hash((tuple(value.shape), str(value.dtype)))
+            return hash((() if self.is_shapeless else tuple(value.shape), str(value.dtype)))
         if isinstance(value, (tuple, list)):
             return hash(tuple(self._key(item, operands) for item in value))
         if isinstance(value, dict):

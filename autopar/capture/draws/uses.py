@@ -15,12 +15,12 @@ _KEPT = 1024  # ways through the coins of which the answer is kept
 class Uses:
     """Where the results of a step come from. loss: what is differentiated. operands: of each call. instead: of each
     result that a coin may leave out, the coin, the side on which it does, and what is used then. writers: the operands
-    of the calls that write into a memory. births: the memory of each result. names: of parameters among the inputs."""
+    of the calls that write into a memory, each with the coin and the side that leaves it out, or -1. births: the memory of each result. names: of parameters among the inputs."""
 
     loss: Place
     operands: Mapping[tuple[int, int], Sequence[Place]]
     instead: Mapping[Place, tuple[int, bool, Place]]
-    writers: Mapping[Place, Sequence[Place]]
+    writers: Mapping[Place, Sequence[tuple[int, bool, Sequence[Place]]]]
     births: Mapping[Place, Place]
     names: Sequence[str | None]
     _known: dict[tuple[bool, ...], frozenset[str]] = field(default_factory=dict)
@@ -29,10 +29,13 @@ class Uses:
     def of(trail: Trail, joins: Mapping[int, CoinJoin], names: Sequence[str | None]) -> Uses:
         """What a run has shown, which ended with its results."""
         steps = {(s, n): step for s, segment in enumerate(trail.segments) for n, step in enumerate(segment)}
-        writers: dict[Place, list[Place]] = {}
-        for step in steps.values():
+        writers: dict[Place, list[tuple[int, bool, Sequence[Place]]]] = {}
+        for (segment, number), step in steps.items():
+            join = joins.get(segment - 1)
+            is_left_out = join is not None and join.start <= number < join.end
+            side = (join.coin, not join.keeps) if join is not None and is_left_out else (-1, False)
             for memory in step.written:
-                writers.setdefault(memory, []).extend(step.operands)
+                writers.setdefault(memory, []).append((*side, step.operands))
         instead = {v: (join.coin, not join.keeps, u) for join in joins.values() for v, u in join.pairs}
         operands = {key: step.operands for key, step in steps.items()}
         return Uses(trail.segments[-1][-1].operands[0], operands, instead, writers, dict(trail.births), tuple(names))
@@ -70,4 +73,6 @@ class Uses:
         if place[0] == "call":
             yield from self.operands[place[1], place[2]]
         yield from (part for part in place if isinstance(part, tuple) and part and isinstance(part[0], str))
-        yield from self.writers.get(self.births.get(place, place), ())
+        for coin, side, operands in self.writers.get(self.births.get(place, place), ()):
+            if coin < 0 or coins[coin] != side:
+                yield from operands

@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 @cache
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
-    """Means become sums over a count, so that a piece's part of them is right on its own."""
+    """Means become sums over a count, so that a piece's part of them is right on its own; any and all become counts."""
     return {
         # written by torch with views, sums and elementwise ops
         **decompositions_of((
@@ -26,6 +26,8 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
         )),
         aten.mean.dim: _mean,
         aten.mean.default: lambda x, *, dtype=None: _mean(x, list(range(x.ndim)), dtype=dtype),
+        **dict.fromkeys((aten.any.default, aten.any.dim, aten.any.dims), _any),
+        **dict.fromkeys((aten.all.default, aten.all.dim, aten.all.dims), _all),
         aten.addmm.default: _addmm,
         aten.addbmm.default: _addbmm,
         aten.linalg_vector_norm.default: _vector_norm,
@@ -44,6 +46,23 @@ def _mean(x: torch.Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.dtyp
     if given in (torch.float16, torch.bfloat16):  # as torch's kernel: the sum of many would overflow, or round twice
         return (torch.sum(x, dims, keepdim, dtype=torch.float32) / count).to(given)
     return torch.sum(x, dims, keepdim, dtype=dtype) / count
+
+
+def _any(x: torch.Tensor, dim: Any = None, keepdim: bool = False) -> torch.Tensor:
+    return _as_truth(_count(x if x.dtype is torch.bool else x != 0, dim, keepdim) != 0, x)
+
+
+def _all(x: torch.Tensor, dim: Any = None, keepdim: bool = False) -> torch.Tensor:
+    return _as_truth(_count(~x if x.dtype is torch.bool else x == 0, dim, keepdim) == 0, x)
+
+
+def _count(x: torch.Tensor, dim: Any, keepdim: bool) -> torch.Tensor:
+    dims = list(range(x.ndim)) if dim is None else [dim] if isinstance(dim, int) else list(dim)
+    return torch.sum(x, dims, keepdim) if dims and x.ndim else x.to(torch.int64)
+
+
+def _as_truth(truth: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return truth.to(torch.uint8) if x.dtype is torch.uint8 else truth
 
 
 def _addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1) -> torch.Tensor:

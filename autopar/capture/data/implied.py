@@ -1,0 +1,100 @@
+"""Know of a loop through the places of a mask that what it selects there is nothing where the mask is False.
+
+`for e in (hot.sum((1, 2)) > 0).nonzero(): where(hot[e])`: the mask says of each place whether any element is not zero.
+Then the rows of a turn are those of `hot[e]` alone, and nothing that all samples decide stands before them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.ir.ops.op_facts import is_view
+from autopar.ir.ops.ops import op_name
+
+aten = torch.ops.aten
+_Slice = tuple[fx.Node, int, int]  # a tensor, and how often it was written; a dim
+_WHOLE = ("view", "reshape", "_unsafe_view", "flatten")  # views that may keep their first dim
+
+
+def is_implied(mask: fx.Node, place: int, condition: fx.Node) -> bool:
+    """True if a condition holds nowhere where a mask [n] is False at a place."""
+    counted = _counted(mask)
+    return counted is not None and (*counted, place) == _taken(condition)
+
+
+def _counted(node: fx.Node) -> _Slice | None:
+    """The tensor and its dim, of which a mask says where any element is not zero."""
+    node = _bare(node)
+    if node.op != "call_function" or op_name(node.target) not in ("any", "sum") or len(node.args) < 2:
+        return None
+    operand, dims = node.args[:2]
+    keeps = node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False)
+    if not isinstance(operand, fx.Node) or keeps or dims is None:
+        return None
+    count = operand.meta["val"].ndim
+    gone = {dim % count for dim in ([dims] if isinstance(dims, int) else dims)}  # type: ignore[operator, union-attr]
+    left = [dim for dim in range(count) if dim not in gone]
+    if len(left) != 1 or (op_name(node.target) == "sum" and not _is_positive(operand)):
+        return None
+    return _source(operand, left[0])
+
+
+def _taken(node: fx.Node) -> tuple[fx.Node, int, int, int] | None:
+    """The tensor, its dim and the place along it that a condition is all of, or views of that."""
+    while True:
+        node = _bare(node)
+        args: Any = node.args
+        if node.op != "call_function" or not is_view(node.target):
+            return None
+        if node.target is aten.select.int:
+            return (*_source(args[0], args[1]), args[2])
+        if node.target is aten.slice.Tensor:
+            _, dim, start, end, *step = (*args, 1)
+            return (*_source(args[0], dim), start) if end == start + 1 and step[0] == 1 else None
+        node = args[0]
+
+
+def _bare(node: fx.Node) -> fx.Node:
+    """A tensor without casts, copies and comparisons with zero, behind which the same elements are zero."""
+    while node.op == "call_function" and _keeps_zeros(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _keeps_zeros(node: fx.Node) -> bool:
+    name, args = op_name(node.target), node.args
+    if name in ("ne", "gt"):
+        return args[1] == 0 and (name == "ne" or _is_positive(args[0]))
+    return name in ("clone", "detach", "alias") or (name == "_to_copy" and _is_exact(node))
+
+
+def _is_exact(cast: fx.Node) -> bool:
+    """True for a cast behind which no other number is zero."""
+    before, after = cast.args[0].meta["val"].dtype, cast.meta["val"].dtype  # type: ignore[union-attr]
+    return before is torch.bool or after is torch.bool or before == after
+
+
+def _is_positive(node: Any) -> bool:
+    """True if no element is below zero: what was a truth, and sums of such."""
+    while isinstance(node, fx.Node) and node.op == "call_function":
+        if node.meta["val"].dtype is torch.bool:
+            return True
+        name = op_name(node.target)
+        if not (is_view(node.target) or name in ("_to_copy", "clone", "detach", "alias", "sum")):
+            return False
+        node = node.args[0]
+    return isinstance(node, fx.Node) and node.meta["val"].dtype is torch.bool
+
+
+def _source(node: fx.Node, dim: int) -> _Slice:
+    """What a tensor shows, if it shows a dim of that whole in front."""
+    node, dim = _bare(node), dim % node.meta["val"].ndim
+    while node.op == "call_function" and dim == 0 and op_name(node.target) in _WHOLE:
+        before: Any = node.args[0]
+        if not before.meta["val"].ndim or before.meta["val"].shape[0] != node.meta["val"].shape[0]:
+            break
+        node = _bare(before)
+    return node, getattr(node.meta["val"], "_version", 0), dim
