@@ -18,7 +18,7 @@ from autopar.capture.data.determinism import HostDrawsFound, Steady
 from autopar.capture.data.foreign import foreign_state
 from autopar.capture.data.item_values import check_returned
 from autopar.capture.data.reads import Answers, Reads, Unknown, fake_like, known_inputs
-from autopar.capture.data.recorded_calls import CHANGING, RecordedCalls, behind_of
+from autopar.capture.data.recorded_calls import RecordedCalls, behind_of
 from autopar.capture.draws.host_draws import HostDraws, States, generators, names_made_anew, set_generators
 from autopar.capture.draws.joins import CoinPlan, Sides, plan
 from autopar.capture.draws.row_sides import Has, RowSides, RowUses, UnfitRows, row_uses
@@ -27,6 +27,7 @@ from autopar.capture.draws.trail import Trail
 from autopar.capture.forks import Forks, captured
 from autopar.capture.inputs import tables
 from autopar.capture.inputs.containers import Form, check_detached, put_together, take_apart, take_call_apart
+from autopar.capture.inputs.given_tensors import give_tensors
 from autopar.capture.inputs.loss_outputs import LossFn, check_loss, has_own_backward, loss_of, split_result
 from autopar.capture.inputs.module_state import (
     attributes,
@@ -55,7 +56,7 @@ from autopar.capture.trace.results import Results
 from autopar.capture.trace.tracer import Traced, Tracer, Unseen
 from autopar.capture.trace.writes import check_collectives, check_writes
 from autopar.errors import AutoparError, CaptureError
-from autopar.ir.program import PARTNER, Input, Output, Program
+from autopar.ir.program import Input, Output, Program
 from autopar.torch_compat import FakeTensorMode, backward, gradients, quiet
 
 # A training step as one module call, whose whole state is swapped for a trace.
@@ -335,7 +336,6 @@ class _Capture:
             return mode.selected.sides
 
         self.row_uses = row_uses(run, names)
-        before.restore()
         return self.row_uses is None
 
     def _given(self) -> list[tuple[Input, torch.Tensor | None]]:
@@ -358,16 +358,27 @@ class _Capture:
         """The whole step, or all of it before what is not known yet (`self.unknown`)."""
         self.calls, self.replaced, self.unknown, self.locator.phase = RecordedCalls(), {}, None, "forward"
         self.tracer = Tracer(fakes, decompositions(), Results(self.fake))
-        self.runs.append(self.calls)
         self.graphs.append(self.tracer.graph)
         with self.locator.follow(self._modules()):
             return self.tracer.trace(self._traced, fakes, self.fake)
 
+    def _mode(
+        self,
+        locator: Locator,
+        inputs: Sequence[torch.Tensor],
+        calls: RecordedCalls,
+        reads: Reads,
+        is_first: bool = True,
+    ) -> Raise:
+        """What sees the calls of a run."""
+        self.runs.append(calls)
+        mode = Raise(locator, inputs[-1], self.lift, calls, reads, self.keeps_casts, self.partners, is_first)
+        mode.forks, mode.statistics, mode.microbatches = self.forks, self.statistics, self.microbatches
+        return mode
+
     def _traced(self, *inputs: torch.Tensor) -> tuple[Any, ...]:
-        mode = Raise(self.locator, inputs[-1], self.lift, self.calls, self.reads, self.keeps_casts, self.partners)
-        self.outside = mode.outside
-        mode.forks, mode.ran, mode.selected.tracer = self.forks, self.ran, self.tracer
-        mode.statistics, mode.microbatches = self.statistics, self.microbatches
+        mode = self._mode(self.locator, inputs, self.calls, self.reads)
+        self.outside, mode.ran, mode.selected.tracer = mode.outside, self.ran, self.tracer
         self.counts = mode.selected.counts = None if self.row_uses is None else []
         self._start(mode, self.tracer)
         body = self._train_body if self.train else self._forward_body
@@ -402,11 +413,9 @@ class _Capture:
     def _again(self, inputs: list[torch.Tensor], calls: RecordedCalls, is_watched: bool = True) -> None:
         """Forward and loss once more, on shapes alone; what the model prints is printed already. is_watched: no line is
         looked for meanwhile, which another trace function does."""
-        self.runs.append(calls)
         with self.fake, Unseen(Results(self.fake)), redirect_stdout(io.StringIO()):
-            mode = Raise(Locator(), inputs[-1], self.lift, calls, self.reads, self.keeps_casts, self.partners, False)
-            mode.forks, mode.ran, mode.statistics = self.forks, self.ran, self.statistics
-            mode.microbatches = self.microbatches
+            mode = self._mode(Locator(), inputs, calls, self.reads, is_first=False)
+            mode.ran = self.ran
             self._start(mode)
             with self.ran.watch() if is_watched else nullcontext():
                 self._run(inputs, mode, lambda _: partial(self._ended, None), self.replaced, dict(self.replaced))
@@ -427,11 +436,7 @@ class _Capture:
         def run(sides: Sides) -> Trail | None:
             return self.coins.trail if self._on_shapes(inputs, before, sides) is not None else None
 
-        first = run(fixed)
-        before.restore()
-        found = plan(run, fixed, first) if first is not None else CoinPlan({}, frozenset())
-        before.restore()
-        return found
+        return plan(run, fixed)
 
     def _on_shapes(
         self, inputs: list[torch.Tensor], before: Attributes, coins: Sides | None,
@@ -439,20 +444,17 @@ class _Capture:
     ) -> Raise | None:  # fmt: skip
         """A run on shapes with other sides of its coins, or of its masks; None if it fails."""
         before.restore()
-        calls = RecordedCalls()
-        self.runs.append(calls)
         reads = self.reads.anew(self.reads.known)  # another side may read other values
         with self.fake, Unseen(Results(self.fake)), redirect_stdout(io.StringIO()):
-            mode = Raise(
-                Locator(), inputs[-1], self.lift, calls, reads, self.keeps_casts, self.partners, is_first=rows is None
-            )
-            mode.forks, mode.statistics, mode.microbatches = self.forks, self.statistics, self.microbatches
+            mode = self._mode(Locator(), inputs, RecordedCalls(), reads, is_first=rows is None)
             mode.selected.sides = None if rows is None else rows(mode.numbered)
             self._start(mode, None, coins)
             try:
                 self._run(inputs, mode, lambda _: partial(self._ended, mode.selected.sides), {}, {})
             except (Exception, Unknown):
                 return None
+            finally:
+                before.restore()
         return mode
 
     def _check_buffers(self, inputs: list[torch.Tensor]) -> None:
@@ -470,53 +472,22 @@ class _Capture:
         replaced: dict[str, Any], carried: Mapping[str, Any],
     ) -> Any:  # fmt: skip
         """What `body` gives for the model on these inputs, with the plain attributes that an earlier run left."""
-        swapped: dict[str, torch.Tensor] = {}
-        constants: dict[str, torch.Tensor] = {}
-        trainable: Trainable = []
-        values, behind = list(inputs), list[int]()  # as the model is given them
-        calls = mode.calls
-        position = 0
-        for (entry, tensor), given in zip(self.state.entries, inputs, strict=False):
-            value = given
-            if entry.kind == "parameter" and tensor.requires_grad and self.train:
-                value = given.detach().requires_grad_()
-                trainable.append((entry.name, value))
-            elif entry.kind == "constant" and tensor.requires_grad and self.train:
-                value = given.detach().requires_grad_()
-                self.untrained[id(value)] = entry.name
-            bit = behind_of(position, entry, tensor)
-            behind.append(bit)
-            if not calls.keep(bit, value, tensor, position):
-                calls.values.given(value, entry.kind, tensor)
-            for name in entry.names:
-                path = name if name.startswith(PARTNER) else f"model.{name}"
-                (constants if entry.kind == "constant" else swapped)[path] = value
-            values[position] = value
-            if entry.kind == "parameter":
-                mode.inputs[id(tensor)] = value
-            position += 1
-        leaves = list(self.leaves)
-        for i, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor):
-                leaves[i] = inputs[position]
-                calls.values.given(inputs[position], "batch", leaf)
-                position += 1
-        for extra in inputs[position:]:
-            calls.values.given(extra, "seed")
-        self.scale = inputs[position] if self.is_scaled else None
+        given = give_tensors(self.state.entries, self.leaves, inputs, mode.calls, self.train)
+        self.untrained.update(given.untrained)
+        mode.inputs.update(given.parameters)
+        self.scale = given.extra[0] if self.is_scaled else None
         if self.coins.trail is not None:
-            self.coins.trail.given(values)
+            self.coins.trail.given(given.values)
         if mode.selected.sides is not None:
-            mode.selected.sides.trail.given(values)
-        calls.given(values, [*behind, *[CHANGING] * (len(values) - len(behind))])
-        self.given = [(value, value._version) for value in values]
-        constants.update(carried)
+            mode.selected.sides.trail.given(given.values)
+        self.given = [(value, value._version) for value in given.values]
+        constants = {**given.constants, **carried}
         mode.facts.sample_counts = tuple({tensor.shape[0]: None for _, tensor in self.parts.tensors() if tensor.ndim})
-        args, kwargs = put_together(self.parts.form, leaves)
-        step = Step(self.model, self.partners.known.values(), body(trainable), replaced)
+        args, kwargs = put_together(self.parts.form, given.leaves)
+        step = Step(self.model, self.partners.known.values(), body(given.trainable), replaced)
         state = attributes(step, constants, replaced), unmoved(tables.modules(step)), unsynced(tables.modules(step))
         with mode, state[0], state[1], state[2], nullcontext() if self.train else torch.no_grad():
-            return tables.functional_call(step, once_each(step, swapped), args, kwargs)
+            return tables.functional_call(step, once_each(step, given.swapped), args, kwargs)
 
     def _result(self, *args: Any, **kwargs: Any) -> Any:
         if self.loss_fn is None or not self.train:

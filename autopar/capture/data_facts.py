@@ -46,11 +46,16 @@ class DataFacts:
         self._held[self.line] = is_so = self._reads.holds(name, fact(), self.line, not kinds & ABSENT)
         return is_so
 
-    def turns(self, function: Any, args: Any, line: Line | None) -> Iterable[Any] | None:
+    def turned(self, function: Any, args: Any, line: Line | None) -> Any:
+        """What a call gives in a loop through the places of a mask; None for another call."""
+        found = self._selected.at_turn(function, args)
+        return self._turns(function, args, line) if found is None else found
+
+    def _turns(self, function: Any, args: Any, line: Line | None) -> Iterable[Any] | None:
         """The places of a mask that Python goes through: all, one after the other; or those that each step is checked
-        to have, where the model counts them. None for another call."""
+        to have, where the model counts them."""
         mask = self._selected.mask_of_turns(function, args)
-        if mask is None or self._reads is None:
+        if mask is None or self._reads is None or self._locator is None or self._locator.phase != "forward":
             return None
         shape, device = args[0].shape[1:], args[0].device
 

@@ -24,7 +24,7 @@ from autopar.capture.data.reads import READERS, Reads
 from autopar.capture.data.recorded_calls import RecordedCalls
 from autopar.capture.data.row_counts import with_sizes
 from autopar.capture.data.same import compared, is_idle
-from autopar.capture.data.selected import NONZERO, Selected, asks_for_places, mask_of
+from autopar.capture.data.selected import Selected, asks_for_places, mask_of
 from autopar.capture.data.specialised import specialised
 from autopar.capture.data_facts import DataFacts
 from autopar.capture.draws.step_coins import Coins
@@ -368,8 +368,7 @@ class Raise(TorchFunctionMode):
 
     def _number_of(self, call: _Call, tensor: Tensor) -> Any:
         """The value of a tensor that hangs on no input; NotImplemented of another one."""
-        before = self.known.operands(tensor, None)
-        return self._constant(_Call(Tensor.item, (tensor,), {}, call.frame, before=before))
+        return self._constant(_Call(Tensor.item, (tensor,), {}, call.frame, before=self.known.operands(tensor, None)))
 
     def _took(self, call: _Call, value: Any) -> Any:
         """A value that hangs on no input: the next run must have the same, and the user's tensors behind it as well."""
@@ -391,21 +390,17 @@ class Raise(TorchFunctionMode):
                     return self._seen(self.hosts, func(*args, **kwargs))
             for operand in before.tensors:
                 self._seen(self.hosts, operand)
-        if self.selected.known:  # some rows were selected, whose number may be among the arguments
-            args, kwargs = with_sizes(func, args, kwargs)
+        args, kwargs = with_sizes(func, args, kwargs) if self.selected.known else (args, kwargs)  # of selected rows
         if asks_for_places(func, args, kwargs) and not self._is_sized(call, before.kinds):
             result = folded(self.known, func, args, kwargs, before)
             if result is NotImplemented:
-                result = self.selected.select(func, args[0], call.line, not before.kinds & ~STEADY)
-                result = self.selected.column(result[0]) if func in NONZERO and not kwargs else result
+                result = self.selected.places_of(func, kwargs, args[0], call.line, not before.kinds & ~STEADY)
             else:
                 result = self._took(call, result)
         elif (packed := self._packs(call)) is not NotImplemented:
             result = packed
-        elif (at_turn := self.selected.at_turn(func, args)) is not None:
-            result = at_turn
-        elif self._is_forward() and (turns := self.facts.turns(func, args, call.line)) is not None:
-            result = turns
+        elif (turned := self.facts.turned(func, args, call.line)) is not None:
+            result = turned
         else:
             given, run = self._by_places(call, args) if self._computes() else args, partial(self._run, call)
             is_followed = self._computes() and self.selected.concerns(given, kwargs)

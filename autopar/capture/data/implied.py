@@ -52,8 +52,8 @@ def _taken(node: fx.Node) -> tuple[fx.Node, int, int, int] | None:
         if node.target is aten.select.int:
             return (*_source(args[0], args[1]), args[2])
         if node.target is aten.slice.Tensor:
-            _, dim, start, end, *step = (*args, 1)
-            return (*_source(args[0], dim), start) if end == start + 1 and step[0] == 1 else None
+            of, dim, start, end = args[:4]
+            return (*_source(of, dim), start) if len(args) == 4 and end == start + 1 else None
         node = args[0]
 
 
@@ -67,7 +67,7 @@ def _bare(node: fx.Node) -> fx.Node:
 def _keeps_zeros(node: fx.Node) -> bool:
     name, args = op_name(node.target), node.args
     if name in ("ne", "gt"):
-        return args[1] == 0 and (name == "ne" or _is_positive(args[0]))
+        return args[1] in (0,) and (name == "ne" or _is_positive(args[0]))
     return name in ("clone", "detach", "alias") or (name == "_to_copy" and _is_exact(node))
 
 

@@ -65,6 +65,24 @@ class ValidRows:
     guards: tuple[Guard, ...] = ()  # what their gradient passes before anything adds it up
 
 
+@dataclass(frozen=True, slots=True)
+class AddedRows:
+    """Rows as they were taken of a tensor, with what was added to them since; and what had been written to each."""
+
+    rows: Tensor
+    base: Tensor
+    key: Any
+    added: Tensor | None
+    versions: tuple[int, ...]
+
+    @staticmethod
+    def of(rows: Tensor, base: Tensor, key: Any, added: Tensor | None = None) -> AddedRows:
+        return AddedRows(rows, base, key, added, tuple(one._version for one in (rows, base, added) if one is not None))
+
+    def is_as_it_was(self) -> bool:
+        return self.versions == AddedRows.of(self.rows, self.base, self.key, self.added).versions
+
+
 class Refused(Exception):
     """A function sees how many rows there are, or takes them together: the reason, as far as one is known."""
 

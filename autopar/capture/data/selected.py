@@ -22,6 +22,7 @@ from torch import fx
 from autopar.capture.data.implied import is_implied
 from autopar.capture.data.row_counts import RowCount, counted, counts_in, sizes_in
 from autopar.capture.data.row_rules import (
+    AddedRows,
     Guard,
     Refused,
     Run,
@@ -45,24 +46,6 @@ from autopar.ir.ops.op_facts import QUERIES, form_argument, writes_first
 from autopar.torch_compat import custom_function, no_function_modes, storage_of
 
 Tensor = torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class AddedRows:
-    """Rows as they were taken of a tensor, with what was added to them since; and what had been written to each."""
-
-    rows: Tensor
-    base: Tensor
-    key: Any
-    added: Tensor | None
-    versions: tuple[int, ...]
-
-    @staticmethod
-    def of(rows: Tensor, base: Tensor, key: Any, added: Tensor | None = None) -> AddedRows:
-        return AddedRows(rows, base, key, added, tuple(one._version for one in (rows, base, added) if one is not None))
-
-    def is_as_it_was(self) -> bool:
-        return self.versions == AddedRows.of(self.rows, self.base, self.key, self.added).versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,12 +135,16 @@ class Selected:
         finally:
             self.turn = None
 
-    def column(self, places: Tensor) -> Tensor:
-        """The places of a mask of one dim, a row each."""
-        made = places.unsqueeze(1)
-        self._shown((places,), made)
-        if id(places) in self.known:
-            self.known[id(made)] = replace(self.known[id(places)], tensor=made, place=None, is_column=True)
+    def places_of(self, function: Any, kwargs: Any, mask: Tensor, line: Line | None, may_specialize: bool) -> Any:
+        """The places of a mask as a call gives them: a tensor for each dim, or a row for each place."""
+        places = self.select(function, mask, line, may_specialize)
+        if function not in NONZERO or kwargs:
+            return places
+        (column,) = places
+        made = column.unsqueeze(1)
+        self._shown((column,), made)
+        if id(column) in self.known:
+            self.known[id(made)] = replace(self.known[id(column)], tensor=made, place=None, is_column=True)
         return made
 
     def by_places(

@@ -58,9 +58,12 @@ class CoinPlan:
         return coin in self.joins and self.joins[coin].keeps
 
 
-def plan(run: Run, fixed: Sides, first: Trail) -> CoinPlan:
-    """How the coins of a model become part of its step. run: makes a run with these sides. fixed: of coins that are
-    known to decide programs. first: the run with these sides, and False for all else."""
+def plan(run: Run, fixed: Sides) -> CoinPlan:
+    """How the coins of a model become part of its step. run: makes a run with these sides, and False for all else.
+    fixed: of coins that are known to decide programs."""
+    first = run(fixed)
+    if first is None:
+        return CoinPlan({}, frozenset())
     count = len(first.coins)
     free = [coin for coin in range(count) if coin not in fixed and first.reads[coin] is bool]
     alone = set(fixed)

@@ -1,10 +1,10 @@
-"""Know what a model leaves out where a mask selects no rows: `if rows.numel() == 0: continue`, `for e in hit.nonzero()`.
+"""Know what a model leaves out where a mask has no rows: `if rows.numel() == 0: continue`, `for e in hit.nonzero()`.
 
-A captured step computes for every mask, and what comes of rows that are none is nowhere seen. But the plain module makes
-no call for them, and a parameter of which no call is made has no gradient: AdamW leaves it alone, while a gradient of
-zeros lets weights decay. Runs on shapes, in which some masks have rows and others none, show which calls are left out.
-They have to be that alone, up to the one that puts the rows back, which then stands for what it adds to. The step puts
-out how many rows each mask has.
+A captured step computes for every mask, and what comes of rows that are none is nowhere seen. But the plain module
+makes no call for them, and a parameter of which no call is made has no gradient: AdamW leaves it alone, while zeros for
+a gradient let weights decay. Runs on shapes, in which some masks have rows and others none, show which calls are left
+out. They have to be that alone, up to the one that puts the rows back, which then stands for what it adds to. The step
+puts out how many rows each mask has.
 """
 
 from __future__ import annotations

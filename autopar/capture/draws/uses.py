@@ -14,8 +14,9 @@ _KEPT = 1024  # ways through the coins of which the answer is kept
 @dataclass(frozen=True, slots=True)
 class Uses:
     """Where the results of a step come from. loss: what is differentiated. operands: of each call. instead: of each
-    result that a coin may leave out, the coin, the side on which it does, and what is used then. writers: the operands
-    of the calls that write into a memory, each with the coin and the side that leaves it out, or -1. births: the memory of each result. names: of parameters among the inputs."""
+    result that a coin may leave out, the coin, the side on which it does, and what is used then. writers: of a memory
+    the calls that write into it, by their operands, each with the coin and the side that leaves it out (-1: none).
+    births: the memory of each result. names: of parameters among the inputs."""
 
     loss: Place
     operands: Mapping[tuple[int, int], Sequence[Place]]

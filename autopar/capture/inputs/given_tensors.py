@@ -1,0 +1,66 @@
+"""Give a run of the model its tensors: parameters, buffers, constants and the batch, each with what is known of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from autopar.capture.data.recorded_calls import CHANGING, RecordedCalls, behind_of
+from autopar.ir.program import PARTNER, Input
+
+Tensor = torch.Tensor
+
+
+@dataclass(slots=True)
+class GivenTensors:
+    """The tensors of a run. values: all of them, in order. swapped, constants: by path in the step. trainable: those
+    that get a gradient, with their names. untrained: names of plain attributes that require one, by id. parameters: by
+    the id of what each stands for. leaves: of the batch. extra: what is behind it: the loss scale, the seed."""
+
+    values: list[Tensor]
+    leaves: list[Any]
+    swapped: dict[str, Tensor] = field(default_factory=dict)
+    constants: dict[str, Tensor] = field(default_factory=dict)
+    trainable: list[tuple[str, Tensor]] = field(default_factory=list)
+    untrained: dict[int, str] = field(default_factory=dict)
+    parameters: dict[int, Tensor] = field(default_factory=dict)
+    extra: list[Tensor] = field(default_factory=list)
+
+
+def give_tensors(
+    entries: Sequence[tuple[Input, Tensor]], leaves: Sequence[Any], inputs: Sequence[Tensor], calls: RecordedCalls,
+    train: bool,
+) -> GivenTensors:  # fmt: skip
+    """The tensors of a run whose calls are recorded, for the model's own tensors and the leaves of the batch."""
+    given, behind = GivenTensors(list(inputs), list(leaves)), list[int]()
+    for position, (entry, tensor) in enumerate(entries):
+        value = inputs[position]
+        if entry.kind in ("parameter", "constant") and tensor.requires_grad and train:
+            value = value.detach().requires_grad_()
+            if entry.kind == "parameter":
+                given.trainable.append((entry.name, value))
+            else:
+                given.untrained[id(value)] = entry.name
+        behind.append(behind_of(position, entry, tensor))
+        if not calls.keep(behind[-1], value, tensor, position):
+            calls.values.given(value, entry.kind, tensor)
+        for name in entry.names:
+            path = name if name.startswith(PARTNER) else f"model.{name}"
+            (given.constants if entry.kind == "constant" else given.swapped)[path] = value
+        given.values[position] = value
+        if entry.kind == "parameter":
+            given.parameters[id(tensor)] = value
+    position = len(entries)
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            given.leaves[i] = inputs[position]
+            calls.values.given(inputs[position], "batch", leaf)
+            position += 1
+    given.extra = list(inputs[position:])
+    for extra in given.extra:
+        calls.values.given(extra, "seed")
+    calls.given(given.values, [*behind, *[CHANGING] * (len(given.values) - len(behind))])
+    return given
