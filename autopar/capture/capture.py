@@ -21,13 +21,12 @@ from autopar.capture.data.reads import Answers, Reads, Unknown, fake_like, known
 from autopar.capture.data.recorded_calls import RecordedCalls, behind_of
 from autopar.capture.draws.host_draws import HostDraws, States, generators, names_made_anew, set_generators
 from autopar.capture.draws.joins import CoinPlan, Sides, plan
-from autopar.capture.draws.row_sides import Has, RowSides, RowUses, UnfitRows, row_uses
 from autopar.capture.draws.step_coins import CoinFound, Coins, StepCoins
 from autopar.capture.draws.trail import Trail
 from autopar.capture.forks import Forks, captured
+from autopar.capture.given_tensors import give_tensors
 from autopar.capture.inputs import tables
 from autopar.capture.inputs.containers import Form, check_detached, put_together, take_apart, take_call_apart
-from autopar.capture.inputs.given_tensors import give_tensors
 from autopar.capture.inputs.loss_outputs import LossFn, check_loss, has_own_backward, loss_of, split_result
 from autopar.capture.inputs.module_state import (
     attributes,
@@ -51,6 +50,8 @@ from autopar.capture.refusals.explain_failure import explain
 from autopar.capture.refusals.location import Locator
 from autopar.capture.resizing.earlier import Earlier
 from autopar.capture.resizing.resizing import Resizing
+from autopar.capture.rows.row_sides import Has, RowSides, RowUses, UnfitRows, row_uses
+from autopar.capture.rows.selected import Selected
 from autopar.capture.trace.normalise import functional, normalise, without_seed
 from autopar.capture.trace.results import Results
 from autopar.capture.trace.tracer import Traced, Tracer, Unseen
@@ -155,7 +156,7 @@ class _Capture:
         self.is_drawn = False  # on the host, of which the program has tensors
         self.step_coins: StepCoins | None = None
         self.row_uses: RowUses | None = None  # where it matters which masks select rows
-        self.counts: list[torch.Tensor] | None = None
+        self.selected = Selected()  # rows of the run that goes on
         self.graphs, self.runs = list[fx.Graph](), list[RecordedCalls]()  # all of the capture's
         self.forks, self.resizing = forks, Resizing(earlier)
         self.model, self.loss_fn, self.train, self.lift, self.reads = model, loss_fn, train, lift, reads
@@ -379,7 +380,7 @@ class _Capture:
     def _traced(self, *inputs: torch.Tensor) -> tuple[Any, ...]:
         mode = self._mode(self.locator, inputs, self.calls, self.reads)
         self.outside, mode.ran, mode.selected.tracer = mode.outside, self.ran, self.tracer
-        self.counts = mode.selected.counts = None if self.row_uses is None else []
+        self.selected, mode.selected.counts = mode.selected, None if self.row_uses is None else []
         self._start(mode, self.tracer)
         body = self._train_body if self.train else self._forward_body
         try:
@@ -562,8 +563,8 @@ class _Capture:
 
     def _guards(self) -> list[torch.Tensor]:
         """The tensors whose values were taken from the example batch; they leave last."""
-        if self.counts:
-            self.reads.rows(torch.stack(self.counts), None)
+        if self.selected.counts:
+            self.reads.rows(torch.stack(self.selected.counts), self.selected.first_line)
         guards = {str(i): tensor for i, tensor in enumerate(self.reads.tensors) if tensor is not None}
         self.outputs += [Output("guard", position) for position in guards]
         return list(guards.values())

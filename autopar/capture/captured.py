@@ -10,12 +10,12 @@ import torch
 
 from autopar.capture.data.reads import Read
 from autopar.capture.draws.host_draws import HostDraws
-from autopar.capture.draws.row_sides import RowUses
 from autopar.capture.draws.step_coins import StepCoins
 from autopar.capture.inputs.batch_dims import Dims
 from autopar.capture.inputs.containers import Form, put_together
 from autopar.capture.inputs.partners import Partner
 from autopar.capture.python.ran import Ran
+from autopar.capture.rows.row_sides import RowUses
 from autopar.ir.program import Program
 
 

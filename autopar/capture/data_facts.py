@@ -13,11 +13,11 @@ import torch
 
 from autopar.capture.data.known_values import ABSENT, STEADY, Values
 from autopar.capture.data.reads import FULL_LENGTH, OWN_ROWS, Reads
-from autopar.capture.data.selected import Selected
-from autopar.capture.draws.row_sides import Turns
 from autopar.capture.refusals.constructs import LENGTH, SIZES
 from autopar.capture.refusals.explain_failure import refusal, size_refusal
 from autopar.capture.refusals.location import Line, Locator
+from autopar.capture.rows.row_sides import Turns
+from autopar.capture.rows.selected import Selected
 from autopar.torch_compat import PACK_PADDED
 
 Tensor = torch.Tensor

@@ -24,7 +24,6 @@ from autopar.capture.data.reads import READERS, Reads
 from autopar.capture.data.recorded_calls import RecordedCalls
 from autopar.capture.data.row_counts import with_sizes
 from autopar.capture.data.same import compared, is_idle
-from autopar.capture.data.selected import Selected, asks_for_places, mask_of
 from autopar.capture.data.specialised import specialised
 from autopar.capture.data_facts import DataFacts
 from autopar.capture.draws.step_coins import Coins
@@ -46,6 +45,7 @@ from autopar.capture.python.stand_in import with_tensors
 from autopar.capture.refusals.constructs import DENSE, MAX_NORM, NOTED, READS, REFUSED, SEEDED, SPARSE
 from autopar.capture.refusals.explain_failure import SIZE, refusal, wants_data
 from autopar.capture.refusals.location import Line, Locator, Place, is_user_code, user_frame
+from autopar.capture.rows.selected import Selected, asks_for_places, mask_of
 from autopar.errors import CaptureError
 from autopar.ir.ops.op_facts import ALIKE, QUERIES
 from autopar.ir.ops.ops import op

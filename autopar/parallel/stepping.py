@@ -16,7 +16,7 @@ from autopar.errors import BatchError
 from autopar.ir.layout import Layout, local_part
 from autopar.ir.program import Input, record
 from autopar.parallel.last_step import check_rows
-from autopar.parallel.programs.own_batch import means, seed_of
+from autopar.parallel.programs.own_batch import means, of_all_places, seed_of
 from autopar.parallel.programs.portions import Given
 from autopar.parallel.programs.running import Running
 from autopar.parallel.session.session import Session
@@ -69,9 +69,11 @@ def _is_finite(session: Session, running: Running, given: Given, outputs: tuple[
 
 def _unused(session: Session, running: Running, outputs: tuple[torch.Tensor, ...]) -> frozenset[str]:
     """The parameters that no rank used in this step, as random numbers and the rows of masks decided: they have no
-    gradient. Where each rank has a batch of its own, its masks say nothing of the others'."""
-    found = [] if session.settings.is_own else [outputs[at] for at in running.reads]
-    without_rows = running.captured.unused(found)
+    gradient."""
+    guards = [outputs[at] for at in running.reads]
+    if running.captured.row_uses is not None and session.settings.is_own:
+        guards[-1] = of_all_places(guards[-1], session.world)
+    without_rows = running.captured.unused(guards)
     coins = running.captured.coins
     if coins is None or coins.uses is None:
         return without_rows

@@ -88,11 +88,11 @@ class Virtual:
             if out.kind == "gradient" and any(entry.kind == "scale" for entry in program.inputs):
                 values[out.kind, out.name] /= SCALE
         if len(batches) > 1:
-            values.update(self._of_places(outputs))
+            values.update(self._of_places(outputs, guards))
         else:
             check_reads(self.captured.reads, guards)
-            for name in self.captured.unused(guards):
-                values.pop(("gradient", name), None)
+        for name in self.captured.unused(guards):
+            values.pop(("gradient", name), None)
         if self.captured.coins is not None:
             unused = [self.captured.coins.left_out(drawn) for drawn in seeds_of(seed, len(batches))]
             for name in frozenset.intersection(*unused):
@@ -119,8 +119,9 @@ class Virtual:
                     found[rank] = outputs
         return with_means(found, self.compiled, by_rank)
 
-    def _of_places(self, outputs: Sequence[Outputs]) -> Values:
-        """What comes beside the loss at each place; what the program of the place reads of its batch is checked."""
+    def _of_places(self, outputs: Sequence[Outputs], counts: list[torch.Tensor]) -> Values:
+        """What comes beside the loss at each place; what the program of the place reads of its batch is checked.
+        counts: takes the sum of what all places count last."""
         values: Values = {}
         by_rank = places_of(self.compiled.mesh)
         for place, (captured, compiled) in enumerate(self.programs):
@@ -133,10 +134,12 @@ class Virtual:
                 parts = [part for part in own if part is not None]
                 held = mesh if len(parts) == mesh.size else stage
                 if out.kind == "guard":
-                    captured.reads[int(out.name)].check(combine(parts, layout, held))
+                    captured.reads[int(out.name)].check(last := combine(parts, layout, held))
                     continue
                 key = aux_at((out.kind, out.name), place)
                 values[key], self.replicas[key] = combine(parts, layout, held), replica_error(parts, layout, held)
+            if captured.row_uses is not None:
+                counts[:] = [last + sum(counts)]
         return values
 
     def _update(self, values: Values) -> None:

@@ -61,7 +61,7 @@ def expert_loops(program: Program, plan: Plan) -> Program:
         return value "y" = %expert_mm
 
     A row has one expert, or a few: it stands once for each. What a body computes for rows of others is seen by nobody
-    (see `capture/data/selected.py`), and what leaves it is zero there and is added up. So of the rows of all experts
+    (see `capture/rows/selected.py`), and what leaves it is zero there and is added up. So of the rows of all experts
     each is computed once, with the matrix, the bias, the weight of its own. A loop in which experts meet otherwise
     stays as it is.
     """

@@ -2,7 +2,7 @@
 sequences (`pack_padded_sequence`), raised to padded ones: the steps of all sequences, with those that count.
 
 How many rows a packed sequence has, and how many sequences each step, is data. Here it has a row for each step of each
-sequence; rows behind the end of one are padding, which nobody may see (`capture/data/selected.py` follows the rows). A
+sequence; rows behind the end of one are padding, which nobody may see (`capture/rows/selected.py` follows the rows). A
 recurrent layer computes all steps: what comes behind the end of a sequence changes nothing before it. The last state is
 looked up at the end of each; backwards each sequence is turned round up to its end. torch sorts sequences by length,
 which changes no sequence: so it is left out, and samples stay where they are.

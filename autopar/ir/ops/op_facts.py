@@ -325,6 +325,16 @@ def is_whole_view(target: Any) -> bool:
     return target is _WAIT or (is_view(target) and facts_of(target).moves in ("same", "flat", "turned"))
 
 
+def keeps_zeros(target: Any, before: torch.dtype, after: torch.dtype, number: object, is_positive: bool) -> bool:
+    """True for an op of one operand behind which the same elements are zero, or False. before, after: dtypes. number:
+    what the op compares with, if it does. is_positive: no element of the operand is below zero."""
+    name = op_name(target)
+    if name in ("ne", "gt"):
+        return number == 0 and (name == "ne" or is_positive)
+    is_exact = torch.bool in (before, after) or before == after
+    return name in ("clone", "detach", "alias") or (name == "_to_copy" and is_exact)
+
+
 @cache
 def may_return_operand(target: Any) -> bool:
     """True for an op that is no view and may all the same give back its operand as it is."""

@@ -71,6 +71,15 @@ def means(outputs: Outputs, together: AveragedOutputs, world: BatchWorld) -> Out
     return tuple(means)
 
 
+def of_all_places(counts: torch.Tensor, world: BatchWorld) -> torch.Tensor:
+    """The sum of what each place counts in its batch. Every rank must call this."""
+    total = counts.clone()
+    with lost_peers("adding up the rows of all ranks"):
+        for axis in world.axes:
+            dist.all_reduce(on_wire(total), group=world.device_mesh.get_group(axis))
+    return total
+
+
 def seed_of(drawn: torch.Tensor, place: int) -> torch.Tensor:
     """The seed of a place, which draws numbers of its own."""
     return drawn + drawn.new_tensor([place, 0]) * _APART

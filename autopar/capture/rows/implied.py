@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.ops.op_facts import is_view
+from autopar.ir.ops.op_facts import is_view, keeps_zeros
 from autopar.ir.ops.ops import op_name
 
 aten = torch.ops.aten
@@ -59,22 +59,13 @@ def _taken(node: fx.Node) -> tuple[fx.Node, int, int, int] | None:
 
 def _bare(node: fx.Node) -> fx.Node:
     """A tensor without casts, copies and comparisons with zero, behind which the same elements are zero."""
-    while node.op == "call_function" and _keeps_zeros(node):
-        node = node.args[0]  # type: ignore[assignment]
+    while node.op == "call_function" and isinstance(node.args[0], fx.Node):
+        operand, number = node.args[0], node.args[1] if len(node.args) > 1 else None
+        before, after = operand.meta["val"].dtype, node.meta["val"].dtype
+        if not keeps_zeros(node.target, before, after, number, _is_positive(operand)):
+            break
+        node = operand
     return node
-
-
-def _keeps_zeros(node: fx.Node) -> bool:
-    name, args = op_name(node.target), node.args
-    if name in ("ne", "gt"):
-        return args[1] in (0,) and (name == "ne" or _is_positive(args[0]))
-    return name in ("clone", "detach", "alias") or (name == "_to_copy" and _is_exact(node))
-
-
-def _is_exact(cast: fx.Node) -> bool:
-    """True for a cast behind which no other number is zero."""
-    before, after = cast.args[0].meta["val"].dtype, cast.meta["val"].dtype  # type: ignore[union-attr]
-    return before is torch.bool or after is torch.bool or before == after
 
 
 def _is_positive(node: Any) -> bool:
@@ -82,10 +73,12 @@ def _is_positive(node: Any) -> bool:
     while isinstance(node, fx.Node) and node.op == "call_function":
         if node.meta["val"].dtype is torch.bool:
             return True
-        name = op_name(node.target)
-        if not (is_view(node.target) or name in ("_to_copy", "clone", "detach", "alias", "sum")):
+        dtype = node.meta["val"].dtype
+        operand: Any = node.args[0]
+        is_same = is_view(node.target) or op_name(node.target) == "sum"
+        if not is_same and not keeps_zeros(node.target, operand.meta["val"].dtype, dtype, None, False):
             return False
-        node = node.args[0]
+        node = operand
     return isinstance(node, fx.Node) and node.meta["val"].dtype is torch.bool
 
 

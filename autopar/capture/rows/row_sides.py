@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from autopar.capture.data.row_rules import puts_back
 from autopar.capture.draws.joins import CoinJoin, in_whole
 from autopar.capture.draws.trail import Place, Trail, TrailStep
 from autopar.capture.draws.uses import Uses
+from autopar.capture.rows.row_rules import puts_back
 
 Tensor = torch.Tensor
 Has = Callable[[int], bool]  # whether a mask has rows, by its number

@@ -19,9 +19,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.capture.data.implied import is_implied
 from autopar.capture.data.row_counts import RowCount, counted, counts_in, sizes_in
-from autopar.capture.data.row_rules import (
+from autopar.capture.refusals.constructs import SIZES, Construct
+from autopar.capture.refusals.explain_failure import size_refusal, wants_data
+from autopar.capture.refusals.location import Line
+from autopar.capture.rows.implied import is_implied
+from autopar.capture.rows.row_rules import (
     AddedRows,
     Guard,
     Refused,
@@ -36,10 +39,7 @@ from autopar.capture.data.row_rules import (
     puts_back,
     source_of,
 )
-from autopar.capture.draws.row_sides import RowSides
-from autopar.capture.refusals.constructs import SIZES, Construct
-from autopar.capture.refusals.explain_failure import size_refusal, wants_data
-from autopar.capture.refusals.location import Line
+from autopar.capture.rows.row_sides import RowSides
 from autopar.capture.trace.tracer import Tracer
 from autopar.errors import CaptureError
 from autopar.ir.ops.op_facts import QUERIES, form_argument, writes_first
@@ -49,7 +49,7 @@ Tensor = torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class RowTurn:
     """One of a loop through the places of a mask: whether the mask is True there, and what the loop is given."""
 
     mask: Tensor
@@ -70,9 +70,10 @@ class Selected:
     sums: dict[int, AddedRows] = field(default_factory=dict)  # rows of a tensor with something added, by their id
     places: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # of masks of one dim: places, mask by id
     sides: RowSides | None = None  # of a run in which some masks have no rows
-    turn: Turn | None = None  # of a loop through the places of a mask
+    turn: RowTurn | None = None  # of a loop through the places of a mask
     guard: Callable[[Tensor, Line | None], bool] | None = None  # whether a mask has rows, where a step checks it
     masks_seen: int = 0
+    first_line: Line | None = None
     counts: list[Tensor] | None = None  # of the rows of each mask, in a run that is to know them
     is_inside: bool = False  # of a call that is followed: torch may spell it out in calls of its own
 
@@ -114,6 +115,7 @@ class Selected:
         if self.turn is not None:
             return self.masks_seen - 1, True
         self.masks_seen += 1
+        self.first_line = self.first_line or line
         if self.counts is not None:
             self.counts.append(valid.sum())
         if self.guard is not None:
@@ -130,7 +132,7 @@ class Selected:
                     has_rows = self._begin(holds, None)[1]
                 if has_rows:
                     value = of(place)
-                    self.turn = Turn(mask, place, holds, value)
+                    self.turn = RowTurn(mask, place, holds, value)
                     yield value
         finally:
             self.turn = None
