@@ -6,6 +6,8 @@ import pytest
 import torch
 from inductor_count import BLOCKS, MEASURED, Counted, counted, graphs, ours
 
+# Of torch's own code, which changes with torch alone: what it gave is the table.
+measures_torch = pytest.mark.slow
 needs_triton = pytest.mark.skipif(
     not torch.__version__.startswith("2.13."),
     reason=f"Inductor's code is that of torch 2.13, here is {torch.__version__}",
@@ -19,6 +21,7 @@ def llama() -> dict[str, Counted]:
     return {found.name: found for found in counted("llama")}
 
 
+@measures_torch
 @needs_triton
 def test_kernels_and_bytes_are_those_of_the_table(llama: dict[str, Counted]) -> None:
     assert {name: (found.kernels, found.bytes_) for name, found in llama.items()} == {
@@ -26,6 +29,7 @@ def test_kernels_and_bytes_are_those_of_the_table(llama: dict[str, Counted]) -> 
     }
 
 
+@measures_torch
 @needs_triton
 def test_products_and_attention_are_calls(llama: dict[str, Counted]) -> None:
     """Seven products forward, and two for each of them backward."""
@@ -35,6 +39,7 @@ def test_products_and_attention_are_calls(llama: dict[str, Counted]) -> None:
     assert {name: sum("attention" in call for call in found) for name, found in calls.items()} == both
 
 
+@measures_torch
 @needs_triton
 def test_bytes_are_what_the_kernels_read_and_write(llama: dict[str, Counted]) -> None:
     """Of the forward pass at least: a norm reads x and writes h, twice; rotary q and k; silu of two wide values, and
@@ -43,7 +48,7 @@ def test_bytes_are_what_the_kernels_read_and_write(llama: dict[str, Counted]) ->
     assert least <= llama["llama forward"].bytes_ <= 2 * least
 
 
-@pytest.mark.slow
+@measures_torch
 @needs_triton
 def test_the_other_blocks() -> None:
     pytest.importorskip("triton")
