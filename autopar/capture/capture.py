@@ -359,6 +359,7 @@ class _Capture:
         self.has_random_ops, self.has_items = bool(mode.random_ops), bool(mode.items.found)
         mode.items.close()
         mode.selected.check_leaving(result)
+        mode.selected.check_counts()
         self.selects = bool(mode.selected.known), mode.selected.may_specialize
         return tuple(result)
 

@@ -38,6 +38,7 @@ READERS: Mapping[Any, tuple[str, Callable[[Tensor], Value]]] = {
 }
 COUNT = "count"  # of what a function gives, in place of a function that reads
 OWN_ROWS, FULL_LENGTH = "own rows", "full length"  # likewise: facts
+ANY_ROWS = "any rows"  # likewise: whether a mask selects any
 
 # What a value may depend on: what a step leaves as it is.
 STEADY = ("batch", "constant", "buffer")
@@ -61,7 +62,15 @@ def not_steady(kind: str, name: str, function: Any) -> Construct:
     return Construct(f"{read} from a tensor and depends on {what}: each step has another", instead)
 
 
+class AnyRows(int):
+    """What is read of a mask, told from other values: a program with one such read guards all masks."""
+
+    def __str__(self) -> str:
+        return str(bool(self))
+
+
 _OTHERS: Mapping[Any, tuple[str, Callable[[Tensor], Value]]] = {
+    ANY_ROWS: ("whether a mask selects rows", lambda tensor: AnyRows(bool(tensor))),
     COUNT: ("the size of what this gives", int),
     OWN_ROWS: ("equal numbers of rows for all samples", bool),
     FULL_LENGTH: ("a sequence as long as the padded batch", bool),
@@ -206,7 +215,8 @@ class Reads:
     sized: lines that select rows by a mask, whose number is read; `selected` are those where it could be.
     is_permitted: values of what steps leave as it is may be taken from the example batch. guards: the truth of any
     other tensor is guarded, and guessed where nobody knows it. given: what the first reads give, of which a step has
-    told so many. asks: for facts, which are taken to hold where no data say so."""
+    told so many. asks: for facts, which are taken to hold where no data say so. counts: of masks it is guarded whether
+    they select rows, for the model asks how many and takes them together; has_counted: it does."""
 
     sized: frozenset[Line | None] = frozenset()
     is_permitted: bool = True
@@ -214,6 +224,8 @@ class Reads:
     given: tuple[Value, ...] = ()
     told: int = 0
     asks: bool = True
+    counts: bool = False
+    has_counted: bool = False
     known: list[Read] = field(default_factory=list)
     tensors: list[Tensor | None] = field(default_factory=list)
     selected: set[Line | None] = field(default_factory=set)
@@ -234,7 +246,7 @@ class Reads:
             self.known.append(Read(function, line, self.given[len(self.known)]))
         return self._next(tensor)
 
-    def guard(self, tensor: Tensor, line: Line | None, guess: bool) -> Value:
+    def guard(self, tensor: Tensor, line: Line | None, guess: bool, function: Any = Tensor.__bool__) -> Value:
         """The truth of a tensor. guess: it most likely is, where no step has told yet."""
         position = len(self.tensors)
         if position == len(self.known):
@@ -250,7 +262,8 @@ class Reads:
                 guess = bool(told[-1].value) if told else guess
                 guess = guess if sum(here) - len(told) < _REPEATED else not guess  # as in a loop that has to end
             value = guess if position >= len(self.given) else self.given[position]
-            self.known.append(Read(Tensor.__bool__, line, value, position >= self.told, is_guard=True))
+            value = AnyRows(bool(value)) if function is ANY_ROWS else value
+            self.known.append(Read(function, line, value, position >= self.told, is_guard=True))
         return self._next(tensor)
 
     def _next(self, tensor: Tensor) -> Value:
