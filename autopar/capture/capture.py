@@ -51,7 +51,7 @@ from autopar.capture.refusals.location import Locator
 from autopar.capture.resizing.earlier import Earlier
 from autopar.capture.resizing.resizing import Resizing
 from autopar.capture.rows.row_sides import Has, RowSides, RowUses, UnfitRows, row_uses
-from autopar.capture.rows.selected import Selected
+from autopar.capture.rows.turns import MaskOrder
 from autopar.capture.trace.normalise import functional, normalise, without_seed
 from autopar.capture.trace.results import Results
 from autopar.capture.trace.tracer import Traced, Tracer, Unseen
@@ -156,7 +156,7 @@ class _Capture:
         self.is_drawn = False  # on the host, of which the program has tensors
         self.step_coins: StepCoins | None = None
         self.row_uses: RowUses | None = None  # where it matters which masks select rows
-        self.selected = Selected()  # rows of the run that goes on
+        self.order = MaskOrder()  # of the run that goes on
         self.graphs, self.runs = list[fx.Graph](), list[RecordedCalls]()  # all of the capture's
         self.forks, self.resizing = forks, Resizing(earlier)
         self.model, self.loss_fn, self.train, self.lift, self.reads = model, loss_fn, train, lift, reads
@@ -219,7 +219,7 @@ class _Capture:
         except AutoparError:
             raise
         except UnfitRows:
-            self.reads.counts_rows = True
+            self.reads.has_counted = True
             raise CaptureError("the model does more without rows than to leave calls out") from None
         except Exception as error:
             raise explain(error, self.calling, self.locator, self.may_specialize) from error
@@ -327,14 +327,14 @@ class _Capture:
 
     def _knows_rows(self, fakes: list[torch.Tensor], before: Attributes, names: Sequence[str | None]) -> bool:
         """False if the step has to put out how many rows masks select, and does not yet."""
-        if self.row_uses is not None or self.reads.guards_rows or not any(self.selects):
+        if self.row_uses is not None or self.reads.counts or not any(self.selects):
             return True
 
         def run(has: Has) -> RowSides:
             mode = self._on_shapes(fakes, before, None, partial(RowSides.of, has))
-            if mode is None or mode.selected.sides is None:
+            if mode is None or mode.selected.order.sides is None or mode.selected.order.lines != self.order.lines:
                 raise UnfitRows
-            return mode.selected.sides
+            return mode.selected.order.sides
 
         self.row_uses = row_uses(run, names)
         return self.row_uses is None
@@ -380,7 +380,8 @@ class _Capture:
     def _traced(self, *inputs: torch.Tensor) -> tuple[Any, ...]:
         mode = self._mode(self.locator, inputs, self.calls, self.reads)
         self.outside, mode.ran, mode.selected.tracer = mode.outside, self.ran, self.tracer
-        self.selected, mode.selected.counts = mode.selected, None if self.row_uses is None else []
+        mode.selected.order.tracer = self.tracer
+        self.order, mode.selected.order.counts = mode.selected.order, None if self.row_uses is None else []
         self._start(mode, self.tracer)
         body = self._train_body if self.train else self._forward_body
         try:
@@ -396,6 +397,7 @@ class _Capture:
         self.has_random_ops, self.has_items = bool(mode.random_ops), bool(mode.items.found)
         mode.items.close()
         mode.selected.check_leaving(result)
+        mode.selected.check_counts()
         self.selects = bool(mode.selected.known), mode.selected.may_specialize
         return tuple(result)
 
@@ -448,10 +450,10 @@ class _Capture:
         reads = self.reads.anew(self.reads.known)  # another side may read other values
         with self.fake, Unseen(Results(self.fake)), redirect_stdout(io.StringIO()):
             mode = self._mode(Locator(), inputs, RecordedCalls(), reads, is_first=rows is None)
-            mode.selected.sides = None if rows is None else rows(mode.numbered)
+            mode.selected.order.sides = None if rows is None else rows(mode.numbered)
             self._start(mode, None, coins)
             try:
-                self._run(inputs, mode, lambda _: partial(self._ended, mode.selected.sides), {}, {})
+                self._run(inputs, mode, lambda _: partial(self._ended, mode.selected.order.sides), {}, {})
             except (Exception, Unknown):
                 return None
             finally:
@@ -479,8 +481,8 @@ class _Capture:
         self.scale = given.extra[0] if self.is_scaled else None
         if self.coins.trail is not None:
             self.coins.trail.given(given.values)
-        if mode.selected.sides is not None:
-            mode.selected.sides.trail.given(given.values)
+        if mode.selected.order.sides is not None:
+            mode.selected.order.sides.trail.given(given.values)
         self.given = [(value, value._version) for value in given.values]
         constants = {**given.constants, **carried}
         mode.facts.sample_counts = tuple({tensor.shape[0]: None for _, tensor in self.parts.tensors() if tensor.ndim})
@@ -563,8 +565,8 @@ class _Capture:
 
     def _guards(self) -> list[torch.Tensor]:
         """The tensors whose values were taken from the example batch; they leave last."""
-        if self.selected.counts:
-            self.reads.rows(torch.stack(self.selected.counts), self.selected.first_line)
+        if self.order.counts:
+            self.reads.rows(torch.stack(self.order.counts), next(filter(None, self.order.lines), None))
         guards = {str(i): tensor for i, tensor in enumerate(self.reads.tensors) if tensor is not None}
         self.outputs += [Output("guard", position) for position in guards]
         return list(guards.values())

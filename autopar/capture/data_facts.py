@@ -28,8 +28,6 @@ class DataFacts:
 
     def __init__(self, known: Values, selected: Selected, reads: Reads | None, locator: Locator | None) -> None:
         self._known, self._selected, self._reads, self._locator = known, selected, reads, locator
-        if reads is not None and reads.guards_rows:
-            selected.guard = lambda truth, line: bool(reads.guard(truth, line, True))
         self._permitted = reads if reads is not None and reads.is_permitted else None
         self._held = dict[Line | None, bool]()  # what held, by line
         self.line: Line | None = None
@@ -48,14 +46,14 @@ class DataFacts:
 
     def turned(self, function: Any, args: Any, line: Line | None) -> Any:
         """What a call gives in a loop through the places of a mask; None for another call."""
-        found = self._selected.at_turn(function, args)
+        found = self._selected.order.taken(function, args)
         return self._turns(function, args, line) if found is None else found
 
     def _turns(self, function: Any, args: Any, line: Line | None) -> Iterable[Any] | None:
         """The places of a mask that Python goes through: all, one after the other; or those that each step is checked
         to have, where the model counts them."""
-        mask = self._selected.mask_of_turns(function, args)
-        if mask is None or self._reads is None or self._locator is None or self._locator.phase != "forward":
+        mask = self._selected.order.mask_of(function, args)
+        if mask is None or self._reads is None or (self._reads.counts and not self._selected.order.is_forward):
             return None
         shape, device = args[0].shape[1:], args[0].device
 
@@ -64,9 +62,9 @@ class DataFacts:
                 return [place] if shape else place
             return self._known.constant(partial(torch.full, shape, place, device=device))
 
-        if self._reads.guards_rows:
+        if self._reads.counts:
             return [of(place) for place in self._reads.guard_places(mask, line)]
-        return Turns(self._selected.turns(mask, of))
+        return Turns(self._selected.order.turns(mask, of))
 
     def are_rows(self, data: Tensor, valid: Tensor) -> Tensor:
         """Note rows, of which those count where `valid` is True."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from autopar.capture.captured import Captured
-from autopar.capture.data.reads import Reads
+from autopar.capture.data.reads import AnyRows, Reads
 from autopar.capture.refusals.location import Line
 from autopar.errors import CaptureError
 from autopar.ir.text.text import print_program
@@ -58,7 +58,7 @@ def captured(run: Run, asked: Reads) -> Captured:
     """What `run` gives: of rows that a mask selects by their number, if nothing else does; of branches whose sides are
     the same, one; of other branches on data the one that is most likely, which each step checks. asked: what may be
     read, and what a step found."""
-    reads = asked.anew()
+    reads = asked.anew(counts=any(isinstance(value, (AnyRows, tuple)) for value in asked.given))
     if asked.given:
         return _guarded(run, reads)
     while True:
@@ -68,8 +68,8 @@ def captured(run: Run, asked: Reads) -> Captured:
         except CaptureError:
             if not reads.selected <= reads.sized:  # what follows their rows in any number is at an end
                 reads = reads.anew(sized=reads.sized | reads.selected)
-            elif reads.counts_rows and not reads.guards_rows:
-                reads = reads.anew(guards_rows=True)
+            elif reads.has_counted:
+                return _guarded(run, reads.anew(counts=True))
             elif not forks.lines:
                 raise
             else:
@@ -87,8 +87,8 @@ def _guarded(run: Run, asked: Reads) -> Captured:
             if not reads.selected <= reads.sized:
                 reads = reads.anew(sized=reads.sized | reads.selected, given=asked.given)
                 continue
-            if reads.counts_rows and not reads.guards_rows:
-                reads = reads.anew(guards_rows=True, given=asked.given)
+            if reads.has_counted and not reads.counts:
+                reads = reads.anew(counts=True, given=asked.given)
                 continue
             guesses = [at for at, read in enumerate(reads.known) if read.has_other and at >= len(reads.given)]
             if not guesses:

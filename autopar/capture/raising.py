@@ -45,7 +45,7 @@ from autopar.capture.python.stand_in import with_tensors
 from autopar.capture.refusals.constructs import DENSE, MAX_NORM, NOTED, READS, REFUSED, SEEDED, SPARSE
 from autopar.capture.refusals.explain_failure import SIZE, refusal, wants_data
 from autopar.capture.refusals.location import Line, Locator, Place, is_user_code, user_frame
-from autopar.capture.rows.selected import Selected, asks_for_places, mask_of
+from autopar.capture.rows.selected import Selected, asks_for_places, masked
 from autopar.errors import CaptureError
 from autopar.ir.ops.op_facts import ALIKE, QUERIES
 from autopar.ir.ops.ops import op
@@ -98,7 +98,7 @@ class Raise(TorchFunctionMode):
         is_first: bool = True,
     ) -> None:
         super().__init__()
-        self.selected = Selected(is_first)
+        self.selected = Selected(is_first, reads, locator)
         self.locator = locator
         self.seed = seed
         self.lift = lift
@@ -141,11 +141,8 @@ class Raise(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with self.ran.unwatched(func, types, args, kwargs):
             call = _Call(func, args, kwargs or {}, sys._getframe(1))
-            for intercept in self._interceptors:
-                result = intercept(self, call)
-                if result is not NotImplemented:
-                    return result
-            raise AssertionError("the last interceptor runs the call")
+            results = (intercept(self, call) for intercept in self._interceptors)  # all: torch gives none, `y == None`
+            return next((result for result in results if result is not NotImplemented), NotImplemented)
 
     def _in_order(self) -> Iterator[_Interceptor]:
         """What is done about each call, in this order, until one gives a result. They are functions, not methods of
@@ -402,11 +399,13 @@ class Raise(TorchFunctionMode):
         elif (turned := self.facts.turned(func, args, call.line)) is not None:
             result = turned
         else:
-            given, run = self._by_places(call, args) if self._computes() else args, partial(self._run, call)
-            is_followed = self._computes() and self.selected.concerns(given, kwargs)
-            result = self.selected.call(run, func, given, kwargs) if is_followed else run(func, *given, **kwargs)
+            function, given = self._by_places(call, args) if self._computes() else (func, args)
+            is_followed, run = self._computes() and self.selected.concerns(given, kwargs), partial(self._run, call)
+            result = (
+                self.selected.call(run, function, given, kwargs) if is_followed else run(function, *given, **kwargs)
+            )
         written = [] if func in QUERIES else self.known.saw(func, args, kwargs, before, result, call.asked)
-        self.selected.saw(func, args, kwargs, result, written)
+        self.selected.order.saw(func, args, kwargs, result, written)
         self.known.saw_draws(func, args, result, self._drew)
         self._drew.clear()
         self.locator.adopt(result, call.place)
@@ -417,13 +416,14 @@ class Raise(TorchFunctionMode):
         self.calling = None
         return result
 
-    def _by_places(self, call: _Call, args: Any) -> Any:
-        """The arguments of a call, with the places of a mask in its place where rows are taken or put by it."""
-        mask = mask_of(call.function, args)
-        kinds = 0 if mask is None else self.known.operands(mask, None).kinds
-        if mask is None or not kinds or self._is_sized(call, kinds):
-            return args
-        return self.selected.by_places(call.function, args, mask, call.line, not kinds & ~STEADY) or args
+    def _by_places(self, call: _Call, args: Any) -> tuple[Any, Any]:
+        """A function and its arguments, with the places of a mask in its place where rows are taken or put by it."""
+        function, given, mask = masked(call.function, args, self.selected.is_first)
+        kinds = 0 if mask is None else self.known.operands(args[1], None).kinds
+        found = None
+        if mask is not None and kinds and not self._is_sized(call, kinds):
+            found = self.selected.by_places(call.function, given, mask, call.line, not kinds & ~STEADY)
+        return (call.function, args) if found is None else (function, found)
 
     def _seen(self, known: list[Tensor], tensor: Tensor) -> Tensor:
         """Enter a tensor that has data, the first time that it is met."""

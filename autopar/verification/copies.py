@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import copy
 import functools
-from types import CellType, FunctionType, MethodType
+import io
+import threading
+from collections.abc import Iterator
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -23,9 +26,11 @@ _KEEPS = (
     "run yet, or keep x.detach()."
 )
 _HOLDS = (
-    "Give the class that cannot be copied a `__deepcopy__`, or keep what it holds (a lock, a file, a decorator's "
-    "function) outside of the model."
+    "Give the class that cannot be copied a `__deepcopy__`, or keep what it holds (a socket, a generator, a "
+    "connection) outside of the model."
 )
+# What Python cannot copy, and two models may share: it holds nothing of either.
+_SHARED = (staticmethod, classmethod, property, ModuleType, io.IOBase, type(threading.Lock()), type(threading.RLock()))
 
 
 def copied(model: nn.Module) -> nn.Module:
@@ -34,6 +39,7 @@ def copied(model: nn.Module) -> nn.Module:
     kept = (value for module in tables.modules(model) for value in vars(module).values())
     computed = (value for value in kept if isinstance(value, torch.Tensor) and value.grad_fn is not None)
     memo: dict[int, Any] = {id(value): value.detach().clone().requires_grad_() for value in computed}
+    memo |= {id(value): value for value in _shared(model, set())}
     try:
         copied = copy.deepcopy(model, memo)
     except Exception as error:
@@ -44,6 +50,18 @@ def copied(model: nn.Module) -> nn.Module:
         ) from error
     _Rebound(memo).run()
     return copied
+
+
+def _shared(value: Any, seen: set[int]) -> Iterator[Any]:
+    """What copies share of all that an object holds."""
+    if isinstance(value, _SHARED):
+        yield value
+    elif id(value) not in seen and not isinstance(value, (torch.Tensor, type, FunctionType)):
+        seen.add(id(value))
+        held = getattr(value, "__dict__", value)
+        parts = held.values() if isinstance(held, dict) else held if type(held) in (list, tuple, set) else ()
+        for part in parts:
+            yield from _shared(part, seen)
 
 
 class _Rebound:

@@ -1,12 +1,14 @@
 """Models of other people's packages, as they are, on dp=2,tp=2 and dp=3, in float64, beside one device; then with
-micro-batches, as `zero=3, recompute="full"` or over the stages of `pp=2,dp=2`.
+micro-batches, as `zero=3, recompute="full"` and over the stages of `pp=2,dp=2`.
 
     pip install -e .[libraries]
-    timeout 10800 .venv/bin/python -m benchmarks.libraries [PACKAGE[/MODEL] ...] [--jobs 2] [--out FILE]
+    timeout 10800 .venv/bin/python -m benchmarks.libraries [PACKAGE[/MODEL] ...] [--jobs 2] [--rows FILE] [--out FILE]
 
 A row is a model, in a process of its own. Where the message of a refusal offers `specialize=True`, it is taken,
 and so is `batch_statistics="microbatch"` for micro-batches ("statistics").
 "broken": a traceback that is no message of ours (there should be none), or a model that does not run without us either.
+--rows keeps each row as a line of JSON as it comes; the table has the last one of each model that is in the file, so
+that a run of some models, or one that was cut short, adds to those of before.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("names", nargs="*", help="PACKAGE or PACKAGE/MODEL; all of them by default")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--rows", type=Path)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--row", action="store_true", help="measure one model here and print its row as JSON")
     record_option(parser)
@@ -44,15 +47,17 @@ def main() -> None:
     wanted = [pair for pair in pairs() if not options.names or {pair[0], "/".join(pair)} & set(options.names)]
     if not wanted:
         parser.error(f"no package is called {', '.join(options.names)}; there are {', '.join(TABLE)}")
-    lines = [*header()]
-    print("\n".join(lines), flush=True)
-    rows = []
+    rows = kept(options.rows)
+    print("\n".join(header()), flush=True)
     with ThreadPoolExecutor(options.jobs) as pool:
         for row in pool.map(measured, wanted):
-            rows.append(row)
-            lines.append(line(row))
-            print(lines[-1], flush=True)
-    lines += summary(rows)
+            rows[row.package, row.model] = row
+            print(line(row), flush=True)
+            if options.rows:
+                with options.rows.open("a") as file:
+                    file.write(json.dumps(asdict(row)) + "\n")
+    rows = [rows[pair] for pair in pairs() if pair in rows]
+    lines = [*header(), *map(line, rows), *summary(rows)]
     print("\n".join(summary(rows)))
     verified = sum(row.first == VERIFIED for row in rows)
     records.add(Figure(f"{len(rows)} models", "verified on two meshes", "models", verified, goal=">="))
@@ -62,6 +67,12 @@ def main() -> None:
 
 def pairs() -> list[tuple[str, str]]:
     return [(package, model) for package, models in TABLE.items() for model in models]
+
+
+def kept(file: Path | None) -> dict[tuple[str, str], Row]:
+    """The rows of earlier runs, by package and model."""
+    lines = file.read_text().splitlines() if file and file.exists() else []
+    return {(row.package, row.model): row for row in (Row(**json.loads(text)) for text in lines)}
 
 
 def measured(pair: tuple[str, str]) -> Row:
@@ -97,12 +108,13 @@ def line(row: Row) -> str:
 
 
 def summary(rows: Sequence[Row]) -> list[str]:
-    first, second = Counter(row.first for row in rows), Counter(row.second for row in rows if row.first == VERIFIED)
+    verified = [row for row in rows if row.first == VERIFIED]
     packages = len({row.package for row in rows})
+    parts = [f"{name} {_counted(Counter(row.results.get(name, BROKEN) for row in verified))}" for name in FURTHER]
     return [
         "",
-        f"{len(rows)} models of {packages} packages: {_counted(first)}. Of the verified ones with micro-batches: "
-        f"{_counted(second)}.",
+        f"{len(rows)} models of {packages} packages: {_counted(Counter(row.first for row in rows))}. Of the verified "
+        f"ones with micro-batches: {'; '.join(parts)}; both {_counted(Counter(row.second for row in verified))}.",
     ]
 
 

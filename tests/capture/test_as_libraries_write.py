@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import sys
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -67,11 +69,32 @@ class Marked(nn.Module):
 
 
 class Locked(Gathered):
-    """Something that Python cannot copy."""
+    """What Python cannot copy, and copies may share. rotary-embedding-torch: a function as a static method."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.lock = threading.Lock()
+        self.turned, self.held = staticmethod(torch.flip), {"more": [SimpleNamespace(lock=threading.Lock()), sys]}
+
+    def forward(self, x: Tensor) -> Any:
+        with self.held["more"][0].lock:
+            return self.turned(super().forward(x), (1,))
+
+
+class Running(Gathered):
+    """Something that Python cannot copy, and that knows where it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns = (i for i in range(3))
+
+
+class Nothing(Gathered):
+    """snntorch: a tensor is compared with what is none."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        y = y if y == None else y * 2  # noqa: E711
+        return y * 3 if y == "" or y == None or y in ((), None) else y * 2 if y != "" else y  # noqa: E711
 
 
 class Keeping(Gathered):
@@ -84,7 +107,7 @@ class Keeping(Gathered):
 
 @pytest.mark.parametrize("options", [{}, {"microbatches": 2}], ids=["whole", "microbatches"])
 @pytest.mark.parametrize("mesh", ["dp=2,tp=2", "dp=3"])
-@pytest.mark.parametrize("make", [Gathered, Bytes, Marked])
+@pytest.mark.parametrize("make", [Gathered, Bytes, Marked, Locked, Nothing])
 @pytest.mark.filterwarnings("ignore:where received a uint8:UserWarning")
 def test_taken(make: Any, mesh: str, options: Any) -> None:
     torch.manual_seed(0)
@@ -98,8 +121,8 @@ def test_a_layer_that_is_made_in_forward_is_refused() -> None:
 
 
 def test_what_cannot_be_copied_is_named() -> None:
-    with pytest.raises(CaptureError, match=r"copy\.deepcopy of Locked fails: TypeError: cannot pickle"):
-        verify(Locked(), "dp=2", loss_fn=squares, batch=torch.randn(12, 8))
+    with pytest.raises(CaptureError, match=r"copy\.deepcopy of Running fails: TypeError: cannot pickle"):
+        verify(Running(), "dp=2", loss_fn=squares, batch=torch.randn(12, 8))
 
 
 def test_a_model_that_keeps_what_it_computed_is_named() -> None:

@@ -256,12 +256,7 @@ class Doubled(torch.autograd.Function):
 
 
 REFUSED: dict[str, tuple[Step, str]] = {
-    "a mean": (through(lambda y: y + y.mean()), "here mean.. does not: it adds the rows up"),
-    "a sum over rows": (through(lambda y: y + y.sum(0)), "here sum"),
-    "a sum over all": (through(lambda y: y * y.sum()), "here sum"),
-    "a mean over rows and width": (through(lambda y: y * y.mean((0, 1))), "here mean"),
     "transposed": (through(lambda y: y.T.softmax(-1).T), "here softmax.. does not: it takes the rows together"),
-    "data": (through(lambda y: y + y.data.sum()), "here sum"),
     "divided by their number": (through(lambda y: y / y.shape[0]), "how many rows a mask selects"),
     "a branch on their number": (through(lambda y: y * 2 if len(y) > 20 else y), "how many rows a mask selects"),
     "a capacity": (capped, "here getitem"),
@@ -269,13 +264,10 @@ REFUSED: dict[str, tuple[Step, str]] = {
     "dropout": (through(lambda y: F.dropout(y, 0.5)), "here dropout"),
     "a softmax over rows": (through(lambda y: y.softmax(0)), "here softmax"),
     "parts of the rows": (through(lambda y: torch.cat(y.split(6), 0)), "here split"),
-    "the largest": (through(lambda y: y / y.max()), "here max"),
     "sorted": (through(lambda y: y.sort(0)[0]), "here sort"),
     "a product between rows": (through(lambda y: y @ (y.transpose(0, 1) @ y)), "here matmul.. does not: it adds"),
     "a function of one's own": (through(Doubled.apply), "by row"),
-    "a term of the loss": (beside(lambda y, _: y.square().mean()), "here mean"),
     "their number in the loss": (beside(lambda y, token: y.new_ones(()) * len(token)), "here new_ones"),
-    "a count of ones": (beside(lambda y, token: torch.ones_like(token).sum()), "here sum"),
 }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from shares import share
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
@@ -76,6 +77,26 @@ class Normed(nn.Module):
         return self.down(torch.relu(self.up(x))).square().mean()
 
 
+class Flow(nn.Module):
+    """normflows: weights of triangular factors, whose determinant each sample has a part of: its gradient, and that of
+    the product, read the same gathered parameter when all micro-batches are done, one by way of the other."""
+
+    def __init__(self, of_twice: bool) -> None:
+        super().__init__()
+        self.lower, self.upper = (nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.1) for _ in range(2))
+        self.diagonal, self.down, self.of_twice = nn.Parameter(torch.zeros(WIDTH)), nn.Linear(WIDTH, WIDTH), of_twice
+
+    @property
+    def size(self) -> Tensor:
+        return F.softplus(self.diagonal) + 1e-3
+
+    def forward(self, x: Tensor) -> Tensor:
+        lower, upper = self.lower.tril(-1) + torch.eye(WIDTH), self.upper.triu(1) + torch.diag(self.size)
+        y = F.linear(F.linear(x, upper), lower)
+        y = y + F.linear(x, (upper @ lower).exp()) if self.of_twice else y
+        return (self.down(y.tanh()).square().sum(1) - self.size.log().sum() * y.new_ones(len(y))).mean()
+
+
 def orthogonal(model: nn.Module) -> Tensor:
     weight = model.up.weight
     return (weight @ weight.T - torch.eye(WIDTH)).norm()
@@ -93,6 +114,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "of the batch, counted": lambda: OfTheBatch(True),
     "weight_norm": lambda: Normed(parametrizations.weight_norm),
     "spectral_norm": lambda: Normed(parametrizations.spectral_norm),
+    "flow": lambda: Flow(False),
+    "flow, in a product": lambda: Flow(True),
 }  # fmt: skip
 
 STEPS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {

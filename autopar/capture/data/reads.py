@@ -40,6 +40,7 @@ COUNT = "count"  # of what a function gives, in place of a function that reads
 ROWS = "rows"  # how many each mask selects: of any number the program is right
 PLACES = "places"  # of a mask, which a loop goes through
 OWN_ROWS, FULL_LENGTH = "own rows", "full length"  # likewise: facts
+ANY_ROWS = "any rows"  # likewise: whether a mask selects any
 
 # What a value may depend on: what a step leaves as it is.
 STEADY = ("batch", "constant", "buffer")
@@ -63,9 +64,17 @@ def not_steady(kind: str, name: str, function: Any) -> Construct:
     return Construct(f"{read} from a tensor and depends on {what}: each step has another", instead)
 
 
+class AnyRows(int):
+    """What is read of a mask, told from other values: a program with one such read guards all masks."""
+
+    def __str__(self) -> str:
+        return str(bool(self))
+
+
 _OTHERS: Mapping[Any, tuple[str, Callable[[Tensor], Value]]] = {
     ROWS: ("how many rows masks select", lambda counts: tuple(counts.tolist())),
     PLACES: ("the places of a mask, gone through", lambda mask: tuple(mask.nonzero().flatten().tolist())),
+    ANY_ROWS: ("whether a mask selects rows", lambda tensor: AnyRows(bool(tensor))),
     COUNT: ("the size of what this gives", int),
     OWN_ROWS: ("equal numbers of rows for all samples", bool),
     FULL_LENGTH: ("a sequence as long as the padded batch", bool),
@@ -99,7 +108,7 @@ class Read:
     @property
     def has_other(self) -> bool:
         """True where a guess leaves one other value."""
-        return self.is_guess and self.function is Tensor.__bool__
+        return self.is_guess and self.function not in (PLACES, ANY_ROWS)
 
     @property
     def is_fact(self) -> bool:
@@ -218,20 +227,21 @@ class Reads:
     """The reads of a model in their order. `tensors`: those of the run that goes on, as far as it has come; None for
     what is not checked.
 
-    sized: lines that select rows by a mask, whose number is read; `selected` are those where it could be. guards_rows:
-    which places of a mask a loop goes through is guarded, too; `counts_rows`: it has to be.
+    sized: lines that select rows by a mask, whose number is read; `selected` are those where it could be.
     is_permitted: values of what steps leave as it is may be taken from the example batch. guards: the truth of any
     other tensor is guarded, and guessed where nobody knows it. given: what the first reads give, of which a step has
-    told so many. asks: for facts, which are taken to hold where no data say so."""
+    told so many. asks: for facts, which are taken to hold where no data say so. counts: of masks it is guarded whether
+    they select rows, and which places a loop goes through, for the model does more with their number than to leave
+    calls out; has_counted: it does."""
 
     sized: frozenset[Line | None] = frozenset()
     is_permitted: bool = True
     guards: bool = False
-    guards_rows: bool = False
-    counts_rows: bool = False
     given: tuple[Value, ...] = ()
     told: int = 0
     asks: bool = True
+    counts: bool = False
+    has_counted: bool = False
     known: list[Read] = field(default_factory=list)
     tensors: list[Tensor | None] = field(default_factory=list)
     selected: set[Line | None] = field(default_factory=set)
@@ -252,7 +262,7 @@ class Reads:
             self.known.append(Read(function, line, self.given[len(self.known)]))
         return self._next(tensor)
 
-    def guard(self, tensor: Tensor, line: Line | None, guess: bool) -> Value:
+    def guard(self, tensor: Tensor, line: Line | None, guess: bool, function: Any = Tensor.__bool__) -> Value:
         """The truth of a tensor. guess: it most likely is, where no step has told yet."""
         position = len(self.tensors)
         if position == len(self.known):
@@ -268,7 +278,8 @@ class Reads:
                 guess = bool(told[-1].value) if told else guess
                 guess = guess if sum(here) - len(told) < _REPEATED else not guess  # as in a loop that has to end
             value = guess if position >= len(self.given) else self.given[position]
-            self.known.append(Read(Tensor.__bool__, line, value, position >= self.told, is_guard=True))
+            value = AnyRows(bool(value)) if function is ANY_ROWS else value
+            self.known.append(Read(function, line, value, position >= self.told, is_guard=True))
         return self._next(tensor)
 
     def guard_places(self, mask: Tensor, line: Line | None) -> tuple[int, ...]:

@@ -41,6 +41,11 @@ def counted(function: Any, result: Any, args: Any, dim: int, rows: Any) -> Any:
     return RowCount.of(result, rows) if is_rows and at == dim else result
 
 
+def asks_for_count(function: Any, result: Any) -> bool:
+    """True for a question whose answer says how many rows there are."""
+    return function in (Tensor.__len__, Tensor.numel) or next(counts_in(result), None) is not None
+
+
 def counts_in(value: Any) -> Iterator[RowCount]:
     """The counts of rows among the arguments of a call."""
     if isinstance(value, RowCount):

@@ -116,6 +116,14 @@ class Trail:
         """A tensor is used in place of what was at a place."""
         self._known[id(tensor)] = tensor, place
 
+    def made_of(self, tensor: Tensor) -> Any:
+        """What a tensor is made of, as of two that are computed alike."""
+        place = self.place_of(tensor)
+        if place[0] != "call":
+            return place
+        step = self.segments[place[1]][place[2]]
+        return step.key, step.operands, place[3]
+
     def place_of(self, tensor: Tensor) -> Place:
         known = self._known.get(id(tensor))
         if known is not None:

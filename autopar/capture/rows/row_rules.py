@@ -5,10 +5,12 @@ The table that says how an op may be split says it here, too: what may be split 
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +20,7 @@ from autopar.capture.ops.canonical import filled
 from autopar.capture.ops.functions import ExpertMM
 from autopar.capture.ops.raised_products import autocast
 from autopar.capture.refusals.location import Line
-from autopar.ir.ops.op_facts import facts_of, is_view
+from autopar.ir.ops.op_facts import NEUTRAL, facts_of, is_view
 from autopar.ir.program import TensorType, is_getitem
 from autopar.passes.rules import TABLE
 from autopar.passes.rules.rule import Call
@@ -204,6 +206,75 @@ def product(self: KnownRows, name: str, args: Any, kwargs: Any) -> tuple[Tensor,
     return (y, False) if found.bias is None else (y + autocast(found.bias)[0], True)
 
 
+def together(self: KnownRows, run: Run, function: Any, args: Any, kwargs: Any) -> Any:
+    """What a function gives that takes rows together (a sum, a mean, the largest), of those that count alone.
+    NotImplemented for another one, and where it takes each row by itself."""
+    name = getattr(function, "__name__", "").removeprefix("linalg_")
+    rows = self.row_of(args[0]) if args else None
+    if rows is None or name not in NEUTRAL:
+        return NotImplemented
+    x, at, number = rows.tensor, 2 if "norm" in name else 1, NEUTRAL[name]
+    if name in ("max", "min") and (args[1:] or kwargs):  # with places, or of two tensors
+        return NotImplemented
+    power = kwargs.get("p", kwargs.get("ord", (*args, 2)[1])) if at == 2 else 2
+    if power not in ("fro", None) and not (isinstance(power, (int, float)) and power >= 0):
+        return NotImplemented
+    dims = kwargs.get("dim", kwargs.get("axis", args[at] if len(args) > at else None))
+    dims = (dims,) if isinstance(dims, int) else dims or range(x.ndim)
+    dims = {dim % max(x.ndim, 1) for dim in dims}
+    if rows.dim not in dims:
+        return NotImplemented
+    if math.isinf(number) and not x.is_floating_point():
+        number = (torch.iinfo(x.dtype).max if number > 0 else torch.iinfo(x.dtype).min) if x.dtype != torch.bool else 0
+    counting = only_valid(x, rows.valid, rows.dim, number)
+    dtype = kwargs.get("dtype", x.dtype)
+    if name != "mean" or not dtype.is_floating_point:
+        return run(function, counting, *args[1:], **kwargs)
+    wide = torch.float32 if dtype.itemsize < 4 else dtype  # the sum of a short float has no room
+    total = run(torch.sum, counting, *args[1:], **{**kwargs, "dtype": wide})
+    return (total / (rows.valid.sum() * math.prod(x.shape[dim] for dim in dims if dim != rows.dim))).to(dtype)
+
+
+def loss_of_rows(self: KnownRows, run: Run, each: Run, function: Any, args: Any, kwargs: Any) -> Any:
+    """A loss that takes the sum or the mean of rows, of those that count. each: the loss of each row by itself.
+    NotImplemented for another function."""
+    given = _arguments(function, args, kwargs)
+    how = given.get("reduction")
+    if how not in ("mean", "sum", "batchmean") or given.get("size_average", given.get("reduce")) is not None:
+        return NotImplemented
+    target = given.get("target")
+    if "ignore_index" in given and isinstance(target, Tensor) and not target.is_floating_point():
+        for name, number in (("input", 0), ("target", given["ignore_index"])):
+            mine = self.row_of(given[name])
+            if mine is None or mine.dim:
+                raise Refused("another tensor has as many rows of its own")
+            given[name] = only_valid(given[name], mine.valid, 0, number)
+        return run(function, **given)
+    rows = each(function, (), {**given, "reduction": "none"})
+    mine = self.row_of(rows)
+    if mine is None or (how == "batchmean" and mine.dim):
+        raise Refused("it adds the rows up")
+    total = together(self, run, torch.mean if how == "mean" else torch.sum, (rows,), {})
+    return total / mine.valid.sum() if how == "batchmean" else total
+
+
+def _arguments(function: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """The arguments of a loss by name, with its defaults; empty for what is none."""
+    if not _has_reduction(function):
+        return {}
+    bound = inspect.signature(function).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return dict(bound.arguments)
+
+
+@cache
+def _has_reduction(function: Any) -> bool:
+    try:
+        return inspect.signature(function).parameters["reduction"].default == "mean"
+    except (KeyError, TypeError, ValueError):  # a builtin of torch, which has no signature
+        return False
+
+
 def follow_rows(nodes: Iterable[fx.Node], places: Mapping[Value, Split], count: int) -> dict[Value, Split]:
     """Where the results of some calls have rows, in the order in which torch ran them. places: of what they read.
 
@@ -280,7 +351,7 @@ def _tensors_in(args: Any) -> list[fx.Node]:
     return tensors
 
 
-def only_valid(rows: Tensor, valid: Tensor, dim: int, number: int = 0) -> Tensor:
+def only_valid(rows: Tensor, valid: Tensor, dim: int, number: float = 0) -> Tensor:
     """Rows with a number for the padding."""
     return torch.where(valid.reshape(-1, *(1 for _ in rows.shape[dim + 1 :])), rows, number)
 

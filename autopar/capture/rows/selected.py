@@ -12,18 +12,19 @@ How many rows there are shows nowhere in the tensors. So that no number is made 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
-from autopar.capture.data.row_counts import RowCount, counted, counts_in, sizes_in
+from autopar.capture.data.reads import ANY_ROWS, Reads
+from autopar.capture.data.row_counts import RowCount, asks_for_count, counted, counts_in, sizes_in
 from autopar.capture.refusals.constructs import SIZES, Construct
 from autopar.capture.refusals.explain_failure import size_refusal, wants_data
-from autopar.capture.refusals.location import Line
-from autopar.capture.rows.implied import is_implied
+from autopar.capture.refusals.location import Line, Locator
 from autopar.capture.rows.row_rules import (
     AddedRows,
     Guard,
@@ -33,29 +34,21 @@ from autopar.capture.rows.row_rules import (
     are_views,
     follow_rows,
     indexed,
+    loss_of_rows,
     only_valid,
     picked,
     product,
     puts_back,
     source_of,
+    together,
 )
-from autopar.capture.rows.row_sides import RowSides
+from autopar.capture.rows.turns import MaskOrder
 from autopar.capture.trace.tracer import Tracer
 from autopar.errors import CaptureError
 from autopar.ir.ops.op_facts import QUERIES, form_argument, writes_first
-from autopar.torch_compat import custom_function, no_function_modes, storage_of
+from autopar.torch_compat import custom_function
 
 Tensor = torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class RowTurn:
-    """One of a loop through the places of a mask: whether the mask is True there, and what the loop is given."""
-
-    mask: Tensor
-    place: int
-    holds: Tensor
-    value: Any
 
 
 @dataclass(slots=True)
@@ -64,18 +57,20 @@ class Selected:
     and is not looked at."""
 
     is_first: bool = True
+    reads: Reads | None = None
+    locator: Locator | None = None
     known: dict[int, ValidRows] = field(default_factory=dict)
     tracer: Tracer | None = None  # of the run that is captured
     masks: dict[Any, tuple[Tensor, tuple[Tensor, ...]]] = field(default_factory=dict)  # by what each is: it, its places
     sums: dict[int, AddedRows] = field(default_factory=dict)  # rows of a tensor with something added, by their id
-    places: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # of masks of one dim: places, mask by id
-    sides: RowSides | None = None  # of a run in which some masks have no rows
-    turn: RowTurn | None = None  # of a loop through the places of a mask
-    guard: Callable[[Tensor, Line | None], bool] | None = None  # whether a mask has rows, where a step checks it
-    masks_seen: int = 0
-    first_line: Line | None = None
-    counts: list[Tensor] | None = None  # of the rows of each mask, in a run that is to know them
+    order: MaskOrder = field(init=False)
+    asked: set[int] = field(default_factory=set)  # ids of what says which rows count, where it is asked how many do
+    taken: set[int] = field(default_factory=set)  # likewise, where rows are taken together
+    decided: dict[tuple[int, int], tuple[Tensor, bool]] = field(default_factory=dict)  # masks, and if they select any
     is_inside: bool = False  # of a call that is followed: torch may spell it out in calls of its own
+
+    def __post_init__(self) -> None:
+        self.order = MaskOrder(self.locator)
 
     def concerns(self, args: Any, kwargs: Any) -> bool:
         """True if a call takes such rows."""
@@ -89,10 +84,11 @@ class Selected:
     def select(
         self, function: Any, condition: Tensor, line: Line | None, may_specialize: bool = False
     ) -> tuple[Tensor, ...]:
-        """The places of all elements of a condition, in torch's order."""
+        """The places of all elements of a condition, in torch's order; none where it has no rows."""
         valid = (condition != 0).reshape(-1)
-        mask, has_rows = self._begin(valid, line)
-        valid = valid if self.turn is None or self._is_implied(condition) else valid & self.turn.holds
+        number, has_rows = self.order.begin(valid, line)
+        has_rows = self._has_rows(condition, function, line) and has_rows
+        valid = self.order.narrowed(valid, condition)
         count = (valid.numel() if self.is_first else min(valid.numel(), 1)) if has_rows else 0
         places, step = [], 1
         every = torch.arange(count, device=condition.device)
@@ -104,38 +100,8 @@ class Selected:
             self.known[id(place)] = ValidRows(
                 place, valid, 0, line, function, tuple(condition.shape), dim, may_specialize
             )
-        if len(places) == 1:
-            self.places[id(places[0])] = places[0], condition
-        if self.sides is not None:
-            self.sides.selected(mask, places)
+        self.order.selected(number, places, condition)
         return tuple(places)
-
-    def _begin(self, valid: Tensor, line: Line | None) -> tuple[int, bool]:
-        """Count a mask, and say whether it has rows in this run. Those of a turn are its own."""
-        if self.turn is not None:
-            return self.masks_seen - 1, True
-        self.masks_seen += 1
-        self.first_line = self.first_line or line
-        if self.counts is not None:
-            self.counts.append(valid.sum())
-        if self.guard is not None:
-            return self.masks_seen - 1, self.guard(valid.any(), line)
-        return (self.masks_seen - 1, True) if self.sides is None else self.sides.begin()
-
-    def turns(self, mask: Tensor, of: Callable[[int], Any]) -> Iterator[Any]:
-        """Go through all places of a mask. What is made of rows meanwhile is padding where the mask is False."""
-        try:
-            for place in range(len(mask)):
-                self.turn = None
-                with no_function_modes():  # no call of the model's
-                    holds = mask[place] != 0
-                    has_rows = self._begin(holds, None)[1]
-                if has_rows:
-                    value = of(place)
-                    self.turn = RowTurn(mask, place, holds, value)
-                    yield value
-        finally:
-            self.turn = None
 
     def places_of(self, function: Any, kwargs: Any, mask: Tensor, line: Line | None, may_specialize: bool) -> Any:
         """The places of a mask as a call gives them: a tensor for each dim, or a row for each place."""
@@ -144,7 +110,7 @@ class Selected:
             return places
         (column,) = places
         made = column.unsqueeze(1)
-        self._shown((column,), made)
+        self.order.shown((column,), made)
         if id(column) in self.known:
             self.known[id(made)] = replace(self.known[id(column)], tensor=made, place=None, is_column=True)
         return made
@@ -154,60 +120,30 @@ class Selected:
     ) -> tuple[Any, ...] | None:  # fmt: skip
         """The arguments of `x[mask]`, and of `x[mask] = rows` for rows that the mask selected, with its places in place
         of the mask; None for another call."""
+        has_rows = self._has_rows(mask, function, line)
         if self.is_inside or self.row_of(args[0]) is not None or self.row_of(mask) is not None:
-            return None
+            return None  # see `_again`
         key = args[1] if isinstance(args[1], tuple) else (args[1],)
-        known = self.masks.get(self._mask_key(mask))
+        made_of = self._mask_key(mask), has_rows
+        known = self.masks.get(made_of)
         if function is Tensor.__setitem__:
-            is_mine = isinstance(args[2], Tensor) and (self.row_of(args[2]) is not None or not self.is_first)
+            is_found = self.is_first and has_rows
+            is_mine = isinstance(args[2], Tensor) and (self.row_of(args[2]) is not None or not is_found)
             if known is None or not is_mine or args[2].shape[:1] != known[1][0].shape:
                 return None
         if known is None:
             known = mask, self.select(function, mask, line, may_specialize)
-            self.masks[self._mask_key(mask)] = known
+            self.masks[made_of] = known
         return args[0], (*known[1], *key[1:]), *args[2:]
 
     def _mask_key(self, mask: Tensor) -> Any:
         """What a mask is made of: two of the same are one. In a run that is not looked at all of a shape are."""
+        if self.order.sides is not None:
+            return self.order.sides.trail.made_of(mask), mask._version
         if not self.is_first or self.tracer is None:
             return tuple(mask.shape)
         node = self.tracer.node_of(mask)
         return (id(mask) if node is None else _made_of(node)), mask._version
-
-    def _is_implied(self, condition: Tensor) -> bool:
-        """True if a condition holds nowhere without the mask of the loop that goes on."""
-        if self.turn is None or self.tracer is None:
-            return False
-        mask, node = self.tracer.node_of(self.turn.mask), self.tracer.node_of(condition)
-        return mask is not None and node is not None and is_implied(mask, self.turn.place, node)
-
-    def at_turn(self, function: Any, args: Any) -> Tensor | None:
-        """What stands at the place of a turn, as an index of one place gives it; None for another call."""
-        if self.turn is None or function is not Tensor.__getitem__ or args[1] is not self.turn.value:
-            return None
-        place = self.turn.place
-        return args[0][place].unsqueeze(0).clone() if args[1].ndim else None
-
-    def saw(self, function: Any, args: Any, kwargs: Any, result: Any, written: list[Tensor]) -> None:
-        """A call with what it returned, and what it wrote into."""
-        self._shown(args, result)
-        if self.sides is not None and function not in QUERIES:
-            self.sides.saw(function, args, kwargs, result, written)
-
-    def _shown(self, args: Any, result: Any) -> None:
-        """Note what a view of the places of a mask shows: the same places."""
-        mine = self.places.get(id(args[0])) if self.places and args else None
-        if mine is None or mine[0] is not args[0] or not isinstance(result, Tensor):
-            return
-        if storage_of(result) == storage_of(mine[0]) and result.numel() == mine[0].numel() == len(result):
-            self.places[id(result)] = result, mine[1]
-
-    def mask_of_turns(self, function: Any, args: Any) -> Tensor | None:
-        """The mask whose places Python goes through; None for another call."""
-        if function not in _TURNS or args[1:] not in ((), (0,)):
-            return None
-        mine = self.places.get(id(args[0]))
-        return mine[1] if mine is not None and mine[0] is args[0] else None
 
     def enter(self, rows: Tensor, valid: Tensor, function: Any, line: Line | None) -> Tensor:
         """Note rows, of which those count where `valid` is True: one of them in a run that is not looked at."""
@@ -261,7 +197,12 @@ class Selected:
         if function in QUERIES:
             mine = self.row_of(args[0])
             result = run(function, *args, **kwargs)
-            return result if mine is None else counted(function, result, args, mine.dim, mine)
+            if mine is None:
+                return result
+            result = counted(function, result, args, mine.dim, mine)
+            if asks_for_count(function, result):
+                self.asked.add(id(mine.valid))
+            return result
         if name in ("unbind", "__iter__"):  # as many turns of a loop as the data say
             raise Refused(
                 "it goes through as many as there are. Go through all (for e in range(experts)): those without rows "
@@ -273,13 +214,21 @@ class Selected:
         is_new = next(counts_in((args, kwargs)), None) is not None
         if name == "expand_as" or (is_new and not any(self.row_of(one) for one in _tensors_in((read, kwargs)))):
             return self._sized(like, run, function, args, kwargs)
-        if puts_back(name):
+        if puts_back(name) and not self._is_within(name, args):
             return self._added(name, like, *args, **kwargs)
+        if _mask_of(function, args, True) is not None and not puts_back(name):
+            return self._again(*args)
         if name in ("__getitem__", "index_select") and self.row_of(args[0]) is None:
             result, dim = (indexed if name == "__getitem__" else picked)(self, run, function, *args, **kwargs)
             if name == "__getitem__":
                 self.sums[id(result)] = AddedRows.of(result, *args)
             return self._note(like, result, dim, [self._guard(result, like.valid, dim)])
+        each = partial(self._call, rows, name, run)
+        for take in (partial(loss_of_rows, each=each), together):
+            result = take(self, run, function=function, args=args, kwargs=kwargs)
+            if result is not NotImplemented:
+                self.taken.add(id(like.valid))
+                return result
         made = product(self, name, args, kwargs)
         if made is not None:
             result, is_biased = made
@@ -294,6 +243,39 @@ class Selected:
         ):
             self.sums[id(result)] = AddedRows.of(result, taken.base, taken.key, args[1])
         return result
+
+    def _again(self, rows: Tensor, mask: Tensor) -> Tensor:
+        """Rows that a mask made of such rows selects once more."""
+        mine, chosen = self.row_of(rows), self.row_of(mask)
+        if mine is None or chosen is None or mine.dim or mask.ndim > 1:
+            raise Refused
+        if not self.decided.get((id(mask), mask._version), (mask, True))[1]:
+            return rows[:0]
+        made, valid = rows.clone(), mine.valid & mask
+        return self._note(replace(mine, valid=valid), made, 0, [self._guard(made, valid, 0)])
+
+    def _has_rows(self, mask: Tensor, function: Any, line: Line | None) -> bool:
+        """False where a mask selects none, for a model that asks how many there are: then it is given none."""
+        key, mine = (id(mask), mask._version), self.row_of(mask)
+        if self.reads is None or not self.reads.counts or not mask.numel():
+            return mask.numel() > 0
+        if key not in self.decided:
+            if not self.reads.guards or self.locator is None or self.locator.phase != "forward":
+                raise size_refusal(SIZES[function], line, False)
+            found = (mask if mine is None else only_valid(mask, mine.valid, mine.dim)).any()
+            self.decided[key] = mask, bool(self.reads.guard(found, line, True, ANY_ROWS))
+        return self.decided[key][1]
+
+    def _is_within(self, name: str, args: Any) -> bool:
+        """True for a write to a part of each of some rows, `rows[..., 0] = 1`."""
+        mine = self.row_of(args[0])
+        if name != "__setitem__" or mine is None or mine.dim or any(self.rows_in(args[1])):
+            return False
+        items = args[1] if isinstance(args[1], tuple) else (args[1],)
+        if any(isinstance(item, (Tensor, list)) or item is None for item in items):
+            return False
+        first, is_short = items[0], len(items) <= mine.tensor.ndim
+        return is_short and (first is Ellipsis or (isinstance(first, slice) and first == slice(None)))
 
     def _taken(self, rows: Any) -> AddedRows | None:
         """What rows are that nobody has written to since."""
@@ -332,7 +314,7 @@ class Selected:
         result = run(function, *args, **kwargs)
         nodes = list(_since(last))
         found = follow_rows(nodes, places, count)
-        made = _tensors_in(result)
+        made = _tensors_in(args[0] if name == "__setitem__" else result)
         if not made and name != "__get__":
             raise Refused("what it does with them is not known")
         guards = {id(guard): guard for one in rows for guard in one.guards}
@@ -390,6 +372,14 @@ class Selected:
             like, tensor=tensor, dim=dim, place=None, is_column=False, guards=tuple(guards)
         )
         return tensor
+
+    def check_counts(self) -> None:
+        """Raise CaptureError where the model asks how many rows there are, and takes the same ones together, if it is
+        not known that there are any: for none it may do something else."""
+        found = self.asked & self.taken
+        if found and self.reads is not None and not self.reads.counts:
+            self.reads.has_counted = True
+            raise _refusal(next(one for one in self.known.values() if id(one.valid) in found), "len")
 
     def check_leaving(self, results: Any) -> None:
         """Raise CaptureError if any of them leaves the model."""
@@ -509,13 +499,20 @@ class Selected:
         return made
 
 
-def mask_of(function: Any, args: Any) -> Tensor | None:
-    """The mask of `x[mask]` or `x[mask] = rows`, of one dim or two; None for another call."""
+def masked(function: Any, args: Any, is_first: bool = True) -> tuple[Any, Any, Tensor | None]:
+    """`x[mask]` or `x[mask] = rows` as a function and arguments, with the mask: None for another call, and in the run
+    that is captured for a mask of one element, for a second run would have as many rows."""
+    if function in (torch.masked_select, Tensor.masked_select) and len(args) == 2:
+        function, args = Tensor.__getitem__, torch.broadcast_tensors(*args)
+    return function, args, _mask_of(function, args, is_first)
+
+
+def _mask_of(function: Any, args: Any, is_first: bool) -> Tensor | None:
     if function not in (Tensor.__getitem__, Tensor.__setitem__):
         return None
     key = args[1] if isinstance(args[1], tuple) else (args[1],)
     mask = key[0] if key else None
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.ndim not in (1, 2) or mask.numel() < 2:
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or not mask.ndim or (is_first and mask.numel() == 1):
         return None
     if args[0].shape[: mask.ndim] != mask.shape or any(isinstance(each, (Tensor, list)) for each in key[1:]):
         return None
@@ -574,7 +571,6 @@ def _seen(rows: ValidRows, name: str, because: str) -> Construct:
     )
 
 
-_TURNS = (Tensor.unbind, torch.unbind, Tensor.__iter__, Tensor.tolist)
 NONZERO = (torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere)
 
 
@@ -582,7 +578,7 @@ def asks_for_places(func: Any, args: Any, kwargs: Any) -> bool:
     """True where the places of a mask are asked for: a tensor a dim."""
     if func is not torch.where and func not in NONZERO:
         return False
-    if len(args) != 1 or not isinstance(args[0], Tensor) or args[0].ndim not in (1, 2) or args[0].numel() < 2:
+    if len(args) != 1 or not isinstance(args[0], Tensor) or args[0].ndim < 1 or args[0].numel() < 2:
         return False
     if func is torch.where:
         return not kwargs

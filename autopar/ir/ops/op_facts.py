@@ -8,6 +8,7 @@ tests/ir/test_op_facts.py and test_aliasing.py compare every fact with torch's t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -195,6 +196,13 @@ ALIKE: Mapping[Any, tuple[Any, Any]] = {
     **dict.fromkeys((torch.equal, torch.Tensor.equal), (torch.eq, torch.all)),
     **dict.fromkeys((torch.allclose, torch.Tensor.allclose), (torch.isclose, torch.all)),
     torch.Tensor.__contains__: (torch.eq, torch.any),
+}
+# What changes nothing among the elements that a function takes together.
+NEUTRAL: Mapping[str, float] = {
+    **dict.fromkeys(("mean", "sum", "nansum", "any", "count_nonzero", "norm", "vector_norm"), 0),  # mean: of its sum
+    **dict.fromkeys(("prod", "all"), 1),
+    **dict.fromkeys(("max", "amax", "logsumexp"), -math.inf),
+    **dict.fromkeys(("min", "amin"), math.inf),
 }
 # What draws in steps of its own, or where it is told to, and what gives memory as it was found.
 _UNDECIDED = frozenset(

@@ -118,8 +118,8 @@ def times_of(
             late |= behind
             if both:
                 differs = any(of[one] in (When.INPUT, When.BODY) and one not in renewed for one in operands)
-            elif _only_late(behind, of):
-                of.update(dict.fromkeys(behind, When.AFTER))  # gathered once, after the micro-batches
+            elif together := _only_late(behind, renewed, of):
+                of.update(dict.fromkeys(together, When.AFTER))  # gathered once, after the micro-batches
                 differs = any(of[operand] in (When.INPUT, When.BODY) for operand in operands)
         if differs and after:
             reason = coupled(node, after, reductions, program.notes)
@@ -142,8 +142,8 @@ def times_of(
         else:
             of[node] = When.BODY if node in weighted else When.INPUT
     leaving = made_among([node for node in program.results if node is not None], renewed)
-    if not both and _only_late(leaving, of):
-        of.update(dict.fromkeys(leaving, When.AFTER))
+    if not both:
+        of.update(dict.fromkeys(_only_late(leaving, renewed, of), When.AFTER))
     if second:
         early = (node for node, when in of.items() if when is When.AFTER and node not in ends | reductions)
         of.update(dict.fromkeys(list(early), When.MIDDLE))
@@ -151,10 +151,20 @@ def times_of(
     return NodeTimes(of, *known, coupling)
 
 
-def _only_late(nodes: set[fx.Node], of: dict[fx.Node, When]) -> bool:
-    """True if nothing reads these nodes, beside one another, before all micro-batches are done."""
-    users = {user for node in nodes for user in node.users} - nodes
-    return all(of.get(user, When.AFTER) is When.AFTER for user in users)
+def _only_late(nodes: set[fx.Node], renewed: AbstractSet[fx.Node], of: dict[fx.Node, When]) -> set[fx.Node]:
+    """Find what runs behind the micro-batches with some nodes: all that is made of them and of parameters. Nothing
+    if a micro-batch reads any of it."""
+    found, pending = set(nodes), list(nodes)
+    while pending:
+        for user in pending.pop().users:
+            if user in found or of.get(user, When.AFTER) is When.AFTER:
+                continue
+            if user not in renewed:
+                return set()
+            more = made_among([user], renewed) - found
+            found |= more
+            pending += more
+    return found
 
 
 def made_among(operands: Iterable[fx.Node], among: AbstractSet[fx.Node]) -> set[fx.Node]:

@@ -1,0 +1,118 @@
+"""Loops through the places of a mask, `for e in hit.nonzero()`, and the masks of a run in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from autopar.capture.refusals.location import Line, Locator
+from autopar.capture.rows.implied import is_implied
+from autopar.capture.rows.row_sides import RowSides
+from autopar.capture.trace.tracer import Tracer
+from autopar.ir.ops.op_facts import QUERIES
+from autopar.torch_compat import no_function_modes, storage_of
+
+Tensor = torch.Tensor
+_LOOPS = (Tensor.unbind, torch.unbind, Tensor.__iter__, Tensor.tolist)
+
+
+@dataclass(frozen=True, slots=True)
+class RowTurn:
+    """One of a loop through the places of a mask: whether the mask is True there, and what the loop is given."""
+
+    mask: Tensor
+    place: int
+    holds: Tensor
+    value: Any
+
+
+@dataclass(slots=True)
+class MaskOrder:
+    """The masks of one run. lines: of each. counts: of the rows of each, in a run that is to know them. sides: of a run
+    in which some have no rows. turn: of the loop that goes on, in which masks are no more than parts of its own.
+
+    places: of masks of one dim, by the id of their places, these and the mask."""
+
+    locator: Locator | None = None
+    tracer: Tracer | None = None
+    lines: list[Line | None] = field(default_factory=list)
+    counts: list[Tensor] | None = None
+    sides: RowSides | None = None
+    turn: RowTurn | None = None
+    places: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    @property
+    def is_forward(self) -> bool:
+        return self.locator is None or self.locator.phase == "forward"
+
+    def begin(self, valid: Tensor, line: Line | None) -> tuple[int, bool]:
+        """The number of a mask, and whether it has rows in this run."""
+        if self.turn is None and self.is_forward:  # what is computed again has its number
+            self.lines.append(line)
+            if self.counts is not None:
+                self.counts.append(valid.sum())
+            if self.sides is not None:
+                return self.sides.begin()
+        return len(self.lines) - 1, True
+
+    def selected(self, number: int, places: Sequence[Tensor], mask: Tensor) -> None:
+        """The places that a mask selects, a tensor for each dim."""
+        if len(places) == 1:
+            self.places[id(places[0])] = places[0], mask
+        if self.sides is not None:
+            self.sides.selected(number, places)
+
+    def narrowed(self, valid: Tensor, condition: Tensor) -> Tensor:
+        """Which rows count in a turn: none where its mask is False, unless there is none anyhow."""
+        if self.turn is None:
+            return valid
+        if self.tracer is not None:
+            mask, node = self.tracer.node_of(self.turn.mask), self.tracer.node_of(condition)
+            if mask is not None and node is not None and is_implied(mask, self.turn.place, node):
+                return valid
+        return valid & self.turn.holds
+
+    def turns(self, mask: Tensor, of: Callable[[int], Any]) -> Iterator[Any]:
+        """Go through all places of a mask. What is made of rows meanwhile is padding where the mask is False."""
+        try:
+            for place in range(len(mask)):
+                self.turn = None
+                with no_function_modes():  # no call of the model's
+                    holds = mask[place] != 0
+                    has_rows = self.begin(holds, None)[1]
+                if has_rows:
+                    value = of(place)
+                    self.turn = RowTurn(mask, place, holds, value)
+                    yield value
+        finally:
+            self.turn = None
+
+    def mask_of(self, function: Any, args: Any) -> Tensor | None:
+        """The mask whose places Python goes through; None for another call."""
+        if function not in _LOOPS or args[1:] not in ((), (0,)):
+            return None
+        mine = self.places.get(id(args[0]))
+        return mine[1] if mine is not None and mine[0] is args[0] else None
+
+    def taken(self, function: Any, args: Any) -> Tensor | None:
+        """What stands at the place of a turn, as an index of one place gives it; None for another call."""
+        if self.turn is None or function is not Tensor.__getitem__ or args[1] is not self.turn.value:
+            return None
+        return args[0][self.turn.place].unsqueeze(0).clone() if args[1].ndim else None
+
+    def saw(self, function: Any, args: Any, kwargs: Any, result: Any, written: list[Tensor]) -> None:
+        """A call with what it returned, and what it wrote into."""
+        self.shown(args, result)
+        if self.sides is not None and function not in QUERIES:
+            self.sides.saw(function, args, kwargs, result, written)
+
+    def shown(self, args: Any, result: Any) -> None:
+        """Note what a view of the places of a mask shows: the same places."""
+        mine = self.places.get(id(args[0])) if self.places and args else None
+        if mine is None or mine[0] is not args[0] or not isinstance(result, Tensor):
+            return
+        if storage_of(result) == storage_of(mine[0]) and result.numel() == mine[0].numel() == len(result):
+            self.places[id(result)] = result, mine[1]
