@@ -18,6 +18,7 @@ class Settings:
     """What the environment says.
 
     dump: AUTOPAR_DUMP, a directory for the program after each pass.
+    cache: AUTOPAR_CACHE, a directory of compiled programs, where `parallelize` and `run` are not told one.
     kernels: AUTOPAR_KERNELS, a directory where generated kernels are kept; by default a part of the user's cache.
     exact: AUTOPAR_EXACT_KERNELS, by which generated kernels round after each op, as eager does.
     interpret: TRITON_INTERPRET, by which Triton runs kernels on a CPU.
@@ -29,6 +30,7 @@ class Settings:
     """
 
     dump: Path | None = None
+    cache: Path | None = None
     kernels: Path = Path.home() / ".cache" / "autopar" / "kernels"
     exact: bool = False
     interpret: bool = False
@@ -45,6 +47,7 @@ class Settings:
         """The settings as they are now."""
         return Settings(
             dump=_path("AUTOPAR_DUMP"),
+            cache=_path("AUTOPAR_CACHE"),
             kernels=_path("AUTOPAR_KERNELS") or _cache() / "autopar" / "kernels",
             exact=_flag("AUTOPAR_EXACT_KERNELS"),
             interpret=_flag("TRITON_INTERPRET"),
@@ -56,6 +59,11 @@ class Settings:
             attempt=_integer("TORCHELASTIC_RESTART_COUNT") or 0,
             error_file=_path("TORCHELASTIC_ERROR_FILE"),
         )
+
+
+def variables(prefixes: tuple[str, ...]) -> dict[str, str]:
+    """The variables whose names begin so, in the order of their names: what libraries read for themselves."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}
 
 
 def _cache() -> Path:

@@ -88,6 +88,11 @@ class Guards:
             for name, where in self._unseen.items()
         ]
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes of the containers that were looked into, in their order."""
+        return tuple(self._sizes)
+
     def spots_of(self, tensor: torch.Tensor) -> list[SpotKey]:
         """Where a tensor was read."""
         return [key for key, spot in self.index.items() if spot.value is tensor]

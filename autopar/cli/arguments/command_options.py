@@ -38,6 +38,7 @@ RUN = {  # what `run` takes alone
     "every": (None, Flag(int, "N", more="steps from one save to the next")),
     "keep": (None, Flag(int, "N", more="how many checkpoints stay")),
     "resume": (None, Flag(str, "auto|never|STEP", more="from the newest checkpoint, from none, or from this one")),
+    "cache": (None, Flag(str, "DIR", more="keep compiled programs in this folder, for the next start")),
     "max_restarts": (None, Flag(int, "N", more="how often ranks are started again when one dies")),
 }
 STEP = {each.name: each for each in fields(StepOptions) if each.metadata["flag"] is not None}

@@ -61,6 +61,7 @@ class Requested:
     weights: str | Path | None = None
     machine: str | None = None
     timeout: float | None = None
+    cache: Path | None = None
 
     @property
     def is_auto(self) -> bool:
@@ -92,6 +93,7 @@ class Requested:
         TIMEOUT.check("timeout", self.timeout)
         alike = ("seed", "batch", "cuda_graphs", "check_replicas", "on_nonfinite", "timeout")
         others = {name: getattr(self, name) for name in alike}
+        others |= {"cache": "a folder"} if self.cache is not None else {}
         phase.texts["options"] = [*(f"{name}={value}" for name, value in others.items()), *options.lines]
         phase.now = "model"
         check_model(self.model, runs_hooks=True)
@@ -117,6 +119,7 @@ class StepSettings:
     graphs: Graphs
     lift: torch.dtype | None
     timeout: timedelta | None
+    cache: Path | None = None
 
     @property
     def is_local(self) -> bool:
@@ -158,8 +161,9 @@ def open_session(asked: Requested) -> Session:
     place = agreement.device
     fixed = Fixed(machine=named("cpu" if place.type == "cpu" else DEVICES))
     settings = StepSettings(
-        asked.loss_fn, options, fixed, asked.batch, place, asked.cuda_graphs, asked.lift, asked.longest_wait
-    )
+        asked.loss_fn, options, fixed, asked.batch, place, asked.cuda_graphs, asked.lift, asked.longest_wait,
+        None if Settings.read().dump is not None else asked.cache,
+    )  # fmt: skip
     announcer = Announcer(agreement)
     store = ParameterStore(asked.model, Distributor(mesh, device_mesh, announcer.operation), place)
     replicas = Replicas(store, agreement, every_of(asked.check_replicas))
