@@ -15,7 +15,8 @@ import hashlib
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import PurePath
@@ -63,6 +64,9 @@ _READERS = frozenset(
 )  # fmt: skip
 
 
+Place = tuple[str, str, int]  # of code: its file, name and first line
+
+
 class Unclear(Exception):
     """Something that another process cannot be asked for."""
 
@@ -96,35 +100,64 @@ def _constant(value: Any) -> str:
     return f"{type(value).__name__} {value!r}"
 
 
-def place_of(code: CodeType) -> tuple[str, str, int]:
+def place_of(code: CodeType) -> Place:
     """Where code stands: cheaper to ask for than its digest."""
     return code.co_filename, code.co_qualname, code.co_firstlineno
 
 
-def live_codes(wanted: Mapping[str, tuple[str, str, int]]) -> dict[str, tuple[CodeType, dict[str, Any]]] | None:
+def live_codes(wanted: Mapping[str, Place]) -> dict[str, tuple[CodeType, dict[str, Any]]] | None:
     """The code of this process with these digests, with the globals that it reads; None if some is not there.
 
-    wanted: where each stands. Of several (a module that was imported again) it is what the loaded module has.
+    wanted: where each stands. It is looked for in the modules of these files first: what the collector knows (functions
+    that were made by others) takes longer to look through, and is not all (`gc.freeze`).
     """
     places, found = set(wanted.values()), dict[str, tuple[CodeType, dict[str, Any]]]()
-    files = {place[0] for place in places}
-    for function in gc.get_objects():
-        if type(function) is not FunctionType or function.__code__.co_filename not in files:
+    files, seen = {place[0] for place in places}, set[int]()
+    for functions in (_functions_of_modules(files), _functions_of_collector(files)):
+        for function in functions:
+            for code in with_nested(function.__code__):
+                if id(code) in seen or place_of(code) not in places:
+                    continue
+                seen.add(id(code))
+                if (key := code_digest(code)) in wanted:
+                    found.setdefault(key, (code, function.__globals__))
+        if found.keys() == wanted.keys():
+            return {key: found[key] for key in wanted}
+    return None
+
+
+def _functions_of_modules(files: Set[str]) -> Iterator[FunctionType]:
+    """The functions that the loaded modules of these files hold: themselves, in classes, behind decorators."""
+    seen = set[int]()
+    for module in list(sys.modules.values()):
+        if getattr(module, "__file__", None) not in files:
             continue
-        for code in with_nested(function.__code__):
-            if place_of(code) not in places:
+        pending = list(vars(module).values())
+        while pending:
+            value = pending.pop()
+            if id(value) in seen:
                 continue
-            key = code_digest(code)
-            if key not in wanted:
-                continue
-            if key not in found or _is_loaded(function.__globals__):
-                found[key] = code, function.__globals__
-    return {key: found[key] for key in wanted} if found.keys() == wanted.keys() else None
+            seen.add(id(value))
+            if isinstance(value, FunctionType):
+                if value.__code__.co_filename in files:
+                    yield value
+                pending += _held_by(value)
+            elif isinstance(value, type) and value.__module__ == module.__name__:
+                pending += vars(value).values()
+            elif isinstance(value, (property, classmethod, staticmethod, functools.cached_property)):
+                pending += [getattr(value, name, None) for name in ("fget", "fset", "__func__", "func")]
 
 
-def _is_loaded(values: dict[str, Any]) -> bool:
-    module = sys.modules.get(str(values.get("__name__")))
-    return module is not None and vars(module) is values
+def _held_by(function: FunctionType) -> Iterator[Any]:
+    """The functions that a function calls by a closure, or stands for."""
+    yield getattr(function, "__wrapped__", None)
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # not bound yet
+            yield cell.cell_contents
+
+
+def _functions_of_collector(files: Set[str]) -> Iterator[FunctionType]:
+    return (one for one in gc.get_objects() if type(one) is FunctionType and one.__code__.co_filename in files)
 
 
 def reads_outside(ran: Ran) -> str | None:

@@ -37,7 +37,7 @@ from autopar.capture.python.read_digests import (
 )
 from autopar.capture.python.read_digests import code_digest as digest_of_code
 from autopar.capture.python.spots import Numbers
-from autopar.capture.refusals.location import is_user_file
+from autopar.capture.refusals.location import is_user_file, user_line
 from autopar.compiler.lowered import Lowered
 from autopar.errors import AutoparError
 from autopar.parallel.programs.cache_entry import Bound, Passes, built_of, entry_of
@@ -50,7 +50,7 @@ from autopar.parallel.session.session import Session
 _log = logging.getLogger("autopar")
 _SHORTEST = timedelta(seconds=300)  # that a rank may wait for the one that compiles
 # What is raised by an entry that is none: of another shape than one of ours, or naming what is not there.
-_NO_ENTRY = (AutoparError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, AssertionError)
+_NO_ENTRY = (AutoparError, ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError, AssertionError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +121,7 @@ class ProgramCache:
             **wanted.options,
             "mesh": bound.mesh, "options": bound.options.step, "fixed": bound.fixed, "earlier": self._earlier,
             "train": wanted.train, "device": self._device.type,
+            "line": user_line(sys._getframe()),  # of the call, which stands in the program and is compared by ranks
         }  # fmt: skip
         modules = iter(tables.named_modules(self._model))
         try:
@@ -177,7 +178,9 @@ class ProgramCache:
         try:
             outside = reads_outside(built.captured.ran)
             if outside is not None:
-                raise Unclear(f"the code of the step reads '{outside}', which may be another one elsewhere")
+                raise Unclear(
+                    f"the code of the step reads '{outside}', which may give something else at the next start"
+                )
             guards = self._guards(wanted, with_codes(built.captured.ran.codes))
             codes = {digest_of_code(code): place_of(code) for code, _ in guards.ran.codes}
             says = {"files": dict(self._files(guards.ran)), "codes": codes}
@@ -250,6 +253,4 @@ def _called(make: Callable[[], Built]) -> Callable[[], Built]:
 
 def _say_not_kept(why: Exception) -> None:
     if dist.get_rank() == 0:
-        _log.warning(
-            "cache: this program is compiled at each start, as it hangs on what another start may not have: %s", why
-        )
+        _log.warning("cache: this program is not kept, and each start compiles it: %s", why)
