@@ -62,8 +62,10 @@ class Settings:
 
 
 def variables(prefixes: tuple[str, ...]) -> dict[str, str]:
-    """The variables whose names begin so, in the order of their names: what libraries read for themselves."""
-    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}
+    """The variables whose names begin so, in the order of their names: what libraries read for themselves. None of
+    torchrun's, which are others at each start."""
+    found = {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}
+    return {name: value for name, value in found.items() if not name.startswith("TORCHELASTIC_")}
 
 
 def _cache() -> Path:

@@ -48,8 +48,9 @@ def train(
     args, kwargs = batch_arguments(job.batch_of(0))
     start = time.monotonic()
     compiled = model.prepare(*args, **kwargs)
+    how = "read" if model.programs[-1].compiled.is_read else "compiled"
     console.print(
-        f"mesh {compiled.mesh}: compiled {len(compiled.program.graph.nodes)} nodes with "
+        f"mesh {compiled.mesh}: {how} {len(compiled.program.graph.nodes)} nodes with "
         f"{len(compiled.collectives)} collectives in {time.monotonic() - start:.1f} s"
     )
     optimizer = job.make_optimizer(tables.parameters(model))

@@ -13,7 +13,6 @@ from processes import Ranks, ranks_of
 import autopar
 from autopar.ir.program import record
 from autopar.ir.text.text import print_program
-from autopar.parallel.programs.cache_entry import ReadBack
 
 pytestmark = pytest.mark.gloo
 STEPS = 2
@@ -50,7 +49,7 @@ def _run(case: Case, cache: str | None) -> tuple[list[Any], list[str], bool]:
     numbers.append(parallel(batch[0]).tolist())
     numbers.append({n: p.tolist() for n, p in parallel.full_state_dict().items()})
     said = _said(parallel) if torch.distributed.get_rank() == 0 else []  # the same on all ranks
-    return numbers, said, all(isinstance(one.compiled, ReadBack) for one in parallel.programs)
+    return numbers, said, all(one.compiled.is_read for one in parallel.programs)
 
 
 def _said(parallel: autopar.ParallelModule) -> list[str]:

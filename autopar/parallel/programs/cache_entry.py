@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, cast, overload
+from typing import Any, ClassVar, cast, overload
 
 import numpy as np
 import torch
@@ -72,6 +72,7 @@ class ReadBack(Lowered):
     """Programs that were compiled in an earlier run. kept: the layouts in which the step computes with parameters.
     whole: the text of one that no pipeline cuts."""
 
+    is_read: ClassVar[bool] = True
     kept: Mapping[str, Layout] = field(default_factory=dict)
     whole: str = ""
 
