@@ -28,7 +28,7 @@ def check_run(options: CommandOptions, steps: int, log: Path | None = None, trac
         raise TargetError(f"--steps {steps}: write a number of 1 or more.")
     check_options(options)
     if log is not None:
-        _check_file("--log", log)
+        _check_file("--losses", log)
     if trace is not None:
         _check_folder("--trace", trace)
 

@@ -62,7 +62,7 @@ def test_a_run_survives_a_kill_and_leaves_when_told_to(two: Ranks, tmp_path: Pat
     (tmp_path / "job.py").write_text(JOB)
     command = [
         sys.executable, "-m", "autopar", "run", f"{tmp_path / 'job.py'}:job", "--mesh", "dp=2", "--steps", "100000",
-        "--log", str(tmp_path / "log"), "--checkpoint", str(tmp_path / "run"), "--every", "2", "--max-restarts", "1",
+        "--losses", str(tmp_path / "log"), "--checkpoint", str(tmp_path / "run"), "--every", "2", "--max-restarts", "1",
         "--cache", str(tmp_path / "programs"),
     ]  # fmt: skip
     run = subprocess.Popen(
