@@ -259,11 +259,16 @@ def lose(folder: Path, how: str) -> dict[str, float | str]:
             training.kill(1)
         else:
             _ip("link", "set", LINK, "down", node=1)
+        found = None
+        while found is None and time.monotonic() - since < PATIENCE_S:
+            found = re.search(r"rank \d+ \([^)]*\) lost its peers.*\n.*", training.said_by(0).read_text())
+            time.sleep(0.1)
+        noticed = time.monotonic() - since
         code = training.ended(0)
-        took = time.monotonic() - since
-        text = training.said_by(0).read_text()
-        found = re.search(r"rank \d+ \([^)]*\) lost its peers.*\n.*", text)
-        return {"seconds": took, "exit code": code, "said": found.group(0)[:400] if found else text[-800:]}
+        return {
+            "seconds to the words": noticed, "seconds to the end": time.monotonic() - since, "exit code": code,
+            "said": found.group(0)[:400] if found else training.said(),
+        }  # fmt: skip
     finally:
         training.stop()
 

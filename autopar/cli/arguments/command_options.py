@@ -153,8 +153,10 @@ def takes_options(*without: str, run: bool = False) -> Callable[[Callable[..., N
                 given["mesh"] = mesh_beside(options.plan, given["mesh"])
             elif given.get("mesh", "") is None and own.parameters["mesh"].default is inspect.Parameter.empty:
                 raise TargetError("write --mesh, e.g. --mesh dp=2,tp=2, or --plan FILE.toml that `autopar plan` wrote.")
-            elif given.get("mesh") not in (None, AUTO) and "-1" not in given["mesh"]:
-                parse_mesh(given["mesh"])
+            meshes = (given.get("mesh") or AUTO).split("|", -1 if run else 0)  # of which the running job's ranks choose
+            for mesh in meshes:
+                if mesh != AUTO and "-1" not in mesh:
+                    parse_mesh(mesh)
             command(**given, options=options)
 
         del called.__wrapped__  # type: ignore[attr-defined]  # typer would read its signature
