@@ -138,6 +138,7 @@ class Training:
         environment = {
             **os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LINK, "PYTHONUNBUFFERED": "1",
             "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR",
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # or a machine that comes later waits in vain for the store
         }  # fmt: skip
         out = self.said_by(node).open("ab")
         self.agents[node] = subprocess.Popen(

@@ -165,6 +165,7 @@ def open_session(asked: Requested) -> Session:
         None if Settings.read().dump is not None else asked.cache,
     )  # fmt: skip
     announcer = Announcer(agreement)
+    agreement.pace.lie_over(mesh)
     store = ParameterStore(asked.model, Distributor(mesh, device_mesh, announcer.operation), place)
     replicas = Replicas(store, agreement, every_of(asked.check_replicas))
     nonfinite = NonFinite(agreement, asked.on_nonfinite)
