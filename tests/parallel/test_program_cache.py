@@ -391,20 +391,20 @@ def test_entries_that_were_made_by_others_are_no_code_and_no_crash(
         {"result": nested}, {"searched": {"blocks.0.up.weight": "[dp"}},
     )  # fmt: skip
     for change in changes:
-        write_entry(place.cache, key, read, says, {**known, **change})
+        write_entry(place.cache, key, read, says, json.dumps({**known, **change}).encode())
         model = prepared(place.made())
         assert not model.programs[0].compiled.is_read, change
         assert "cannot be read, and is compiled again" in caplog.messages[-1]
         caplog.clear()
     for says_too in ({"files": {}, "codes": {}}, {"files": [], "codes": 3}, [], None, {"files": {"/x": "y"}}):
-        write_entry(place.cache, key, read, says_too, known)
+        write_entry(place.cache, key, read, says_too, content)
         model = prepared(place.made())
         assert not model.programs[0].compiled.is_read, says_too
     assert is_hit(place.made())
 
 
 def test_two_writers_and_readers_meet_whole_entries(tmp_path: Path) -> None:
-    content, faults = {"program": "x" * 200_000}, []
+    content, faults = b"x" * 200_000, []
 
     def write() -> None:
         for _ in range(20):
@@ -412,7 +412,7 @@ def test_two_writers_and_readers_meet_whole_entries(tmp_path: Path) -> None:
 
     def read() -> None:
         for _ in range(40):
-            faults.extend(1 for *_, found in entries(tmp_path, "key") if json.loads(found) != content)
+            faults.extend(1 for *_, found in entries(tmp_path, "key") if found != content)
 
     threads = [threading.Thread(target=run) for run in (write, write, read)]
     for thread in threads:
@@ -429,7 +429,7 @@ def test_the_entries_unused_longest_go(tmp_path: Path, monkeypatch: pytest.Monke
     abandoned.write_text("killed")
     os.utime(abandoned, (0, 0))
     for number in range(5):
-        write_entry(tmp_path, f"key{number}", "read", {}, {})
+        write_entry(tmp_path, f"key{number}", "read", {}, b"{}")
         os.utime(tmp_path / f"key{number}-read.entry", (1000 + number, 1000 + number))
         if number == 3:
             cache_files.used(tmp_path / "key1-read.entry")

@@ -248,6 +248,13 @@ class Ran:
             self._known[id(function)] = function, code in self._codes and is_bound
         return self._known[id(function)][1]
 
+    def read_globals(self) -> Iterator[tuple[CodeType, str, Any]]:
+        """The globals and modules that each piece of code reads by name, with their values."""
+        for code, values in self._codes.values():
+            for inner in with_nested(code):
+                yield from ((inner, name, values[name]) for name in _read_by(inner) if name in values)
+                yield from ((inner, n, sys.modules[n]) for n in _imported(inner, values) if n in sys.modules)
+
     def globals(self) -> Iterator[Root]:
         """The globals that the code reads: not what only has the name of an attribute that it reads."""
         for code, values in self._codes.values():

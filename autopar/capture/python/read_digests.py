@@ -9,14 +9,17 @@ is taken for another one gives wrong numbers without a word, one that is compile
 from __future__ import annotations
 
 import collections
+import dis
 import functools
 import gc
 import hashlib
+import os
 import re
 import sys
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import PurePath
@@ -41,7 +44,7 @@ from torch import nn
 
 from autopar.capture.python.guards import Guards, form
 from autopar.capture.python.ran import Ran, with_nested
-from autopar.capture.python.spots import is_library
+from autopar.capture.python.spots import Spot, is_library
 from autopar.torch_compat import OpOverload
 
 _DEPTH = 32  # of containers in each other
@@ -165,13 +168,30 @@ def reads_outside(ran: Ran) -> str | None:
     names = sorted(_READERS & ran.called_names())
     if names:
         return names[0]
-    for root in ran.globals():
-        value = root.holder.get(root.key) if isinstance(root.holder, dict) else None
-        name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
-        is_tool = isinstance(value, (ModuleType, FunctionType, BuiltinFunctionType, type))
-        if is_tool and str(name).partition(".")[0].lstrip("_") in _OUTSIDE:
-            return root.name
+    for code, name, value in ran.read_globals():
+        is_tool = isinstance(value, (ModuleType, FunctionType, BuiltinFunctionType, type)) or value is os.environ
+        module = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+        is_outside = is_tool and str(module).partition(".")[0].lstrip("_") in _OUTSIDE
+        if is_outside and not (_is_of_environment(value) and _names_variables(code)):
+            return name
     return None
+
+
+def _is_of_environment(value: Any) -> bool:
+    return value is os or value is os.environ or value is os.getenv
+
+
+def _names_variables(code: CodeType) -> bool:
+    """True for code that reads nothing of `os` but variables whose names stand in it."""
+    used = {name for name in code.co_names if hasattr(os, name)} - {"os", "environ", "getenv", "path"}
+    files = {name for name in code.co_names if hasattr(os.path, name)} - {"join", "basename", "dirname", "os", "path"}
+    is_put_together = any(each.opname in ("BUILD_STRING", "FORMAT_VALUE") for each in dis.get_instructions(code))
+    return not (used or files or is_put_together) and any(map(_is_variable, code.co_consts))
+
+
+def _is_variable(text: Any) -> bool:
+    """True for what may be the name of a variable of the environment."""
+    return isinstance(text, str) and text.isupper() and text.isidentifier()
 
 
 # -- values ---------------------------------------------------------------------------------------------------------
@@ -185,6 +205,8 @@ def described(value: Any, depth: int = _DEPTH) -> str:
     plain = _plain(value)
     if plain is not None:
         return f"{name} {plain}"
+    if isinstance(value, type):
+        return f"class {_class_name(value)}"
     if isinstance(value, Enum):
         return f"{name}.{value.name} {described(value.value, depth - 1)}"
     if kind in (tuple, list, torch.Size) or (isinstance(value, tuple) and hasattr(value, "_fields")):
@@ -259,6 +281,10 @@ class _Values:
             return self._named(value)
         if isinstance(value, (MethodType, BuiltinFunctionType)):
             return self._method(value, depth - 1)
+        if kind is ContextVar:
+            return f"{value.name} {described(value.get(None))}"
+        if value is os.environ:  # see `read_digest`
+            return "environment"
         if isinstance(value, tuple):
             return f"{self._class(kind)}({', '.join(self.text(one, depth - 1) for one in value)})"
         if isinstance(value, (functools.partial, property, classmethod, staticmethod, functools.cached_property)):
@@ -309,12 +335,27 @@ def read_digest(guards: Guards) -> str:
     if guards.notes:
         raise Unclear(guards.notes[0])
     values, lines = _Values(), []
+    # Of the environment, which is another one at each start, the variables that code names.
+    variables = vars(os.environ).get("_data")
+    named = sorted(filter(_is_variable, guards.ran.names())) if any(map(_reads_environment, guards.spots)) else []
+    lines += [f"{name}={os.environ.get(name)}" for name in named]
     for key, spot in guards.index.items():
+        if spot.holder is variables or spot.value is variables or _is_order_of(spot, variables):
+            continue
         try:
             lines.append(f"{key} {values.text(spot.value)}")
         except Unclear as found:
             raise Unclear(f"{spot}: {found}") from None
-    return digest(repr(guards.sizes), *lines)
+    return digest(repr(guards.sizes(variables)), *lines)
+
+
+def _reads_environment(spot: Spot) -> bool:
+    return spot.value is os.environ or spot.value is os.getenv
+
+
+def _is_order_of(spot: Spot, held: Any) -> bool:
+    """Whether a spot is the order of a dict's keys."""
+    return spot.name.startswith("order of ") and isinstance(held, dict) and spot.value == tuple(held)
 
 
 def with_codes(codes: Sequence[tuple[CodeType, dict[str, Any]]]) -> Ran:

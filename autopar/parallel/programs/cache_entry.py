@@ -173,9 +173,9 @@ def _constant_json(constants: Constants, name: str, own: Tensors) -> Any:
         return list(constants.spots[name])
     value = constants.made[name]
     is_plain = type(value) is torch.Tensor and value.layout is torch.strided and value.device.type == "cpu"
-    if not is_plain or value.requires_grad or value.nbytes > _MADE_BYTES:
+    if not is_plain or not value.is_contiguous() or value.requires_grad or value.nbytes > _MADE_BYTES:
         raise Unclear(f"tensor '{name}' of {value.nbytes:,} bytes, which the step does not read in the model")
-    data = value.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    data = value.detach().flatten().view(torch.uint8).numpy().tobytes() if value.numel() else b""
     return {"dtype": dtype_name(value.dtype), "shape": list(value.shape), "data": base64.b64encode(data).decode()}
 
 
@@ -278,8 +278,10 @@ def _constant(where: Any, guards: Guards, own: Tensors) -> torch.Tensor:
         if not isinstance(value, torch.Tensor):
             raise ArtifactError(f"'{name}' is no tensor.")
         return value
-    data = np.frombuffer(base64.b64decode(where["data"], validate=True), np.uint8).copy()
-    return torch.from_numpy(data).view(DTYPES[where["dtype"]]).reshape(where["shape"])
+    dtype, data = DTYPES[where["dtype"]], base64.b64decode(where["data"], validate=True)
+    if not data:  # torch views no empty memory in another dtype
+        return torch.empty(where["shape"], dtype=dtype)
+    return torch.from_numpy(np.frombuffer(data, np.uint8).copy()).view(dtype).reshape(where["shape"])
 
 
 def _form(says: Any) -> Form:

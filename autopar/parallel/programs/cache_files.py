@@ -43,10 +43,10 @@ def prepared(folder: Path) -> Path:
     return folder
 
 
-def write_entry(folder: Path, key: str, read: str, says: Any, content: Any) -> None:
+def write_entry(folder: Path, key: str, read: str, says: Any, content: bytes) -> None:
     """Write an entry, so that it is there whole or not at all. says: by which `entries` are told apart before they are
     read as a whole. Raises OSError."""
-    body = json.dumps(says).encode() + b"\n" + json.dumps(content).encode()
+    body = json.dumps(says).encode() + b"\n" + content
     data = f"{VERSION} {hashlib.sha256(body).hexdigest()}\n".encode() + body
     if len(data) > MOST_BYTES:
         return

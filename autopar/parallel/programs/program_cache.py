@@ -89,11 +89,13 @@ class ProgramCache:
         self._agreement.together("cache", lambda _: prepared(folder))
         self._model, self._loss_fn = session.store.model, settings.loss_fn
         self._is_shared = settings.timeout is None or settings.timeout >= _SHORTEST
+        self._before: dict[str, str] = {}  # what code would read that ran before: names, before the capture at hand
         self._earlier: list[str] | None = []  # the programs before, which decided layouts; None once one is not known
 
     def built(self, wanted: WantedProgram, compile_: Callable[[], Built]) -> Callable[[], Built]:
         """What gives the program of a call: found here, or compiled and kept. Every rank must call this, and then the
         function that it gives, which raises what compiling raises."""
+        self._before.clear()
         key, node, rank, made = self._key(wanted), socket.gethostname(), dist.get_rank(), compile_
         kept = None if key is None else self._find(key, wanted)
         name = None if kept is None else kept.name
@@ -153,7 +155,7 @@ class ProgramCache:
                 _log.warning("'%s' cannot be read, and is compiled again: %s", path, error)
                 continue
             used(path)
-            return Kept(f"{key}-{read}", built)
+            return Kept(f"{key}-{hashlib.sha256(content).hexdigest()}", built)
         return None
 
     def _guards_if_same(self, read: str, says: Any, wanted: WantedProgram) -> Guards | None:
@@ -165,9 +167,11 @@ class ProgramCache:
             return None
         guards = self._guards(wanted, with_codes(list(codes.values())))
         try:
-            return guards if _read_name(says, guards) == read else None
+            found = _read_name(says, guards)
         except Unclear:
             return None
+        self._before[_code_name(says)] = found
+        return guards if found == read else None
 
     def _keep(self, key: str, wanted: WantedProgram, made: Callable[[], Built]) -> str | None:
         """Keep a program that was compiled; its name, or None where it is compiled at each start."""
@@ -185,14 +189,16 @@ class ProgramCache:
             codes = {digest_of_code(code): place_of(code) for code, _ in guards.ran.codes}
             says = {"files": dict(self._files(guards.ran)), "codes": codes}
             read, content = _read_name(says, guards), entry_of(built, wanted.bound, self._own())
+            data = json.dumps(content).encode()
             again = built_of(
-                json.dumps(content).encode(), wanted.bound, guards, self._own(), wanted.train, self._device,
-                wanted.passes,
+                data, wanted.bound, guards, self._own(), wanted.train, self._device, wanted.passes
             )  # fmt: skip
             if Lowered.lines(again.compiled) != built.compiled.lines():
                 raise Unclear("its text")
-            write_entry(self._folder, key, read, says, content)
-            return f"{key}-{read}"
+            # A library may fill tables of its own while it is captured: the next start finds them as they were before.
+            for name in {read, self._before.get(_code_name(says), read)}:
+                write_entry(self._folder, key, name, says, data)
+            return f"{key}-{hashlib.sha256(data).hexdigest()}"
         except (Unclear, OSError, *_NO_ENTRY) as why:
             _say_not_kept(why)
             return None
@@ -234,7 +240,12 @@ def _file_digest(file: str) -> str | None:
 
 def _read_name(says: Any, guards: Guards) -> str:
     """The name of what a step read. Raises Unclear."""
-    return digest(json.dumps([sorted(says["files"].items()), list(says["codes"])]), read_digest(guards))
+    return digest(_code_name(says), read_digest(guards))
+
+
+def _code_name(says: Any) -> str:
+    """The name of the code that ran, and of the files that it may hang on."""
+    return digest(json.dumps([sorted(says["files"].items()), list(says["codes"])]))
 
 
 def _called(make: Callable[[], Built]) -> Callable[[], Built]:
