@@ -12,6 +12,7 @@ import sys
 import threading
 import tokenize
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -459,3 +460,37 @@ def test_the_environment_names_the_folder(place: Place, monkeypatch: pytest.Monk
     for has in (False, True):
         model = prepared(autopar.parallelize(module.Model(), "dp=1", loss_fn=module.loss_fn))
         assert model.programs[0].compiled.is_read is has
+
+
+def test_variables_of_the_environment_are_compared_where_code_names_them(
+    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    way = ContextVar("way", default=1.0)
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.up(x).mean() * float(os.environ.get("EDITED_SCALE", "1.0")) * way.get()
+
+    class Computed(Scaled):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.up(x).mean() * float(os.environ.get(f"EDITED_{'SCALE'}", "1.0"))
+
+    def is_read(kind: type[nn.Module] = Scaled) -> bool:
+        model = prepared(autopar.parallelize(kind(), "dp=1", cache=place.cache), (batch()[0],))
+        return model.programs[0].compiled.is_read
+
+    found = [is_read(), is_read()]
+    monkeypatch.setenv("SOMETHING_ELSE", "5")
+    found.append(is_read())
+    monkeypatch.setenv("EDITED_SCALE", "2.0")
+    found += [is_read(), is_read()]
+    way.set(3.0)
+    found += [is_read(), is_read()]
+    assert found == [False, True, True, False, True, False, True]
+    assert [text for text in caplog.messages if text.startswith("cache: ")] == []
+    assert not is_read(Computed)
+    assert "reads 'os', which may give something else" in caplog.text
