@@ -8,8 +8,9 @@ c10d rendezvous, Gloo moves tensors over the link. The demo's model trains on bo
 
 bytes: the losses are those of one device; what crosses the link in a step is what the program says, but for headers.
 dead: all processes of a machine are killed. cut: its link goes down. Either is noticed within the timeout of a step and
-5 s, by words that name the ranks that are gone. elastic: the machine that is left goes on from the checkpoint with a
-smaller mesh, and takes the other one back when it returns, with the losses of one device all along.
+5 s, by words that name the ranks that are gone. restart: one rank is killed; all ranks of both machines start again.
+elastic: the machine that is left goes on from the checkpoint with a smaller mesh, and takes the other one back when it
+returns, with the losses of one device all along.
 
 Needs root and `ip netns`; says so and does nothing where these are missing.
 """
@@ -36,6 +37,7 @@ LINK = "veth"  # the name of the link in each namespace
 TIMEOUT_S, SLACK_S = 10, 5
 PORT = 29411
 CLOSE = 1e-4
+ALL = ("bytes", "dead", "cut", "restart", "elastic")
 PATIENCE_S = 150
 # Each rank writes the bytes that its machine has sent so far, as its data for a step are asked for.
 JOB = """
@@ -117,6 +119,7 @@ class Training:
     restarts: int = 0
     pause: float = 0.0
     more: tuple[str, ...] = ()
+    keeps_store: bool = False  # torchrun's agents keep one store; with torch 2.13 no machine can come later then
     agents: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -138,7 +141,7 @@ class Training:
         environment = {
             **os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LINK, "PYTHONUNBUFFERED": "1",
             "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR",
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # or a machine that comes later waits in vain for the store
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(int(not self.keeps_store)),
         }  # fmt: skip
         out = self.said_by(node).open("ab")
         self.agents[node] = subprocess.Popen(
@@ -261,17 +264,48 @@ def lose(folder: Path, how: str) -> dict[str, float | str]:
         else:
             _ip("link", "set", LINK, "down", node=1)
         found = None
-        while found is None and time.monotonic() - since < PATIENCE_S:
+        while found is None and training.agents[0].poll() is None and time.monotonic() - since < PATIENCE_S:
             found = re.search(r"rank \d+ \([^)]*\) lost its peers.*\n.*", training.said_by(0).read_text())
             time.sleep(0.1)
         noticed = time.monotonic() - since
         code = training.ended(0)
         return {
             "seconds to the words": noticed, "seconds to the end": time.monotonic() - since, "exit code": code,
-            "said": found.group(0)[:400] if found else training.said(),
+            "said": found.group(0)[:400] if found else training.said()[-6000:],
         }  # fmt: skip
     finally:
         training.stop()
+
+
+def restart(folder: Path, steps: int) -> dict[str, float]:
+    """Kill one rank of the second machine: all ranks of both start again, in the store of those before them."""
+    training = Training(
+        folder, steps, restarts=3, pause=0.1, keeps_store=True,
+        more=("--timeout", str(TIMEOUT_S), "--checkpoint", str(folder / "run"), "--every", "2"),
+    )  # fmt: skip
+    try:
+        for node in (0, 1):
+            training.start(node)
+        training.wait_for(steps // 3)
+        since = time.monotonic()
+        found = subprocess.run(["ip", "netns", "pids", _name(1)], capture_output=True, text=True, check=True)
+        ranks = [pid for pid in map(int, found.stdout.split()) if "autopar" in _command(pid)[2:4]]
+        os.kill(ranks[-1], signal.SIGKILL)
+        training.wait_for(steps)
+        codes = [training.ended(node) for node in (0, 1)]
+        if codes != [0, 0]:
+            raise RuntimeError(f"exit codes {codes}:\n{training.said()}")
+    finally:
+        training.stop()
+    starts = training.said_by(0).read_text().count("mesh dp=2,tp=2: ")
+    return {
+        "losses apart by": far(training.losses(), one_device(steps)), "starts": starts,
+        "seconds from the kill to the end": time.monotonic() - since,
+    }  # fmt: skip
+
+
+def _command(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
 
 
 def elastic(folder: Path, steps: int) -> dict[str, float]:
@@ -305,7 +339,7 @@ def elastic(folder: Path, steps: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("bytes", "dead", "cut", "elastic"))
+    parser.add_argument("--only", choices=ALL)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--megabits", type=float, help="of the link, a second")
     asked = parser.parse_args()
@@ -314,13 +348,13 @@ def main() -> None:
         print(f"SKIPPED: {why}", flush=True)
         return
     with tempfile.TemporaryDirectory(prefix="autopar-nodes-") as name:
-        for what in ("bytes", "dead", "cut", "elastic") if asked.only is None else (asked.only,):
+        for what in ALL if asked.only is None else (asked.only,):
             folder = Path(name) / what
             with two_machines(asked.megabits):
                 if what == "bytes":
                     found: dict[str, float | str] = {**measure_bytes(folder, asked.steps)}
-                elif what == "elastic":
-                    found = {**elastic(folder, 3 * asked.steps)}
+                elif what in ("elastic", "restart"):
+                    found = {**(elastic if what == "elastic" else restart)(folder, 3 * asked.steps)}
                 else:
                     found = lose(folder, what)
             print(what, json.dumps(found, indent=2), flush=True)
