@@ -265,7 +265,7 @@ def lose(folder: Path, how: str) -> dict[str, float | str]:
             _ip("link", "set", LINK, "down", node=1)
         found = None
         while found is None and training.agents[0].poll() is None and time.monotonic() - since < PATIENCE_S:
-            found = re.search(r"rank \d+ \([^)]*\) lost its peers.*\n.*", training.said_by(0).read_text())
+            found = re.search(r"rank \d+(?: \([^)]*\))? lost its peers.*\n.*", training.said_by(0).read_text())
             time.sleep(0.1)
         noticed = time.monotonic() - since
         code = training.ended(0)
