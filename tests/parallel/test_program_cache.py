@@ -129,7 +129,7 @@ def edits(text: str) -> Iterator[tuple[str, str]]:
         yield f"line {row + 1}: {was} -> {now}", "".join((*lines[:row], changed, *lines[row + 1 :]))
 
 
-@pytest.mark.parametrize("are_files_compared", (True, False))
+@pytest.mark.parametrize("are_files_compared", (pytest.param(True, marks=pytest.mark.slow), False))
 def test_no_single_edit_of_its_files_takes_an_old_program(
     place: Place, monkeypatch: pytest.MonkeyPatch, are_files_compared: bool
 ) -> None:
@@ -348,25 +348,26 @@ def test_what_another_process_would_read_or_draw_is_compiled_each_time(
         assert list(place.cache.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "damage",
-    (
-        lambda data: data[:-1],
-        lambda data: data[: len(data) // 2],
-        lambda data: b"",
-        lambda data: data[:100] + bytes([data[100] ^ 1]) + data[101:],
-        lambda data: data[:-50] + bytes([data[-50] ^ 4]) + data[-49:],
-        lambda data: data[:2000] + bytes(1000) + data[3000:],
-        lambda data: b"2" + data[1:],
-        lambda data: data + data,
-    ),
-    ids=("last byte", "half", "empty", "flipped in the head", "flipped behind", "zeros", "version", "twice"),
-)
-def test_a_damaged_entry_is_compiled_and_written_again(place: Place, damage: Callable[[bytes], bytes]) -> None:
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "half": lambda data: data[: len(data) // 2],
+    "flipped in the head": lambda data: data[:100] + bytes([data[100] ^ 1]) + data[101:],
+    "flipped behind": lambda data: data[:-50] + bytes([data[-50] ^ 4]) + data[-49:],
+    "version": lambda data: b"2" + data[1:],
+}
+MORE_DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "last byte": lambda data: data[:-1],
+    "empty": lambda data: b"",
+    "zeros": lambda data: data[:2000] + bytes(1000) + data[3000:],
+    "twice": lambda data: data + data,
+}
+
+
+@pytest.mark.parametrize("how", (*DAMAGE, *(pytest.param(how, marks=pytest.mark.slow) for how in MORE_DAMAGE)))
+def test_a_damaged_entry_is_compiled_and_written_again(place: Place, how: str) -> None:
     prepared(place.made())
     (path,) = place.cache.iterdir()
     data = path.read_bytes()
-    path.write_bytes(damage(data))
+    path.write_bytes({**DAMAGE, **MORE_DAMAGE}[how](data))
     again = prepared(place.made())
     assert not again.programs[0].compiled.is_read
     assert path.read_bytes() == data
