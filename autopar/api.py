@@ -22,6 +22,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.options import StepKeywords
 from autopar.parallel.module import ParallelModule
 from autopar.parallel.session.session import Requested
+from autopar.settings import Settings
 
 Factory = Callable[..., nn.Module]
 
@@ -39,6 +40,7 @@ class Options(StepKeywords, total=False):
     weights: str | Path | None
     machine: str | None
     timeout: float | None
+    cache: str | Path | None
 
 
 @overload
@@ -61,6 +63,7 @@ def parallelize(
     weights: str | Path | None = None,
     machine: str | None = None,
     timeout: float | None = None,
+    cache: str | Path | None = None,
     **step: Unpack[StepKeywords],
 ) -> Any:
     """Make a module train on every rank of a mesh, with the numbers of one device. Call it on every rank.
@@ -86,16 +89,15 @@ def parallelize(
       meta device: each rank reads its parts. None for the modules' own `reset_parameters()`.
     machine: what mesh="auto" plans for: a name of `autopar machine show`, or a file. None: as fits this rank's device.
     timeout: seconds that a rank waits for others before it raises RankError (docs/ranks.md); None: the backend's own.
-
+    cache: a folder of compiled programs, for the next start (docs/cache.md); None: that of AUTOPAR_CACHE, or none.
     And of the step: every field of `autopar.StepOptions` by its name, e.g. `zero=3, recompute="selective"`.
-
     Raises MeshError, PlanError, ScheduleError, RankError (ranks given different models), CompileError (no such compiler
     here) and, at the first step, LayoutError, BatchError, ScheduleError, PlanError, CaptureError or CompileError.
     """
     asked = functools.partial(
         Requested, step=step, loss_fn=loss_fn, batch=batch, seed=seed, device=device,
         cuda_graphs=cuda_graphs, check_replicas=check_replicas, on_nonfinite=on_nonfinite, weights=weights,
-        machine=machine, timeout=timeout,
+        machine=machine, timeout=timeout, cache=Settings.read().cache if cache is None else Path(cache),
     )  # fmt: skip
     if isinstance(model, nn.Module):
         if mesh is None:

@@ -18,17 +18,20 @@ class Settings:
     """What the environment says.
 
     dump: AUTOPAR_DUMP, a directory for the program after each pass.
+    cache: AUTOPAR_CACHE, a directory of compiled programs, where `parallelize` and `run` are not told one.
     kernels: AUTOPAR_KERNELS, a directory where generated kernels are kept; by default a part of the user's cache.
     exact: AUTOPAR_EXACT_KERNELS, by which generated kernels round after each op, as eager does.
     interpret: TRITON_INTERPRET, by which Triton runs kernels on a CPU.
     trims: whether MALLOC_TRIM_THRESHOLD_ says when glibc gives memory back; else ranks on a CPU keep it.
     rank, world_size, local_rank, local_world_size: what torchrun sets; None without a launcher. Slurm's srun and Open
       MPI's mpirun have names of their own for the place on a machine.
-    attempt: how often torchrun has started the ranks anew.
+    attempt: how often torchrun has started this machine's ranks anew.
+    keeps_store: whether it gives them a store that the ranks before them had, too.
     error_file: where torchrun looks for what a rank that fails has to say.
     """
 
     dump: Path | None = None
+    cache: Path | None = None
     kernels: Path = Path.home() / ".cache" / "autopar" / "kernels"
     exact: bool = False
     interpret: bool = False
@@ -38,6 +41,7 @@ class Settings:
     local_rank: int | None = None
     local_world_size: int | None = None
     attempt: int = 0
+    keeps_store: bool = False
     error_file: Path | None = None
 
     @staticmethod
@@ -45,6 +49,7 @@ class Settings:
         """The settings as they are now."""
         return Settings(
             dump=_path("AUTOPAR_DUMP"),
+            cache=_path("AUTOPAR_CACHE"),
             kernels=_path("AUTOPAR_KERNELS") or _cache() / "autopar" / "kernels",
             exact=_flag("AUTOPAR_EXACT_KERNELS"),
             interpret=_flag("TRITON_INTERPRET"),
@@ -54,8 +59,16 @@ class Settings:
             local_rank=_first_integer(_LOCAL_RANK) if _integer("RANK") is not None else _integer("LOCAL_RANK"),
             local_world_size=_integer("LOCAL_WORLD_SIZE"),
             attempt=_integer("TORCHELASTIC_RESTART_COUNT") or 0,
+            keeps_store=_flag("TORCHELASTIC_USE_AGENT_STORE"),
             error_file=_path("TORCHELASTIC_ERROR_FILE"),
         )
+
+
+def variables(prefixes: tuple[str, ...]) -> dict[str, str]:
+    """The variables whose names begin so, in the order of their names: what libraries read for themselves. None of
+    torchrun's, which are others at each start."""
+    found = {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}
+    return {name: value for name, value in found.items() if not name.startswith("TORCHELASTIC_")}
 
 
 def _cache() -> Path:

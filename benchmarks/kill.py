@@ -67,7 +67,7 @@ class Run:
     def start(self, steps: int, *more: str) -> None:
         command = [
             sys.executable, "-m", "autopar", "run", f"{self.path / 'job.py'}:job", "--mesh", self.mesh,
-            "--steps", str(steps), "--log", str(self.path / "log"), *more,
+            "--steps", str(steps), "--losses", str(self.path / "log"), *more,
         ]  # fmt: skip
         out = (self.path / "said").open("w")
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}

@@ -27,7 +27,7 @@ def parallel(mesh: str, steps: int, seed: int) -> list[float]:
     """The losses of `autopar run`, which shows its own progress and the sampled text."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "losses.jsonl"
-        command = ["run", TARGET, "--mesh", mesh, "--steps", str(steps), "--seed", str(seed), "--log", str(log)]
+        command = ["run", TARGET, "--mesh", mesh, "--steps", str(steps), "--seed", str(seed), "--losses", str(log)]
         print(f"$ autopar {' '.join(command[:-2])}", flush=True)
         root = Path(__file__).resolve().parent.parent
         subprocess.run([sys.executable, "-m", "autopar", *command], cwd=root, check=True)

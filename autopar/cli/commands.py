@@ -32,7 +32,9 @@ app.add_typer(machine_app, name="machine")
 
 Target = Annotated[str, typer.Argument(metavar="TARGET", help="file.py:function or package.module:function")]
 MeshOption = Annotated[str, typer.Option("--mesh", help="axis=size pairs, e.g. dp=2,tp=2; one size may be -1")]
-RunMesh = Annotated[str, typer.Option("--mesh", help="axis=size pairs, e.g. dp=2,tp=2; one size may be -1; or auto")]
+RunMesh = Annotated[
+    str, typer.Option("--mesh", help="axis=size pairs, e.g. dp=2,tp=2; one size may be -1; auto; or several: A|B")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON, with notes on stderr")]
 SECONDS = 10.0, 3600.0  # that a measurement may take
 
@@ -58,7 +60,7 @@ def run(
     target: Target,
     mesh: RunMesh,
     steps: Annotated[int, typer.Option(help="training steps")] = 100,
-    log: Annotated[Path | None, typer.Option(help="write a JSON line a step here")] = None,
+    losses: Annotated[Path | None, typer.Option(help="write a JSON line a step here")] = None,
     trace: Annotated[
         Path | None, typer.Option(metavar="DIR", help="write what each rank did in the last steps")
     ] = None,
@@ -67,19 +69,21 @@ def run(
     options: CommandOptions,
 ) -> None:
     """Compile and train: on local processes, or as a part of a running torchrun job."""
-    check_run(options, steps, log, trace)
+    check_run(options, steps, losses, trace)
     check_checkpoints(options)
-    check_auto(options.flags(), machine, mesh)
+    check_auto(options.flags(), machine, mesh.split("|")[0])
     from autopar.cli.compiling import job_of
-    from autopar.cli.ranks import on_ranks, running_mesh
+    from autopar.cli.ranks import fitting_mesh, on_ranks, running_mesh
     from autopar.cli.training import train
 
+    mesh = fitting_mesh(mesh)
+
     arguments = ["run", target, "--mesh", mesh, "--steps", str(steps), *options.arguments()]
-    more = {"--log": log, "--trace": trace, "--machine": machine}
+    more = {"--losses": losses, "--trace": trace, "--machine": machine}
     arguments += [word for flag, value in more.items() if value is not None for word in (flag, str(value))]
 
     def train_here() -> None:
-        train(job_of(target, running_mesh(mesh), options), mesh, steps, options, log, trace, machine)
+        train(job_of(target, running_mesh(mesh), options), mesh, steps, options, losses, trace, machine)
 
     on_ranks(mesh, arguments, train_here, options.max_restarts or 0)
 

@@ -28,14 +28,16 @@ def check_run(options: CommandOptions, steps: int, log: Path | None = None, trac
         raise TargetError(f"--steps {steps}: write a number of 1 or more.")
     check_options(options)
     if log is not None:
-        _check_file("--log", log)
+        _check_file("--losses", log)
     if trace is not None:
         _check_folder("--trace", trace)
 
 
 def check_checkpoints(options: CommandOptions) -> None:
-    """Check what `run` is asked for of checkpoints. Raises TargetError."""
+    """Check what `run` is asked for of folders: checkpoints, and programs. Raises TargetError."""
     asked = {name: value for name in RUN if (value := getattr(options, name)) is not None}
+    if (cache := asked.pop("cache", None)) is not None:
+        _check_folder("--cache", Path(cache))
     for name, value in asked.items():
         flag = f"--{name.replace('_', '-')} {value}"
         if options.checkpoint is None:

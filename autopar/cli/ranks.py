@@ -47,6 +47,24 @@ class _Failed(AutoparError):
     """A rank failed; the text says which and why."""
 
 
+def fitting_mesh(meshes: str) -> str:
+    """The first of some meshes, `dp=2,tp=2|tp=2`, that has as many ranks as the running job; outside of one the first.
+
+    Raises MeshError where none fits, and for one that does not parse: each may be the one that is needed.
+    """
+    wanted, world = meshes.split("|"), Settings.read().world_size
+    sizes = {mesh: world if mesh == AUTO or "-1" in mesh else mesh_of(mesh).size for mesh in wanted}
+    if world is None or len(wanted) == 1:
+        return wanted[0]
+    chosen = next((mesh for mesh, size in sizes.items() if size == world), None)
+    if chosen is None:
+        raise MeshError(
+            f"--mesh '{meshes}': the running job has {world} ranks, and these meshes have "
+            f"{', '.join(map(str, sizes.values()))}. Add one for {world}: dp={world}, or auto."
+        )
+    return chosen
+
+
 def running_mesh(mesh: str) -> Mesh:
     """The mesh; -1 takes the ranks of the running job, else this machine's GPUs. So does "auto", of which there is one
     axis until there is a plan."""

@@ -37,19 +37,20 @@ def train(
 ) -> None:  # fmt: skip
     """Train `steps` steps on this process's rank; rank 0 shows progress and writes `log`, a JSON line a step.
 
-    options: what is not in the job: the seed, and where the run is saved and goes on.
+    options: what is not in the job: the seed, where the run is saved and goes on, and where programs are kept.
 
     machine: of the mesh "auto", whose plan goes before what the job says. trace: a folder for what every rank does in
     the last steps (`timeline/trace.py`).
     """
-    model = _parallel(job, mesh, options.seed, machine)
+    model = _parallel(job, mesh, options, machine)
     first = dist.get_rank() == 0
     console = Console(quiet=not first)
     args, kwargs = batch_arguments(job.batch_of(0))
     start = time.monotonic()
     compiled = model.prepare(*args, **kwargs)
+    how = "read" if model.programs[-1].compiled.is_read else "compiled"
     console.print(
-        f"mesh {compiled.mesh}: compiled {len(compiled.program.graph.nodes)} nodes with "
+        f"mesh {compiled.mesh}: {how} {len(compiled.program.graph.nodes)} nodes with "
         f"{len(compiled.collectives)} collectives in {time.monotonic() - start:.1f} s"
     )
     optimizer = job.make_optimizer(tables.parameters(model))
@@ -90,18 +91,19 @@ def train(
     _show_after(job, model, console)
 
 
-def _parallel(job: Job, mesh: str, seed: int, machine: str | None) -> ParallelModule:
+def _parallel(job: Job, mesh: str, options: CommandOptions, machine: str | None) -> ParallelModule:
     """The job's model, parallel on this process's rank."""
     made: ParallelModule = parallelize(
         job.model,
         mesh,
         loss_fn=job.loss_fn,
-        seed=seed,
+        seed=options.seed,
         cuda_graphs=job.cuda_graphs,
         check_replicas=job.check_replicas,
         on_nonfinite=job.on_nonfinite,
         machine=machine,
         timeout=job.timeout,
+        cache=options.cache,
         **(job.step if mesh != AUTO else {**job.step, **PLANNED}),  # type: ignore[typeddict-item]
     )
     return made

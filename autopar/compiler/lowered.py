@@ -6,6 +6,7 @@ import functools
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import fx, nn
@@ -83,6 +84,8 @@ class Lowered:
     `pipeline` is what the last program was cut into, if there are stages or micro-batches. sequence: what the costs
     decided for `sequence_parallel="auto"`; None where they were not asked.
     """
+
+    is_read: ClassVar[bool] = False  # of an earlier run, and not compiled in this process
 
     plan: Plan
     history: tuple[tuple[str, Program], ...]

@@ -48,6 +48,7 @@ class Auto:
         mesh, said = mesh_of(everyone[0][0]), everyone[0][1]
         if mesh != session.store.distributor.mesh:
             device_mesh = mesh_over(mesh, session.settings.device.type, session.settings.timeout)
+            session.agreement.pace.lie_over(mesh)
             session.store.move(Distributor(mesh, device_mesh, session.announcer.operation))
         options = replace(session.settings.options, **{**PLANNED, **said})
         settings = replace(session.settings, options=options, fixed=Fixed(machine=self._machine))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -57,11 +58,21 @@ class _Pending:
         return self.finish()
 
 
-class DistributedDriver:
-    """Drives one rank's graph. `groups` come from `make_groups`. routed: what the routes of the last run told."""
+@dataclass(slots=True)
+class Waits:
+    """How long this rank was in exchanges with others, in all: what it sent, and what it waited for."""
 
-    def __init__(self, mesh: Mesh, groups: Mapping[str, Group], rank: int | None = None) -> None:
-        self.mesh = mesh
+    seconds: float = 0.0
+
+
+class DistributedDriver:
+    """Drives one rank's graph. `groups` come from `make_groups`. routed: what the routes of the last run told. waits:
+    takes the time that the host spends in exchanges."""
+
+    def __init__(
+        self, mesh: Mesh, groups: Mapping[str, Group], rank: int | None = None, waits: Waits | None = None
+    ) -> None:
+        self.mesh, self.waits = mesh, waits or Waits()
         self.rank = dist.get_rank() if rank is None else rank
         self.coord = mesh.coord(self.rank)
         self._groups = dict(groups)
@@ -102,7 +113,9 @@ class DistributedDriver:
             try:
                 while True:
                     request = steps.send(answer)
+                    since = perf_counter()
                     answer = [self._answer(request, overlap)]
+                    self.waits.seconds += perf_counter() - since
                     del request  # it holds a tensor that may die in the next step
             except StopIteration as done:
                 return done.value

@@ -53,7 +53,7 @@ def is_loss_of_peer(error: RuntimeError) -> bool:
 def loss_of_peers(rank: str, where: str, awaited: str, error: RuntimeError) -> RankError:
     """Word the loss of a peer. rank: `rank 0 (dp=0)`. where: this rank stood. awaited: whom it waited for there, as
     far as it can know."""
-    advice = "Look for the first error of another rank."
+    advice = f"Look for the first error of {awaited}."
     if any(words in str(error).lower() for words in ("timed out", "timeout")):
         advice = (
             f"It {IN_VAIN} {awaited}: stopped, hanging, or busy for longer than the timeout, which must be above the "

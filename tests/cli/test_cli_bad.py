@@ -30,8 +30,8 @@ WRONG = {
     "run JOB --mesh dp=1 --steps -5": "--steps -5: write a number of 1 or more.",
     "run JOB --mesh dp=1 --timeout 0": "timeout=0.0: write the seconds that a rank waits for the others, 1 to",
     "run JOB --mesh dp=2 --steps 0": "--steps 0: write a number of 1 or more.",
-    "run JOB --mesh dp=2 --log FILE/log.jsonl": "--log FILE/log.jsonl: cannot write it: ",
-    "run JOB --mesh dp=2 --log NEW/..": "--log NEW/..: cannot write it: Is a directory.",
+    "run JOB --mesh dp=2 --losses FILE/log.jsonl": "--losses FILE/log.jsonl: cannot write it: ",
+    "run JOB --mesh dp=2 --losses NEW/..": "--losses NEW/..: cannot write it: Is a directory.",
     "run JOB --mesh dp=2 --trace FILE": "--trace FILE: cannot write there: File exists.",
     "run JOB --mesh dp=2 --seed 99999999999999999999": "--seed 99999999999999999999: write a number from -2**63 to",
     "run JOB --mesh dp=1 --recompute nan": "recompute=nan: write none, selective or full, a number of bytes",
@@ -122,7 +122,7 @@ def test_what_has_no_effect_is_said(line: str, places: dict[str, str]) -> None:
 
 def test_the_folder_of_a_log_is_made(places: dict[str, str]) -> None:
     log = Path(places["NEW"]) / "deep" / "log.jsonl"
-    assert call(f"run {places['JOB']} --mesh dp=1 --steps 2 --log {log}")[0] == 0
+    assert call(f"run {places['JOB']} --mesh dp=1 --steps 2 --losses {log}")[0] == 0
     assert len(log.read_text().splitlines()) == 2
 
 

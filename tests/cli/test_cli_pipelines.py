@@ -226,11 +226,11 @@ def test_timeline_in_the_terminal_and_in_files(jobs: Path, call: Call, tmp_path:
 def test_a_run_trains_as_one_device_does_and_is_traced(jobs: Path, call: Call, on_ranks: Call, tmp_path: Path):
     options = (f"{jobs}:job", "--mesh", "pp=2", "--microbatches", 4)
     steps = ("--steps", 12, "--seed", 5)
-    said = call("run", f"{jobs}:job", "--mesh", "dp=1", *steps, "--log", tmp_path / "one.jsonl")
+    said = call("run", f"{jobs}:job", "--mesh", "dp=1", *steps, "--losses", tmp_path / "one.jsonl")
     torch.distributed.destroy_process_group()
     assert "the end" in said
     assert "the end" in on_ranks(
-        "run", *options, *steps, "--log", tmp_path / "two.jsonl", "--trace", tmp_path / "trace"
+        "run", *options, *steps, "--losses", tmp_path / "two.jsonl", "--trace", tmp_path / "trace"
     )
     one, two = (
         [json.loads(line)["loss"] for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]

@@ -101,7 +101,7 @@ def test_a_plan_goes_before_what_the_job_says(places: dict[str, str]) -> None:
 
 @pytest.mark.gloo
 def test_a_plan_is_run_on_its_ranks(places: dict[str, str], tmp_path: Path) -> None:
-    code, _, said = call(filled(f"run JOB --plan PLAN --steps 2 --log {tmp_path / 'log'}", places))
+    code, _, said = call(filled(f"run JOB --plan PLAN --steps 2 --losses {tmp_path / 'log'}", places))
     assert code == 0, said
     assert len((tmp_path / "log").read_text().splitlines()) == 2
 

@@ -62,7 +62,8 @@ def test_a_run_survives_a_kill_and_leaves_when_told_to(two: Ranks, tmp_path: Pat
     (tmp_path / "job.py").write_text(JOB)
     command = [
         sys.executable, "-m", "autopar", "run", f"{tmp_path / 'job.py'}:job", "--mesh", "dp=2", "--steps", "100000",
-        "--log", str(tmp_path / "log"), "--checkpoint", str(tmp_path / "run"), "--every", "2", "--max-restarts", "1",
+        "--losses", str(tmp_path / "log"), "--checkpoint", str(tmp_path / "run"), "--every", "2", "--max-restarts", "1",
+        "--cache", str(tmp_path / "programs"),
     ]  # fmt: skip
     run = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
@@ -74,6 +75,7 @@ def test_a_run_survives_a_kill_and_leaves_when_told_to(two: Ranks, tmp_path: Pat
     text, said = run.communicate(timeout=60 * crowding())
     assert run.returncode == -signal.SIGUSR1, said
     assert "stopped by SIGUSR1; all 2 ranks were ended" in said
+    assert text.index("mesh dp=2: compiled ") < text.index("mesh dp=2: read ")  # the ranks that were started again
     assert f"resumed from step 4 of {tmp_path / 'run'}" in text and (tmp_path / "killed").exists()
     losses, steps = _losses(tmp_path / "log"), folder.committed(tmp_path / "run")
     assert len(losses) == max(steps) >= 8 and len(steps) == 3
@@ -96,6 +98,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "resume": (
         ["--checkpoint", "DIR", "--resume", "newest"], "--resume newest: write auto, never or the number of a step.",
     ),
+    "cache": (["--cache", "DIR/file"], "--cache DIR/file: cannot write there: File exists."),
     "a file": (["--checkpoint", "DIR/file"], "--checkpoint DIR/file: cannot write there: File exists."),
 }  # fmt: skip
 

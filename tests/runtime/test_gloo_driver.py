@@ -155,7 +155,7 @@ def _lose_a_peer(rank: int, size: int, path: str) -> None:
         lines = str(caught.value).splitlines()
         node = f"%{name}_default = autopar.{name}"
         assert lines[0] == f"rank 0 (dp=0) lost its peers at {node}  (made by reshard)  # blocks.0  gpt.py:41"
-        assert lines[1].startswith("  Look for the first error of another rank. The backend says:")
+        assert lines[1].startswith("  Look for the first error of rank 1. The backend says:")
     os._exit(0)
 
 

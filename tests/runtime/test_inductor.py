@@ -364,7 +364,7 @@ def test_a_rank_that_is_lost_is_named() -> None:
         first, second = ranks.attempt(_leave, timeout=120)
     assert second.died and first.error is not None
     assert first.error.startswith(f"{RankError.__name__}: rank 0 lost its peers in the code that Inductor wrote, at")
-    assert "Look for the first error of another rank." in first.error
+    assert "Look for the first error of the other ranks." in first.error
 
 
 def _disagree(rank: int) -> None:

@@ -88,6 +88,10 @@ class Guards:
             for name, where in self._unseen.items()
         ]
 
+    def sizes(self, without: Any) -> tuple[int, ...]:
+        """The sizes of the containers that were looked into, in their order, but for one."""
+        return tuple(len(one) for one in self._sized if one is not without)
+
     def spots_of(self, tensor: torch.Tensor) -> list[SpotKey]:
         """Where a tensor was read."""
         return [key for key, spot in self.index.items() if spot.value is tensor]

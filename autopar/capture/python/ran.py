@@ -189,7 +189,7 @@ class Ran:
         if id(function.__code__) in self._codes:
             return
         self._codes[id(function.__code__)] = function.__code__, function.__globals__
-        for code in _with_nested(function.__code__):
+        for code in with_nested(function.__code__):
             for name in code.co_names:
                 self.add(function.__globals__.get(name))
 
@@ -200,6 +200,19 @@ class Ran:
                 found = values.get(name)
                 if isinstance(found, type) and issubclass(found, torch.autograd.Function):
                     self.add(vars(found).get("backward") and found.backward)
+
+    @property
+    def codes(self) -> tuple[tuple[CodeType, dict[str, Any]], ...]:
+        """The code that ran, each with the globals that it reads."""
+        return tuple(self._codes.values())
+
+    def take(self, codes: Iterable[tuple[CodeType, dict[str, Any]]]) -> None:
+        """Take code for what ran: with it each function that has it."""
+        self._codes.update((id(code), (code, values)) for code, values in codes)
+
+    def called_names(self) -> set[str]:
+        """The names in the code, of globals and of attributes, without its texts."""
+        return {name for code, _ in self._codes.values() for inner in with_nested(code) for name in inner.co_names}
 
     def include(self, other: Ran) -> None:
         """Take over what ran in another run."""
@@ -217,14 +230,14 @@ class Ran:
         """Every name and text in the code: among them those of all attributes that it reads."""
         names: set[str] = {"forward"}
         for code, _ in self._codes.values():
-            for inner in _with_nested(code):
+            for inner in with_nested(code):
                 names.update(inner.co_names)
                 names.update(_texts(inner.co_consts))
         return names
 
     def computes_names(self) -> bool:
         """True if code reads an attribute by a name that does not stand in it."""
-        return any(_computes_names(inner) for code, _ in self._codes.values() for inner in _with_nested(code))
+        return any(_computes_names(inner) for code, _ in self._codes.values() for inner in with_nested(code))
 
     def has(self, function: FunctionType) -> bool:
         """True if this function ran, not another one of the same code; as it was when it was first asked."""
@@ -235,11 +248,18 @@ class Ran:
             self._known[id(function)] = function, code in self._codes and is_bound
         return self._known[id(function)][1]
 
+    def read_globals(self) -> Iterator[tuple[CodeType, str, Any]]:
+        """The globals and modules that each piece of code reads by name, with their values."""
+        for code, values in self._codes.values():
+            for inner in with_nested(code):
+                yield from ((inner, name, values[name]) for name in _read_by(inner) if name in values)
+                yield from ((inner, n, sys.modules[n]) for n in _imported(inner, values) if n in sys.modules)
+
     def globals(self) -> Iterator[Root]:
         """The globals that the code reads: not what only has the name of an attribute that it reads."""
         for code, values in self._codes.values():
             where = f"{_place(code)}, a global that {_name(code)} reads"
-            for inner in _with_nested(code):
+            for inner in with_nested(code):
                 named = values if _GLOBALS.intersection(inner.co_names) else _read_by(inner)
                 yield from (Root(name, where, values, name) for name in list(named) if name in values)
                 modules = (name for name in _imported(inner, values) if name in sys.modules)
@@ -285,12 +305,12 @@ def _contents(cell: CellType) -> int:
         return id(None)
 
 
-def _with_nested(code: CodeType) -> Iterator[CodeType]:
+def with_nested(code: CodeType) -> Iterator[CodeType]:
     """The code of a function, and of those defined in it: hooks on gradients run in the step alone."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _with_nested(constant)
+            yield from with_nested(constant)
 
 
 @functools.lru_cache(1024)

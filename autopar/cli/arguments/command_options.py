@@ -38,6 +38,7 @@ RUN = {  # what `run` takes alone
     "every": (None, Flag(int, "N", more="steps from one save to the next")),
     "keep": (None, Flag(int, "N", more="how many checkpoints stay")),
     "resume": (None, Flag(str, "auto|never|STEP", more="from the newest checkpoint, from none, or from this one")),
+    "cache": (None, Flag(str, "DIR", more="keep compiled programs in this folder, for the next start")),
     "max_restarts": (None, Flag(int, "N", more="how often ranks are started again when one dies")),
 }
 STEP = {each.name: each for each in fields(StepOptions) if each.metadata["flag"] is not None}
@@ -152,8 +153,10 @@ def takes_options(*without: str, run: bool = False) -> Callable[[Callable[..., N
                 given["mesh"] = mesh_beside(options.plan, given["mesh"])
             elif given.get("mesh", "") is None and own.parameters["mesh"].default is inspect.Parameter.empty:
                 raise TargetError("write --mesh, e.g. --mesh dp=2,tp=2, or --plan FILE.toml that `autopar plan` wrote.")
-            elif given.get("mesh") not in (None, AUTO) and "-1" not in given["mesh"]:
-                parse_mesh(given["mesh"])
+            meshes = (given.get("mesh") or AUTO).split("|", -1 if run else 0)  # of which the running job's ranks choose
+            for mesh in meshes:
+                if mesh != AUTO and "-1" not in mesh:
+                    parse_mesh(mesh)
             command(**given, options=options)
 
         del called.__wrapped__  # type: ignore[attr-defined]  # typer would read its signature

@@ -19,6 +19,7 @@ from autopar.ir.ops import ring_ops  # noqa: F401  registers them, so that text 
 from autopar.ir.ops.fused import KINDS, Fused
 from autopar.ir.ops.names import DTYPES, WORDS, find_target
 from autopar.ir.program import Input, Level, Output, Program, Record, TensorType, operand_nodes, record, set_record
+from autopar.torch_shortcuts import add_call
 
 _STRING = r'"(?:[^"\\]|\\.)*"'
 _HEADER = re.compile(r"([A-Z]+) program(?: on (\S+))?\Z")
@@ -205,7 +206,7 @@ class _Reader:
                 raise ValueError("an argument without a name follows one with a name.")
             else:
                 args.append(self._argument())
-        return self.graph.create_node("call_function", found, tuple(args), kwargs, name=name)
+        return add_call(self.graph, name, found, tuple(args), kwargs)
 
     def _argument(self) -> Any:
         if match := self._match(_NAME):

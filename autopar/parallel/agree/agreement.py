@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from operator import attrgetter
+from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +22,8 @@ from torch import nn
 
 from autopar.capture.refusals.location import user_line
 from autopar.errors import RankError, name_ranks
+from autopar.parallel.agree.pace import Pace
+from autopar.runtime.ranks.distributed import Waits
 from autopar.runtime.ranks.lost import OTHERS, is_loss_of_peer, loss_of_peers
 from autopar.torch_compat import local_of
 
@@ -100,6 +103,8 @@ class Agreement:
         self.device = device
         self.size = dist.get_world_size()
         self.call = UserCall("parallelize")
+        self.waits = Waits()
+        self.pace = Pace(self.waits)
         self._group = _host_group()
 
     def end_waits_after(self, timeout: timedelta) -> None:
@@ -223,7 +228,8 @@ class Agreement:
         fits = len(head) + len(data) <= WIDTH
         sent = [*head, *data] if fits else head
         with self._waits(what):
-            highest, lowest, *rest = self._highest(sent + [0] * (WIDTH - len(sent)))
+            highest, lowest, *rest = self._highest(sent + self.pace.told(WIDTH - len(sent)))
+            self.pace.heard(rest[len(sent) - len(head) :])
             if not fits and highest == -lowest:
                 rest = self._highest(data)
         half = len(data) // 2
@@ -232,8 +238,9 @@ class Agreement:
 
     def _highest(self, numbers: Sequence[int]) -> list[int]:
         """The highest of each number over all ranks."""
-        sent = torch.tensor(numbers, dtype=torch.int64)
+        sent, since = torch.tensor(numbers, dtype=torch.int64), perf_counter()
         dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=self._group)
+        self.waits.seconds += perf_counter() - since
         highest: list[int] = sent.tolist()
         return highest
 
@@ -309,6 +316,8 @@ def _aligned(a: tuple[str, ...], b: tuple[str, ...]) -> list[tuple[str, str]]:
     return aligned
 
 
+_TRAINING = ("forward_backward", "training_loss")
+
 # -- calls announce themselves ----------------------------------------------------------------------------------------
 
 
@@ -345,6 +354,8 @@ class Announcer:
             return True
         self._progress.read()
         self._agreement.call = UserCall(name, str(self._progress))
+        if name in _TRAINING:
+            self._agreement.pace.begin()
         return self._agreement.check(what, lines, data, fault)
 
     def operation(self, name: str) -> None:

@@ -37,7 +37,8 @@ _READING = frozenset(map(op, ("ctc_loss", "ctc_loss_backward", "route", "route_s
 
 def make_runner(compiled: Lowered, groups: Mapping[str, Group], agreement: Agreement, device: torch.device) -> Runner:
     """Make a program ready to run. Every rank must call this; where one fails, all raise."""
-    program, pipeline, driver = compiled.program, compiled.pipeline, DistributedDriver(compiled.mesh, groups)
+    program, pipeline = compiled.program, compiled.pipeline
+    driver = DistributedDriver(compiled.mesh, groups, waits=agreement.waits)
     compiler = compiled.plan.options.compile
     if compiler != "inductor":
         return executor_runner(program, pipeline, driver, device, kernels=kernels_of(compiler, device))

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from autopar.capture import Earlier
+from autopar.capture import Captured, Earlier
 from autopar.capture.data.reads import Answers
 from autopar.capture.python.guards import Change, Guards
 from autopar.capture.python.scalars import NumberPlace, Scalars, places_of
@@ -21,10 +21,13 @@ from autopar.errors import AutoparError, CaptureError
 from autopar.ir.mesh import PIPELINE, group_name
 from autopar.ir.options import SequenceParallel, StepOptions
 from autopar.ir.plan import Decided, Fixed
+from autopar.ir.program import Program
 from autopar.parallel.agree.agreement import Phase, lost_peers
+from autopar.parallel.programs.cache_entry import Bound, ReadBack
 from autopar.parallel.programs.constants import Constants
 from autopar.parallel.programs.make_runner import make_runner, recorded, recordings
 from autopar.parallel.programs.portions import FollowedSamples, Given, naming_parts
+from autopar.parallel.programs.program_cache import ProgramCache, WantedProgram
 from autopar.parallel.programs.running import Built, Running
 from autopar.parallel.session.session import Session
 from autopar.parallel.weights.owners import Joined, Owners, as_trained, check_partners
@@ -44,6 +47,10 @@ class Maker:
         self.numbers = ChangingNumbers()
         self._followed = FollowedSamples(session.store.model)
         self._decided: dict[Hashable, Decided] = {}  # layouts of the first program of each structure
+        self._read_back: list[Lowered] = []  # of which these layouts are not known yet
+        self._cache: ProgramCache | None = None
+        if session.settings.cache is not None:
+            self._cache = ProgramCache(session)
         # Captures of training steps, and of others, by the number of micro-batches that a loss may ask for.
         self._earlier: dict[bool, defaultdict[int, Earlier]] = {True: defaultdict(Earlier), False: defaultdict(Earlier)}
         self._sequence: dict[bool, bool] = {}  # of training steps, and of others: what "auto" was decided to mean
@@ -62,10 +69,15 @@ class Maker:
             given.check_first()
         is_able = not self._settings.options.specialize
 
-        def build(phase: Phase) -> Built:
-            built = self.numbers.build(
+        def compile_() -> Built:
+            return self.numbers.build(
                 lambda scalars: self._built(given, numbers, train, is_first, scalars, answers), is_able
             )
+
+        give = compile_ if self._cache is None else self._found(given, numbers, train, is_first, answers, compile_)
+
+        def build(phase: Phase) -> Built:
+            built = give()
             if not given.is_unlike:
                 phase.texts["program"] = built.compiled.lines()
             self._joined.check(built.captured.partners, phase)
@@ -77,6 +89,42 @@ class Maker:
         self._joined.add(built.captured.partners)
         return self._ready(built)
 
+    def _found(
+        self, given: Given, numbers: Numbers, train: bool, is_first: bool, answers: Answers,
+        compile_: Callable[[], Built],
+    ) -> Callable[[], Built]:  # fmt: skip
+        """What gives the program: of an earlier run, or compiled. Every rank must call this."""
+        assert self._cache is not None
+        settings, owners = self._settings, Owners.of(self._store, ())
+        options, fixed = self._fixed_for(given, is_first, train)
+        bound = Bound(self._store.distributor.mesh, *owners.bind(options, replace(fixed, decided={})))
+        portion = given.portion
+        said = {
+            "numbers": len(self.numbers.inputs), "graphs": settings.graphs, "lift": settings.lift, "dims": given.dims,
+            "answers": answers.values, "batch": settings.batch, "specialize": options.specialize,
+            "portion": None if portion is None else (portion.dims, portion.sizes, portion.is_said, portion.is_own),
+        }  # fmt: skip
+
+        decided, before = dict(self._decided), tuple(self._read_back)
+
+        def passes(captured: Captured) -> Sequence[tuple[str, Program]]:
+            for structure, layouts in (compiled.decided for compiled in before):
+                decided.setdefault(structure, layouts)
+            return lower(as_trained(captured), bound.mesh, bound.options, replace(bound.fixed, decided=decided)).history
+
+        give = self._cache.built(WantedProgram(given, numbers, train, said, bound, passes), compile_)
+
+        def followed() -> Built:
+            built = give()
+            if isinstance(built.compiled, ReadBack):
+                self._read_back.append(built.compiled)
+                if built.compiled.sequence is not None:
+                    self._sequence.setdefault(train, built.compiled.sequence)
+                built = replace(built, rows=self._followed.rows(built.compiled, given, train))
+            return built
+
+        return followed
+
     def _built(
         self, given: Given, numbers: Numbers, train: bool, is_first: bool, scalars: Scalars, answers: Answers
     ) -> Built:
@@ -85,11 +133,8 @@ class Maker:
         settings, model, mesh = self._settings, self._store.model, self._store.distributor.mesh
         # No fact of the data is asked of a place, which knows its own alone, nor for a recording, which knows none.
         answers = replace(answers, asks=not is_own and not settings.graphs)
-        options, fixed = self._bound(is_first, train)
-        if given.portion is not None and not given.portion.is_even:
-            fixed = replace(fixed, uneven=True)
-        fixed = replace(fixed, is_own=is_own)
-
+        self._know_decided()
+        options, fixed = self._fixed_for(given, is_first, train)
         dealing = Dealing(mesh, options, fixed, given.dims, self._earlier[train])
         with scalars, naming_parts(given):
             args, kwargs = given.arguments(numbers)
@@ -116,6 +161,13 @@ class Maker:
         constants = Constants.of(captured, guards, scalars, settings.device)
         return Built(captured, compiled, guards, constants, rows, train)
 
+    def _fixed_for(self, given: Given, is_first: bool, train: bool) -> tuple[StepOptions, Fixed]:
+        """The options of a program, and what is decided, by the programs before it and by the parts of its batch."""
+        options, fixed = self._bound(is_first, train)
+        if given.portion is not None and not given.portion.is_even:
+            fixed = replace(fixed, uneven=True)
+        return options, replace(fixed, is_own=given.portion is not None and given.portion.is_own)
+
     def _bound(self, is_first: bool, train: bool) -> tuple[StepOptions, Fixed]:
         """The options of a program, and what is decided: the layouts and stages of the first one bind the others."""
         options, fixed = self._settings.options, self._settings.fixed
@@ -128,6 +180,12 @@ class Maker:
         return bound, replace(
             fixed, owners=self._store.stages, uneven=True, decided=dict(self._decided), sequence=wanted
         )
+
+    def _know_decided(self) -> None:
+        """Learn the layouts that programs of earlier runs decided: only what is compiled here asks for them."""
+        for structure, decided in (compiled.decided for compiled in self._read_back):
+            self._decided.setdefault(structure, decided)
+        self._read_back.clear()
 
     def _ready(self, built: Built) -> Running:
         """A program that all ranks agreed on, with its tensors where it wants them."""

@@ -36,6 +36,7 @@ from autopar.parallel.weights.distribute import Distributor
 from autopar.parallel.weights.identity import check_identity
 from autopar.parallel.weights.replicas import Replicas, every_of
 from autopar.parallel.weights.store import ParameterStore, describe_state
+from autopar.runtime.ranks.meet import attempt_name
 from autopar.runtime.ranks.process_groups import mesh_over
 from autopar.settings import Settings
 from autopar.torch_compat import end_waits_after
@@ -61,6 +62,7 @@ class Requested:
     weights: str | Path | None = None
     machine: str | None = None
     timeout: float | None = None
+    cache: Path | None = None
 
     @property
     def is_auto(self) -> bool:
@@ -92,6 +94,7 @@ class Requested:
         TIMEOUT.check("timeout", self.timeout)
         alike = ("seed", "batch", "cuda_graphs", "check_replicas", "on_nonfinite", "timeout")
         others = {name: getattr(self, name) for name in alike}
+        others |= {"cache": "a folder"} if self.cache is not None else {}
         phase.texts["options"] = [*(f"{name}={value}" for name, value in others.items()), *options.lines]
         phase.now = "model"
         check_model(self.model, runs_hooks=True)
@@ -117,6 +120,7 @@ class StepSettings:
     graphs: Graphs
     lift: torch.dtype | None
     timeout: timedelta | None
+    cache: Path | None = None
 
     @property
     def is_local(self) -> bool:
@@ -158,9 +162,11 @@ def open_session(asked: Requested) -> Session:
     place = agreement.device
     fixed = Fixed(machine=named("cpu" if place.type == "cpu" else DEVICES))
     settings = StepSettings(
-        asked.loss_fn, options, fixed, asked.batch, place, asked.cuda_graphs, asked.lift, asked.longest_wait
-    )
+        asked.loss_fn, options, fixed, asked.batch, place, asked.cuda_graphs, asked.lift, asked.longest_wait,
+        None if Settings.read().dump is not None else asked.cache,
+    )  # fmt: skip
     announcer = Announcer(agreement)
+    agreement.pace.lie_over(mesh)
     store = ParameterStore(asked.model, Distributor(mesh, device_mesh, announcer.operation), place)
     replicas = Replicas(store, agreement, every_of(asked.check_replicas))
     nonfinite = NonFinite(agreement, asked.on_nonfinite)
@@ -189,7 +195,7 @@ def join(asked: Requested) -> tuple[Agreement, Mesh, DeviceMesh, StepOptions]:
         if settings.world_size is None:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         else:
-            _meet(backend, settings.attempt)
+            _meet(backend, settings.keeps_store)
     agreement = Agreement(place)
     mesh, options = agreement.together("arguments", lambda phase: asked.check(phase, world, place))
     if place.type == "cuda" and world > 1:
@@ -204,11 +210,11 @@ def join(asked: Requested) -> tuple[Agreement, Mesh, DeviceMesh, StepOptions]:
     return agreement, mesh, mesh_over(mesh, place.type, timeout), options
 
 
-def _meet(backend: str, attempt: int) -> None:
-    """Join the ranks that a launcher started. Those that were started again do not read what the ones before them left
-    in the launcher's store, which torchrun keeps: an early rank would call at the address of a dead one."""
-    if attempt == 0:
+def _meet(backend: str, keeps_store: bool) -> None:
+    """Join the ranks that a launcher started. keeps_store: it gives them the store of those before them."""
+    if not keeps_store:
         dist.init_process_group(backend)
         return
-    store, rank, size = next(dist.rendezvous("env://"))
-    dist.init_process_group(backend, store=dist.PrefixStore(f"attempt-{attempt}", store), rank=rank, world_size=size)
+    (store, rank, size), (own, *_) = next(dist.rendezvous("env://")), next(dist.rendezvous("env://"))
+    with attempt_name(store, own, rank, size) as name:
+        dist.init_process_group(backend, store=dist.PrefixStore(name, store), rank=rank, world_size=size)

@@ -83,10 +83,10 @@ class ParameterStore:
     def adopt(self, compiled: Lowered, prefix: str = "") -> None:
         """Take the layouts and owner stages that the first program wants, which knows the parameters with a prefix.
         Every rank must call this."""
-        owners, searched = compiled.owners, compiled.searched
+        owners, searched, layouts = compiled.owners, compiled.searched, compiled.layouts
         inner = {name: f"{prefix}{name}" for name in self.layouts}
         self.relayout(
-            {name: compiled.layouts[known] for name, known in inner.items()},
+            {name: layouts[known] for name, known in inner.items()},
             {name: owners[known] for name, known in inner.items()},
         )
         self.searched = {name: searched[known] for name, known in inner.items()}

@@ -1,0 +1,267 @@
+"""Find the program of a call among those that earlier runs compiled, or keep the one that is compiled now.
+
+A program is taken only if everything that it was made of is the same: what the call and the model say
+(`cache_key.py`), the files in which its code and its helpers stand, the code that ran, and each value that this code
+read. In doubt it is compiled. One rank of a machine compiles; the others wait, and read what it kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.capture.inputs import tables
+from autopar.capture.inputs.module_state import state_of
+from autopar.capture.python.guards import Guards
+from autopar.capture.python.ran import Ran
+from autopar.capture.python.read_digests import (
+    Unclear,
+    digest,
+    live_codes,
+    place_of,
+    read_digest,
+    reads_outside,
+    with_codes,
+)
+from autopar.capture.python.read_digests import code_digest as digest_of_code
+from autopar.capture.python.spots import Numbers
+from autopar.capture.refusals.location import is_user_file, user_line
+from autopar.compiler.lowered import Lowered
+from autopar.errors import AutoparError
+from autopar.parallel.programs.cache_entry import Bound, Passes, built_of, entry_of
+from autopar.parallel.programs.cache_files import entries, prepared, used, write_entry
+from autopar.parallel.programs.cache_key import key_of_step
+from autopar.parallel.programs.portions import Given
+from autopar.parallel.programs.running import Built
+from autopar.parallel.session.session import Session
+
+_log = logging.getLogger("autopar")
+_SHORTEST = timedelta(seconds=300)  # that a rank may wait for the one that compiles
+# What is raised by an entry that is none: of another shape than one of ours, or naming what is not there.
+_NO_ENTRY = (AutoparError, ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError, AssertionError)
+
+
+@dataclass(frozen=True, slots=True)
+class WantedProgram:
+    """A program that is asked for. options: what decides it beside the batch, the model and `bound`. passes: what takes
+    its captured program through the passes."""
+
+    given: Given
+    numbers: Numbers
+    train: bool
+    options: Mapping[str, Any]
+    bound: Bound
+    passes: Passes
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A program that was found, with the name by which it is known."""
+
+    name: str
+    built: Built
+
+    def give(self) -> Built:
+        """The program."""
+        return self.built
+
+
+class ProgramCache:
+    """The programs in one folder, for one parallel module."""
+
+    def __init__(self, session: Session) -> None:
+        settings, self._agreement = session.settings, session.agreement
+        folder = settings.cache
+        assert folder is not None
+        self._folder, self._device = folder, settings.device
+        self._agreement.together("cache", lambda _: prepared(folder))
+        self._model, self._loss_fn = session.store.model, settings.loss_fn
+        self._is_shared = settings.timeout is None or settings.timeout >= _SHORTEST
+        self._before: dict[str, str] = {}  # what code would read that ran before: names, before the capture at hand
+        self._earlier: list[str] | None = []  # the programs before, which decided layouts; None once one is not known
+
+    def built(self, wanted: WantedProgram, compile_: Callable[[], Built]) -> Callable[[], Built]:
+        """What gives the program of a call: found here, or compiled and kept. Every rank must call this, and then the
+        function that it gives, which raises what compiling raises."""
+        self._before.clear()
+        key, node, rank, made = self._key(wanted), socket.gethostname(), dist.get_rank(), compile_
+        kept = None if key is None else self._find(key, wanted)
+        name = None if kept is None else kept.name
+        everyone = self._agreement.everyone("compiled programs", (node, key, name))
+        first = next(at for at, (its, of, _) in enumerate(everyone) if (its, of) == (node, key))
+        if not all(found for *_, found in everyone):
+            if kept is None and key is not None and (rank == first or not self._is_shared):
+                made = _called(compile_)
+                name = self._keep(key, wanted, made) if rank == first else None
+            # behind this, what the first rank of each machine kept is there
+            name = self._agreement.everyone("compiled programs", name)[first]
+            if kept is None and key is not None and name is not None and made is compile_:
+                kept = self._find(key, wanted)
+        self._earlier = None if name is None or self._earlier is None else [*self._earlier, name]
+        return made if kept is None else kept.give
+
+    # -- what decides a program -------------------------------------------------------------------------------------
+
+    def _key(self, wanted: WantedProgram) -> str | None:
+        """What is known of a program before the code that ran is; None for one that is compiled at each start."""
+        if self._earlier is None:
+            return None
+        bound, loss_fn = wanted.bound, self._loss_fn if wanted.train else None
+        options = {
+            **wanted.options,
+            "mesh": bound.mesh, "options": bound.options.step, "fixed": bound.fixed, "earlier": self._earlier,
+            "train": wanted.train, "device": self._device.type,
+            "line": user_line(sys._getframe()),  # of the call, which stands in the program and is compared by ranks
+        }  # fmt: skip
+        modules = iter(tables.named_modules(self._model))
+        try:
+            return key_of_step(options, wanted.given.whole, state_of(self._model).entries, modules, loss_fn)
+        except Unclear as why:
+            _say_not_kept(why)
+            return None
+
+    def _guards(self, wanted: WantedProgram, ran: Ran) -> Guards:
+        return Guards(self._model, self._loss_fn if wanted.train else None, ran, None, wanted.numbers)
+
+    def _own(self) -> dict[str, torch.Tensor]:
+        """The plain tensors among the model's attributes."""
+        return {entry.name: tensor for entry, tensor in state_of(self._model).entries if entry.kind == "constant"}
+
+    # -- find and keep ----------------------------------------------------------------------------------------------
+
+    def _find(self, key: str, wanted: WantedProgram) -> Kept | None:
+        """The program of an earlier run, if it would be compiled the same now."""
+        for path, read, says, content in entries(self._folder, key):
+            try:
+                guards = self._guards_if_same(read, says, wanted)
+                if guards is None:
+                    continue
+                built = built_of(
+                    content, wanted.bound, guards, self._own(), wanted.train, self._device, wanted.passes
+                )  # fmt: skip
+            except _NO_ENTRY as error:
+                _log.warning("'%s' cannot be read, and is compiled again: %s", path, error)
+                continue
+            used(path)
+            return Kept(f"{key}-{hashlib.sha256(content).hexdigest()}", built)
+        return None
+
+    def _guards_if_same(self, read: str, says: Any, wanted: WantedProgram) -> Guards | None:
+        """What the step would read now; None if that is not what an entry says."""
+        if any(_file_digest(path) != was for path, was in says["files"].items()):
+            return None
+        codes = live_codes({one: (file, name, int(line)) for one, (file, name, line) in says["codes"].items()})
+        if codes is None:
+            return None
+        guards = self._guards(wanted, with_codes(list(codes.values())))
+        try:
+            found = _read_name(says, guards)
+        except Unclear:
+            return None
+        self._before[_code_name(says)] = found
+        return guards if found == read else None
+
+    def _keep(self, key: str, wanted: WantedProgram, made: Callable[[], Built]) -> str | None:
+        """Keep a program that was compiled; its name, or None where it is compiled at each start."""
+        try:
+            built = made()
+        except Exception:  # told by all ranks together
+            return None
+        try:
+            outside = reads_outside(built.captured.ran)
+            if outside is not None:
+                raise Unclear(
+                    f"the code of the step reads '{outside}', which may give something else at the next start"
+                )
+            guards = self._guards(wanted, with_codes(built.captured.ran.codes))
+            codes = {digest_of_code(code): place_of(code) for code, _ in guards.ran.codes}
+            says = {"files": dict(self._files(guards.ran)), "codes": codes}
+            read, content = _read_name(says, guards), entry_of(built, wanted.bound, self._own())
+            data = json.dumps(content).encode()
+            again = built_of(
+                data, wanted.bound, guards, self._own(), wanted.train, self._device, wanted.passes
+            )  # fmt: skip
+            if Lowered.lines(again.compiled) != built.compiled.lines():
+                raise Unclear("its text")
+            # A library may fill tables of its own while it is captured: the next start finds them as they were before.
+            for name in {read, self._before.get(_code_name(says), read)}:
+                write_entry(self._folder, key, name, says, data)
+            return f"{key}-{hashlib.sha256(data).hexdigest()}"
+        except (Unclear, OSError, *_NO_ENTRY) as why:
+            _say_not_kept(why)
+            return None
+
+    def _files(self, ran: Ran) -> Iterator[tuple[str, str]]:
+        """The files that the step may hang on, with their digests: those of the user's that are loaded, and those of
+        installed packages of which something ran."""
+        kinds = {type(module).__module__ for _, module in tables.named_modules(self._model)}
+        code_files = {code.co_filename for code, _ in ran.codes}
+        loaded = {name: os.path.abspath(file) for name, file in _loaded_files()}
+        used_packages = {name.partition(".")[0] for name in kinds}
+        used_packages |= {name.partition(".")[0] for name, file in loaded.items() if file in code_files}
+        for file in sorted({*loaded.values(), *code_files}):
+            names = [name for name, its in loaded.items() if its == file]
+            is_used = file in code_files or any(name.partition(".")[0] in used_packages for name in names)
+            found = _file_digest(file) if is_used or not _is_installed(file) else None
+            if found is not None:
+                yield file, found
+
+
+def _loaded_files() -> Iterator[tuple[str, str]]:
+    """The modules of the user's and of packages, with their files."""
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and file.endswith(".py") and is_user_file(file):
+            yield name, file
+
+
+def _is_installed(file: str) -> bool:
+    return not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
+
+
+def _file_digest(file: str) -> str | None:
+    try:
+        return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    except (OSError, ValueError):
+        return None
+
+
+def _read_name(says: Any, guards: Guards) -> str:
+    """The name of what a step read. Raises Unclear."""
+    return digest(_code_name(says), read_digest(guards))
+
+
+def _code_name(says: Any) -> str:
+    """The name of the code that ran, and of the files that it may hang on."""
+    return digest(json.dumps([sorted(says["files"].items()), list(says["codes"])]))
+
+
+def _called(make: Callable[[], Built]) -> Callable[[], Built]:
+    """What gives, or raises, what a call did."""
+    try:
+        built = make()
+    except Exception as error:
+        failure = error
+
+        def fail() -> Built:
+            raise failure
+
+        return fail
+    return lambda: built
+
+
+def _say_not_kept(why: Exception) -> None:
+    if dist.get_rank() == 0:
+        _log.warning("cache: this program is not kept, and each start compiles it: %s", why)

@@ -1,0 +1,103 @@
+"""A slow rank is named within 20 steps, with how slow it is; none that only waits, and none by a single step."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+from processes import ranks_of
+from torch import nn
+
+import autopar
+from autopar.ir.mesh import parse_mesh
+from autopar.parallel.agree import pace as pace_of
+from autopar.parallel.agree.pace import Pace
+from autopar.runtime.ranks.distributed import Waits
+
+
+def told(pace: Pace, steps: list[list[int]]) -> None:
+    """Let rank 0 hear what ranks tell in these steps."""
+    for numbers in steps:
+        pace._own_us = numbers[0]
+        pace.heard([*numbers, 0, 0])
+
+
+@pytest.fixture
+def pace(monkeypatch: pytest.MonkeyPatch) -> Pace:
+    monkeypatch.setattr(pace_of.dist, "get_rank", lambda: 0)
+    made = Pace(Waits())
+    made.lie_over(parse_mesh("dp=2,tp=2"))
+    return made
+
+
+def test_a_slow_rank_is_named_once_with_both_numbers(pace: Pace, caplog: pytest.LogCaptureFixture) -> None:
+    told(pace, [[20_000, 21_000, 20_000, 20_500]] * 40)
+    assert caplog.messages == []
+    told(pace, [[20_000, 21_000, 20_000, 27_300]] * 16)
+    assert caplog.messages == [
+        "rank 3 (dp=1,tp=1) is slow, and all others wait for it: it works 27.3 ms a step on its own, 1.36 times the "
+        "median of the ranks that do the same (20.0 ms). Look at its data loader, and for other work or less speed on "
+        "its machine."
+    ]
+    told(pace, [[20_000, 21_000, 20_000, 27_300]] * 100)
+    assert len(caplog.messages) == 1
+    told(pace, [[20_000, 21_000, 20_000, 27_300]] * 100)
+    assert len(caplog.messages) == 2
+
+
+def test_noise_and_single_steps_are_no_slow_rank(pace: Pace, caplog: pytest.LogCaptureFixture) -> None:
+    chance = random.Random(5)
+    steps = [[int(20_000 * chance.uniform(0.85, 1.15)) for _ in range(4)] for _ in range(10_000)]
+    for at in range(0, len(steps), 10):  # a save on rank 0, a collection of garbage anywhere
+        steps[at][chance.randrange(4)] += 300_000
+    told(pace, steps)
+    assert caplog.messages == []
+    told(pace, [[300, 310, 300, 900]] * 40)  # less than a millisecond
+    assert caplog.messages == []
+
+
+def test_stages_are_compared_with_their_own(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(pace_of.dist, "get_rank", lambda: 0)
+    made = Pace(Waits())
+    made.lie_over(parse_mesh("pp=2,dp=2"))
+    told(made, [[20_000, 20_000, 90_000, 90_000]] * 40)
+    assert caplog.messages == []
+    told(made, [[20_000, 20_000, 90_000, 130_000]] * 20)
+    assert [message.partition(" is")[0] for message in caplog.messages] == ["rank 3 (pp=1,dp=1)"]
+
+
+def test_a_mesh_of_more_ranks_than_an_exchange_has_room_for_tells_nothing(pace: Pace) -> None:
+    pace._own_us = 5
+    assert pace.told(3) == [0, 0, 0]
+    assert pace.told(5) == [5, 0, 0, 0, 0]
+
+
+def _train(rank: int, slow: int, steps: int) -> list[str]:
+    found: list[str] = []
+
+    class Heard(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record.getMessage())
+
+    logger, heard = logging.getLogger("autopar"), Heard()
+    logger.addHandler(heard)
+    model = autopar.parallelize(nn.Linear(4, 4), "dp=2", loss_fn=lambda model, x: model(x).square().mean())
+    x: Any = torch.ones(4, 4)
+    for _ in range(steps):
+        time.sleep(0.05 if rank == slow else 0.02)  # a data loader
+        model.forward_backward(x)
+    logger.removeHandler(heard)
+    return [text for text in found if "is slow" in text]
+
+
+@pytest.mark.gloo
+def test_a_slow_data_loader_is_named_within_20_steps() -> None:
+    with ranks_of(2) as ranks:
+        for slow in (0, 1):
+            (said, nothing) = ranks.run(_train, slow, 20)
+            assert [text.partition(" is")[0] for text in said] == [f"rank {slow} (dp={slow})"], said
+            assert nothing == []
