@@ -33,6 +33,7 @@ from autopar.runtime.executor.outputs import own_memory, shared_outputs
 from autopar.runtime.ranks.distributed import DistributedDriver
 from autopar.runtime.ranks.process_groups import Group
 from autopar.runtime.ranks.runner import executor_runner
+from autopar.runtime.tiers.host_tier import without_data
 from autopar.torch_compat import FakeTensor, FakeTensorMode
 
 _KINDS = {"parameter": PARAMETERS}
@@ -118,7 +119,7 @@ class _Rank:
         self.position = Position(compiled, self.coord, self.tracker)
         self.trace = Trace(self.tracker, saved=self.position.saved)
         groups = fake_groups(compiled.mesh, rank, compiled.axes, copies=device == "cpu")
-        driver = DistributedDriver(compiled.mesh, groups, rank)
+        driver = DistributedDriver(compiled.mesh, groups, rank, without_data())
         study = Study(self.position.enter, ON_CPU if device == "cpu" else ON_GPU)
         processors = compiled.plan.fixed.machine.device.processors
         kernels = unlaunched(processors) if device == "meta" else None  # a CPU runs the calls of a group one by one
