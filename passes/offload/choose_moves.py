@@ -15,7 +15,7 @@ from autopar.ir.options import StepOptions
 from autopar.ir.program import Program, is_gathered_input, record
 from autopar.passes.offload.moves import Line, first_uses
 
-LEAST = 4096  # bytes of a value that is worth a copy
+LEAST = 512  # bytes of a value that is worth a copy: an allocator of a GPU gives no less
 RECOMPUTED = "recompute"  # the pass that makes clones
 
 

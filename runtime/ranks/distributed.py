@@ -112,6 +112,7 @@ class DistributedDriver:
             except StopIteration as done:
                 return done.value
             except Exception as error:
+                self.tier.queues.end()
                 if not isinstance(error, RankError):
                     error.add_note(f"on rank {self.rank} at {self._at()}")
                 raise

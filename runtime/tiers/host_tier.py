@@ -15,13 +15,17 @@ On a CPU a copy is done when it has started, and only when memory is given back 
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from autopar.errors import PlanError
 from autopar.ir.ops.ops import TO_HOST
 
 Make = Callable[[int], "torch.Tensor | None"]
@@ -34,6 +38,8 @@ class Queues(Protocol):
 
     def wait(self, event: Any) -> None: ...
 
+    def end(self) -> None: ...
+
 
 class AtOnce:
     """Copies that are done when they have started."""
@@ -42,6 +48,9 @@ class AtOnce:
         move()
 
     def wait(self, event: None) -> None:
+        return
+
+    def end(self) -> None:
         return
 
 
@@ -65,6 +74,11 @@ class CopyQueues:
     def wait(self, event: Any) -> None:
         """Let the stream that computes wait for the end of a copy."""
         self.api.current_stream(self.device).wait_event(event)
+
+    def end(self) -> None:
+        """Let it wait for all copies, of a step that ends before it has awaited them."""
+        for stream in self._streams.values():
+            self.wait(stream.record_event())
 
 
 OUT, BACK = "out", "back"
@@ -165,12 +179,30 @@ class Copying:
         return result
 
 
+def free_bytes() -> int:
+    """The bytes of the host's memory that a process may still take, as Linux says; without end elsewhere."""
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1])
+    return sys.maxsize
+
+
 @dataclass(frozen=True, slots=True)
 class HostTier:
     """The host's memory of one rank, as a driver uses it."""
 
     pool: HostPool
     queues: Queues
+
+    def fill(self, counts: Mapping[int, int], has: Callable[[], int] = free_bytes) -> None:
+        """Have buffers for a step. Raises PlanError if the host has no memory for them. has: tells its free bytes."""
+        needs = sum(size * max(0, count - self.pool.counts[size]) for size, count in counts.items())
+        if needs > (left := has()):
+            raise PlanError(
+                f"offload= needs {needs} bytes of the host's memory on this rank, and {left} are free. Move less: a "
+                f'smaller part as offload={{"activations": 0.5}}, a smaller batch, or more micro-batches.'
+            )
+        self.pool.fill(counts)
 
     def start(self, target: Any, value: Any) -> Copying:
         """Start a copy out or back."""

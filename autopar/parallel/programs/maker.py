@@ -6,6 +6,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from autopar.parallel.session.session import Session
 from autopar.parallel.weights.owners import Joined, Owners, as_trained, check_partners
 from autopar.runtime.executor.inputs import slots_of
 from autopar.runtime.ranks.process_groups import Group, connect, has_queues, make_groups
+from autopar.runtime.tiers.host_tier import host_tier
 
 _log = logging.getLogger("autopar")
 _CHANGES = 2  # of a number, after which it is expected to change again
@@ -49,6 +51,7 @@ class Maker:
         self._sequence: dict[bool, bool] = {}  # of training steps, and of others: what "auto" was decided to mean
         self._joined = Joined(session.settings.device)
         self._groups: dict[str, Group] = {}
+        self._tier = cache(partial(host_tier, session.settings.device))  # one for all programs
         self._recordings = recordings(session.settings.graphs, session.settings.device)
         self._said: set[str] = set()
 
@@ -137,7 +140,7 @@ class Maker:
         missing = [axis for axis in compiled.axes if axis not in self._groups]
         self._connect(missing, compiled)
         slots = slots_of(compiled.program, compiled.pipeline, where.coord)
-        runner = make_runner(compiled, self._groups, self._agreement, settings.device)
+        runner = make_runner(compiled, self._groups, self._agreement, settings.device, self._tier)
         if self._recordings is not None:
             runner = recorded(runner, compiled, slots, owners.parameters(), self._recordings)
         return Running(built, runner, slots, self._store, owners)

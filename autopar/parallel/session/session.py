@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.capture import LossFn
 from autopar.capture.inputs import tables
-from autopar.compiler.check_options import CHECK_EVERY, Graphs, OnNonFinite, check_graphs, check_nonfinite, options_of
+from autopar.compiler.check_options import CHECK_EVERY, Graphs, OnNonFinite, check_graphs, check_nonfinite, check_offload, options_of
 from autopar.compiler.meshes import MeshLike, mesh_of
 from autopar.compiler.models import check_model
 from autopar.compiler.precision_check import check_device
@@ -100,6 +100,7 @@ class Requested:
         phase.now = "compiler"
         check_compiler(options.compile, device)
         check_graphs(self.cuda_graphs, device)
+        check_offload(options, self.cuda_graphs)
         phase.now = "precision"
         check_device(options, device)
         return mesh, options
