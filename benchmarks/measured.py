@@ -44,6 +44,7 @@ def measure(model: ParallelModule, optimizer: torch.optim.Optimizer | None, *arg
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor):
                 tracker.add(tensor, kind)
+    tracker.leave_out(host_memory(model))
     before, start = tracker.total, len(tracker.events)
     with tracker:
         loss = model.forward_backward(*args, **kwargs)
@@ -54,6 +55,12 @@ def measure(model: ParallelModule, optimizer: torch.optim.Optimizer | None, *arg
     step, end = tracker.peak_bytes(start, middle), tracker.peak_bytes(middle)
     tracker.close()
     return Measured(before, step, end)
+
+
+def host_memory(model: ParallelModule) -> list[torch.Tensor]:
+    """The buffers in which a model's values wait between its passes."""
+    runners = [running.runner for running in model.programs]
+    return [one for runner in runners if hasattr(runner, "driver") for one in runner.driver.tier.pool.buffers]
 
 
 def _measure_cuda(model: ParallelModule, optimizer: torch.optim.Optimizer | None, args: Any, kwargs: Any) -> Measured:
