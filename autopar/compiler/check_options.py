@@ -55,7 +55,9 @@ def check_offload(options: StepOptions, graphs: Graphs = False) -> None:
 def check_unplanned(offload: Offload) -> None:
     """Raise PlanError for what is to wait in the host's memory, of which plans know nothing."""
     if offload:
-        raise PlanError(f"offload={offload!r}: plans do not weigh what the host's memory holds. Leave it out, or write a mesh.")
+        raise PlanError(
+            f"offload={offload!r}: plans do not weigh what the host's memory holds. Leave it out, or write a mesh."
+        )
 
 
 def check_graphs(wanted: Graphs, device: torch.device) -> None:

@@ -187,7 +187,9 @@ def _is_policy(value: Any) -> bool:
 
 def _is_offload(value: Any) -> bool:
     if isinstance(value, Mapping):
-        return all(name in OFFLOADED and not isinstance(part, (bool, str)) and _is_policy(part) for name, part in value.items())
+        return all(
+            name in OFFLOADED and not isinstance(part, (bool, str)) and _is_policy(part) for name, part in value.items()
+        )
     names = (value,) if isinstance(value, str) else value
     return isinstance(names, Sequence) and all(name in OFFLOADED for name in names)
 

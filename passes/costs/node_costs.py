@@ -98,7 +98,8 @@ class Load(NamedTuple):  # a search of plans makes a hundred thousand
     computes little more than half of one. moved: bytes read and written. total: bytes of a sum over micro-batches that
     it adds to. apart: times that calls of a CPU go through its first result, 0 where these move no more than `moved`.
     results: bytes of each result. link: how it talks over `axis`: a collective's name, MESSAGE to one rank, RING,
-    TURNS, or COPY without any axis; "" not at all. sent: (times, bytes) of its messages, or once the value that a collective moves.
+    TURNS, or COPY without any axis; "" not at all. sent: (times, bytes) of its messages, or once the value that a
+    collective moves.
     """
 
     flops: float = 0.0

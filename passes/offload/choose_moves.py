@@ -13,7 +13,7 @@ from autopar.ir.ops.ops import is_collective, is_mesh_op
 from autopar.ir.ops.storage import kept_values, root_of
 from autopar.ir.options import StepOptions
 from autopar.ir.program import Program, is_gathered_input, record
-from autopar.passes.offload.moves import Line, first_uses
+from autopar.passes.offload.place_copies import CallLine, first_uses
 
 LEAST = 512  # bytes of a value that is worth a copy: an allocator of a GPU gives no less
 RECOMPUTED = "recompute"  # the pass that makes clones
@@ -40,14 +40,16 @@ class Kept:
         """What a user may want to know of the choice."""
         moved = sum(self.movable[name] for name in chosen)
         stays = ", ".join(f"{human(bytes_)} {why}" for why, bytes_ in self.others.items() if bytes_)
-        text = f"offload: {human(moved)} of the {human(self.total)} kept for the backward pass wait in the host's memory"
+        text = f"offload: {human(moved)} of {human(self.total)} kept wait in the host's memory"
         budget, left = device_budget(self, options), self.total - moved
-        over = f"; {human(left)} stay on the device, more than the {human(budget)} allowed" if left > budget >= 0 else ""
+        over = (
+            f"; {human(left)} stay on the device, more than the {human(budget)} allowed" if left > budget >= 0 else ""
+        )
         return text + (f" ({stays} stay)" if stays else "") + over
 
 
 def device_budget(kept: Kept, options: StepOptions) -> int:
-    """The bytes that may stay on the device: those of `recompute=`, where that is one number; -1 if none are asked for."""
+    """The bytes that may stay on the device: those of `recompute=`, where that is one number; else -1."""
     wanted = options.recompute
     if isinstance(wanted, (int, float)) and not isinstance(wanted, bool):
         return int(wanted * kept.by_none) if isinstance(wanted, float) else wanted
@@ -69,17 +71,17 @@ def choose(kept: Kept, options: StepOptions) -> list[str]:
     return found
 
 
-def kept_of(line: Line) -> Kept:
+def kept_of(line: CallLine) -> Kept:
     """What the forward pass of a graph of both passes keeps, by what may become of it."""
     program, roots = line.program, kept_values(line.program)
     leaving = {root_of(node) for node in program.results if node is not None}
-    reasons = {node: why_not(line, node) or ("leaves the step" if node in leaving else "") for node in roots}
+    reasons = {node: why_not(line, node) or ("of what leaves the step" if node in leaving else "") for node in roots}
     free = [node for node in roots if not reasons[node]]
     ends = line.ends_out(free, line.begins_back)
     starts = line.starts_back(first_uses(line, free), line.begins_back)
     for node in free:
         if line.ways.stays and ends[node] == line.begins_back >= starts[node]:
-            reasons[node] = "is read again at once"
+            reasons[node] = "of what is read again at once"
     sizes = {node: local_bytes(node, program.mesh) for node in roots}
     others = Counter[str]()
     for node, why in reasons.items():
@@ -88,13 +90,13 @@ def kept_of(line: Line) -> Kept:
     return Kept(movable, others, kept_by_none(program))
 
 
-def why_not(line: Line, node: fx.Node) -> str:
+def why_not(line: CallLine, node: fx.Node) -> str:
     """Why a value stays on the device; "" if it may move."""
     known = record(node)
     if not known.is_tensor or (is_mesh_op(node.target) and not is_collective(node.target)):
         return "of a rank's own numbers"
     if node.op == "call_function" and line.position[node] >= line.begins_back:
-        return "made in the backward pass"
+        return "of the backward pass"
     if known.layout.owned or (is_collective(node.target) and not known.type.dtype.is_floating_point):
         return "of rows that went to experts"
     return "of small values" if local_bytes(node, line.program.mesh) < LEAST else ""

@@ -15,7 +15,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.schedule import Flow, Work
 from autopar.passes.offload.choose_moves import Kept, choose, kept_by_none, why_not
-from autopar.passes.offload.moves import Line, Moves, Ways, first_uses, host_name
+from autopar.passes.offload.place_copies import CallLine, Moves, Ways, first_uses, host_name
 
 Key = tuple[int, str]
 Graphs = Mapping[Key, Program]
@@ -67,7 +67,7 @@ class _Stage:
     @classmethod
     def of(cls, graphs: Graphs, stage: int, plan: Plan, is_held: bool) -> _Stage:
         """is_held: other micro-batches come before this one goes back, so that nothing is read again at once."""
-        forward = Line(graphs[stage, "F"], ways_in(plan))
+        forward = CallLine(graphs[stage, "F"], ways_in(plan))
         made = _made(forward.program)
         read = _read_back(graphs, stage)
         nodes = {name: made[name] for name in read if name in made}
@@ -77,7 +77,7 @@ class _Stage:
             ends = forward.ends_out([nodes[name] for name in nodes if not reasons[name]], forward.end)
             begins = _begins(graphs, stage, plan, {name for name in nodes if not reasons[name]})
             for name in begins:
-                reasons[name] = "is read again at once" if ends[nodes[name]] == forward.end else ""
+                reasons[name] = "of what is read again at once" if ends[nodes[name]] == forward.end else ""
         sizes = {name: local_bytes(node, forward.program.mesh) for name, node in nodes.items()}
         return cls(stage, nodes, sizes, reasons)
 
@@ -110,14 +110,14 @@ def _begins(graphs: Graphs, stage: int, plan: Plan, names: Collection[str]) -> I
     for (place, kind), graph in graphs.items():
         if place != stage or kind not in BACK:
             continue
-        line = Line(graph, ways_in(plan))
+        line = CallLine(graph, ways_in(plan))
         coming = {node: entry.name for node, entry in graph.entries if entry.kind == "saved" and entry.name in names}
         begin = _first_call(line)
         starts = line.starts_back(first_uses(line, coming, 0), begin)
         yield from (name for node, name in coming.items() if starts.get(node, begin) <= begin)
 
 
-def _first_call(line: Line) -> int:
+def _first_call(line: CallLine) -> int:
     return next(i for i, node in enumerate(line.nodes) if node.op != "placeholder")
 
 
@@ -136,15 +136,19 @@ def _rewrite(graphs: Graphs, stage: int, names: Collection[str], plan: Plan) -> 
     """The graphs of a stage, with these values in the host's memory between them."""
     mine = {key for key in graphs if key[0] == stage and key[1] in BACK}
     elsewhere = {
-        entry.name for key, graph in graphs.items() if key not in mine for entry in graph.inputs if entry.kind == "saved"
+        entry.name
+        for key, graph in graphs.items()
+        if key not in mine
+        for entry in graph.inputs
+        if entry.kind == "saved"
     }
-    forward = Line(graphs[stage, "F"], ways_in(plan))
+    forward = CallLine(graphs[stage, "F"], ways_in(plan))
     made = {name: node for name, node in _made(forward.program).items() if name in names}
     ends = forward.ends_out(made.values(), forward.end)
     leaves = {host_name(name): node for name, node in made.items()}
     yield (stage, "F"), Moves(forward, ends, {}).run(leaves, gone={name for name in names if name not in elsewhere})
     for key in mine:
-        line = Line(graphs[key], ways_in(plan))
+        line = CallLine(graphs[key], ways_in(plan))
         coming = [node for node, entry in line.program.entries if entry.kind == "saved" and entry.name in names]
         if coming:
             starts = line.starts_back(first_uses(line, coming, 0), _first_call(line))
@@ -161,6 +165,7 @@ def _flow(flow: Flow, graphs: Graphs, names: Collection[str]) -> Flow:
     works = {key: saved(work, graphs[key]) if key[1] in "FBIW" else work for key, work in flow.works.items()}
     types = {**flow.types, **{host_name(name): flow.types[name] for name in names if name in flow.types}}
     sized = {
-        length: {**of, **{host_name(name): of[name] for name in names if name in of}} for length, of in flow.sized.items()
+        length: {**of, **{host_name(name): of[name] for name in names if name in of}}
+        for length, of in flow.sized.items()
     }
     return replace(flow, works=works, types=types, sized=sized)

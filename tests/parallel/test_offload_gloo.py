@@ -18,11 +18,9 @@ from benchmarks.measured import host_memory, measure
 pytestmark = pytest.mark.gloo
 ON = {"offload": "activations"}
 TABLE: list[tuple[str, str, dict[str, Any]]] = [
-    ("deep", "dp=2", {"zero": 2}),
     ("deep", "fsdp=2", {"horizon": 1}),
-    ("gpt", "dp=2", {"precision": "bf16", "recompute": 0.4}),
+    ("gpt", "dp=2", {"precision": "bf16", "recompute": 0.4, "zero": 2}),
     ("gpt", "tp=2", {"sequence_parallel": True, "recompute": "full"}),
-    ("deep", "pp=2", {"microbatches": 4, "horizon": 2}),
     ("deep", "pp=2", {"microbatches": 4, "schedule": "zb-v"}),
 ]
 
@@ -33,12 +31,14 @@ def two() -> Iterator[Ranks]:
         yield ranks
 
 
-def trained(name: str, mesh: str, options: dict[str, Any]) -> tuple[Any, dict[str, torch.Tensor], torch.optim.Optimizer]:
+def trained(
+    name: str, mesh: str, options: dict[str, Any]
+) -> tuple[Any, dict[str, torch.Tensor], torch.optim.Optimizer]:
     model, loss_fn, batch = case.MADE[name]()
     parallel = autopar.parallelize(model, mesh, loss_fn=loss_fn, device="cpu", **options)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
     losses = []
-    for _ in range(5):
+    for _ in range(3):
         optimizer.zero_grad()
         losses.append(parallel.forward_backward(*batch))
         optimizer.step()
@@ -73,7 +73,7 @@ def test_training_is_the_same_and_is_what_was_estimated(two: Ranks):
 
 
 def _differ(rank: int) -> None:
-    model, loss_fn, batch = case.deep()
+    model, loss_fn, _ = case.deep()
     autopar.parallelize(model, "dp=2", loss_fn=loss_fn, device="cpu", **(ON if rank else {}))
 
 

@@ -192,14 +192,20 @@ def test_what_verify_says_of_copies():
 
 # -- bad input --------------------------------------------------------------------------------------------------------
 
+WHAT = 'write activations, or a part (0.0 to 1.0) or bytes: {"activations": 0.5}.'
 REFUSED = [
-    ({"offload": "weights"}, "offload='weights': write activations, or a part (0.0 to 1.0) or bytes: {\"activations\": 0.5}."),
-    ({"offload": {"activations": 1.5}}, "offload={'activations': 1.5}: write activations, or a part (0.0 to 1.0) or bytes: {\"activations\": 0.5}."),
-    ({"offload": {"activations": -1}}, "offload={'activations': -1}: write activations, or a part (0.0 to 1.0) or bytes: {\"activations\": 0.5}."),
-    ({"horizon": 0}, "horizon=0: write a number of 1 or more of layers, or \"auto\"."),
+    ({"offload": "weights"}, f"offload='weights': {WHAT}"),
+    ({"offload": {"activations": 1.5}}, f"offload={{'activations': 1.5}}: {WHAT}"),
+    ({"offload": {"activations": -1}}, f"offload={{'activations': -1}}: {WHAT}"),
+    ({"offload": {"activations": True}}, f"offload={{'activations': True}}: {WHAT}"),
+    ({"horizon": 0}, 'horizon=0: write a number of 1 or more of layers, or "auto".'),
     ({"horizon": "early"}, "horizon='early': write a number of 1 or more of layers, or \"auto\"."),
-    ({**ON, "compile": "inductor"}, "offload='activations' with compile=\"inductor\": its code holds no copies that go on beside it. Write compile=\"executor\" or \"triton\", or leave offload out."),
-]  # fmt: skip
+    (
+        {**ON, "compile": "inductor"},
+        "offload='activations' with compile=\"inductor\": its code holds no copies that go on beside it. "
+        'Write compile="executor" or "triton", or leave offload out.',
+    ),
+]
 
 
 @pytest.mark.parametrize(("options", "text"), REFUSED, ids=str)
@@ -221,9 +227,7 @@ def test_a_budget_that_nothing_keeps_to_says_what_stays():
 def test_a_model_that_keeps_nothing_movable_is_told():
     model = torch.nn.Linear(4, 4)
     found = autopar.compile(model, "dp=1", loss_fn=case.squares, batch=(torch.ones(3, 4),), **ON)
-    assert found.notes[-1] == (
-        "offload: 0 B of the 52 B kept for the backward pass wait in the host's memory (52 B of small values stay)"
-    )
+    assert found.notes[-1] == ("offload: 0 B of 52 B kept wait in the host's memory (52 B of small values stay)")
 
 
 def test_it_leaves_others_as_they_were():

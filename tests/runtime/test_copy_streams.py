@@ -58,7 +58,7 @@ class Recorded:
     def current_stream(self, device: torch.device) -> Stream:
         return self.current
 
-    def Stream(self, device: torch.device) -> Stream:  # noqa: N802
+    def Stream(self, device: torch.device) -> Stream:
         self.made += 1
         return Stream(("out", "back")[self.made - 1])
 

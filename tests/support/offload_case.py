@@ -65,7 +65,9 @@ def captured(name: str, lift: torch.dtype | None = None) -> tuple[nn.Module, Cap
     return model, capture(model, loss_fn, batch, {}, lift=lift), batch
 
 
-def compiled(name: str, mesh: str, lift: torch.dtype | None = None, machine: Machine | None = None, **options: Any) -> Compiled:
+def compiled(
+    name: str, mesh: str, lift: torch.dtype | None = None, machine: Machine | None = None, **options: Any
+) -> Compiled:
     _, found, _ = captured(name, lift)
     fixed = None if machine is None else Fixed(machine=machine)
     return Compiled.of(lower(found, mesh_of(mesh), options_of(**options), fixed))

@@ -100,8 +100,8 @@ def _check_graph(program: Program, level: Level) -> None:
 
 
 def _check_tier(node: fx.Node) -> None:
-    """What lies in the host's memory is read by its load alone, or leaves for another graph of the stage; a copy that is
-    under way is awaited, in its own graph."""
+    """What lies in the host's memory is read by its loads alone, or leaves for another graph of the stage; a copy under
+    way is awaited, in its own graph."""
     if node.op == "output":
         return
     known = record(node)

@@ -16,7 +16,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.capture import LossFn
 from autopar.capture.inputs import tables
-from autopar.compiler.check_options import CHECK_EVERY, Graphs, OnNonFinite, check_graphs, check_nonfinite, check_offload, options_of
+from autopar.compiler.check_options import (
+    CHECK_EVERY,
+    Graphs,
+    OnNonFinite,
+    check_graphs,
+    check_nonfinite,
+    check_offload,
+    options_of,
+)
 from autopar.compiler.meshes import MeshLike, mesh_of
 from autopar.compiler.models import check_model
 from autopar.compiler.precision_check import check_device

@@ -35,7 +35,7 @@ class Ways:
     stays: bool = True
 
 
-class Line:
+class CallLine:
     """The calls of a graph in order, with the layers that have begun up to each. begins_back: where the backward pass
     begins, or the graph ends."""
 
@@ -125,7 +125,7 @@ class Moves:
     host's memory from now on.
     """
 
-    def __init__(self, line: Line, ends: Mapping[fx.Node, int], starts: Mapping[fx.Node, int]) -> None:
+    def __init__(self, line: CallLine, ends: Mapping[fx.Node, int], starts: Mapping[fx.Node, int]) -> None:
         self.line, self.leaving, self.coming = line, ends, starts
         self.reads_from = line.begins_back if ends and starts else 0 if starts else line.end + 1
         self.build = Builder(MADE_BY)
@@ -209,7 +209,9 @@ class Moves:
         operands = tuple(record(one).layout for one in nodes if one is not None and record(one).is_tensor)
         known = record(node)
         made = self.build.graph.output(tuple(nodes))
-        set_record(made, known if len(operands) == len(known.operands) and not leaving else known.with_(operands=operands))
+        set_record(
+            made, known if len(operands) == len(known.operands) and not leaving else known.with_(operands=operands)
+        )
 
 
 def _like(value: fx.Node, reason: str, phase: str, tier: str = "") -> Record:
@@ -223,7 +225,7 @@ def is_view_of(node: fx.Node, values: Container[fx.Node]) -> bool:
     return is_forward and node not in values and root_of(node) in values
 
 
-def first_uses(line: Line, values: Collection[fx.Node], begin: int = -1) -> dict[fx.Node, int]:
+def first_uses(line: CallLine, values: Collection[fx.Node], begin: int = -1) -> dict[fx.Node, int]:
     """The first place, from that on where a graph goes back, that reads each value or a view of it. begin: that place;
     by default that of the graph."""
     begin = line.begins_back if begin < 0 else begin
