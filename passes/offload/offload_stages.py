@@ -12,7 +12,7 @@ from autopar.ir.ops.measure import local_bytes
 from autopar.ir.ops.storage import root_of
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.plan import Plan
-from autopar.ir.program import Program
+from autopar.ir.program import Program, TensorType
 from autopar.ir.schedule import Flow, Work
 from autopar.passes.offload.choose_moves import Kept, choose, kept_by_none, why_not
 from autopar.passes.offload.place_copies import CallLine, Moves, Ways, first_uses, host_name
@@ -48,7 +48,7 @@ def offload_stages(pipeline: Pipeline, program: Program, plan: Plan, in_flight: 
     base = rewritten(pipeline.graphs)
     sized = {length: rewritten({**pipeline.graphs, **graphs}) for length, graphs in pipeline.sized.items()}
     sized = {length: {key: graphs[key] for key in pipeline.sized[length]} for length, graphs in sized.items()}
-    return pipeline.with_(graphs=base, sized=sized, flow=_flow(pipeline.flow, base, frozenset().union(*by_stage)))
+    return pipeline.with_(graphs=base, sized=sized, flow=_flow(pipeline.flow, base, by_stage))
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,27 +145,26 @@ def _rewrite(graphs: Graphs, stage: int, names: Collection[str], plan: Plan) -> 
     forward = CallLine(graphs[stage, "F"], ways_in(plan))
     made = {name: node for name, node in _made(forward.program).items() if name in names}
     ends = forward.ends_out(made.values(), forward.end)
-    leaves = {host_name(name): node for name, node in made.items()}
-    yield (stage, "F"), Moves(forward, ends, {}).run(leaves, gone={name for name in names if name not in elsewhere})
+    leaves = {host_name(name, stage): node for name, node in made.items()}
+    yield (stage, "F"), Moves(forward, ends, {}, stage).run(leaves, gone={name for name in names if name not in elsewhere})
     for key in mine:
         line = CallLine(graphs[key], ways_in(plan))
         coming = [node for node, entry in line.program.entries if entry.kind == "saved" and entry.name in names]
         if coming:
             starts = line.starts_back(first_uses(line, coming, 0), _first_call(line))
-            yield key, Moves(line, {}, starts).run()
+            yield key, Moves(line, {}, starts, stage).run()
 
 
-def _flow(flow: Flow, graphs: Graphs, names: Collection[str]) -> Flow:
-    """The flow of rewritten graphs. names: of the values that moved, as they were."""
+def _flow(flow: Flow, graphs: Graphs, by_stage: Sequence[Collection[str]]) -> Flow:
+    """The flow of rewritten graphs. by_stage: the values that moved, as they were."""
 
     def saved(work: Work, graph: Program) -> Work:
         reads = tuple(entry.name for entry in graph.inputs if entry.kind == "saved")
         return replace(work, reads=reads, writes=tuple(out.name for out in graph.outputs if out.kind == "saved"))
 
+    def named(types: Mapping[str, TensorType]) -> dict[str, TensorType]:
+        moved = [(stage, name) for stage, names in enumerate(by_stage) for name in names if name in types]
+        return {**types, **{host_name(name, stage): types[name] for stage, name in moved}}
+
     works = {key: saved(work, graphs[key]) if key[1] in "FBIW" else work for key, work in flow.works.items()}
-    types = {**flow.types, **{host_name(name): flow.types[name] for name in names if name in flow.types}}
-    sized = {
-        length: {**of, **{host_name(name): of[name] for name in names if name in of}}
-        for length, of in flow.sized.items()
-    }
-    return replace(flow, works=works, types=types, sized=sized)
+    return replace(flow, works=works, types=named(flow.types), sized={n: named(of) for n, of in flow.sized.items()})

@@ -120,13 +120,15 @@ class CallLine:
 
 
 class Moves:
-    """Rewrites a graph with copies. ends: the values that go out, with the places where their copies are awaited.
+    """Rewrites a graph with copies, of a stage if it is given. ends: the values that go out, with the places where their copies are awaited.
     starts: those that come back, with the places of their starts: values of this graph, or placeholders that lie in the
     host's memory from now on.
     """
 
-    def __init__(self, line: CallLine, ends: Mapping[fx.Node, int], starts: Mapping[fx.Node, int]) -> None:
-        self.line, self.leaving, self.coming = line, ends, starts
+    def __init__(
+        self, line: CallLine, ends: Mapping[fx.Node, int], starts: Mapping[fx.Node, int], stage: int | None = None
+    ) -> None:
+        self.line, self.leaving, self.coming, self.stage = line, ends, starts, stage
         self.reads_from = line.begins_back if ends and starts else 0 if starts else line.end + 1
         self.build = Builder(MADE_BY)
         self.under_way: dict[fx.Node, fx.Node] = {}
@@ -164,10 +166,10 @@ class Moves:
     def _inputs(self) -> Iterator[Input]:
         for node, entry in self.line.program.entries:
             is_stored = node in self.coming and node not in self.leaving
-            yield Input("saved", (host_name(entry.name),)) if is_stored else entry
+            yield Input("saved", (host_name(entry.name, self.stage),)) if is_stored else entry
 
     def _place(self, node: fx.Node) -> None:
-        made = self.build.graph.placeholder(host_name(node.name))
+        made = self.build.graph.placeholder(host_name(node.name, self.stage))
         set_record(made, record(node).with_(tier=HOST))
         self.stored[node] = self.build.value[node] = made
 
@@ -177,7 +179,7 @@ class Moves:
         self.under_way[value] = self.build.call(TO_HOST, made, like=like, name=f"{value.name}_out")
 
     def _end(self, value: fx.Node) -> None:
-        like, name = _like(value, "", "forward", HOST), host_name(value.name)
+        like, name = _like(value, "", "forward", HOST), host_name(value.name, self.stage)
         self.stored[value] = self.build.call(AWAITED, self.under_way.pop(value), like=like, name=name)
 
     def _load(self, value: fx.Node) -> None:
@@ -243,6 +245,6 @@ def first_uses(line: CallLine, values: Collection[fx.Node], begin: int = -1) -> 
     return found
 
 
-def host_name(name: str) -> str:
-    """The name of a value where it lies in the host's memory."""
-    return f"{name}_host"
+def host_name(name: str, stage: int | None = None) -> str:
+    """The name of a value where it lies in the host's memory: of a stage, since several may keep what one has made."""
+    return f"{name}_host" if stage is None else f"{name}_host{stage}"
