@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Literal, Unpack, get_args
 
@@ -32,12 +33,15 @@ def options_of(**keywords: Unpack[StepKeywords]) -> StepOptions:
     check_offload(options)
     stages = None if options.stages is None else tuple(options.stages)
     slices = options.slices if isinstance(options.slices, (int, str)) else tuple(options.slices)
-    return replace(options, shard=dict(options.shard or {}), stages=stages, slices=slices)
+    offload = options.offload
+    if offload is not None and not isinstance(offload, str):
+        offload = dict(offload) if isinstance(offload, Mapping) else tuple(offload)
+    return replace(options, shard=dict(options.shard or {}), stages=stages, slices=slices, offload=offload)
 
 
 def check_offload(options: StepOptions, graphs: Graphs = False) -> None:
     """Raise PlanError for what goes with nothing that waits in the host's memory."""
-    if not options.offloaded:
+    if not options.offloaded.get("activations"):
         return
     asked = f"offload={options.offload!r}"
     if options.compile == "inductor":

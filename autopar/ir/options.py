@@ -40,7 +40,7 @@ Policy = str | int | float
 Recompute = Policy | Mapping[str, Policy]
 Shard = Mapping[str, "str | Layout"]
 BatchDims = Any  # a dim, None, or a tuple, list or dict of these
-OFFLOADED = ("activations",)  # what may wait in the host's memory
+OFFLOADED = ("activations", "optimizer")  # what may wait in the host's memory
 Amount = int | float
 Offload = str | Sequence[str] | Mapping[str, Amount] | None
 Horizon = int | Literal["auto"]
@@ -187,11 +187,14 @@ def _is_policy(value: Any) -> bool:
 
 def _is_offload(value: Any) -> bool:
     if isinstance(value, Mapping):
-        return all(
-            name in OFFLOADED and not isinstance(part, (bool, str)) and _is_policy(part) for name, part in value.items()
-        )
+        return all(name in OFFLOADED and _is_amount(name, amount) for name, amount in value.items())
     names = (value,) if isinstance(value, str) else value
-    return isinstance(names, Sequence) and all(name in OFFLOADED for name in names)
+    return isinstance(names, Sequence) and len(names) > 0 and all(name in OFFLOADED for name in names)
+
+
+def _is_amount(name: str, amount: Any) -> bool:
+    is_number = isinstance(amount, float) or (name == "activations" and isinstance(amount, int))
+    return is_number and not isinstance(amount, bool) and _is_policy(amount)
 
 
 def _name_of(function: Any) -> str:
@@ -243,9 +246,11 @@ class StepOptions:
     recompute: what the backward pass computes again instead of keeping it: none, selective (arXiv 2205.05198), full,
       the bytes that a rank may keep (an int), or their part of what "none" keeps (a float). Or those by pattern of
       modules, e.g. `{"blocks.0-3": "full", "*": "selective"}`.
-    offload: what waits in the host's memory: "activations", which the forward pass keeps for the backward pass; or
-      their part that does, or the bytes: `{"activations": 0.5}`. Where recompute= is a number, both together keep to
-      it: each value is kept, computed again or moved, whichever takes the least time (arXiv 2104.07857).
+    offload: what waits in the host's memory: "activations", which the forward pass keeps for the backward pass;
+      "optimizer", its states, which are on the device while their parameters step; or a list of both. Or the parts that
+      do so, of activations also bytes: `{"activations": 0.5, "optimizer": 1.0}`. Where recompute= is a number, it is
+      the budget of both: each value is kept, computed again or moved, whichever takes the least time (arXiv
+      2104.07857).
     horizon: layers of the backward pass by which activations are back before they are read: more hide slower copies,
       fewer need less memory. "auto" begins each copy as late as hides it, by two layers at most.
     precision: to compute in: bf16 or fp16, with parameters and norms, softmax and loss in fp32. None as the model is.
@@ -318,7 +323,7 @@ class StepOptions:
     )
     offload: Offload = option(
         None,
-        Valid(_is_offload, f'{one_of(OFFLOADED)}, or a part (0.0 to 1.0) or bytes: {{"activations": 0.5}}'),
+        Valid(_is_offload, f'{one_of(OFFLOADED)}, a list of both, or parts from 0.0 to 1.0: {{"activations": 0.5}}'),
         Flag(str, "WHAT|WHAT=PART,...", read_offload),
     )
     horizon: Horizon = option(

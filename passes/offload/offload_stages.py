@@ -146,7 +146,10 @@ def _rewrite(graphs: Graphs, stage: int, names: Collection[str], plan: Plan) -> 
     made = {name: node for name, node in _made(forward.program).items() if name in names}
     ends = forward.ends_out(made.values(), forward.end)
     leaves = {host_name(name, stage): node for name, node in made.items()}
-    yield (stage, "F"), Moves(forward, ends, {}, stage).run(leaves, gone={name for name in names if name not in elsewhere})
+    yield (
+        (stage, "F"),
+        Moves(forward, ends, {}, stage).run(leaves, gone={name for name in names if name not in elsewhere}),
+    )
     for key in mine:
         line = CallLine(graphs[key], ways_in(plan))
         coming = [node for node, entry in line.program.entries if entry.kind == "saved" and entry.name in names]

@@ -120,10 +120,9 @@ class CallLine:
 
 
 class Moves:
-    """Rewrites a graph with copies, of a stage if it is given. ends: the values that go out, with the places where their copies are awaited.
-    starts: those that come back, with the places of their starts: values of this graph, or placeholders that lie in the
-    host's memory from now on.
-    """
+    """Rewrites a graph with copies, of a stage if it is given. ends: the values that go out, with the places where
+    their copies are awaited. starts: those that come back, with the places of their starts: values of this graph, or
+    placeholders that lie in the host's memory from now on."""
 
     def __init__(
         self, line: CallLine, ends: Mapping[fx.Node, int], starts: Mapping[fx.Node, int], stage: int | None = None

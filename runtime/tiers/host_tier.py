@@ -89,7 +89,7 @@ class HostPool:
     """Buffers by size, used again. make: gives one of so many bytes; None where tensors have no data.
 
     held, peak: the bytes in use. made: of all buffers. missed: buffers that a step had to make, since the pool was not
-    filled. moved: the bytes of copies, by their way.
+    filled. moved: the bytes of copies, by their way. lasting: bytes that stay from step to step, and lie in no buffer.
     """
 
     make: Make
@@ -97,6 +97,7 @@ class HostPool:
     peak: int = 0
     made: int = 0
     missed: int = 0
+    lasting: int = 0
     moved: dict[str, int] = field(default_factory=lambda: {OUT: 0, BACK: 0})
     counts: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     _free: dict[int, list[torch.Tensor | None]] = field(default_factory=lambda: defaultdict(list))
@@ -189,10 +190,11 @@ def free_bytes() -> int:
 
 @dataclass(frozen=True, slots=True)
 class HostTier:
-    """The host's memory of one rank, as a driver uses it."""
+    """The host's memory of one rank, as a driver uses it, and what keeps states of optimizers."""
 
     pool: HostPool
     queues: Queues
+    has_data: bool = True
 
     def fill(self, counts: Mapping[int, int], has: Callable[[], int] = free_bytes) -> None:
         """Have buffers for a step. Raises PlanError if the host has no memory for them. has: tells its free bytes."""
@@ -207,6 +209,31 @@ class HostTier:
     def start(self, target: Any, value: Any) -> Copying:
         """Start a copy out or back."""
         return self._out(value) if target is TO_HOST else self._back(value)
+
+    def lasting(self, x: torch.Tensor) -> torch.Tensor:
+        """Memory of the host in which a tensor may stay from step to step; where tensors have no data one of its shape,
+        on another device than it."""
+        size, strides = x.numel() * x.element_size(), _dense_strides(x)
+        self.pool.lasting += size
+        buffer = self.pool.make(size)
+        if buffer is not None:
+            return buffer.view(x.dtype).as_strided(x.shape, strides)
+        return torch.empty((), dtype=x.dtype, device="meta" if x.device.type == "cpu" else "cpu").expand(x.shape)
+
+    def store(self, x: torch.Tensor, to: torch.Tensor) -> Copying:
+        """Start to copy a tensor into lasting memory."""
+        self.pool.moved[OUT] += x.numel() * x.element_size()
+        return Copying(self.queues, x, to, self.queues.copy(OUT, lambda: self._move(to, x), None))
+
+    def fetch(self, stored: torch.Tensor, like: torch.Tensor, after: Any) -> Copying:
+        """Start to copy lasting memory back. like: a tensor of the device. after: the end of its copy out."""
+        x = torch.empty_strided(stored.shape, _dense_strides(stored), dtype=stored.dtype, device=like.device)
+        self.pool.moved[BACK] += x.numel() * x.element_size()
+        return Copying(self.queues, stored, x, self.queues.copy(BACK, lambda: self._move(x, stored), after))
+
+    def _move(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        if self.has_data:
+            _copy(to, source)
 
     def _out(self, x: torch.Tensor) -> Copying:
         made = HostValue(x, self.pool)
@@ -235,7 +262,7 @@ def host_tier(device: torch.device) -> HostTier:
 
 def without_data() -> HostTier:
     """One for tensors without data: it counts, and has no memory."""
-    return HostTier(HostPool(lambda size: None), AtOnce())
+    return HostTier(HostPool(lambda size: None), AtOnce(), has_data=False)
 
 
 def _pinned(size: int) -> torch.Tensor:

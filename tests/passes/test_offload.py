@@ -37,7 +37,7 @@ TABLE: list[tuple[str, str, dict[str, Any]]] = [
     ("deep", "pp=2", {"microbatches": 4, "schedule": "zb-h1"}),
     ("deep", "pp=2,dp=2", {"microbatches": 4, "schedule": "zb-v", "zero": 2}),
     ("deep", "pp=2", {"microbatches": 4, "schedule": "gpipe", "recompute": 0.3}),
-    ("gpt", "pp=2,dp=2", {"microbatches": 2, "zero": 3, "reshard_after_forward": False}),  # a mask is read on both stages
+    ("gpt", "pp=2,dp=2", {"microbatches": 2, "zero": 3, "reshard_after_forward": False}),
     ("gpt", "pp=2", {"microbatches": 2, "slices": [5, 3], "schedule": "seq1f1b"}),
 ]  # fmt: skip
 
@@ -193,12 +193,14 @@ def test_what_verify_says_of_copies():
 
 # -- bad input --------------------------------------------------------------------------------------------------------
 
-WHAT = 'write activations, or a part (0.0 to 1.0) or bytes: {"activations": 0.5}.'
+WHAT = 'write activations or optimizer, a list of both, or parts from 0.0 to 1.0: {"activations": 0.5}.'
 REFUSED = [
     ({"offload": "weights"}, f"offload='weights': {WHAT}"),
     ({"offload": {"activations": 1.5}}, f"offload={{'activations': 1.5}}: {WHAT}"),
     ({"offload": {"activations": -1}}, f"offload={{'activations': -1}}: {WHAT}"),
     ({"offload": {"activations": True}}, f"offload={{'activations': True}}: {WHAT}"),
+    ({"offload": {"optimizer": 1000}}, f"offload={{'optimizer': 1000}}: {WHAT}"),
+    ({"offload": ["activations", "disk"]}, f"offload=['activations', 'disk']: {WHAT}"),
     ({"horizon": 0}, 'horizon=0: write a number of 1 or more of layers, or "auto".'),
     ({"horizon": "early"}, "horizon='early': write a number of 1 or more of layers, or \"auto\"."),
     (

@@ -6,7 +6,6 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -31,7 +30,6 @@ from autopar.parallel.session.session import Session
 from autopar.parallel.weights.owners import Joined, Owners, as_trained, check_partners
 from autopar.runtime.executor.inputs import slots_of
 from autopar.runtime.ranks.process_groups import Group, connect, has_queues, make_groups
-from autopar.runtime.tiers.host_tier import host_tier
 
 _log = logging.getLogger("autopar")
 _CHANGES = 2  # of a number, after which it is expected to change again
@@ -51,7 +49,7 @@ class Maker:
         self._sequence: dict[bool, bool] = {}  # of training steps, and of others: what "auto" was decided to mean
         self._joined = Joined(session.settings.device)
         self._groups: dict[str, Group] = {}
-        self._tier = cache(partial(host_tier, session.settings.device))  # one for all programs
+        self._tier = session.tier
         self._recordings = recordings(session.settings.graphs, session.settings.device)
         self._said: set[str] = set()
 

@@ -88,7 +88,7 @@ def _report(compiled: Lowered, rank: int, trace: Trace, device: str) -> MemoryRe
         optimizer=tracker.peak_bytes(trace.optimizer),
         largest=tuple(_value(block, category.of(block)) for block in _largest(alive)),
         timeline=timeline,
-        host=host_bytes(compiled.program, pipeline, coord.get(PIPELINE, 0)),
+        host=host_bytes(compiled.program, pipeline, coord.get(PIPELINE, 0)) + trace.host_states,
     )
 
 
