@@ -25,9 +25,9 @@ from autopar.parallel.session.random_state import RandomState
 from autopar.parallel.session.session import Requested, open_session
 from autopar.parallel.stepping import forward_step, train_step
 from autopar.parallel.tensors.likeness import Likeness
-from autopar.runtime.tiers.offloaded_states import OffloadedStates
 from autopar.parallel.weights.optimizer_states import States
 from autopar.runtime.ranks.recorder import Recorder
+from autopar.runtime.tiers.offloaded_states import OffloadedStates
 
 _LEFT_OUT = object()  # what a module returned beside its own loss
 

@@ -23,8 +23,7 @@ from autopar.errors import PlanError
 from autopar.runtime.tiers.host_tier import HostTier
 from autopar.torch_compat import bare_step, hook_behind_step, local_of
 
-PARTS = 16  # of all states, those that are on the device at a time are two
-CHUNK = 2**28  # bytes of parameters that step at a time, at most
+PARTS = 32  # of all states; two are on the device at a time, or those of two of the largest parameters
 
 IsOurs = Callable[[Any], bool]
 
@@ -55,11 +54,20 @@ class _Known:
         self.hidden, self.is_open = [], False
 
 
-class OffloadedStates:
-    """Streams the states of all optimizers of one model. share: of the parameters' bytes, those whose states wait."""
+def whole_bytes(parameter: torch.Tensor) -> int:
+    """The bytes of a parameter on all ranks together: the same number on each, whatever its part."""
+    return parameter.numel() * parameter.element_size()
 
-    def __init__(self, is_ours: IsOurs, tier: Callable[[], HostTier], share: float) -> None:
-        self._is_ours, self._tier, self.share = is_ours, tier, share
+
+class OffloadedStates:
+    """Streams the states of all optimizers of one model. share: of the parameters' bytes, those whose states wait.
+    bytes_of: of a parameter, the same on all ranks."""
+
+    def __init__(
+        self, is_ours: IsOurs, tier: Callable[[], HostTier], share: float,
+        bytes_of: Callable[[Any], int] = whole_bytes,
+    ) -> None:  # fmt: skip
+        self._is_ours, self._tier, self.share, self.bytes_of = is_ours, tier, share, bytes_of
         self._known: weakref.WeakKeyDictionary[Optimizer, _Known] = weakref.WeakKeyDictionary()
         self._inside = False
 
@@ -114,14 +122,14 @@ class OffloadedStates:
 
     def _loaded(self, optimizer: Optimizer) -> None:
         """Take states that were loaded out of the device's memory."""
-        chunks, _ = chunks_of(parameters_of(optimizer), self.share)
+        chunks, _ = chunks_of(parameters_of(optimizer), self.share, self.bytes_of)
         for part in chunks:
             chunk = _Chunk(optimizer, part, self._known[optimizer], self._tier())
             chunk.store()
             chunk.left()
 
     def _stream(self, optimizer: Optimizer, known: _Known, tier: HostTier) -> None:
-        parts, rest = chunks_of([p for p, _ in known.hidden], self.share)
+        parts, rest = chunks_of([p for p, _ in known.hidden], self.share, self.bytes_of)
         chunks = [_Chunk(optimizer, part, known, tier) for part in parts]
         if chunks:
             chunks[0].fetch()
@@ -212,16 +220,20 @@ def _show(hidden: Sequence[tuple[Any, Any]], shown: Sequence[Any]) -> None:
         parameter.grad = gradient if id(parameter) in seen else None
 
 
-def chunks_of(parameters: Sequence[Any], share: float) -> tuple[list[list[Any]], list[Any]]:
-    """The parameters that step at a time, and those whose states stay. share: of the bytes, those of the former."""
-    sizes = [_part(parameter).nbytes for parameter in parameters]
-    most = min(CHUNK, -(-sum(sizes) // PARTS))
-    chunks: list[list[Any]] = []
+def chunks_of(
+    parameters: Sequence[Any], share: float, bytes_of: Callable[[Any], int] = whole_bytes
+) -> tuple[list[list[Any]], list[Any]]:
+    """The parameters that step at a time, and those whose states stay. share: of the bytes, those of the former.
+
+    It is the same on all ranks: some optimizers talk in their step.
+    """
+    sizes = [bytes_of(parameter) for parameter in parameters]
+    most, chunks = -(-sum(sizes) // PARTS), list[list[Any]]()
     room, moved = 0, 0
     for place, (parameter, size) in enumerate(zip(parameters, sizes, strict=True)):
         if moved + size > share * sum(sizes):
             return chunks, list(parameters[place:])
-        if size > room:
+        if not chunks or size > room:
             chunks.append([])
             room = most
         chunks[-1].append(parameter)

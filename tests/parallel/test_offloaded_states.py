@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.errors import PlanError
-from autopar.runtime.tiers.offloaded_states import chunks_of
 from autopar.report.memory.track import Tracker
+from autopar.runtime.tiers.offloaded_states import chunks_of
 from autopar.torch_compat import local_of
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]

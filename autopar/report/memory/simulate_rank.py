@@ -183,8 +183,10 @@ class _Rank:
         self.trace.optimizer_name = type(optimizer).__name__
         share = self.compiled.plan.options.offloaded.get("optimizer")
         if share:
-            mine, tier = set(map(id, trained)), self.tier
-            OffloadedStates(lambda p: id(p) in mine, lambda: tier, float(share)).watch(self)
+            types = {entry.name: record(node).type.bytes_ for node, entry in self.compiled.program.parameters()}
+            mine = {id(p): types[name] for name, p in self.state.parameters.items() if name in types}
+            tier = self.tier
+            OffloadedStates(lambda p: id(p) in mine, lambda: tier, float(share), lambda p: mine[id(p)]).watch(self)
         if self.device.type == "meta":  # what torch does by default on a GPU, and not here
             for group in optimizer.param_groups:
                 if group.get("foreach", False) is None and not group.get("fused"):
