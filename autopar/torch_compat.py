@@ -433,5 +433,6 @@ def bare_step(optimizer: torch.optim.Optimizer) -> None:
 def hook_behind_step(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> Any:
     """Register the first of an optimizer's hooks behind its step; torch registers the last only."""
     handle = optimizer.register_step_post_hook(hook)
-    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)
+    hooks: Any = optimizer._optimizer_step_post_hooks  # an OrderedDict, whatever its annotation says
+    hooks.move_to_end(handle.id, last=False)
     return handle

@@ -16,7 +16,7 @@ from autopar.machines import Machine
 from autopar.passes.costs.node_costs import node_times
 
 WAIT = op("wait")
-_WAYS = {TO_HOST: "to host", TO_DEVICE: "to device"}  # each with a stream, as an axis has
+_WAYS = {TO_HOST: "copies out", TO_DEVICE: "copies back"}  # each with a stream, as an axis has
 
 
 @dataclass(frozen=True, slots=True)
