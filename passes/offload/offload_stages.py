@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -39,10 +39,10 @@ def offload_stages(pipeline: Pipeline, program: Program, plan: Plan, in_flight: 
         return pipeline
 
     def rewritten(graphs: Graphs) -> dict[Key, Program]:
-        found = dict(graphs)
+        found, readers = dict(graphs), _readers(graphs)
         for stage, names in enumerate(by_stage):
             if names:
-                found.update(_rewrite(graphs, stage, names, plan))
+                found.update(_rewrite(graphs, stage, names, plan, readers))
         return found
 
     base = rewritten(pipeline.graphs)
@@ -132,24 +132,27 @@ def _together(stages: Sequence[_Stage], program: Program) -> Kept:
     return Kept(movable, others, kept_by_none(program))
 
 
-def _rewrite(graphs: Graphs, stage: int, names: Collection[str], plan: Plan) -> Iterator[tuple[Key, Program]]:
+def _readers(graphs: Graphs) -> dict[str, set[Key]]:
+    """The graphs that are given each value of a micro-batch."""
+    readers = defaultdict[str, set[Key]](set)
+    for key, graph in graphs.items():
+        for entry in graph.inputs:
+            if entry.kind == "saved":
+                readers[entry.name].add(key)
+    return readers
+
+
+def _rewrite(
+    graphs: Graphs, stage: int, names: Collection[str], plan: Plan, readers: Mapping[str, set[Key]]
+) -> Iterator[tuple[Key, Program]]:
     """The graphs of a stage, with these values in the host's memory between them."""
     mine = {key for key in graphs if key[0] == stage and key[1] in BACK}
-    elsewhere = {
-        entry.name
-        for key, graph in graphs.items()
-        if key not in mine
-        for entry in graph.inputs
-        if entry.kind == "saved"
-    }
+    gone = {name for name in names if readers[name] <= mine}
     forward = CallLine(graphs[stage, "F"], ways_in(plan))
     made = {name: node for name, node in _made(forward.program).items() if name in names}
     ends = forward.ends_out(made.values(), forward.end)
     leaves = {host_name(name, stage): node for name, node in made.items()}
-    yield (
-        (stage, "F"),
-        Moves(forward, ends, {}, stage).run(leaves, gone={name for name in names if name not in elsewhere}),
-    )
+    yield (stage, "F"), Moves(forward, ends, {}, stage).run(leaves, gone)
     for key in mine:
         line = CallLine(graphs[key], ways_in(plan))
         coming = [node for node, entry in line.program.entries if entry.kind == "saved" and entry.name in names]

@@ -5,6 +5,7 @@ Where each copy starts and is awaited is decided before the graph is written, by
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,7 +64,7 @@ class CallLine:
 
     def first(self, begin: int, end: int, count: int) -> int:
         """The first place from `begin` on where so many layers have begun; `end` if there is none."""
-        return next((i for i in range(begin, end) if self.begun[i] >= count), end)
+        return bisect_left(self.begun, count, begin, end)
 
     def copy_us(self, node: fx.Node) -> float:
         return self.ways.machine.copy_us(local_bytes(node, self.program.mesh))
@@ -83,7 +84,7 @@ class CallLine:
             place = self.first(made, end, self.begun[made] + BEHIND + 1)
             if is_timed:
                 free = max(free, clock[made + 1]) + self.copy_us(value)
-                place = min(place, next((i for i in range(made + 1, end) if clock[i] >= free), end))
+                place = min(place, bisect_left(clock, free, made + 1, end))
             ends[value] = min(end, max(place, self._last_use(value, end) + 1))
         return ends
 

@@ -157,6 +157,44 @@ def test_hooks_schedulers_and_scalers_see_one_step():
         assert torch.allclose(local_of(p), q, 1e-6, 1e-7)
 
 
+def test_a_grad_scaler_unscales_all_and_skips_all():
+    """torch's own, by hand: a step with an infinite gradient anywhere does nothing."""
+    parallel, optimizer, _ = train(OPTIMIZERS["AdamW"], 1, **ON)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(1))  # it makes its tensors late
+    weights = [local_of(p).clone() for p in parallel.parameters()]
+    last = local_of(list(parallel.parameters())[-1].grad)
+    last[0] = float("inf")
+    scaler.step(optimizer)
+    scaler.update()
+    assert all(torch.equal(a, local_of(p)) for a, p in zip(weights, parallel.parameters(), strict=True))
+    last[0] = 1.0
+    scaler.step(optimizer)
+    scaler.update()
+    assert not any(torch.equal(a, local_of(p)) for a, p in zip(weights, parallel.parameters(), strict=True))
+
+
+def test_an_error_in_a_step_leaves_all_gradients():
+    class Broken(o.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            if sum(p.grad is not None for group in self.param_groups for p in group["params"]) == 1:
+                raise RuntimeError("broken")
+
+    model, loss_fn, batch = case.deep(2)
+    parallel = autopar.parallelize(model, "dp=1", loss_fn=loss_fn, device="cpu", **ON)
+    optimizer = Broken(parallel.parameters(), lr=0.1)
+    parallel.forward_backward(*batch)
+    with pytest.raises(RuntimeError, match="broken"):
+        optimizer.step()
+    assert all(p.grad is not None for p in parallel.parameters())
+
+
+def test_the_example():
+    import offload
+
+    offload.main()
+
+
 def test_states_load_and_go_on():
     first, optimizer, _ = train(OPTIMIZERS["AdamW"], 3, **ON)
     saved, weights = copy.deepcopy(optimizer.state_dict()), first.full_state_dict()
