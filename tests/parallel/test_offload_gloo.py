@@ -68,10 +68,16 @@ def beside_estimate(rank: int, name: str, parallel: Any, optimizer: torch.optim.
     pool = parallel.programs[0].runner.driver.tier.pool
     if pool.missed or pool.held or (not pool.lasting and pool.moved["out"] != pool.moved["back"]):
         yield f"{pool.missed} buffers made in steps, {pool.held} bytes held, moved {pool.moved}"
-    optimizer.zero_grad()
-    batch = case.MADE[name]()[2]
-    held, report = measure(parallel, optimizer, *batch), parallel.prepare(*batch).memory(rank)
-    for what, measured, estimated in (("step", held.step, report.step), ("its step", held.optimizer, report.optimizer)):
+    batch, held = case.MADE[name]()[2], []
+    for _ in range(3):  # a thread of Gloo may let go of a buffer late, where the machine is busy
+        optimizer.zero_grad()
+        held.append(measure(parallel, optimizer, *batch))
+    report = parallel.prepare(*batch).memory(rank)
+    parts = (
+        ("step", min(x.step for x in held), report.step),
+        ("its", min(x.optimizer for x in held), report.optimizer),
+    )
+    for what, measured, estimated in parts:
         if abs(measured - estimated) > estimated * 0.005:
             yield f"{what}: {measured} bytes of the device, {estimated} estimated"
     host = sum(one.nbytes for one in host_memory(parallel, optimizer))
