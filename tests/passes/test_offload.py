@@ -37,6 +37,7 @@ TABLE: list[tuple[str, str, dict[str, Any]]] = [
     ("deep", "pp=2", {"microbatches": 4, "schedule": "zb-h1"}),
     ("deep", "pp=2,dp=2", {"microbatches": 4, "schedule": "zb-v", "zero": 2}),
     ("deep", "pp=2", {"microbatches": 4, "schedule": "gpipe", "recompute": 0.3}),
+    ("gated", "pp=2", {"microbatches": 4}),
     ("gpt", "pp=2,dp=2", {"microbatches": 2, "zero": 3, "reshard_after_forward": False}),
     ("gpt", "pp=2", {"microbatches": 2, "slices": [5, 3], "schedule": "seq1f1b"}),
 ]  # fmt: skip

@@ -45,6 +45,16 @@ class Deep(nn.Module):
         return self.head(x)
 
 
+class Gated(Deep):
+    """A value that the layers of all stages read, forward and backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = torch.tanh(self.head(x))
+        for block in self.blocks:
+            x = block(x) * gate
+        return x
+
+
 def squares(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().mean()
 
@@ -54,7 +64,12 @@ def deep(layers: int = LAYERS) -> tuple[nn.Module, Any, tuple[Tensor, ...]]:
     return Deep(layers), squares, (torch.randn(192, 16),)
 
 
-MADE = {"deep": deep, "gpt": gpt}
+def gated() -> tuple[nn.Module, Any, tuple[Tensor, ...]]:
+    torch.manual_seed(0)
+    return Gated(4), squares, (torch.randn(192, 16),)
+
+
+MADE = {"deep": deep, "gpt": gpt, "gated": gated}
 
 
 @functools.cache
