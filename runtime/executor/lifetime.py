@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.ir.ops.op_facts import is_fresh, is_whole_view
-from autopar.ir.ops.ops import TO_HOST, op
+from autopar.ir.ops.ops import op
 from autopar.ir.program import is_getitem
 
 _WAIT = op("wait")
@@ -84,8 +84,6 @@ def is_own(node: fx.Node) -> bool:
     if is_getitem(node):
         producer = node.args[0]
         return isinstance(producer, fx.Node) and is_fresh(producer.target)
-    if node.target is _WAIT and node.all_input_nodes[0].target is TO_HOST:
-        return True  # it lies in the host's memory
     return is_fresh(node.target)
 
 

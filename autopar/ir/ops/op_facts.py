@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from autopar.ir.ops.fused import Fused
-from autopar.ir.ops.ops import TO_DEVICE, is_collective, is_mesh_op, op, op_name, semantic_of
+from autopar.ir.ops.ops import is_collective, is_mesh_op, op, op_name, semantic_of
 from autopar.ir.ops.semantic import Moves, Precision
 from autopar.torch_compat import OpOverload, is_composite, schema_of
 
@@ -343,8 +343,9 @@ def is_fresh(target: Any) -> bool:
         return False
     if target.namespace == "autopar":
         # A driver answers a collective in new memory, or in that of an operand which nothing else sees (`Request`).
-        # This rank's part of a value (shard, keep_first) is a view of it, and a copy out holds what it reads.
-        return is_collective(target) or target is TO_DEVICE or not is_mesh_op(target)
+        # This rank's part of a value (shard, keep_first) is a view of it. A copy to the host, or
+        # back, holds what it reads until it is done.
+        return is_collective(target) or not is_mesh_op(target)
     # Nobody checks the schema of a user's op, nor that of one which torch puts together from others: `type_as` and
     # `einsum` say "Tensor" and may return a view. Captured graphs hold what the latter are put together from.
     return _is_of_torch(target) and not schema_of(target).is_mutable and not is_composite(target)
