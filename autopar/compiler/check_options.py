@@ -42,6 +42,10 @@ def options_of(**keywords: Unpack[StepKeywords]) -> StepOptions:
 def check_offload(options: StepOptions, graphs: Graphs = False) -> None:
     """Raise PlanError for what goes with nothing that waits in the host's memory."""
     if not options.offloaded.get("activations"):
+        if options.horizon != "auto":
+            raise PlanError(
+                f'horizon={options.horizon!r} is of offload="activations", which is not asked for: write both, or none.'
+            )
         return
     asked = f"offload={options.offload!r}"
     if options.compile == "inductor":

@@ -206,6 +206,7 @@ REFUSED = [
     ({"offload": ["activations", "disk"]}, f"offload=['activations', 'disk']: {WHAT}"),
     ({"horizon": 0}, 'horizon=0: write a number of 1 or more of layers, or "auto".'),
     ({"horizon": "early"}, "horizon='early': write a number of 1 or more of layers, or \"auto\"."),
+    ({"horizon": 2}, 'horizon=2 is of offload="activations", which is not asked for: write both, or none.'),
     (
         {**ON, "compile": "inductor"},
         "offload='activations' with compile=\"inductor\": its code holds no copies that go on beside it. "
