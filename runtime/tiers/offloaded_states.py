@@ -122,14 +122,15 @@ class OffloadedStates:
 
     def _loaded(self, optimizer: Optimizer) -> None:
         """Take states that were loaded out of the device's memory."""
-        chunks, _ = chunks_of(parameters_of(optimizer), self.share, self.bytes_of)
-        for part in chunks:
+        for part in chunks_of(moving_of(parameters_of(optimizer), self.share, self.bytes_of), self.bytes_of):
             chunk = _Chunk(optimizer, part, self._known[optimizer], self._tier())
             chunk.store()
             chunk.left()
 
     def _stream(self, optimizer: Optimizer, known: _Known, tier: HostTier) -> None:
-        parts, rest = chunks_of([p for p, _ in known.hidden], self.share, self.bytes_of)
+        moving = set(map(id, moving_of(parameters_of(optimizer), self.share, self.bytes_of)))
+        parts = chunks_of([p for p, _ in known.hidden if id(p) in moving], self.bytes_of)
+        rest = [p for p, _ in known.hidden if id(p) not in moving]
         chunks = [_Chunk(optimizer, part, known, tier) for part in parts]
         if chunks:
             chunks[0].fetch()
@@ -220,25 +221,28 @@ def _show(hidden: Sequence[tuple[Any, Any]], shown: Sequence[Any]) -> None:
         parameter.grad = gradient if id(parameter) in seen else None
 
 
-def chunks_of(
-    parameters: Sequence[Any], share: float, bytes_of: Callable[[Any], int] = whole_bytes
-) -> tuple[list[list[Any]], list[Any]]:
-    """The parameters that step at a time, and those whose states stay. share: of the bytes, those of the former.
+def moving_of(parameters: Sequence[Any], share: float, bytes_of: Callable[[Any], int] = whole_bytes) -> list[Any]:
+    """The first parameters, by which so much of the bytes of all is reached: those whose states wait."""
+    most, found = share * sum(map(bytes_of, parameters)), []
+    for parameter in parameters:
+        most -= bytes_of(parameter)
+        if most < 0:
+            break
+        found.append(parameter)
+    return found
 
-    It is the same on all ranks: some optimizers talk in their step.
-    """
+
+def chunks_of(parameters: Sequence[Any], bytes_of: Callable[[Any], int] = whole_bytes) -> list[list[Any]]:
+    """The parameters that step at a time. The same on all ranks: some optimizers talk in their step."""
     sizes = [bytes_of(parameter) for parameter in parameters]
-    most, chunks = -(-sum(sizes) // PARTS), list[list[Any]]()
-    room, moved = 0, 0
-    for place, (parameter, size) in enumerate(zip(parameters, sizes, strict=True)):
-        if moved + size > share * sum(sizes):
-            return chunks, list(parameters[place:])
+    most, room, chunks = -(-sum(sizes) // PARTS), 0, list[list[Any]]()
+    for parameter, size in zip(parameters, sizes, strict=True):
         if not chunks or size > room:
             chunks.append([])
             room = most
         chunks[-1].append(parameter)
-        room, moved = room - size, moved + size
-    return chunks, []
+        room -= size
+    return chunks
 
 
 # -- what cannot be streamed ------------------------------------------------------------------------------------------
@@ -255,11 +259,12 @@ def check_step(optimizer: Optimizer, args: Sequence[Any], kwargs: Any) -> None:
 
 
 def check_counts(optimizer: Optimizer) -> None:
-    """Raise PlanError for an optimizer that counts its steps beside the states of parameters. It is called when no
-    parameter has a gradient."""
-    before = _numbers(optimizer)
-    name = type(optimizer).__name__
+    """Raise PlanError for an optimizer that counts its steps beside the states of parameters, and leave its counts as
+    they were. It is called when no parameter has a gradient."""
+    name, before = type(optimizer).__name__, _numbers(optimizer)
     try:
+        bare_step(optimizer)  # it may begin to count
+        first = _numbers(optimizer)
         bare_step(optimizer)
     except Exception as error:
         raise PlanError(
@@ -267,32 +272,43 @@ def check_counts(optimizer: Optimizer) -> None:
             f"here, while the others seem to have none ({type(error).__name__}). Let it pass over parameters without a "
             f"gradient, or leave offload out."
         ) from error
-    changed = sorted(key for key, value in _numbers(optimizer).items() if before.get(key, value) != value)
+    second = _numbers(optimizer)
+    changed = sorted(key for key, count in second.items() if key not in first or first[key].number != count.number)
     if changed:
-        for group, key, value in before.restored:
-            group[key] = value
+        for key, count in second.items():
+            count.become(before.get(key))
         raise PlanError(
             f'offload="optimizer": {name}.step() changes {", ".join(changed)} once a call, and a few parameters step '
             f"at a time here, each by a call. Keep that in the states of parameters, or leave offload out."
         )
 
 
-class _Numbers(dict[str, Any]):
-    restored: list[tuple[dict[str, Any], str, Any]]
+@dataclass(frozen=True, slots=True)
+class _Count:
+    """A number that an optimizer keeps under a key of its own or of a group; it may be a tensor."""
+
+    kept: dict[str, Any]
+    key: str
+    number: Any
+
+    def become(self, before: _Count | None) -> None:
+        """Be what it was, if it was there."""
+        if before is None:
+            del self.kept[self.key]
+        elif isinstance(self.kept[self.key], torch.Tensor):
+            self.kept[self.key].fill_(before.number)
+        else:
+            self.kept[self.key] = before.number
 
 
-def _numbers(optimizer: Optimizer) -> _Numbers:
-    """What an optimizer knows that is no state of a parameter: numbers of its groups and its own."""
-    found = _Numbers()
-    found.restored = []
-    own = {name: value for name, value in vars(optimizer).items() if not name.startswith("_")}
-    for where, values in ((f"param_groups[{i}]", group) for i, group in enumerate(optimizer.param_groups)):
-        for name, value in values.items():
-            if isinstance(value, (bool, int, float)):
-                found[f"{where}['{name}']"] = value
-                found.restored.append((values, name, value))
-    for name, value in own.items():
-        if isinstance(value, (bool, int, float)):
-            found[name] = value
-            found.restored.append((vars(optimizer), name, value))
+def _numbers(optimizer: Optimizer) -> dict[str, _Count]:
+    """What an optimizer counts, or may count, that is no state of a parameter."""
+    kept = [(f"param_groups[{i}][{{!r}}]", group) for i, group in enumerate(optimizer.param_groups)]
+    found = {}
+    for text, values in (*kept, ("{}", vars(optimizer))):
+        for key, value in values.items():
+            is_number = isinstance(value, (bool, int, float)) or (isinstance(value, torch.Tensor) and not value.ndim)
+            if is_number and not key.startswith("_"):
+                number = value.item() if isinstance(value, torch.Tensor) else value
+                found[text.format(key)] = _Count(values, key, number)
     return found

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 import autopar
 from autopar.errors import PlanError
 from autopar.report.memory.track import Tracker
-from autopar.runtime.tiers.offloaded_states import chunks_of
+from autopar.runtime.tiers.offloaded_states import chunks_of, moving_of
 from autopar.torch_compat import local_of
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -99,7 +99,7 @@ def test_two_chunks_are_on_the_device():
     parallel, optimizer, _ = train(OPTIMIZERS["AdamW"], 2, **ON)
     states = [x for s in optimizer.state.values() for x in s.values() if x.ndim]
     parts = [local_of(x) for x in states]
-    largest = max(sum(local_of(p).nbytes for p in chunk) for chunk in chunks_of(list(parallel.parameters()), 1.0)[0])
+    largest = max(sum(local_of(p).nbytes for p in chunk) for chunk in chunks_of(list(parallel.parameters())))
     tracker = Tracker()
     tracker.leave_out([*parts, *(local_of(x) for p in parallel.parameters() for x in (p, p.grad))])
     with tracker:
@@ -113,10 +113,16 @@ def test_two_chunks_are_on_the_device():
 
 
 def test_a_part_stays():
-    parallel, _, _ = train(OPTIMIZERS["SGD"], 2, offload={"optimizer": 0.5})
+    """The same ones at each step, whichever have a gradient."""
+    parallel, optimizer, _ = train(OPTIMIZERS["SGD"], 2, offload={"optimizer": 0.5})
     parameters = list(parallel.parameters())
-    chunks, rest = chunks_of(parameters, 0.5)
-    assert chunks and rest and [p for chunk in chunks for p in chunk] + rest == parameters
+    moving = moving_of(parameters, 0.5)
+    assert moving and moving == parameters[: len(moving)] and len(moving) < len(parameters)
+    waiting = [local_of(optimizer.state[p]["momentum_buffer"]).data_ptr() for p in parameters]
+    for p in parameters[::2]:
+        p.grad = None
+    optimizer.step()
+    assert waiting == [local_of(optimizer.state[p]["momentum_buffer"]).data_ptr() for p in parameters]
 
 
 def test_hooks_schedulers_and_scalers_see_one_step():
@@ -242,17 +248,21 @@ def refused(make: Make, *args: Any) -> str:
     return str(caught.value)
 
 
+COUNTS = (
+    "offload=\"optimizer\": Counting.step() changes param_groups[0]['k'] once a call, and a few parameters step "
+    "at a time here, each by a call. Keep that in the states of parameters, or leave offload out."
+)
+
+
 def test_what_is_refused_says_why_and_changes_nothing():
     assert refused(o.LBFGS, lambda: 0.0) == (
         'offload="optimizer": LBFGS.step(closure) needs all parameters at once, and a few step at a time here. Call '
         "step() without a closure, by an optimizer that needs none (all of torch.optim but LBFGS), or leave offload "
         "out."
     )
-    counting = lambda p: Counting([{"params": list(p), "k": 0}], lr=0.1)  # noqa: E731
-    assert refused(counting) == (
-        "offload=\"optimizer\": Counting.step() changes param_groups[0]['k'] once a call, and a few parameters step "
-        "at a time here, each by a call. Keep that in the states of parameters, or leave offload out."
-    )
+    for more in ({}, {"k": 0}, {"k": torch.tensor(0)}):
+        counting = lambda p, more=more: Counting([{"params": list(p), **more}], lr=0.1)  # noqa: E731
+        assert refused(counting) == COUNTS
     assert refused(lambda p: Strict(p, lr=0.1)) == (
         'offload="optimizer": Strict.step() fails where parameters have no gradient, and a few step at a time here, '
         "while the others seem to have none (AssertionError). Let it pass over parameters without a gradient, or leave "
