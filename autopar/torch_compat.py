@@ -422,3 +422,17 @@ def has_cpp_compiler() -> bool:
     except InvalidCxxCompiler:
         return False
     return True
+
+
+def bare_step(optimizer: torch.optim.Optimizer) -> None:
+    """Step without hooks, and unseen by a scheduler: an optimizer's class has its step in a wrapper that calls them."""
+    step = type(optimizer).step
+    (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)  # type: ignore[attr-defined]
+
+
+def hook_behind_step(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> Any:
+    """Register the first of an optimizer's hooks behind its step; torch registers the last only."""
+    handle = optimizer.register_step_post_hook(hook)
+    hooks: Any = optimizer._optimizer_step_post_hooks  # an OrderedDict, whatever its annotation says
+    hooks.move_to_end(handle.id, last=False)
+    return handle

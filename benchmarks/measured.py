@@ -10,6 +10,7 @@ import torch
 from autopar.capture.inputs.containers import take_call_apart
 from autopar.parallel.module import ParallelModule
 from autopar.report.memory.track import Tracker
+from autopar.torch_compat import local_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ def measure(model: ParallelModule, optimizer: torch.optim.Optimizer | None, *arg
     if device.type == "cuda":
         return _measure_cuda(model, optimizer, args, kwargs)
     tracker = Tracker()
+    tracker.leave_out(host_memory(model, optimizer))
     for kind, tensors in (
         ("parameters", list(model.parameters())),
         ("inputs", [*model.buffers(), *take_call_apart(args, kwargs).leaves]),
@@ -54,6 +56,16 @@ def measure(model: ParallelModule, optimizer: torch.optim.Optimizer | None, *arg
     step, end = tracker.peak_bytes(start, middle), tracker.peak_bytes(middle)
     tracker.close()
     return Measured(before, step, end)
+
+
+def host_memory(model: ParallelModule, optimizer: torch.optim.Optimizer | None = None) -> list[torch.Tensor]:
+    """The buffers in which a model's values wait between its passes, and the states of an optimizer that all wait."""
+    runners = [running.runner for running in model.programs]
+    buffers = [one for runner in runners if hasattr(runner, "driver") for one in runner.driver.tier.pool.buffers]
+    options = [running.compiled.plan.options for running in model.programs]
+    if optimizer is None or not any(option.offloaded.get("optimizer") == 1 for option in options):
+        return buffers
+    return buffers + [local_of(x) for states in optimizer.state.values() for x in states.values() if x.ndim]
 
 
 def _measure_cuda(model: ParallelModule, optimizer: torch.optim.Optimizer | None, args: Any, kwargs: Any) -> Measured:

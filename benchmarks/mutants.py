@@ -227,7 +227,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     ) -> importlib.machinery.ModuleSpec | None:
         if name != self.mutant.module.removesuffix(".__init__"):
             return None
-        return importlib.util.spec_from_file_location(name, self.path, loader=self)
+        folders = [str(self.path.parent)] if self.path.stem == "__init__" else None
+        return importlib.util.spec_from_file_location(name, self.path, loader=self, submodule_search_locations=folders)
 
     def exec_module(self, module: ModuleType) -> None:
         code: CodeType = compile(changed(self.path.read_text(), self.mutant), str(self.path), "exec")

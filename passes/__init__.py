@@ -24,6 +24,7 @@ from autopar.passes.lengths.unslice import unslice
 from autopar.passes.masks.causal_masks import causal_masks
 from autopar.passes.masks.compare_masks import compare_masks
 from autopar.passes.masks.rowwise import rowwise
+from autopar.passes.offload import offload
 from autopar.passes.overlap.beside_rows import beside_rows
 from autopar.passes.overlap.bucket import bucket
 from autopar.passes.overlap.decompose import decompose
@@ -65,13 +66,14 @@ PASSES: tuple[tuple[Pass, Level], ...] = (
     (ring, Level.LOCAL),  # keys and values of other ranks go round under the products of attention
     (recompute, Level.LOCAL),  # what the backward pass computes again, it need not keep
     (beside_rows, Level.LOCAL),  # what stands beside experts is computed while rows go to them
+    (offload, Level.LOCAL),  # what is kept for the backward pass waits in the host's memory
     (prefetch, Level.LOCAL),  # parameters are gathered a layer ahead
     (overlap, Level.LOCAL),  # other collectives start early, with gradients of weights under them
     (decompose, Level.LOCAL),  # a product beside a collective that nothing hides is computed in chunks
     (bucket, Level.LOCAL),  # gradients are reduced in buckets, under the backward pass
     (fuse, Level.LOCAL),  # calls between products and collectives become groups, each a kernel
 )
-OF_GRAPHS: frozenset[Pass] = frozenset({prefetch, overlap, decompose, bucket, fuse})
+OF_GRAPHS: frozenset[Pass] = frozenset({offload, prefetch, overlap, decompose, bucket, fuse})
 
 __all__ = ["PASSES", "Pass", "make_pipeline", "run_passes"]
 

@@ -27,6 +27,8 @@ def estimate_target(
     show(str(found))
     more = "" if worst is None else f"; {human(worst)} if all rows go to the experts of one rank"
     show(f"  at most {human(largest.peak)} of {human(machine.device.memory)} a device, on rank {largest.rank}{more}")
+    if largest.host:
+        show(f"  {human(largest.host)} of the host's memory for that rank")
     show_notes(compiled)
 
 
@@ -57,4 +59,5 @@ def _fields(found: StepTime, largest: MemoryReport) -> dict[str, Any]:
         "device_bytes": found.machine.device.memory,
         "peak_bytes": largest.peak,
         "peak_rank": largest.rank,
+        "host_memory_bytes": largest.host,
     }

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Literal, Unpack, get_args
 
 import torch
 
-from autopar.errors import AutoparError, CompileError
-from autopar.ir.options import StepKeywords, StepOptions
+from autopar.errors import AutoparError, CompileError, PlanError
+from autopar.ir.options import Offload, StepKeywords, StepOptions
 from autopar.passes.schedules import check_schedule_name
 
 Graphs = bool | Literal["dry-run"]
@@ -29,9 +30,42 @@ def options_of(**keywords: Unpack[StepKeywords]) -> StepOptions:
         raise TypeError(f"there is no option '{min(unknown)}'; there is {', '.join(names)}.")
     options = StepOptions(**keywords)
     check_schedule_name(options.schedule)
+    check_offload(options)
     stages = None if options.stages is None else tuple(options.stages)
     slices = options.slices if isinstance(options.slices, (int, str)) else tuple(options.slices)
-    return replace(options, shard=dict(options.shard or {}), stages=stages, slices=slices)
+    offload = options.offload
+    if offload is not None and not isinstance(offload, str):
+        offload = dict(offload) if isinstance(offload, Mapping) else tuple(offload)
+    return replace(options, shard=dict(options.shard or {}), stages=stages, slices=slices, offload=offload)
+
+
+def check_offload(options: StepOptions, graphs: Graphs = False) -> None:
+    """Raise PlanError for what goes with nothing that waits in the host's memory."""
+    if not options.offloaded.get("activations"):
+        if options.horizon != "auto":
+            raise PlanError(
+                f'horizon={options.horizon!r} is of offload="activations", which is not asked for: write both, or none.'
+            )
+        return
+    asked = f"offload={options.offload!r}"
+    if options.compile == "inductor":
+        raise PlanError(
+            f'{asked} with compile="inductor": its code holds no copies that go on beside it. Write compile="executor" '
+            f'or "triton", or leave offload out.'
+        )
+    if graphs:
+        raise PlanError(
+            f"{asked} with cuda_graphs={graphs!r}: a recording would copy to the buffers of its first step. Leave one "
+            f"of them out."
+        )
+
+
+def check_unplanned(offload: Offload) -> None:
+    """Raise PlanError for what is to wait in the host's memory, of which plans know nothing."""
+    if offload:
+        raise PlanError(
+            f"offload={offload!r}: plans do not weigh what the host's memory holds. Leave it out, or write a mesh."
+        )
 
 
 def check_graphs(wanted: Graphs, device: torch.device) -> None:

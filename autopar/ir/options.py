@@ -40,6 +40,10 @@ Policy = str | int | float
 Recompute = Policy | Mapping[str, Policy]
 Shard = Mapping[str, "str | Layout"]
 BatchDims = Any  # a dim, None, or a tuple, list or dict of these
+OFFLOADED = ("activations", "optimizer")  # what may wait in the host's memory
+Amount = int | float
+Offload = str | Sequence[str] | Mapping[str, Amount] | None
+Horizon = int | Literal["auto"]
 SequenceParallel = bool | Literal["auto"]
 Slices = int | Sequence[int] | Literal["auto"]
 # Of (stages, stages on a rank, micro-batches, costs): for each rank its actions, or their names.
@@ -75,6 +79,12 @@ def read_recompute(text: str) -> Recompute:
         return _policy(text)
     pairs = (entry.partition("=") for entry in text.split(","))
     return {pattern.strip(): _policy(policy) for pattern, _, policy in pairs}
+
+
+def read_offload(text: str) -> Offload:
+    """`activations`, `activations=0.5`, or several with commas."""
+    pairs = (entry.partition("=") for entry in text.split(","))
+    return {name.strip(): _policy(amount) if equals else 1.0 for name, equals, amount in pairs}  # type: ignore[misc]
 
 
 def read_slices(text: str) -> int | tuple[int, ...] | str:
@@ -175,6 +185,18 @@ def _is_policy(value: Any) -> bool:
     return isinstance(value, (int, float)) and 0 <= value <= (1 if isinstance(value, float) else math.inf)
 
 
+def _is_offload(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(name in OFFLOADED and _is_amount(name, amount) for name, amount in value.items())
+    names = (value,) if isinstance(value, str) else value
+    return isinstance(names, Sequence) and len(names) > 0 and all(name in OFFLOADED for name in names)
+
+
+def _is_amount(name: str, amount: Any) -> bool:
+    is_number = isinstance(amount, float) or (name == "activations" and isinstance(amount, int))
+    return is_number and not isinstance(amount, bool) and _is_policy(amount)
+
+
 def _name_of(function: Any) -> str:
     return str(getattr(function, "__qualname__", type(function).__qualname__))
 
@@ -224,6 +246,13 @@ class StepOptions:
     recompute: what the backward pass computes again instead of keeping it: none, selective (arXiv 2205.05198), full,
       the bytes that a rank may keep (an int), or their part of what "none" keeps (a float). Or those by pattern of
       modules, e.g. `{"blocks.0-3": "full", "*": "selective"}`.
+    offload: what waits in the host's memory: "activations", which the forward pass keeps for the backward pass;
+      "optimizer", its states, which are on the device while their parameters step; or a list of both. Or the parts that
+      do so, of activations also bytes: `{"activations": 0.5, "optimizer": 1.0}`. Where recompute= is a number, it is
+      the budget of both: each value is kept, computed again or moved, whichever takes the least time (arXiv
+      2104.07857).
+    horizon: layers of the backward pass by which activations are back before they are read: more hide slower copies,
+      fewer need less memory. "auto" begins each copy as late as hides it, by two layers at most.
     precision: to compute in: bf16 or fp16, with parameters and norms, softmax and loss in fp32. None as the model is.
     reduce_dtype: of the sums of gradients over ranks and micro-batches.
     bucket_bytes: of gradients or parameters that move together. None leaves it to the sizes of the model.
@@ -292,6 +321,16 @@ class StepOptions:
         ),
         Flag(str, "none|selective|full|BYTES|PART|MODULE=...,MODULE=...", read_recompute),
     )
+    offload: Offload = option(
+        None,
+        Valid(_is_offload, f'{one_of(OFFLOADED)}, a list of both, or parts from 0.0 to 1.0: {{"activations": 0.5}}'),
+        Flag(str, "WHAT|WHAT=PART,...", read_offload),
+    )
+    horizon: Horizon = option(
+        "auto",
+        Valid(lambda value: value == "auto" or _is_count(value), f'{_COUNT} of layers, or "auto"'),
+        Flag(str, "LAYERS|auto", _policy),
+    )
     precision: str | None = option(
         None,
         Valid(lambda value: value in PRECISIONS, f"{one_of(PRECISIONS)}, or None to compute as the model is"),
@@ -346,6 +385,12 @@ class StepOptions:
         return [f"{name}={value}" for name, value in named.items()]
 
     @property
+    def offloaded(self) -> Mapping[str, Amount]:
+        """How much of what waits in the host's memory: a part (a float) or bytes (an int)."""
+        wanted = (self.offload,) if isinstance(self.offload, str) else self.offload or ()
+        return wanted if isinstance(wanted, Mapping) else dict.fromkeys(wanted, 1.0)
+
+    @property
     def low_dtype(self) -> Dtype | None:
         """The short float in which products are computed; None if they are as in the model."""
         return read_dtype(self.precision) if self.precision in ("bf16", "fp16") else None
@@ -383,6 +428,8 @@ class StepKeywords(TypedDict, total=False):
     zero: int | None
     reshard_after_forward: bool
     recompute: Recompute
+    offload: Offload
+    horizon: Horizon
     precision: str | None
     reduce_dtype: Dtype
     bucket_bytes: int | None

@@ -133,6 +133,10 @@ class Plan:
         """The stage of ZeRO."""
         return (3 if SHARDED in self.mesh else 0) if self.options.zero is None else self.options.zero
 
+    def offloads(self, what: str) -> bool:
+        """True if something of these waits in the host's memory."""
+        return bool(self.options.offloaded.get(what))
+
     @property
     def expert_axes(self) -> tuple[str, ...]:
         """The axes over which experts are split."""

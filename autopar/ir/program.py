@@ -15,6 +15,7 @@ from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.torch_shortcuts import copy_node
 
+HOST = "host"  # the tier of memory beside the device's
 PARTNER = "@"  # begins the names of other models' tensors: `@teacher.up.weight`
 _KEY = "autopar"
 
@@ -68,6 +69,7 @@ class Record:
     made_by: str = "capture"  # the pass that made the node
     origin: str = ""  # the captured node whose logical value this holds, e.g. "mul_3" or "split.1"
     reason: str = ""  # why the node exists, if a pass made it
+    tier: str = ""  # the memory in which its value lies: HOST, or "" for that of the device
     flops: int = field(default=0, compare=False)  # of the whole call, if it is a product; not part of the text form
     exact: bool = field(default=False, compare=False)  # no precision shortens it; not part of the text form
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import MachineError, one_of
-from autopar.machines.model import ALL, ANY, H100, MESSAGE, PRODUCTS, Curve, Device, Link, Machine
+from autopar.machines.model import ALL, ANY, H100, MESSAGE, PRODUCTS, TO_HOST, Curve, Device, Link, Machine
 from autopar.text_files import read_text, read_toml
 
 _FOLDER = Path(__file__).parent
@@ -76,6 +76,7 @@ def read_machine(path: Path) -> Machine:
     machine = Machine(
         path.stem, _device(root.table("device")), _link(root.table("inside")), _link(root.table("between")),
         root.count("ranks", _RANKS), root.number("launch_us", _US), root.flag("is_host"),
+        root.number("to_host", _SPEED, TO_HOST),
     )  # fmt: skip
     root.end()
     return machine
@@ -194,6 +195,8 @@ def machine_text(machine: Machine, notes: Iterable[str] = ()) -> str:
     lines = [f"# {note}" for note in notes]
     lines += [f"ranks = {machine.ranks}  # devices of a node"]
     lines += [f"launch_us = {_word(machine.launch_us)}  # us, the host's time to launch a call"]
+    if machine.to_host != TO_HOST:
+        lines += [f"to_host = {_word(machine.to_host)}  # bytes a second to the host's memory, and as many back"]
     lines += ["is_host = true  # the devices are cores, which move data as well"] if machine.is_host else []
     lines += ["", "[device]", f"bandwidth = {_word(device.bandwidth)}  # bytes a second, of its memory"]
     lines += [f"memory = {_word(device.memory)}  # bytes", f"least_us = {_word(device.least_us)}  # us, of any call"]

@@ -57,6 +57,7 @@ NORM = "norm"  # the gradient of a norm, whose bytes do not reach what those of 
 LARGE = 1e8  # bytes of a message that reaches the full speed of its link
 LARGE_FLOPS = 1e12  # of a product that reaches all that a product reaches
 H100 = 132  # multiprocessors
+TO_HOST = 25e9  # bytes a second over PCIe 4.0 with 16 lanes, where a file says nothing
 # Queries and keys that fused attention takes at a time: what lies behind the diagonal of a causal mask it leaves out by
 # such tiles. Of FlashAttention-2 (from memory of arXiv 2307.08691), and of torch's kernel for CPUs (docs/planning.md).
 TILE, TILE_CPU = 128, 512
@@ -127,7 +128,8 @@ class RankGroup:
 @dataclass(frozen=True, slots=True)
 class Machine:
     """A cluster of equal nodes. ranks: devices of a node. launch_us: what the host needs for a call. is_host: the
-    devices are cores, which launch calls and move data as well as compute, one after the other."""
+    devices are cores, which launch calls and move data as well as compute, one after the other. to_host: bytes a second
+    that a device and its host's memory exchange, each way."""
 
     name: str
     device: Device
@@ -136,6 +138,7 @@ class Machine:
     ranks: int = 8
     launch_us: float = 0.0
     is_host: bool = False
+    to_host: float = TO_HOST
 
     @classmethod
     def flat(cls, flops: float, memory: float, link: float, latency_us: float, least_us: float) -> Machine:
@@ -193,6 +196,10 @@ class Machine:
         """The bytes that a link within a node moves while a device does one operation of a large product in a short
         float. kind: as of `product_us`."""
         return self.inside.speed(ANY, LARGE) * self.product_us(LARGE_FLOPS, "bfloat16", kind) / LARGE_FLOPS / 1e6
+
+    def copy_us(self, bytes_: float) -> float:
+        """The time of a copy into the host's memory, or back."""
+        return bytes_ / self.to_host * 1e6
 
     # -- between ranks ----------------------------------------------------------------------------------------------
 

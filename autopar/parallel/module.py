@@ -27,6 +27,7 @@ from autopar.parallel.stepping import forward_step, train_step
 from autopar.parallel.tensors.likeness import Likeness
 from autopar.parallel.weights.optimizer_states import States
 from autopar.runtime.ranks.recorder import Recorder
+from autopar.runtime.tiers.offloaded_states import OffloadedStates
 
 _LEFT_OUT = object()  # what a module returned beside its own loss
 
@@ -50,7 +51,10 @@ class ParallelModule(Likeness):
         self._last_aux: Any = None
         self._last: LastStep | None = None
         self._become_like(asked.model)
-        States(self._store, self._session.agreement).watch(self)
+        states = States(self._store, self._session.agreement)
+        states.watch(self)
+        if share := self._session.settings.options.offloaded.get("optimizer"):
+            OffloadedStates(states.is_ours, self._session.tier, float(share)).watch(self)
         # torch marks the functions of such hooks, which methods do not let it do
         self.register_load_state_dict_pre_hook(partial(self._store.refuse_assign))
 

@@ -13,7 +13,7 @@ from autopar.ir.layout import Factor, is_mirrored
 from autopar.ir.mesh import SLICE, Mesh
 from autopar.ir.ops.fused import fused_of
 from autopar.ir.ops.measure import goes_to_one, group_of, local_bytes, local_types, moved_type
-from autopar.ir.ops.ops import collective_of, is_collective, is_mesh_op, op
+from autopar.ir.ops.ops import COPIES, collective_of, is_collective, is_mesh_op, op
 from autopar.ir.ops.ring_ops import (
     CHAIN_IN_TURNS,
     RING_ATTENTION,
@@ -87,6 +87,7 @@ def _runs(factors: Sequence[Factor], length: int, mesh: Mesh) -> tuple[list[floa
 
 
 RING, TURNS = "ring", "turns"  # messages beside the products of a call; messages that ranks wait for one by one
+COPY = "copy"  # between the memories of the device and its host
 
 
 class Load(NamedTuple):  # a search of plans makes a hundred thousand
@@ -96,8 +97,9 @@ class Load(NamedTuple):  # a search of plans makes a hundred thousand
     `Machine.call_us`. squares: of these those of a causal mask's squares, of `width` queries and keys each; a kernel
     computes little more than half of one. moved: bytes read and written. total: bytes of a sum over micro-batches that
     it adds to. apart: times that calls of a CPU go through its first result, 0 where these move no more than `moved`.
-    results: bytes of each result. link: how it talks over `axis`: a collective's name, MESSAGE to one rank, RING or
-    TURNS; "" not at all. sent: (times, bytes) of its messages, or once the value that a collective moves.
+    results: bytes of each result. link: how it talks over `axis`: a collective's name, MESSAGE to one rank, RING,
+    TURNS, or COPY without any axis; "" not at all. sent: (times, bytes) of its messages, or once the value that a
+    collective moves.
     """
 
     flops: float = 0.0
@@ -196,6 +198,8 @@ def load_us(load: Load | None, mesh: Mesh, machine: Machine) -> float:
         return 0.0
     if not load.link:
         return _computed_us(load, machine)
+    if load.link == COPY:
+        return sum(times * machine.copy_us(size) for times, size in load.sent)
     group = group_of(mesh, load.axis, machine.ranks)
     if load.link not in (RING, TURNS):
         return _moved_us(load, group, machine)
@@ -229,6 +233,8 @@ def _moved_us(load: Load, group: RankGroup, machine: Machine) -> float:
 def _load(node: fx.Node, mesh: Mesh, sizes: Mapping[fx.Node, int]) -> Load | None:
     if is_getitem(node) or is_view(node):
         return None
+    if node.target in COPIES:
+        return Load(link=COPY, sent=((1, sizes[node]),))
     if is_mesh_op(node.target):
         if not is_collective(node.target):
             return None

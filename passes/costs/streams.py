@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from autopar.ir.mesh import is_in_time
-from autopar.ir.ops.ops import is_collective, op
+from autopar.ir.ops.ops import COPIES, TO_DEVICE, TO_HOST, is_collective, op
 from autopar.ir.ops.storage import is_view
 from autopar.ir.program import Program, is_getitem
 from autopar.machines import Machine
 from autopar.passes.costs.node_costs import node_times
 
 WAIT = op("wait")
+_WAYS = {TO_HOST: "copies out", TO_DEVICE: "copies back"}  # each with a stream, as an axis has
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,8 @@ def _launch(node: fx.Node, place: Mapping[fx.Node, int]) -> StreamCall | None:
         return StreamCall(awaits=place[node.all_input_nodes[0]])
     if is_getitem(node) or is_view(node):
         return None
+    if node.target in COPIES:
+        return StreamCall(_WAYS[node.target], starts=True)
     if not is_collective(node.target):
         return _CALL
     axis = str(node.args[1])

@@ -12,6 +12,7 @@ from autopar.ir.pipeline import Pipeline
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, record
 from autopar.passes.fuse import fuse
+from autopar.passes.offload.offload_stages import offload_stages
 from autopar.passes.overlap.bucket import bucket
 from autopar.passes.overlap.decompose import decompose
 from autopar.passes.overlap.overlap import overlap
@@ -116,12 +117,12 @@ def make_pipeline(program: Program, plan: Plan, explicit: Program | None = None)
         if lengths:
             plan = replace(plan, slice_lengths=lengths)
             pipeline = with_lengths(split_into_stages(program, plan, places), plan, explicit)
-    pipeline = _rewritten(pipeline, plan)
+    pipeline = _rewritten(offload_stages(pipeline, program, plan, places.in_flight), plan)
     for graphs in (pipeline.graphs, *({**pipeline.graphs, **sized} for sized in pipeline.sized.values())):
         verify_pipeline(pipeline.with_(graphs=graphs), program)
     lists = lists_of(pipeline)
     check_schedule(lists, pipeline.flow)
-    notes = (_held_note(pipeline, coupling),) if coupling else ()
+    notes = (*pipeline.notes, *((_held_note(pipeline, coupling),) if coupling else ()))
     return pipeline.with_(lists=lists, schedule=schedule.name, notes=notes)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -34,15 +35,40 @@ class _Step:
     time: int  # that it takes
 
 
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """Values may also wait in the host's memory. most: the bytes, or the part of what is kept, that may do so. stays:
+    the bytes that cannot. forward, backward: ns of the passes, which hide copies; byte: of a copy, one way."""
+
+    most: int | float
+    stays: int
+    forward: float
+    backward: float
+    byte: float
+
+    def room(self, kept: int) -> int:
+        """How many of the bytes that are kept may move."""
+        most = int(self.most * kept) if isinstance(self.most, float) else self.most
+        return max(0, min(most, kept - self.stays))
+
+    def time(self, moved: int) -> float:
+        """What the copies of so many bytes, out and back, lack to be hidden."""
+        return sum(max(0.0, moved * self.byte - hides) for hides in (self.forward, self.backward))
+
+
 def within(
-    budget: int, kept: int, layers: Iterable[Layer], rule: PolicyRule, full: Callable[[], int]
-) -> Iterator[tuple[Layer, CutChoice]]:
+    budget: int, kept: int, layers: Iterable[Layer], rule: PolicyRule, full: Callable[[], int],
+    elsewhere: Elsewhere | None = None,
+) -> Iterator[tuple[Layer, CutChoice]]:  # fmt: skip
     """The choices of the layers with the least time under which no more than `budget` bytes are kept, where `kept` are
     if nothing is computed again.
 
     Each layer's choices lie on a convex curve, so the steps that cost least time for a byte come first; equal layers
     take a step one after the other, spread over the depth. The result exceeds what the budget needs by less than the
     last step, of one layer. A larger budget takes fewer of the same steps, so that it never costs more time.
+
+    elsewhere: what is over the budget may move, if that takes less time than to compute it again. So many steps are
+    taken that both together take the least; to take all of them, or none, is among the choices.
 
     Raises PlanError if the least that can be kept is more than the budget.
     """
@@ -51,17 +77,31 @@ def within(
     for layer in layers:
         if layer.problem not in frontiers:
             frontiers[layer.problem] = frontier(layer.problem)
-    chosen: dict[int, CutChoice] = {}
-    left = kept
-    for step in _ordered(layers, frontiers):
-        if left <= budget:
-            break
-        chosen[step.layer] = step.target
-        left -= step.bytes_
-    if left > budget:
-        raise PlanError(_impossible(budget, kept, left, rule, full()))
+    steps = _ordered(layers, frontiers)
+    count = _steps_within(budget, kept, steps, elsewhere)
+    if count is None:
+        raise PlanError(_impossible(budget, kept, kept - sum(step.bytes_ for step in steps), rule, full(), elsewhere))
+    chosen = {step.layer: step.target for step in steps[:count]}
     for place, point in sorted(chosen.items()):
         yield layers[place], point
+
+
+def _steps_within(budget: int, kept: int, steps: list[_Step], elsewhere: Elsewhere | None) -> int | None:
+    """How many steps to take, such that what is left keeps to the budget, or may move as far as it does not, in the
+    least time; None if no number does."""
+    best, least, time, left = None, math.inf, 0, kept
+    for count, step in enumerate([None, *steps]):
+        if step is not None:
+            time, left = time + step.time, left - step.bytes_
+        over = max(0, left - budget)
+        if over > (0 if elsewhere is None else elsewhere.room(left)):
+            continue
+        cost = time + (elsewhere.time(over) if elsewhere is not None else 0.0)
+        if cost < least:
+            best, least = count, cost
+        if over == 0:
+            break
+    return best
 
 
 def _ordered(layers: list[Layer], frontiers: dict[LayerProblem, tuple[CutChoice, ...]]) -> list[_Step]:
@@ -87,8 +127,15 @@ def _spread(places: list[int]) -> list[int]:
     return sorted(places, key=turn.__getitem__)
 
 
-def _impossible(budget: int, kept: int, least: int, rule: PolicyRule, full: int) -> str:
+def _impossible(budget: int, kept: int, left: int, rule: PolicyRule, full: int, elsewhere: Elsewhere | None) -> str:
     asked = f"{rule.text} ({budget} of {kept} bytes)" if isinstance(rule.policy, float) else rule.text
+    least = left if elsewhere is None else left - elsewhere.room(left)
+    if elsewhere is not None:
+        return (
+            f"{asked}: a rank has to keep at least {least} bytes of the forward pass on the device, which neither "
+            f"offload= moves nor recompute= computes again under a budget. Allow {least} bytes or more"
+            + (", or let offload= move more." if left - least < left - elsewhere.stays else ".")
+        )
     return (
         f"{asked}: a rank has to save at least {least} bytes of the forward pass, {least / kept:.2f} of what 'none' "
         f"saves, since under a budget neither products nor collectives are computed again. Allow {least} bytes or "

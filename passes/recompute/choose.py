@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from torch import fx
 
@@ -10,8 +10,10 @@ from autopar.ir.ops.ops import collective_of, is_collective, op
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, operand_nodes, record
 from autopar.passes.costs.node_costs import local_bytes, node_times
+from autopar.passes.offload.choose_moves import kept_of
+from autopar.passes.offload.place_copies import CallLine, Ways
 from autopar.passes.pipeline.cuts.when import times_of
-from autopar.passes.recompute.budget import Layer, within
+from autopar.passes.recompute.budget import Elsewhere, Layer, within
 from autopar.passes.recompute.graph import Forward, ForwardCall, forward_of, inputs_that_vary, is_backward, is_costly
 from autopar.passes.recompute.min_cut import CutChoice, CutValue, LayerProblem, least
 from autopar.passes.recompute.policies import Policies, PolicyRule
@@ -214,9 +216,21 @@ class _Choice:
         if budget >= kept:
             return {}
         recomputed_calls: dict[fx.Node, RecomputedCall] = {}
-        for layer, point in within(budget, kept, self._layers(rule), rule, self.full):
+        for layer, point in within(budget, kept, self._layers(rule), rule, self.full, self._elsewhere()):
             recomputed_calls |= _again(layer, point, f"budget of {budget} bytes")
         return recomputed_calls
+
+    def _elsewhere(self) -> Elsewhere | None:
+        """What may wait in the host's memory in place of being computed again, where one budget is for both."""
+        if not self.plan.offloads("activations") or isinstance(self.plan.options.recompute, Mapping):
+            return None
+        machine, options = self.plan.fixed.machine, self.plan.options
+        kept = kept_of(CallLine(self.program, Ways(options.horizon, machine, stays=not self.plan.is_staged)))
+        forward, backward = (
+            1e3 * sum(time for node, time in self.times.items() if is_backward(node) == is_back)
+            for is_back in (False, True)
+        )
+        return Elsewhere(options.offloaded["activations"], kept.stays, forward, backward, 1e3 * machine.copy_us(1))
 
 
 def _again(layer: Layer, point: CutChoice, what: str) -> dict[fx.Node, RecomputedCall]:

@@ -18,10 +18,10 @@ from torch import fx
 
 from autopar.errors import BatchError, RankError, name_ranks
 from autopar.ir.mesh import PIPELINE, Mesh
-from autopar.ir.ops.ops import op, whole_of
+from autopar.ir.ops.ops import COPIES, op, whole_of
 from autopar.runtime.collectives.collectives import Member, Move, Step, begin
 from autopar.runtime.collectives.mesh_ops import WAIT, axis_coord, axis_group, is_local, local_answer
-from autopar.runtime.executor.executor import Executable, Observe, Outputs, Request, at_call, describe, run
+from autopar.runtime.executor.executor import CPU, Executable, Observe, Outputs, Request, at_call, describe, run
 from autopar.runtime.executor.inputs import StepInputs
 from autopar.runtime.kernels import host
 from autopar.runtime.pipeline.run_pipeline import Await, Finals, RankCode, Receive, Send, Watch, steps_of
@@ -30,6 +30,7 @@ from autopar.runtime.ranks.p2p import Peers
 from autopar.runtime.ranks.process_groups import Group, has_queues
 from autopar.runtime.ranks.recorder import Recorder
 from autopar.runtime.ranks.wire import on_wire
+from autopar.runtime.tiers.host_tier import Copying, HostTier, host_tier
 from autopar.torch_compat import coalesced
 
 # torch 2.13 renamed these two and warns of the old names; 2.11 has only the old ones.
@@ -67,11 +68,13 @@ class Waits:
 
 class DistributedDriver:
     """Drives one rank's graph. `groups` come from `make_groups`. routed: what the routes of the last run told. waits:
-    takes the time that the host spends in exchanges."""
+    takes the time that the host spends in exchanges. tier: where values wait that are copied out; the memory of a CPU
+    if it is not given."""
 
     def __init__(
-        self, mesh: Mesh, groups: Mapping[str, Group], rank: int | None = None, waits: Waits | None = None
-    ) -> None:
+        self, mesh: Mesh, groups: Mapping[str, Group], rank: int | None = None, waits: Waits | None = None,
+        tier: HostTier | None = None,
+    ) -> None:  # fmt: skip
         self.mesh, self.waits = mesh, waits or Waits()
         self.rank = dist.get_rank() if rank is None else rank
         self.coord = mesh.coord(self.rank)
@@ -79,6 +82,7 @@ class DistributedDriver:
         self._peers: Peers | None = None
         self._queued: list[tuple[Move, _Pending]] = []  # gathers that are launched with the next one
         self.recorder: Recorder | None = None
+        self.tier = host_tier(CPU) if tier is None else tier
         self.routed: list[Routed] = []
 
     def run(self, executable: Executable, inputs: Iterable[Any], observe: Observe | None = None) -> Outputs:
@@ -120,6 +124,7 @@ class DistributedDriver:
             except StopIteration as done:
                 return done.value
             except Exception as error:
+                self.tier.queues.end()
                 if not isinstance(error, RankError):
                     error.add_note(f"on rank {self.rank} at {self._at()}")
                 raise
@@ -133,8 +138,10 @@ class DistributedDriver:
         target, args = request.op, request.args
         if is_local(target):
             return local_answer(self.mesh, self.coord, target, args)
+        if target in COPIES:
+            return self.tier.start(target, args[0])
         if target == WAIT and not isinstance(args[0], _Pending):
-            return args[0]
+            return args[0].wait() if isinstance(args[0], Copying) else args[0]
         try:
             node, result = (
                 (args[0].node, args[0].wait()) if target == WAIT else (request.node, self._collective(request, overlap))

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from autopar.ir.ops.ops import COPIES
 from autopar.ir.program import record
 from autopar.ir.schedule import Action, Instruction, Span
 from autopar.runtime.collectives.mesh_ops import WAIT, is_local
@@ -96,7 +97,7 @@ class Recorder:
 
 def is_unseen(request: Any) -> bool:
     """True for what is answered without a word to other ranks."""
-    return isinstance(request, Request) and is_local(request.op)
+    return isinstance(request, Request) and (is_local(request.op) or request.op in COPIES)
 
 
 def _event(request: Any, step: int) -> Event:

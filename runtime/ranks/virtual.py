@@ -16,16 +16,17 @@ from torch import fx
 
 from autopar.errors import BatchError, RankError
 from autopar.ir.mesh import PIPELINE, Mesh
-from autopar.ir.ops.ops import collective_of, op, whole_of
+from autopar.ir.ops.ops import COPIES, collective_of, op, whole_of
 from autopar.ir.program import TensorType
 from autopar.ir.schedule import Instruction
 from autopar.runtime.collectives.collectives import together
 from autopar.runtime.collectives.mesh_ops import WAIT, axis_group, is_local, local_answer
 from autopar.runtime.collectives.rows_to_owners import bound_of, check_bound
-from autopar.runtime.executor.executor import Executable, Outputs, Request, at_call, describe, run
+from autopar.runtime.executor.executor import CPU, Executable, Outputs, Request, at_call, describe, run
 from autopar.runtime.executor.inputs import StepInputs
 from autopar.runtime.pipeline.run_pipeline import Await, Finals, RankCode, Receive, Send, steps_of
 from autopar.runtime.ranks.recorder import Recorder
+from autopar.runtime.tiers.host_tier import Copying, host_tier
 
 RankObserve = Callable[[int, fx.Node, Any], None]
 
@@ -39,6 +40,7 @@ class VirtualMesh:
         self.mesh = mesh
         self._coords = mesh.coords()
         self._groups: dict[str, list[tuple[int, ...]]] = {}
+        self.tiers = [host_tier(CPU) for _ in self._coords]
 
     def run(
         self,
@@ -124,7 +126,10 @@ class VirtualMesh:
                     waiting[rank] = request
                     return
                 elif request.op == WAIT:
-                    answer = [request.args[0]]
+                    answer = [given.wait() if isinstance(given := request.args[0], Copying) else given]
+                    del given
+                elif request.op in COPIES:
+                    answer = [self.tiers[rank].start(request.op, request.args[0])]
                 elif is_local(request.op):
                     answer = [local_answer(self.mesh, self._coords[rank], request.op, request.args)]
                 else:

@@ -80,8 +80,8 @@ def test_options_are_the_callers_no_longer() -> None:
     stages.append("c")
     shard["*.bias"] = "[tp]"
     assert chosen.stages == ("a", "b") and chosen.shard == {"*.weight": "[tp,-]"}
-    with pytest.raises(TypeError, match="there is no option 'offload'; there is shard, "):
-        options_of(offload=True)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="there is no option 'parking'; there is shard, "):
+        options_of(parking=True)  # type: ignore[call-arg]
 
 
 def test_ranks_tell_a_function_by_its_name() -> None:
@@ -96,9 +96,9 @@ ENTRY = "    bucket_bytes: of gradients"
 FIELD = "    bucket_bytes: int | None = option("
 KEYWORD = "    bucket_bytes: int | None\n"
 ADDED = {
-    ENTRY: "    offload: states that lie on the host. A sentence more.\n" + ENTRY,
-    FIELD: '    offload: int | None = option(None, Valid(_is_count, _COUNT), Flag(int, "N"))\n' + FIELD,
-    KEYWORD: "    offload: int | None\n" + KEYWORD,
+    ENTRY: "    parking: states that lie on the host. A sentence more.\n" + ENTRY,
+    FIELD: '    parking: int | None = option(None, Valid(_is_count, _COUNT), Flag(int, "N"))\n' + FIELD,
+    KEYWORD: "    parking: int | None\n" + KEYWORD,
 }
 USER = """
 import inspect, sys
@@ -106,19 +106,19 @@ import torch, autopar
 from autopar.cli import commands
 from autopar.ir.options import option_texts
 
-job = lambda: autopar.Job(torch.nn.Linear(4, 4), lambda m, x: m(x).sum(), torch.ones(4, 4), offload=3)
+job = lambda: autopar.Job(torch.nn.Linear(4, 4), lambda m, x: m(x).sum(), torch.ones(4, 4), parking=3)
 if __name__ == "__main__":
     made = autopar.compile(job().model, "dp=2", loss_fn=job().loss_fn, batch=job().batch, **job().step)
-    assert made.plan.options.offload == 3
-    assert autopar.parallelize(job().model, "dp=1", loss_fn=job().loss_fn, offload=5)
+    assert made.plan.options.parking == 3
+    assert autopar.parallelize(job().model, "dp=1", loss_fn=job().loss_fn, parking=5)
     try:
-        autopar.Job(torch.nn.Linear(4, 4), offload=0)
+        autopar.Job(torch.nn.Linear(4, 4), parking=0)
     except autopar.AutoparError as error:
-        assert str(error) == "offload=0: write a number of 1 or more.", error
-    assert commands.CommandOptions(offload=7).job(f"{__file__}:job").offload == 7
-    assert commands.CommandOptions(offload=7).arguments()[-2:] == ["--offload", "7"]
-    assert option_texts()["offload"] == "states that lie on the host. A sentence more."
-    assert "offload: states that lie on the host." in inspect.getdoc(autopar.StepOptions)
+        assert str(error) == "parking=0: write a number of 1 or more.", error
+    assert commands.CommandOptions(parking=7).job(f"{__file__}:job").parking == 7
+    assert commands.CommandOptions(parking=7).arguments()[-2:] == ["--parking", "7"]
+    assert option_texts()["parking"] == "states that lie on the host. A sentence more."
+    assert "parking: states that lie on the host." in inspect.getdoc(autopar.StepOptions)
     sys.argv = ["autopar", "verify", "--help"]
     commands.main()
 """
@@ -145,4 +145,4 @@ def test_a_new_option_touches_one_file(tmp_path: Path) -> None:
         [sys.executable, str(tmp_path / "user.py")], env=environment, capture_output=True, text=True, timeout=120
     )
     assert found.returncode == 0, found.stderr
-    assert "--offload" in found.stdout and "states that lie on the host" in found.stdout
+    assert "--parking" in found.stdout and "states that lie on the host" in found.stdout

@@ -36,6 +36,15 @@ def read_plan(lines: Iterable[str], mesh: Mesh | None = None) -> Plan:
         elif key == "machine":  # its figures, in the order of its fields
             plan = replace(plan, fixed=Fixed(machine=Machine.flat(*map(float, value.split()))))
         else:
-            assert key in ("bucket_bytes", "chunked_loss", "microbatches", "recompute", "slices", "zero"), line
+            assert key in (
+                "bucket_bytes",
+                "chunked_loss",
+                "horizon",
+                "microbatches",
+                "offload",
+                "recompute",
+                "slices",
+                "zero",
+            ), line
             options[key] = ast.literal_eval(value)
     return replace(plan, layouts=layouts, options=StepOptions(**options))

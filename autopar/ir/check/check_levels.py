@@ -12,10 +12,10 @@ from autopar.ir.check.verify_fused import check_groups
 from autopar.ir.layout import OWNED, Layout, fits, outer_of
 from autopar.ir.mesh import axes_of_group
 from autopar.ir.ops.collective_ops import COLLECTIVES, Spread
-from autopar.ir.ops.ops import is_mesh_op, mesh_op_name
+from autopar.ir.ops.ops import AWAITED, COPIES, TO_DEVICE, TO_HOST, is_mesh_op, mesh_op_name
 from autopar.ir.ops.ring_ops import Ring, is_attention, is_ring_backward
 from autopar.ir.pipeline import Pipeline
-from autopar.ir.program import Level, Program, has_record, operand_nodes, record
+from autopar.ir.program import HOST, Level, Program, has_record, operand_nodes, record
 
 
 def verify(program: Program, level: Level) -> None:
@@ -88,6 +88,8 @@ def _check_graph(program: Program, level: Level) -> None:
     missing = [node.name for node in program.graph.nodes if not has_record(node)]
     if missing:
         raise VerificationError(f"nodes without a record: {', '.join(missing[:5])}")
+    for node in program.graph.nodes:
+        _check_tier(node)
     if len(program.placeholders) != len(program.inputs):
         raise VerificationError(f"{len(program.placeholders)} placeholders for {len(program.inputs)} inputs")
     if len(program.results) != len(program.outputs):
@@ -95,6 +97,28 @@ def _check_graph(program: Program, level: Level) -> None:
     check_chains(program)
     if level >= Level.LOCAL:
         check_groups(program)
+
+
+def _check_tier(node: fx.Node) -> None:
+    """What lies in the host's memory is read by its loads alone, or leaves for another graph of the stage; a copy under
+    way is awaited, in its own graph."""
+    if node.op == "output":
+        return
+    known = record(node)
+    source = node.args[0] if node.target is AWAITED else None
+    ends_copy = isinstance(source, fx.Node) and source.target is TO_HOST
+    if bool(known.tier) != (node.target is TO_HOST or ends_copy or (node.op == "placeholder" and known.tier == HOST)):
+        _fail(node, f"lies in the tier '{known.tier or 'device'}', which is not what it makes")
+    if node.target in COPIES:
+        if len(node.users) != 1 or next(iter(node.users)).target is not AWAITED:
+            _fail(node, "is under way and is not awaited, once, in its own graph")
+    elif known.tier:
+        wrong = [user for user in node.users if user.target is not TO_DEVICE and user.op != "output"]
+        if wrong:
+            _fail(node, f"lies in the host's memory, and %{wrong[0].name} reads it, which is no load")
+    operand = node.args[0] if node.target is TO_DEVICE else None
+    if isinstance(operand, fx.Node) and not record(operand).tier:
+        _fail(node, f"loads %{operand.name}, which is on the device")
 
 
 def _check_layouts(node: fx.Node, program: Program) -> None:

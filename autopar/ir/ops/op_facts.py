@@ -361,7 +361,8 @@ def is_fresh(target: Any) -> bool:
         return False
     if target.namespace == "autopar":
         # A driver answers a collective in new memory, or in that of an operand which nothing else sees (`Request`).
-        # This rank's part of a value (shard, keep_first) is a view of it.
+        # This rank's part of a value (shard, keep_first) is a view of it. A copy to the host, or
+        # back, holds what it reads until it is done.
         return is_collective(target) or not is_mesh_op(target)
     # Nobody checks the schema of a user's op, nor that of one which torch puts together from others: `type_as` and
     # `einsum` say "Tensor" and may return a view. Captured graphs hold what the latter are put together from.

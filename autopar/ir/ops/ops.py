@@ -301,6 +301,9 @@ LOCAL = (
     "owned_index(Tensor x, str axis, Tensor route, int bound=0) -> Tensor",
     # this rank's coordinate on an axis
     "coord(str axis) -> SymInt",
+    # a copy into the host's memory, and one back from there: each is done at its `wait`, until which it holds x
+    "to_host_start(Tensor x) -> Tensor",
+    "to_device_start(Tensor x) -> Tensor",
 )
 
 
@@ -365,6 +368,9 @@ _SEMANTIC_TARGETS: dict[object, SemanticOp] = {op(one.name): one for one in SEMA
 _BY_TARGET = {op(one.name): one for one in COLLECTIVES}
 _WHOLE_OF = {op(f"{one.name}_start"): op(one.name) for one in COLLECTIVES if one.halves}
 _COLLECTIVE_TARGETS = frozenset((*_BY_TARGET, *_WHOLE_OF, op("wait")))
+# Copies between the device's memory and the host's, and what waits for one, as for a collective.
+TO_HOST, TO_DEVICE, AWAITED = op("to_host_start"), op("to_device_start"), op("wait")
+COPIES = frozenset((TO_HOST, TO_DEVICE))
 _MESH_TARGETS = _COLLECTIVE_TARGETS | frozenset(op(name_of(schema)) for schema in LOCAL)
 
 

@@ -18,7 +18,18 @@ from autopar.ir.mesh import Mesh, parse_mesh
 from autopar.ir.ops import ring_ops  # noqa: F401  registers them, so that text may name them
 from autopar.ir.ops.fused import KINDS, Fused
 from autopar.ir.ops.names import DTYPES, WORDS, find_target
-from autopar.ir.program import Input, Level, Output, Program, Record, TensorType, operand_nodes, record, set_record
+from autopar.ir.program import (
+    HOST,
+    Input,
+    Level,
+    Output,
+    Program,
+    Record,
+    TensorType,
+    operand_nodes,
+    record,
+    set_record,
+)
 from autopar.torch_shortcuts import add_call
 
 _STRING = r'"(?:[^"\\]|\\.)*"'
@@ -26,6 +37,7 @@ _HEADER = re.compile(r"([A-Z]+) program(?: on (\S+))?\Z")
 _RETURN = re.compile(rf"return (\w+) ({_STRING}) = ")
 _TYPE = re.compile(r"(\w+)\[([\d,]*)\](?: of \[([\d,]*)\])?")
 _LAYOUT = re.compile(r" (\[[^\[\]]*\](?: partial\([^()]*\))?)")
+_TIER = re.compile(rf" in ({HOST})(?= =)")
 _AS = re.compile(r" as(?= \[)")
 _NAME = re.compile(r"%(\w+)")
 _KEY = re.compile(r"(\w+)=(?!=)")
@@ -155,6 +167,8 @@ class _Reader:
         name = self._expect(_NAME, "a value such as %mul_3")[1]
         self._take(": ")
         known = self._result(name == "output")
+        if tier := self._match(_TIER):
+            known = known.with_(tier=tier[1])
         self._take(" = ")
         if name == "output":
             self._take("return")

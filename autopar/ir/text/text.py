@@ -11,6 +11,7 @@
 
 `f32[4,16] of [8,16] [dp,-]` is the local shape, the global one, and the layout; below LOCAL the global shape
 stands alone. Several results stand in parentheses, `-` is a result that is no tensor, `?` a missing layout.
+`in host` behind a layout: the value lies in the host's memory, or is on its way there.
 `%x as [dp,-]` is the layout in which an operand is wanted where that is not the layout which it has. After `#`,
 as far as they say something: module path, source line, `backward`, `by` the pass that made it, `from` the
 captured value that it holds (if not written: itself, or none if a pass made it), `why: ` the reason.
@@ -84,6 +85,11 @@ def print_result(known: Record, level: Level, mesh: Mesh) -> str:
         return items[0] if items else "nothing"
     assert known.several, items
     return f"({', '.join(items)})"
+
+
+def _tier(known: Record) -> str:
+    """Where a value lies, if not on the device."""
+    return f" in {known.tier}" if known.tier else ""
 
 
 def print_argument(value: Any, wanted: Iterator[str] | None = None) -> str:
@@ -195,7 +201,7 @@ def _line(node: fx.Node, program: Program, entry: Input | None = None) -> str:
     else:
         right = _call(node, tails)
     result = print_result(known, Level.CAPTURED if node.op == "output" else program.level, program.mesh)
-    return f"%{node.name}: {result} = {right}{_comment(node.name, known, wants)}"
+    return f"%{node.name}: {result}{_tier(known)} = {right}{_comment(node.name, known, wants)}"
 
 
 def _lines(program: Program) -> Iterator[tuple[str, str]]:

@@ -28,6 +28,8 @@ from autopar.runtime.pipeline.run_pipeline import RankCode
 from autopar.runtime.ranks.distributed import DistributedDriver
 from autopar.runtime.ranks.process_groups import Group
 from autopar.runtime.ranks.runner import PipelineRunner, Runner, executor_runner
+from autopar.runtime.tiers.host_buffers import host_buffers, moves_to_host
+from autopar.runtime.tiers.host_tier import HostTier
 
 # A compiler may reorder. It never did: but ranks that wait for different things would hang.
 _ORDER = "order of collectives that Inductor wrote"
@@ -35,16 +37,31 @@ _ORDER = "order of collectives that Inductor wrote"
 _READING = frozenset(map(op, ("ctc_loss", "ctc_loss_backward", "route", "route_start")))
 
 
-def make_runner(compiled: Lowered, groups: Mapping[str, Group], agreement: Agreement, device: torch.device) -> Runner:
-    """Make a program ready to run. Every rank must call this; where one fails, all raise."""
+def make_runner(
+    compiled: Lowered, groups: Mapping[str, Group], agreement: Agreement, device: torch.device,
+    tier: Callable[[], HostTier],
+) -> Runner:  # fmt: skip
+    """Make a program ready to run. Every rank must call this; where one fails, all raise. tier: gives the host's memory
+    to programs that leave values there, which have their buffers before the first step."""
     program, pipeline = compiled.program, compiled.pipeline
-    driver = DistributedDriver(compiled.mesh, groups, waits=agreement.waits)
+    filled = _filled(compiled, agreement, tier) if moves_to_host(program, pipeline) else None
+    driver = DistributedDriver(compiled.mesh, groups, waits=agreement.waits, tier=filled)
     compiler = compiled.plan.options.compile
     if compiler != "inductor":
         return executor_runner(program, pipeline, driver, device, kernels=kernels_of(compiler, device))
     if pipeline is None:
         return _compiled_program(program, groups, agreement, device)
     return _compiled_pipeline(program, pipeline, driver, groups, agreement, device)
+
+
+def _filled(compiled: Lowered, agreement: Agreement, tier: Callable[[], HostTier]) -> HostTier:
+    def fill(_: Phase) -> HostTier:
+        place = compiled.mesh.coord(dist.get_rank()).get(PIPELINE, 0)
+        made = tier()
+        made.fill(host_buffers(compiled.program, compiled.pipeline, place))
+        return made
+
+    return agreement.together("host memory", fill)
 
 
 def _compiled_program(

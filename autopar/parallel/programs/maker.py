@@ -56,6 +56,7 @@ class Maker:
         self._sequence: dict[bool, bool] = {}  # of training steps, and of others: what "auto" was decided to mean
         self._joined = Joined(session.settings.device)
         self._groups: dict[str, Group] = {}
+        self._tier = session.tier
         self._recordings = recordings(session.settings.graphs, session.settings.device)
         self._said: set[str] = set()
 
@@ -195,7 +196,7 @@ class Maker:
         missing = [axis for axis in compiled.axes if axis not in self._groups]
         self._connect(missing, compiled)
         slots = slots_of(compiled.program, compiled.pipeline, where.coord)
-        runner = make_runner(compiled, self._groups, self._agreement, settings.device)
+        runner = make_runner(compiled, self._groups, self._agreement, settings.device, self._tier)
         if self._recordings is not None:
             runner = recorded(runner, compiled, slots, owners.parameters(), self._recordings)
         return Running(built, runner, slots, self._store, owners)

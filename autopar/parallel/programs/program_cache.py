@@ -67,7 +67,7 @@ class WantedProgram:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptProgram:
     """A program that was found, with the name by which it is known."""
 
     name: str
@@ -141,7 +141,7 @@ class ProgramCache:
 
     # -- find and keep ----------------------------------------------------------------------------------------------
 
-    def _find(self, key: str, wanted: WantedProgram) -> Kept | None:
+    def _find(self, key: str, wanted: WantedProgram) -> KeptProgram | None:
         """The program of an earlier run, if it would be compiled the same now."""
         for path, read, says, content in entries(self._folder, key):
             try:
@@ -155,7 +155,7 @@ class ProgramCache:
                 _log.warning("'%s' cannot be read, and is compiled again: %s", path, error)
                 continue
             used(path)
-            return Kept(f"{key}-{hashlib.sha256(content).hexdigest()}", built)
+            return KeptProgram(f"{key}-{hashlib.sha256(content).hexdigest()}", built)
         return None
 
     def _guards_if_same(self, read: str, says: Any, wanted: WantedProgram) -> Guards | None:

@@ -5,8 +5,10 @@ Each rank checks what it was given, all agree on it once, and then there are gro
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -16,7 +18,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.capture import LossFn
 from autopar.capture.inputs import tables
-from autopar.compiler.check_options import CHECK_EVERY, Graphs, OnNonFinite, check_graphs, check_nonfinite, options_of
+from autopar.compiler.check_options import (
+    CHECK_EVERY,
+    Graphs,
+    OnNonFinite,
+    check_graphs,
+    check_nonfinite,
+    check_offload,
+    options_of,
+)
 from autopar.compiler.meshes import MeshLike, mesh_of
 from autopar.compiler.models import check_model
 from autopar.compiler.precision_check import check_device
@@ -38,6 +48,7 @@ from autopar.parallel.weights.replicas import Replicas, every_of
 from autopar.parallel.weights.store import ParameterStore, describe_state
 from autopar.runtime.ranks.meet import attempt_name
 from autopar.runtime.ranks.process_groups import mesh_over
+from autopar.runtime.tiers.host_tier import HostTier, host_tier
 from autopar.settings import Settings
 from autopar.torch_compat import end_waits_after
 
@@ -103,6 +114,7 @@ class Requested:
         phase.now = "compiler"
         check_compiler(options.compile, device)
         check_graphs(self.cuda_graphs, device)
+        check_offload(options, self.cuda_graphs)
         phase.now = "precision"
         check_device(options, device)
         return mesh, options
@@ -136,7 +148,7 @@ class StepSettings:
 @dataclass(frozen=True, slots=True)
 class Session:
     """What the parts of one parallel module share, from `parallelize` on. scale: of the loss, under
-    precision="fp16"."""
+    precision="fp16". tier: gives the host's memory to what waits there."""
 
     settings: StepSettings
     store: ParameterStore
@@ -147,6 +159,7 @@ class Session:
     nonfinite: NonFinite
     random: RandomState
     scale: LossScale | None
+    tier: Callable[[], HostTier]
 
     @property
     def world(self) -> BatchWorld:
@@ -173,7 +186,9 @@ def open_session(asked: Requested) -> Session:
     scale = LossScale() if options.precision == "fp16" else None
     store.distribute(agreement, asked.seed, asked.weights)
     watched = announcer.watch(tables.parameters(asked.model))
-    return Session(settings, store, agreement, announcer, watched, replicas, nonfinite, RandomState(asked.seed), scale)
+    tier = cache(partial(host_tier, place))  # one for all programs
+    random = RandomState(asked.seed)
+    return Session(settings, store, agreement, announcer, watched, replicas, nonfinite, random, scale, tier)
 
 
 def join(asked: Requested) -> tuple[Agreement, Mesh, DeviceMesh, StepOptions]:

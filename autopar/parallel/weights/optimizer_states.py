@@ -45,11 +45,11 @@ class States:
         """
         if self._seen.get(optimizer) is optimizer.state:  # loading makes another dict
             return
-        if not any(self._is_ours(p) for group in optimizer.param_groups for p in group["params"]):
+        if not any(self.is_ours(p) for group in optimizer.param_groups for p in group["params"]):
             return
         if self._store.is_placed and optimizer not in self._seen:
             optimizer.register_load_state_dict_post_hook(self.place)
-        known = [(p, s) for p, s in optimizer.state.items() if self._is_ours(p)]
+        known = [(p, s) for p, s in optimizer.state.items() if self.is_ours(p)]
         quick = {p: bool(g.get("fused") or g.get("capturable")) for g in optimizer.param_groups for p in g["params"]}
         for parameter, states in known:
             for key, value in states.items():
@@ -89,7 +89,8 @@ class States:
                 f"has not yet, as a scheduler's initial_lr, to rank 0 alone: make the scheduler before it.)"
             ) from error
 
-    def _is_ours(self, parameter: Any) -> TypeGuard[ParameterTensor]:
+    def is_ours(self, parameter: Any) -> TypeGuard[ParameterTensor]:
+        """True for a parameter of the model."""
         return isinstance(parameter, ParameterTensor) and parameter.place.world is self._store.distributor.world
 
 

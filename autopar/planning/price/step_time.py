@@ -26,7 +26,7 @@ def step_time(compiled: Lowered, machine: Machine | None = None, imbalance: floa
     _check_has_flops(compiled)
     machine = machine or compiled.plan.fixed.machine
     mesh = compiled.mesh
-    optimizer = {place: machine.update_us(bytes_) for place, bytes_ in _states(compiled).items()}
+    optimizer = {place: _optimizer_us(compiled, machine, bytes_) for place, bytes_ in _states(compiled).items()}
     rows = compiled.plan.options.expert_rows or imbalance
     if compiled.pipeline is None:
         spent = run(compiled.program, machine, rows)
@@ -47,6 +47,13 @@ def _check_has_flops(compiled: Lowered) -> None:
             f"programs tell no FLOPs of their products, nor which of them are computed again. Ask what "
             f"autopar.compile(model, '{compiled.mesh}', ...) returns, before it is saved."
         )
+
+
+def _optimizer_us(compiled: Lowered, machine: Machine, bytes_: float) -> float:
+    """The time in which AdamW reads and writes so many bytes; or in which its two moments come from the host's memory,
+    while others go there."""
+    moments = 2 * bytes_ / ADAMW * compiled.plan.options.offloaded.get("optimizer", 0.0)
+    return max(machine.update_us(bytes_), machine.copy_us(moments))
 
 
 def _states(compiled: Lowered) -> dict[int, float]:

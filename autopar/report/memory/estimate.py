@@ -31,6 +31,7 @@ from autopar.report.memory.report import (
 )
 from autopar.report.memory.simulate_rank import CPU_DEVICE, GPU_DEVICE, OptimizerMaker, Trace, simulate
 from autopar.report.memory.track import StorageBlock
+from autopar.runtime.tiers.host_buffers import host_bytes
 
 LARGEST = 12  # values of a report
 
@@ -87,6 +88,7 @@ def _report(compiled: Lowered, rank: int, trace: Trace, device: str) -> MemoryRe
         optimizer=tracker.peak_bytes(trace.optimizer),
         largest=tuple(_value(block, category.of(block)) for block in _largest(alive)),
         timeline=timeline,
+        host=host_bytes(compiled.program, pipeline, coord.get(PIPELINE, 0)) + trace.host_states,
     )
 
 

@@ -55,7 +55,7 @@ class MemoryReport:
     states: what is there between steps, by category. categories: what is alive at the peak; they sum to it. place:
     where the peak is. worst: the peak if all rows of its group come to this rank's experts, and not as many as on
     average; None where no rows move to experts. step, optimizer: the peaks of the two parts. largest: at the peak.
-    timeline: node by node.
+    timeline: node by node. host: the bytes of the host's memory in which values wait; the device's are all others.
     """
 
     rank: int
@@ -72,6 +72,7 @@ class MemoryReport:
     largest: tuple[HeldValue, ...]
     timeline: tuple[Moment, ...]
     worst: int | None = None
+    host: int = 0
 
     @property
     def title(self) -> str:
@@ -88,6 +89,8 @@ class MemoryReport:
         lines.append(f"peak at {self.place}")
         if self.worst is not None:
             lines.append(f"  with as many rows of experts as on average; {human(self.worst)} at worst, with all rows")
+        if self.host:
+            lines.append(f"in the host's memory {exact(self.host)} ({human(self.host)})")
         lines.append(f"peak of the step {human(self.step)}, of the optimizer's step {human(self.optimizer)}")
         lines.append("largest at the peak:")
         found = [(human(value.bytes), value.category, str(value)) for value in self.largest]

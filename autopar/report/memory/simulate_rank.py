@@ -33,6 +33,8 @@ from autopar.runtime.executor.outputs import own_memory, shared_outputs
 from autopar.runtime.ranks.distributed import DistributedDriver
 from autopar.runtime.ranks.process_groups import Group
 from autopar.runtime.ranks.runner import executor_runner
+from autopar.runtime.tiers.host_tier import without_data
+from autopar.runtime.tiers.offloaded_states import OffloadedStates
 from autopar.torch_compat import FakeTensor, FakeTensorMode
 
 _KINDS = {"parameter": PARAMETERS}
@@ -58,6 +60,7 @@ class Trace:
     optimizer_name: str = "no optimizer"
     parameters: tuple[int, ...] = ()  # the elements of each
     gradient_bytes: int = 0  # of the gradients alone; their memory may be larger
+    host_states: int = 0  # bytes of the optimizer's that wait in the host's memory
     state: StateBefore | None = None  # lives as long as the trace: its end would be events
 
 
@@ -118,7 +121,8 @@ class _Rank:
         self.position = Position(compiled, self.coord, self.tracker)
         self.trace = Trace(self.tracker, saved=self.position.saved)
         groups = fake_groups(compiled.mesh, rank, compiled.axes, copies=device == "cpu")
-        driver = DistributedDriver(compiled.mesh, groups, rank)
+        self.tier = without_data()
+        driver = DistributedDriver(compiled.mesh, groups, rank, tier=self.tier)
         study = Study(self.position.enter, ON_CPU if device == "cpu" else ON_GPU)
         processors = compiled.plan.fixed.machine.device.processors
         kernels = unlaunched(processors) if device == "meta" else None  # a CPU runs the calls of a group one by one
@@ -142,6 +146,7 @@ class _Rank:
         tracker.place = RankPosition(OPTIMIZER)
         if optimizer is not None:
             optimizer.step()
+        trace.host_states = self.tier.pool.lasting
         del loss  # whoever trains looks at it afterwards
         return trace
 
@@ -176,6 +181,12 @@ class _Rank:
         self.tracker.place = RankPosition(OPTIMIZER)
         optimizer = make(trained)
         self.trace.optimizer_name = type(optimizer).__name__
+        share = self.compiled.plan.options.offloaded.get("optimizer")
+        if share:
+            types = {entry.name: record(node).type.bytes_ for node, entry in self.compiled.program.parameters()}
+            mine = {id(p): types[name] for name, p in self.state.parameters.items() if name in types}
+            tier = self.tier
+            OffloadedStates(lambda p: id(p) in mine, lambda: tier, float(share), lambda p: mine[id(p)]).watch(self)
         if self.device.type == "meta":  # what torch does by default on a GPU, and not here
             for group in optimizer.param_groups:
                 if group.get("foreach", False) is None and not group.get("fused"):

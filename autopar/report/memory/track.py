@@ -53,10 +53,15 @@ class Tracker(TorchDispatchMode):
         self.total = 0
         self.events: list[BlockEvent] = []
         self._blocks: dict[int, tuple[StorageBlock, Any]] = {}
+        self._others: dict[int, torch.Tensor] = {}
 
     def add(self, tensor: torch.Tensor, kind: str, name: str = "") -> None:
         """Something that was there before."""
         self._see(tensor, kind, name)
+
+    def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Do not count some memory: buffers of the host, on a machine that has no other."""
+        self._others.update((id(x.untyped_storage()), x) for x in tensors)
 
     def blocks_of(self, tensors: Iterable[Any]) -> list[StorageBlock]:
         """The blocks in which some tensors lie."""
@@ -106,6 +111,8 @@ class Tracker(TorchDispatchMode):
         if tensor.device.type != self.device or tensor.layout is not torch.strided:
             return
         storage = tensor.untyped_storage()
+        if id(storage) in self._others:
+            return
         size = -(-storage.nbytes() // self.grain) * self.grain
         known = self._blocks.get(id(storage))
         if known is not None:

@@ -1,0 +1,273 @@
+"""Values that wait in the host's memory: a pool of buffers, and copies out and back that go on beside the computation.
+
+A copy is two ops of the program, its start and its `wait`. On CUDA it moves in a stream of its own, one for each way,
+which first waits for the stream that computes (the current one, asked each time); `wait` lets that one wait for the
+copy. So every order is an edge of the graph, and no memory is in use unknown to an allocator:
+
+    what is copied out    is held until its `wait`, behind which the computing stream has the copy's end before it
+    a copy back           waits for the end of its own copy out, whether or not the host has seen it
+    what is copied into   is allocated where the program is, and the copy begins behind all that was computed there
+    a buffer              is free when nothing can load it any more; the next copy into it begins behind the computing
+                          stream, which has waited for the last load
+
+On a CPU a copy is done when it has started, and only when memory is given back is as on CUDA.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from autopar.errors import PlanError
+from autopar.ir.ops.ops import TO_HOST
+
+Make = Callable[[int], "torch.Tensor | None"]
+
+
+class Queues(Protocol):
+    """Where copies go on: out and back, each way in its own order. `copy` and `after` as of `CopyQueues`."""
+
+    def copy(self, way: str, move: Callable[[], None], after: Any) -> Any: ...
+
+    def wait(self, event: Any) -> None: ...
+
+    def end(self) -> None: ...
+
+
+class AtOnce:
+    """Copies that are done when they have started."""
+
+    def copy(self, way: str, move: Callable[[], None], after: Any) -> None:
+        move()
+
+    def wait(self, event: None) -> None:
+        return
+
+    def end(self) -> None:
+        return
+
+
+class CopyQueues:
+    """Two streams of a device for as long as this lives. api: `torch.cuda`, or what takes its place."""
+
+    def __init__(self, api: Any, device: torch.device) -> None:
+        self.api, self.device = api, device
+        self._streams = {way: api.Stream(device) for way in (OUT, BACK)}
+
+    def copy(self, way: str, move: Callable[[], None], after: Any) -> Any:
+        """Start a copy behind what is computed so far, and behind an event if one is given; the event of its end."""
+        stream = self._streams[way]
+        stream.wait_event(self.api.current_stream(self.device).record_event())
+        if after is not None:
+            stream.wait_event(after)
+        with self.api.stream(stream):
+            move()
+        return stream.record_event()
+
+    def wait(self, event: Any) -> None:
+        """Let the stream that computes wait for the end of a copy."""
+        self.api.current_stream(self.device).wait_event(event)
+
+    def end(self) -> None:
+        """Let it wait for all copies, of a step that ends before it has awaited them."""
+        for stream in self._streams.values():
+            self.wait(stream.record_event())
+
+
+OUT, BACK = "out", "back"
+
+
+@dataclass(slots=True)
+class HostPool:
+    """Buffers by size, used again. make: gives one of so many bytes; None where tensors have no data.
+
+    held, peak: the bytes in use. made: of all buffers. missed: buffers that a step had to make, since the pool was not
+    filled. moved: the bytes of copies, by their way. lasting: bytes that stay from step to step, and lie in no buffer.
+    """
+
+    make: Make
+    held: int = 0
+    peak: int = 0
+    made: int = 0
+    missed: int = 0
+    lasting: int = 0
+    moved: dict[str, int] = field(default_factory=lambda: {OUT: 0, BACK: 0})
+    counts: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    _free: dict[int, list[torch.Tensor | None]] = field(default_factory=lambda: defaultdict(list))
+
+    @property
+    def buffers(self) -> Iterable[torch.Tensor]:
+        """The buffers that nothing uses."""
+        return (one for free in self._free.values() for one in free if one is not None)
+
+    def fill(self, counts: Mapping[int, int]) -> None:
+        """Have so many buffers of each size."""
+        for size, count in counts.items():
+            while self.counts[size] < count:
+                self._free[size].append(self._made(size))
+
+    def take(self, size: int) -> torch.Tensor | None:
+        free = self._free[size]
+        if not free:
+            self.missed += 1
+            free.append(self._made(size))
+        self.held += size
+        self.peak = max(self.peak, self.held)
+        return free.pop()
+
+    def give(self, size: int, buffer: torch.Tensor | None) -> None:
+        self.held -= size
+        self._free[size].append(buffer)
+
+    def _made(self, size: int) -> torch.Tensor | None:
+        self.counts[size] += 1
+        self.made += size
+        return self.make(size)
+
+
+class HostValue:
+    """A value in the host's memory, which its buffer is given back of at its end. stored: the end of its copy out."""
+
+    __slots__ = ("__weakref__", "buffer", "device", "dtype", "pool", "shape", "size", "stored", "strides")
+
+    def __init__(self, x: torch.Tensor, pool: HostPool) -> None:
+        self.shape, self.dtype, self.device = tuple(x.shape), x.dtype, x.device
+        self.strides = _dense_strides(x)
+        self.size = x.numel() * x.element_size()
+        self.pool, self.buffer, self.stored = pool, pool.take(self.size), None
+
+    def __del__(self) -> None:
+        self.pool.give(self.size, self.buffer)
+
+    def view(self) -> torch.Tensor | None:
+        """The buffer as the value; None where tensors have no data, or the value has none."""
+        if self.buffer is None or not self.size:
+            return None
+        return self.buffer.view(self.dtype).as_strided(self.shape, self.strides)
+
+
+def _dense_strides(x: torch.Tensor) -> tuple[int, ...]:
+    """The strides of a tensor, in which what is loaded again lies too, so that kernels do the same sums; those of a
+    contiguous one where memory between its elements is no part of it."""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size != 1):
+        if stride != expected:
+            return torch.empty(x.shape, device="meta").stride()
+        expected *= size
+    return x.stride()
+
+
+@dataclass(slots=True)
+class Copying:
+    """A copy that may be under way. held: what it reads, which stays until it is awaited."""
+
+    queues: Queues
+    held: Any
+    result: Any
+    event: Any
+
+    def wait(self) -> Any:
+        """What was copied; memory that it was copied from may be used again."""
+        self.queues.wait(self.event)
+        result, self.held, self.result = self.result, None, None
+        return result
+
+
+def free_bytes() -> int:
+    """The bytes of the host's memory that a process may still take, as Linux says; without end elsewhere."""
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1])
+    return sys.maxsize
+
+
+@dataclass(frozen=True, slots=True)
+class HostTier:
+    """The host's memory of one rank, as a driver uses it, and what keeps states of optimizers."""
+
+    pool: HostPool
+    queues: Queues
+    has_data: bool = True
+
+    def fill(self, counts: Mapping[int, int], has: Callable[[], int] = free_bytes) -> None:
+        """Have buffers for a step. Raises PlanError if the host has no memory for them. has: tells its free bytes."""
+        needs = sum(size * max(0, count - self.pool.counts[size]) for size, count in counts.items())
+        if needs > (left := has()):
+            raise PlanError(
+                f"offload= needs {needs} bytes of the host's memory on this rank, and {left} are free. Move less: a "
+                f'smaller part as offload={{"activations": 0.5}}, a smaller batch, or more micro-batches.'
+            )
+        self.pool.fill(counts)
+
+    def start(self, target: Any, value: Any) -> Copying:
+        """Start a copy out or back."""
+        return self._out(value) if target is TO_HOST else self._back(value)
+
+    def lasting(self, x: torch.Tensor) -> torch.Tensor:
+        """Memory of the host in which a tensor may stay from step to step; where tensors have no data one of its shape,
+        on another device than it."""
+        size, strides = x.numel() * x.element_size(), _dense_strides(x)
+        self.pool.lasting += size
+        buffer = self.pool.make(size)
+        if buffer is not None:
+            return buffer.view(x.dtype).as_strided(x.shape, strides)
+        return torch.empty((), dtype=x.dtype, device="meta" if x.device.type == "cpu" else "cpu").expand(x.shape)
+
+    def store(self, x: torch.Tensor, to: torch.Tensor) -> Copying:
+        """Start to copy a tensor into lasting memory."""
+        self.pool.moved[OUT] += x.numel() * x.element_size()
+        return Copying(self.queues, x, to, self.queues.copy(OUT, lambda: self._move(to, x), None))
+
+    def fetch(self, stored: torch.Tensor, like: torch.Tensor, after: Any) -> Copying:
+        """Start to copy lasting memory back. like: a tensor of the device. after: the end of its copy out."""
+        x = torch.empty_strided(stored.shape, _dense_strides(stored), dtype=stored.dtype, device=like.device)
+        self.pool.moved[BACK] += x.numel() * x.element_size()
+        return Copying(self.queues, stored, x, self.queues.copy(BACK, lambda: self._move(x, stored), after))
+
+    def _move(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        if self.has_data:
+            _copy(to, source)
+
+    def _out(self, x: torch.Tensor) -> Copying:
+        made = HostValue(x, self.pool)
+        self.pool.moved[OUT] += made.size
+        made.stored = self.queues.copy(OUT, lambda: _copy(made.view(), x), None)
+        return Copying(self.queues, x, made, made.stored)
+
+    def _back(self, value: HostValue) -> Copying:
+        x = torch.empty_strided(value.shape, value.strides, dtype=value.dtype, device=value.device)
+        self.pool.moved[BACK] += value.size
+        event = self.queues.copy(BACK, lambda: _copy(x, value.view()), value.stored)
+        return Copying(self.queues, value, x, event)
+
+
+def _copy(to: torch.Tensor | None, source: torch.Tensor | None) -> None:
+    if to is not None and source is not None and source.numel():
+        to.copy_(source, non_blocking=True)
+
+
+def host_tier(device: torch.device) -> HostTier:
+    """The host's memory for a rank that computes on a device."""
+    if device.type == "cuda":
+        return HostTier(HostPool(_pinned), CopyQueues(torch.cuda, device))
+    return HostTier(HostPool(_plain), AtOnce())
+
+
+def without_data() -> HostTier:
+    """One for tensors without data: it counts, and has no memory."""
+    return HostTier(HostPool(lambda size: None), AtOnce(), has_data=False)
+
+
+def _pinned(size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+
+def _plain(size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8)

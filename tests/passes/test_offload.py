@@ -1,0 +1,242 @@
+"""What the forward pass keeps waits in the host's memory: the same bits, less of the device, everywhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import offload_case as case
+import pytest
+import torch
+from torch import fx
+
+import autopar
+from autopar.errors import PlanError, VerificationError
+from autopar.ir.check.check_levels import verify
+from autopar.ir.ops.ops import AWAITED, COPIES, TO_DEVICE, TO_HOST
+from autopar.ir.program import HOST, Level, Program, record, set_record
+from autopar.ir.text.text import parse_program, print_program
+from autopar.passes.recompute.budget import Elsewhere, _Step, _steps_within
+from autopar.runtime.tiers.host_buffers import host_buffers, host_bytes
+
+F64 = torch.float64
+ON = {"offload": "activations"}
+TABLE: list[tuple[str, str, dict[str, Any]]] = [
+    ("gpt", "dp=1", {}),
+    ("gpt", "dp=2,tp=2", {"sequence_parallel": True}),
+    ("gpt", "dp=2", {"zero": 1}),
+    ("gpt", "dp=3", {"zero": 2}),
+    ("gpt", "dp=2", {"zero": 3}),
+    ("gpt", "cp=2", {"zero": 2}),
+    ("gpt", "dp=2", {"recompute": "full"}),
+    ("gpt", "dp=1", {"recompute": "selective"}),
+    ("gpt", "dp=1", {"recompute": 0.3}),
+    ("gpt", "dp=2", {"microbatches": 3, "zero": 3}),
+    ("gpt", "dp=1", {"chunked_loss": 2000, "compile": "triton"}),
+    ("deep", "pp=2", {"microbatches": 4}),
+    ("deep", "pp=2", {"microbatches": 4, "schedule": "interleaved-1f1b", "recompute": "full"}),
+    ("deep", "pp=2", {"microbatches": 4, "schedule": "zb-h1"}),
+    ("deep", "pp=2,dp=2", {"microbatches": 4, "schedule": "zb-v", "zero": 2}),
+    ("deep", "pp=2", {"microbatches": 4, "schedule": "gpipe", "recompute": 0.3}),
+    ("gated", "pp=2", {"microbatches": 4}),
+    ("gpt", "pp=2,dp=2", {"microbatches": 2, "zero": 3, "reshard_after_forward": False}),
+    ("gpt", "pp=2", {"microbatches": 2, "slices": [5, 3], "schedule": "seq1f1b"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("place", "name", "mesh", "options"), [(i, *row) for i, row in enumerate(TABLE)], ids=str)
+def test_it_is_the_same_step_to_the_bit(place: int, name: str, mesh: str, options: dict[str, Any]):
+    horizon = ("auto", 1)[place % 2]
+    alone = {**options, "recompute": "none"} if isinstance(options.get("recompute"), float) else options
+    want = case.step(name, case.compiled(name, mesh, F64, **alone), F64)
+    found = case.compiled(name, mesh, F64, **options, **ON, horizon=horizon)
+    assert any(node.target in COPIES for program in programs(found) for node in program.calls()), found.notes
+    got = case.step(name, found, F64)
+    assert got.keys() == want.keys()
+    different = [key for key in want if not torch.equal(got[key], want[key])]
+    assert not different
+
+
+def programs(found: Any) -> list[Program]:
+    return [found.program] if found.pipeline is None else [one.program for one in found.pipeline.every_graph()]
+
+
+def peak(found: Any) -> int:
+    """The bytes of the device in a step, beside what is there before and after it."""
+    report = found.memory(device="cuda")
+    return report.step - report.states["parameters"] - report.states["optimizer states"] - report.states["inputs"]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [("dp=1", {}), ("dp=1", {"microbatches": 4}), ("pp=2", {"microbatches": 4}), ("dp=2", {"zero": 3})],
+    ids=str,
+)
+def test_the_device_holds_less_the_fewer_layers_are_back(mesh: str, options: dict[str, Any]):
+    plain = peak(case.compiled("deep", mesh, **options))
+    wanted = (1, 2, 4, 8, "auto") if not options else (1, 8, "auto")
+    shares = [peak(case.compiled("deep", mesh, **options, **ON, horizon=h)) / plain for h in wanted]
+    assert shares[:-1] == sorted(shares[:-1]) and max(shares) <= 1.0
+    assert shares[0] < 0.56 and shares[-1] <= shares[0] + 0.1, shares
+
+
+def test_a_deep_model_holds_a_few_layers():
+    """24 layers at a horizon of 1: three layers' kept bytes, the whole gradients, and what one layer computes with."""
+    plain, found = case.compiled("deep", "dp=1"), case.compiled("deep", "dp=1", **ON, horizon=1)
+    layer = 192 * 4 * (16 + 64 + 64)  # the norm's and gelu's results, gelu's operand
+    kept = case.LAYERS * layer
+    assert peak(found) < peak(plain) - kept + 4 * layer
+    assert found.memory(device="cpu").host == sum(size * n for size, n in host_buffers(found.program, None, 0).items())
+
+
+def test_no_plan_is_worse_than_the_best_of_each_alone():
+    """By the time that it is said to take, and on the device; for links from slow to fast."""
+    steps = [_Step(0, None, bytes_, time) for bytes_, time in ((40, 10), (30, 20), (20, 60))]  # type: ignore[arg-type]
+    for byte in (0.0, 0.3, 1.0, 3.0):
+        for hides in (0.0, 20.0):
+            for budget in range(0, 121, 10):
+                elsewhere = Elsewhere(1.0, 10, hides, hides, byte)
+                both = _steps_within(budget, 120, steps, elsewhere)
+                alone = _steps_within(budget, 120, steps, None)
+                times = []
+                for count in (both, alone, 0):
+                    if count is None:
+                        continue
+                    left = 120 - sum(step.bytes_ for step in steps[:count])
+                    if max(0, left - budget) <= elsewhere.room(left):
+                        times.append(sum(s.time for s in steps[:count]) + elsewhere.time(max(0, left - budget)))
+                assert (both is None) == (budget < 10) and (not times or times[0] == min(times))
+
+
+@pytest.mark.parametrize(
+    ("part", "options"), [(0.15, {}), (0.5, {}), (0.3, {"microbatches": 2}), (0.8, {"zero": 3})], ids=str
+)
+def test_one_budget_is_for_both(part: float, options: dict[str, Any]):
+    mesh = "dp=2" if "zero" in options else "dp=1"
+    found = case.compiled("deep", mesh, **options, recompute=part, **ON)
+    plain = case.compiled("deep", mesh, **options)
+    assert peak(found) < peak(plain) and "more than" not in found.notes[-1], found.notes
+    slow = case.compiled("deep", mesh, machine=case.SLOW, **options, recompute=max(part, 0.8), **ON)
+    assert any(node.name.endswith("_recomputed") for one in programs(slow) for node in one.calls())
+    assert any(node.target is TO_HOST for one in programs(found) for node in one.calls())
+
+
+def test_a_part_moves_or_as_many_bytes():
+    def moved(amount: float | int) -> int:
+        return host_bytes(case.compiled("deep", "dp=1", offload={"activations": amount}).program, None, 0)
+
+    every = moved(1.0)
+    assert moved(0.0) == 0 and 0 < moved(0.5) <= 0.5 * every * 1.01 and moved(100_000) <= 100_000 < every
+    assert moved(100_000) > 50_000
+
+
+def test_both_halves_of_the_way_out_are_in_the_forward_graph():
+    found = case.compiled("deep", "pp=2", microbatches=4, schedule="zb-v", **ON)
+    assert found.pipeline is not None
+    for (_, kind), graph in found.pipeline.graphs.items():
+        targets = [node.target for node in graph.calls()]
+        assert (TO_HOST in targets) == (kind == "F") and (TO_DEVICE in targets) <= (kind in "BIW")
+        for node in graph.calls():
+            if node.target in COPIES:
+                (wait,) = node.users
+                assert wait.target is AWAITED
+    sent = [line for lines in found.pipeline.lists for line in lines if line.op != "RUN"]
+    assert not any("_host" in name for line in sent for name in line.values)
+
+
+@pytest.mark.parametrize(("mesh", "options"), [("dp=1", {}), ("pp=2", {"microbatches": 4})], ids=str)
+def test_text_is_read_again(mesh: str, options: dict[str, Any]):
+    for program in programs(case.compiled("deep", mesh, **options, **ON)):
+        text = print_program(program)
+        assert print_program(parse_program(text)) == text
+    assert "in host = autopar.to_host_start.default(" in "".join(
+        map(print_program, programs(case.compiled("deep", mesh, **options, **ON)))
+    )
+
+
+# -- what verify finds ------------------------------------------------------------------------------------------------
+
+
+def broken(change: Any) -> str:
+    program = parse_program(print_program(case.compiled("deep", "dp=1", **ON).program))
+    verify(program, Level.LOCAL)
+    nodes = {target: [node for node in program.calls() if node.target is target] for target in (*COPIES, AWAITED)}
+    change(nodes)
+    program.graph.lint()
+    with pytest.raises(VerificationError) as caught:
+        verify(program, Level.LOCAL)
+    return str(caught.value)
+
+
+def host(nodes: Any) -> fx.Node:
+    return next(node for node in nodes[AWAITED] if record(node).tier == HOST)
+
+
+def test_what_verify_says_of_copies():
+    def read_by_another(nodes: Any) -> None:
+        other = next(node for node in host(nodes).graph.nodes if node.name == "gelu_backward")
+        other.replace_input_with(other.args[1], host(nodes))
+
+    def awaited_twice(nodes: Any) -> None:
+        (wait,) = nodes[TO_DEVICE][0].users
+        with wait.graph.inserting_after(wait):
+            set_record(wait.graph.call_function(AWAITED, wait.args), record(wait))
+
+    def loads_the_device(nodes: Any) -> None:
+        load, other = nodes[TO_DEVICE][0], nodes[TO_HOST][0].args[0]
+        load.args = (other,)
+
+    def told_wrong(nodes: Any) -> None:
+        set_record(host(nodes), record(host(nodes)).with_(tier=""))
+
+    assert "lies in the host's memory, and %gelu_backward reads it, which is no load" in broken(read_by_another)
+    assert "is under way and is not awaited, once, in its own graph" in broken(awaited_twice)
+    assert "which is on the device" in broken(loads_the_device)
+    assert "lies in the tier 'device', which is not what it makes" in broken(told_wrong)
+
+
+# -- bad input --------------------------------------------------------------------------------------------------------
+
+WHAT = 'write activations or optimizer, a list of both, or parts from 0.0 to 1.0: {"activations": 0.5}.'
+REFUSED = [
+    ({"offload": "weights"}, f"offload='weights': {WHAT}"),
+    ({"offload": {"activations": 1.5}}, f"offload={{'activations': 1.5}}: {WHAT}"),
+    ({"offload": {"activations": -1}}, f"offload={{'activations': -1}}: {WHAT}"),
+    ({"offload": {"activations": True}}, f"offload={{'activations': True}}: {WHAT}"),
+    ({"offload": {"optimizer": 1000}}, f"offload={{'optimizer': 1000}}: {WHAT}"),
+    ({"offload": ["activations", "disk"]}, f"offload=['activations', 'disk']: {WHAT}"),
+    ({"horizon": 0}, 'horizon=0: write a number of 1 or more of layers, or "auto".'),
+    ({"horizon": "early"}, "horizon='early': write a number of 1 or more of layers, or \"auto\"."),
+    ({"horizon": 2}, 'horizon=2 is of offload="activations", which is not asked for: write both, or none.'),
+    (
+        {**ON, "compile": "inductor"},
+        "offload='activations' with compile=\"inductor\": its code holds no copies that go on beside it. "
+        'Write compile="executor" or "triton", or leave offload out.',
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "text"), REFUSED, ids=str)
+def test_what_is_refused(options: dict[str, Any], text: str):
+    with pytest.raises(PlanError) as caught:
+        case.compiled("deep", "dp=1", **options)
+    assert str(caught.value) == text
+
+
+def test_a_budget_that_nothing_keeps_to_says_what_stays():
+    with pytest.raises(PlanError) as caught:
+        case.compiled("deep", "dp=1", recompute=0, **ON)
+    assert str(caught.value) == (
+        "recompute=0: a rank has to keep at least 4 bytes of the forward pass on the device, which neither offload= "
+        "moves nor recompute= computes again under a budget. Allow 4 bytes or more."
+    )
+
+
+def test_a_model_that_keeps_nothing_movable_is_told():
+    model = torch.nn.Linear(4, 4)
+    found = autopar.compile(model, "dp=1", loss_fn=case.squares, batch=(torch.ones(3, 4),), **ON)
+    assert found.notes[-1] == ("offload: 0 B of 52 B kept wait in the host's memory (52 B of small values stay)")
+
+
+def test_it_leaves_others_as_they_were():
+    plain, other = case.compiled("deep", "dp=1"), case.compiled("deep", "dp=1", offload={"activations": 0.0})
+    assert print_program(plain.program) == print_program(other.program)

@@ -1,0 +1,216 @@
+"""Copies on streams of their own, without a GPU: every access is ordered behind those that it must follow.
+
+A recorder stands in for `torch.cuda`: its streams and events carry vector clocks, and a dispatch mode tells it what
+each op reads and writes. An access to memory that another stream wrote, or that one may still read, without an event
+between them, is a race; so is memory that dies while a stream may still be at work on it, since the allocator gives it
+to whatever the computing stream does next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import offload_case as case
+import pytest
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from autopar.ir.mesh import PIPELINE
+from autopar.ir.ops.ops import TO_DEVICE, TO_HOST
+from autopar.runtime.executor.executor import Study
+from autopar.runtime.executor.inputs import inputs_of, slots_of
+from autopar.runtime.ranks.distributed import DistributedDriver
+from autopar.runtime.ranks.runner import executor_runner
+from autopar.runtime.tiers.host_buffers import host_buffers
+from autopar.runtime.tiers.host_tier import CopyQueues, HostPool, HostTier, HostValue, Queues
+
+CPU = torch.device("cpu")
+Clock = dict[str, int]
+
+
+@dataclass
+class Stream:
+    name: str
+    clock: Clock = field(default_factory=dict)
+
+    def record_event(self) -> Clock:
+        return dict(self.clock)
+
+    def wait_event(self, event: Clock) -> None:
+        for name, count in event.items():
+            self.clock[name] = max(self.clock.get(name, 0), count)
+
+
+class Recorded:
+    """In place of `torch.cuda`. races: what was found, each with the node at which it was."""
+
+    def __init__(self) -> None:
+        self.main = Stream("compute")
+        self.current, self.made = self.main, 0
+        self.node, self.races = "", list[str]()
+
+    def current_stream(self, device: torch.device) -> Stream:
+        return self.current
+
+    def Stream(self, device: torch.device) -> Stream:
+        self.made += 1
+        return Stream(("out", "back")[self.made - 1])
+
+    @contextlib.contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        self.current, before = stream, self.current
+        yield
+        self.current = before
+
+
+class Watch(TorchDispatchMode):
+    """Tells a recorder of every access. last: of each memory, the accesses that nothing has followed."""
+
+    def __init__(self, api: Recorded) -> None:
+        super().__init__()
+        self.api = api
+        self.last: dict[int, dict[str, tuple[str, int, str]]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        stream = self.api.current
+        stream.clock[stream.name] = stream.clock.get(stream.name, 0) + 1
+        written = {id(x.untyped_storage()) for x in tree_leaves(out) if isinstance(x, Tensor)}
+        if func._schema.is_mutable or func is torch.ops.aten.empty.memory_format:
+            written |= {id(x.untyped_storage()) for x in args[:1] if isinstance(x, Tensor)}
+        elif all(result.alias_info is not None for result in func._schema.returns):
+            return out  # a view does not touch memory
+        for x in tree_leaves((args, kwargs, out)):
+            if isinstance(x, Tensor):
+                self._see(x, "write" if id(x.untyped_storage()) in written else "read", stream)
+        return out
+
+    def _see(self, x: Tensor, how: str, stream: Stream) -> None:
+        storage = x.untyped_storage()
+        if id(storage) not in self.last:
+            self.last[id(storage)] = {}
+            weakref.finalize(storage, self._end, id(storage))
+        for (what, name), (_, count, node) in self._known(storage).items():
+            if (how == "write" or what == "write") and stream.clock.get(name, 0) < count:
+                self.api.races.append(f"{stream.name} {how}s at %{self.api.node} what {name} {what}s at %{node}")
+        self.last[id(storage)][how + " " + stream.name] = how, stream.clock[stream.name], self.api.node
+
+    def _known(self, storage: Any) -> dict[tuple[str, str], tuple[str, int, str]]:
+        return {tuple(key.split()): value for key, value in self.last[id(storage)].items()}  # type: ignore[misc]
+
+    def _end(self, key: int) -> None:
+        for access, (_, count, node) in self.last.pop(key, {}).items():
+            name = access.split()[1]
+            if self.api.main.clock.get(name, 0) < count:
+                self.api.races.append(f"memory ends at %{self.api.node} that {name} still uses since %{node}")
+
+
+def races_of(make: Callable[[Recorded], Queues], options: dict[str, Any], tier: type[HostTier] = HostTier) -> list[str]:
+    """The races of two steps of rank 0, and no buffer is made in them."""
+    found = case.compiled("deep", "dp=1", **options)
+    api = Recorded()
+    pool = HostPool(lambda size: torch.empty(size, dtype=torch.uint8))
+    pool.fill(host_buffers(found.program, found.pipeline, 0))
+    driver = DistributedDriver(found.mesh, {}, 0, tier(pool, make(api)))
+
+    def enter(node: fx.Node) -> None:
+        api.node = node.name
+
+    runner = executor_runner(found.program, found.pipeline, driver, CPU, Study(enter, {}))
+    model, _, batch = case.captured("deep")
+    parameters = dict(model.named_parameters())
+    slots = slots_of(found.program, found.pipeline, {PIPELINE: 0})
+
+    def value_of(entry: Any, layout: Any, coord: Any) -> Any:
+        from autopar.ir.layout import local_part
+
+        if entry.kind == "parameter":
+            return parameters[entry.name].detach()
+        if entry.kind == "seed":
+            return torch.zeros(2, dtype=torch.int64)
+        return local_part(batch[0], layout, found.program.mesh, coord)
+
+    with Watch(api):
+        for _ in range(2):
+            outputs = runner.run(inputs_of(slots, value_of))
+            del outputs
+    assert not pool.missed and not pool.held and pool.moved["out"] == pool.moved["back"] > 0
+    return list(dict.fromkeys(api.races))
+
+
+@pytest.mark.parametrize("horizon", [1, 4, "auto"])
+@pytest.mark.parametrize("options", [{}, {"microbatches": 4}, {"recompute": "full"}], ids=str)
+def test_every_access_is_ordered(options: dict[str, Any], horizon: Any):
+    assert not races_of(lambda api: CopyQueues(api, CPU), {"offload": "activations", "horizon": horizon, **options})
+
+
+class NoWait(CopyQueues):
+    """The computing stream does not wait for copies."""
+
+    def wait(self, event: Any) -> None:
+        return
+
+
+class TooSoon(CopyQueues):
+    """A copy back does not wait for its copy out."""
+
+    def copy(self, way: str, move: Callable[[], None], after: Any) -> Any:
+        return super().copy(way, move, None)
+
+
+class Ahead(CopyQueues):
+    """A copy does not wait for what is computed."""
+
+    def copy(self, way: str, move: Callable[[], None], after: Any) -> Any:
+        stream = self._streams[way]
+        if after is not None:
+            stream.wait_event(after)
+        with self.api.stream(stream):
+            move()
+        return stream.record_event()
+
+
+def test_each_sabotage_is_found_by_name():
+    on = {"offload": "activations", "horizon": 2}
+    dropped = races_of(lambda api: NoWait(api, CPU), on)
+    assert any("_back what back writes at %" in race or "compute reads at" in race for race in dropped)
+    assert any("still uses since %" in race and "_out" in race for race in dropped), dropped[:3]
+    ahead = races_of(lambda api: Ahead(api, CPU), on)
+    assert any(race.startswith("out reads at %") and "_out what compute writes" in race for race in ahead), ahead[:3]
+
+
+# A copy back that starts before its copy out is awaited, and a buffer that is used again before its load has ended, are
+# in no program; by hand:
+
+
+def by_hand(make: Callable[[Recorded], CopyQueues], early: bool = False) -> list[str]:
+    api = Recorded()
+    pool = HostPool(lambda size: torch.empty(size, dtype=torch.uint8))
+    pool.fill({64: 2})
+    tier = HostTier(pool, make(api))
+    with Watch(api):
+        api.node = "x_out"
+        x = torch.ones(16)
+        out = tier.start(TO_HOST, x)
+        stored: HostValue = out.result
+        api.node = "x_load"
+        load = tier.start(TO_DEVICE, stored)
+        if early:
+            pool.give(stored.size, stored.buffer)
+        api.node = "y_out"
+        other = tier.start(TO_HOST, torch.ones(16))
+        out.wait(), load.wait(), other.wait()
+    stored.pool = HostPool(lambda size: None) if early else stored.pool
+    return api.races
+
+
+def test_what_no_program_does():
+    assert by_hand(lambda api: CopyQueues(api, CPU)) == []
+    assert by_hand(lambda api: TooSoon(api, CPU)) == ["back reads at %x_load what out writes at %x_out"]
+    assert "out writes at %y_out what back reads at %x_load" in by_hand(lambda api: CopyQueues(api, CPU), early=True)
