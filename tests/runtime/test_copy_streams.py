@@ -117,7 +117,7 @@ def races_of(make: Callable[[Recorded], Queues], options: dict[str, Any], tier: 
     api = Recorded()
     pool = HostPool(lambda size: torch.empty(size, dtype=torch.uint8))
     pool.fill(host_buffers(found.program, found.pipeline, 0))
-    driver = DistributedDriver(found.mesh, {}, 0, tier(pool, make(api)))
+    driver = DistributedDriver(found.mesh, {}, 0, tier=tier(pool, make(api)))
 
     def enter(node: fx.Node) -> None:
         api.node = node.name

@@ -20,30 +20,55 @@ Tensor = torch.Tensor
 
 
 class RowCount(int):
-    """The number of rows like those of `rows` (a ValidRows). In the second run it is 1."""
+    """The number of rows like those of `rows` (a ValidRows). In the second run it is 1. asked: where it is noted that
+    Python computes with it, or compares it; a size of a view is not asked for."""
 
     rows: Any
+    asked: set[int]
 
     @classmethod
-    def of(cls, count: int, rows: Any) -> RowCount:
+    def of(cls, count: int, rows: Any, asked: set[int]) -> RowCount:
         made = cls(count)
-        made.rows = rows
+        made.rows, made.asked = rows, asked
         return made
 
 
-def counted(function: Any, result: Any, args: Any, dim: int, rows: Any) -> Any:
-    """What a question for a shape gives, with the size of the rows' dim as a count of rows."""
+def _noted(name: str) -> Any:
+    plainly = getattr(int, name)
+
+    def noted(self: RowCount, *others: Any) -> Any:
+        self.asked.add(id(self.rows.valid))
+        return plainly(self, *others)
+
+    return noted
+
+
+_SILENT = (
+    "__new__",
+    "__doc__",
+    "__repr__",
+    "__hash__",
+    "__format__",
+    "__getattribute__",
+    "__getnewargs__",
+    "__sizeof__",
+)
+for _name in vars(int):
+    if _name.startswith("__") and _name not in (*_SILENT, "__index__"):
+        setattr(RowCount, _name, _noted(_name))
+
+
+def counted(function: Any, result: Any, args: Any, rows: Any, asked: set[int]) -> Any:
+    """What a question for a shape gives, with the size of the rows' dim as a count of rows. asked: as of `RowCount`."""
+    dim = rows.dim
+    if function in (Tensor.__len__, Tensor.numel):  # Python makes a plain number of what these give
+        asked.add(id(rows.valid))
     if isinstance(result, torch.Size):
-        return torch.Size(RowCount.of(size, rows) if at == dim else size for at, size in enumerate(result))
-    asked = args[1] if len(args) > 1 else None
-    is_rows = function is Tensor.__len__ or (function is Tensor.size and isinstance(asked, int))
-    at = 0 if asked is None else asked % args[0].ndim
-    return RowCount.of(result, rows) if is_rows and at == dim else result
-
-
-def asks_for_count(function: Any, result: Any) -> bool:
-    """True for a question whose answer says how many rows there are."""
-    return function in (Tensor.__len__, Tensor.numel) or next(counts_in(result), None) is not None
+        return torch.Size(RowCount.of(size, rows, asked) if at == dim else size for at, size in enumerate(result))
+    given = args[1] if len(args) > 1 else None
+    is_rows = function is Tensor.__len__ or (function is Tensor.size and isinstance(given, int))
+    at = 0 if given is None else given % args[0].ndim
+    return RowCount.of(result, rows, asked) if is_rows and at == dim else result
 
 
 def counts_in(value: Any) -> Iterator[RowCount]:
@@ -93,7 +118,7 @@ def with_sizes(function: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 def plain(value: Any) -> Any:
     """Arguments with plain numbers in place of counts of rows."""
     if isinstance(value, RowCount):
-        return int(value)
+        return int.__int__(value)
     if isinstance(value, torch.Size):
         return torch.Size(map(plain, value))
     if type(value) in (tuple, list):

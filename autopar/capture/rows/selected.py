@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from autopar.capture.data.reads import ANY_ROWS, Reads
-from autopar.capture.data.row_counts import RowCount, asks_for_count, counted, counts_in, sizes_in
+from autopar.capture.data.row_counts import RowCount, counted, counts_in, sizes_in
 from autopar.capture.refusals.constructs import SIZES, Construct
 from autopar.capture.refusals.explain_failure import size_refusal, wants_data
 from autopar.capture.refusals.location import Line, Locator
@@ -123,17 +123,17 @@ class Selected:
         has_rows = self._has_rows(mask, function, line)
         if self.is_inside or self.row_of(args[0]) is not None or self.row_of(mask) is not None:
             return None  # see `_again`
+        if not has_rows and mask.numel():
+            return _of_none(function, args, mask)
         key = args[1] if isinstance(args[1], tuple) else (args[1],)
-        made_of = self._mask_key(mask), has_rows
-        known = self.masks.get(made_of)
+        known = self.masks.get(self._mask_key(mask))
         if function is Tensor.__setitem__:
-            is_found = self.is_first and has_rows
-            is_mine = isinstance(args[2], Tensor) and (self.row_of(args[2]) is not None or not is_found)
+            is_mine = isinstance(args[2], Tensor) and (self.row_of(args[2]) is not None or not self.is_first)
             if known is None or not is_mine or args[2].shape[:1] != known[1][0].shape:
                 return None
         if known is None:
             known = mask, self.select(function, mask, line, may_specialize)
-            self.masks[made_of] = known
+            self.masks[self._mask_key(mask)] = known
         return args[0], (*known[1], *key[1:]), *args[2:]
 
     def _mask_key(self, mask: Tensor) -> Any:
@@ -197,12 +197,7 @@ class Selected:
         if function in QUERIES:
             mine = self.row_of(args[0])
             result = run(function, *args, **kwargs)
-            if mine is None:
-                return result
-            result = counted(function, result, args, mine.dim, mine)
-            if asks_for_count(function, result):
-                self.asked.add(id(mine.valid))
-            return result
+            return result if mine is None else counted(function, result, args, mine, self.asked)
         if name in ("unbind", "__iter__"):  # as many turns of a loop as the data say
             raise Refused(
                 "it goes through as many as there are. Go through all (for e in range(experts)): those without rows "
@@ -517,6 +512,16 @@ def _mask_of(function: Any, args: Any, is_first: bool) -> Tensor | None:
     if args[0].shape[: mask.ndim] != mask.shape or any(isinstance(each, (Tensor, list)) for each in key[1:]):
         return None
     return mask
+
+
+def _of_none(function: Any, args: Any, mask: Tensor) -> tuple[Any, ...]:
+    """The arguments of `x[mask]`, or of `x[mask] = rows`, for a mask that selects none: nothing hangs on the batch, but
+    a gradient of zero."""
+    if function is Tensor.__setitem__:
+        return args[0], Ellipsis, args[0].clone()
+    key = args[1][1:] if isinstance(args[1], tuple) else ()
+    none = args[0].sum() if args[0].requires_grad else args[0].new_zeros(())
+    return none.expand(0, *args[0].shape[mask.ndim :]).clone(), (slice(None), *key)
 
 
 def _is_same_key(a: Any, b: Any) -> bool:
