@@ -50,7 +50,7 @@ class ParallelModule(Likeness):
         self._last_aux: Any = None
         self._last: LastStep | None = None
         self._become_like(asked.model)
-        States(self._store, self._session.agreement).watch(self)
+        States(self._store, self._session.agreement, self._session.announcer.updating).watch(self)
         # torch marks the functions of such hooks, which methods do not let it do
         self.register_load_state_dict_pre_hook(partial(self._store.refuse_assign))
 
