@@ -58,6 +58,13 @@ class ParallelTrainer:
     optimizer: Any
 
     def __init__(self, *args: Any, mesh: MeshLike, options: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if found := [kind.__name__ for kind in type(self).__mro__ if kind.__module__.partition(".")[0] == "trl"]:
+            raise AutoparError(
+                f"{found[0]} of TRL takes numbers for its logs out of tensors inside of compute_loss, which a compiled "
+                f"step cannot do. Write its loss as a loss_fn and train with model.training_loss "
+                f"(benchmarks/ports/diffs/dpo.diff), or a subclass of transformers' Trainer whose compute_loss gives the "
+                f"loss alone."
+            )
         self._computing = _Computing(type(self))
         self._asked = Asked(mesh, self._computing.loss, dict(options or {}))
         if taken := sorted(self._asked.options.keys() & {"loss_fn", "batch", "device"}):
