@@ -1,7 +1,7 @@
 """An Accelerator of Hugging Face's Accelerate whose models are parallel by autopar, and whose batches are whole ones.
 
 To Accelerate's own code one process trains: nothing is wrapped, split or gathered. Ranks stay ranks for what is printed
-and written, and loaders shuffle alike on all of them, as Accelerate sees to.
+and written, and each pass of a loader begins with rank 0's random numbers on all of them.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ PRECISIONS = {None: None, "no": None, "bf16": "bf16", "fp16": "fp16"}
 _STATE = "autopar_state.pt"  # where a folder of Accelerate or Trainer has what they do not know of a model
 _THEIRS = {
     "deepspeed_plugin": "zero=1..3", "deepspeed_plugins": "zero=1..3", "fsdp_plugin": 'zero=3, or an axis "fsdp"',
-    "megatron_lm_plugin": 'the axes "tp" and "pp"', "parallelism_config": "the mesh", "dynamo_backend": 'compile="inductor"',
-    "dynamo_plugin": 'compile="inductor"',
+    "megatron_lm_plugin": 'the axes "tp" and "pp"', "parallelism_config": "the mesh",
+    "dynamo_backend": 'compile="inductor"', "dynamo_plugin": 'compile="inductor"',
 }  # fmt: skip
 _PLAIN = {"NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU"}
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class StepAsked:
     """What `autopar.parallelize` is asked for, of each model that is prepared."""
 
     mesh: MeshLike
@@ -95,9 +95,9 @@ class Accelerator(accelerate.Accelerator):
                     f"Accelerator({name}=...) is another way to be parallel: leave it out, and say {here} to autopar."
                 )
         super().__init__(mixed_precision="no", **kwargs)
-        self.settle(Asked(mesh, loss_fn, with_precision(options or {}, mixed_precision)))
+        self.settle(StepAsked(mesh, loss_fn, with_precision(options or {}, mixed_precision)))
 
-    def settle(self, asked: Asked) -> None:
+    def settle(self, asked: StepAsked) -> None:
         """Make models parallel as asked from now on."""
         kind = self.state.distributed_type.value
         if kind not in _PLAIN:
@@ -108,10 +108,12 @@ class Accelerator(accelerate.Accelerator):
         size = dist.get_world_size() if dist.is_initialized() else 1
         if size != self.state.num_processes:
             raise AutoparError(
-                f"Accelerate knows of {self.state.num_processes} processes, and torch.distributed of {size}: start the "
-                f"script with torchrun or `accelerate launch`, whose variables (WORLD_SIZE, RANK, LOCAL_RANK) both read."
+                f"Accelerate knows of {self.state.num_processes} processes, and torch.distributed of {size}: start "
+                f"the script with torchrun or `accelerate launch`, whose variables (WORLD_SIZE, RANK, LOCAL_RANK) both "
+                f"read."
             )
         self.asked, self.scaler, self.native_amp = asked, None, False
+        self.rng_types = ["torch"]  # rank 0's, at each pass of a loader: samplers draw from it
         self._parallel: list[ParallelModule] = []
         self.register_load_state_pre_hook(_load_models)
 
@@ -179,6 +181,10 @@ class Accelerator(accelerate.Accelerator):
         if isinstance(prepared, AcceleratedScheduler):
             prepared.split_batches = True  # one step for each of the optimizer's: the batch is that of all ranks
         return prepared
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
+        """The norm over all parameters, on whichever stages they are: those of Accelerate are one for each mesh."""
+        return torch.nn.utils.clip_grad_norm_(list(parameters), max_norm, norm_type=norm_type)
 
     # -- what is taken out -----------------------------------------------------------------------------------------
 

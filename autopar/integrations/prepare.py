@@ -21,7 +21,8 @@ def prepare(model: nn.Module, *others: Any, mesh: MeshLike, **options: Unpack[Op
     """Make a training loop parallel: the model, and what goes with it, in the order given.
 
         model, optimizer, loader, scheduler = autopar.prepare(
-            model, optimizer, loader, scheduler, mesh="dp=2,tp=2", loss_fn=lambda model, x, y: F.cross_entropy(model(x), y)
+            model, optimizer, loader, scheduler, mesh="dp=2,tp=2",
+            loss_fn=lambda model, x, y: F.cross_entropy(model(x), y),
         )
         for x, y in loader:
             loss = model.training_loss(x, y)    # was: loss = F.cross_entropy(model(x), y)
@@ -51,7 +52,7 @@ class SameBatches:
 
     def __iter__(self) -> Iterator[Any]:
         if dist.is_initialized() and dist.get_world_size() > 1:
-            own = [each for each in _own_generators(self.loader)]
+            own = _own_generators(self.loader)
             said = [(generators(), [each.get_state() for each in own]) if dist.get_rank() == 0 else None]
             dist.broadcast_object_list(said, src=0)
             assert said[0] is not None

@@ -22,7 +22,7 @@ from autopar.errors import AutoparError
 from autopar.integrations.accelerate import (
     Accelerator,
     AsOneProcess,
-    Asked,
+    StepAsked,
     load_rest,
     on_first,
     save_rest,
@@ -62,11 +62,11 @@ class ParallelTrainer:
             raise AutoparError(
                 f"{found[0]} of TRL takes numbers for its logs out of tensors inside of compute_loss, which a compiled "
                 f"step cannot do. Write its loss as a loss_fn and train with model.training_loss "
-                f"(benchmarks/ports/diffs/dpo.diff), or a subclass of transformers' Trainer whose compute_loss gives the "
-                f"loss alone."
+                f"(benchmarks/ports/diffs/dpo.diff), or as compute_loss of transformers' Trainer, which gives the loss "
+                f"alone."
             )
         self._computing = _Computing(type(self))
-        self._asked = Asked(mesh, self._computing.loss, dict(options or {}))
+        self._asked = StepAsked(mesh, self._computing.loss, dict(options or {}))
         if taken := sorted(self._asked.options.keys() & {"loss_fn", "batch", "device"}):
             raise AutoparError(
                 f"options={{{', '.join(map(repr, taken))}: ...}}: a Trainer says these itself. Its loss is "
@@ -87,7 +87,7 @@ class ParallelTrainer:
                     f"of options: {here}."
                 )
         words = "bf16" if self.args.bf16 else "fp16" if self.args.fp16 else None
-        self._asked = Asked(self._asked.mesh, self._computing.loss, with_precision(self._asked.options, words))
+        self._asked = StepAsked(self._asked.mesh, self._computing.loss, with_precision(self._asked.options, words))
         self.args = _one_place(self.args)
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.accelerator.__class__ = Accelerator  # Trainer names Accelerate's own class
@@ -97,9 +97,12 @@ class ParallelTrainer:
     def _loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
         """The loss of a step for training, whose `backward()` Trainer calls; else what the Trainer computes."""
         if not isinstance(model, ParallelModule) or not model.training or return_outputs:
-            return type(self).compute_loss(self, model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)  # type: ignore[attr-defined]
+            return _compute_loss(self)(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
         self._computing.follow(self)
         return model.training_loss(dict(inputs), num_items_in_batch)
+
+    def _has_mixed_mesh_grads(self, model: Any) -> bool:
+        return False  # the norm of `clip_grad_norm_` is over all stages as it is
 
     # -- folders: rank 0 writes what one device would ----------------------------------------------------------------
 
@@ -115,7 +118,9 @@ class ParallelTrainer:
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         save_file(self.optimizer.state_dict(), Path(output_dir) / OPTIMIZER_NAME)
         scheduler = self.lr_scheduler  # type: ignore[attr-defined]
-        on_first([self.model], lambda: torch.save(scheduler.state_dict(), Path(output_dir) / "scheduler.pt"), output_dir)
+        on_first(
+            [self.model], lambda: torch.save(scheduler.state_dict(), Path(output_dir) / "scheduler.pt"), output_dir
+        )
 
     def _save_rng_state(self, output_dir: str) -> None:
         save = super()._save_rng_state  # type: ignore[misc]
@@ -134,7 +139,7 @@ class _Computing:
     A program is compared with all that it may have read at each step, and a Trainer counts, logs and collects.
     """
 
-    def __init__(self, kind: type) -> None:
+    def __init__(self, kind: Any) -> None:
         self.names = names_reached(kind, ["compute_loss"]) - {"accelerator", "model", "compute_loss"}
         self.trainer: Any = object.__new__(kind)
         self.trainer.accelerator = AsOneProcess()
@@ -146,13 +151,18 @@ class _Computing:
     def loss(self, model: Any, inputs: Any, num_items_in_batch: Any) -> Any:
         """The loss function of the step, which is captured."""
         self.trainer.model = model
-        return type(self.trainer).compute_loss(self.trainer, model, dict(inputs), num_items_in_batch=num_items_in_batch)
+        return _compute_loss(self.trainer)(model, dict(inputs), num_items_in_batch=num_items_in_batch)
+
+
+def _compute_loss(trainer: Any) -> Any:
+    """The method of the trainer's class."""
+    return type(trainer).compute_loss.__get__(trainer)
 
 
 class Trainer(ParallelTrainer, transformers.Trainer):
     """transformers' Trainer on a mesh, see `ParallelTrainer`:
 
-        trainer = Trainer(model, arguments, train_dataset=rows, mesh="dp=2")    # was: Trainer(model, arguments, ...)
+    trainer = Trainer(model, arguments, train_dataset=rows, mesh="dp=2")    # was: Trainer(model, arguments, ...)
     """
 
 
@@ -170,7 +180,7 @@ def _unchanged(config: Any) -> Iterator[None]:
 
 def _one_place(arguments: Any) -> Any:
     """A copy of TrainingArguments that knows of one place for data, whatever the number of ranks; saved as it was."""
-    kind = type(arguments)
+    kind: Any = type(arguments)
 
     def plainly(self: Any, protocol: Any) -> Any:
         made = object.__new__(kind)
@@ -180,7 +190,7 @@ def _one_place(arguments: Any) -> Any:
     def rank(self: Any) -> int:
         return dist.get_rank() if dist.is_initialized() else 0
 
-    made = object.__new__(
+    made: Any = object.__new__(
         type(kind.__name__, (kind,), {
             "world_size": property(lambda self: 1), "process_index": property(rank), "__reduce_ex__": plainly,
             "__module__": kind.__module__, "__qualname__": kind.__qualname__,
