@@ -18,7 +18,7 @@ from autopar.errors import AutoparError
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 import transformers
-from trained import Penalised, Told, rows, trained, trainer_of
+from trained import CONFIG, Penalised, Told, arguments, rows, trained, trainer_of
 
 from autopar.integrations.transformers import ParallelTrainer, Trainer
 
@@ -81,6 +81,37 @@ def test_a_trainer_on_a_mesh_is_that_of_one_device(two: Ranks, tmp_path: Path) -
     # one device goes on from what a mesh wrote
     again = trained(transformers.Trainer, tmp_path / "again", tmp_path / "mesh" / "data parallel" / "checkpoint-2")
     torch.testing.assert_close(torch.tensor(again[0]), torch.tensor(plain["data parallel"][0]), rtol=2e-5, atol=2e-5)
+
+
+def _adapted(kind: type, folder: Path, resume: bool = False, **kwargs: Any) -> tuple[list[float], dict[str, Any]]:
+    import peft
+
+    torch.manual_seed(0)
+    model = peft.get_peft_model(
+        transformers.LlamaForCausalLM(CONFIG), peft.LoraConfig(r=2, lora_dropout=0.0, target_modules=["q_proj"])
+    )
+    trainer = kind(model, arguments(folder), train_dataset=rows(14, 7), eval_dataset=rows(6, 5), **kwargs)
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2") if resume else None)
+    trainer.save_model(str(folder / "final"))
+    saved = load_file(folder / "final" / "adapter_model.safetensors")
+    return [
+        entry[name] for entry in trainer.state.log_history for name in ("loss", "eval_loss") if name in entry
+    ], saved
+
+
+def _adapted_on_a_mesh(rank: int, folder: str) -> list[Any]:
+    as_torchrun_does(rank, 2)
+    return [_adapted(Trainer, Path(folder), resume, mesh="tp=2") for resume in (False, True)]
+
+
+@pytest.mark.gloo
+def test_adapters_of_peft(two: Ranks, tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="adapters need PEFT: pip install peft")
+    logs, saved = _adapted(transformers.Trainer, tmp_path / "plain")
+    for found in two.run(_adapted_on_a_mesh, str(tmp_path / "mesh"), timeout=120):
+        for one, weights in found:
+            torch.testing.assert_close(torch.tensor(one), torch.tensor(logs), rtol=2e-5, atol=2e-5)
+            torch.testing.assert_close(weights, saved, rtol=0, atol=1e-5)
 
 
 def test_the_captured_loss_is_right_on_any_mesh(tmp_path: Path) -> None:
