@@ -59,6 +59,7 @@ def run(
     mesh: RunMesh,
     steps: Annotated[int, typer.Option(help="training steps")] = 100,
     log: Annotated[Path | None, typer.Option(help="write a JSON line a step here")] = None,
+    tensorboard: Annotated[Path | None, typer.Option(metavar="DIR", help="write what TensorBoard shows")] = None,
     trace: Annotated[
         Path | None, typer.Option(metavar="DIR", help="write what each rank did in the last steps")
     ] = None,
@@ -67,19 +68,20 @@ def run(
     options: CommandOptions,
 ) -> None:
     """Compile and train: on local processes, or as a part of a running torchrun job."""
-    check_run(options, steps, log, trace)
+    check_run(options, steps, log, trace, tensorboard)
     check_checkpoints(options)
     check_auto(options.flags(), machine, mesh)
     from autopar.cli.compiling import job_of
     from autopar.cli.ranks import on_ranks, running_mesh
-    from autopar.cli.training import train
+    from autopar.cli.training import Outputs, train
 
     arguments = ["run", target, "--mesh", mesh, "--steps", str(steps), *options.arguments()]
-    more = {"--log": log, "--trace": trace, "--machine": machine}
+    more = {"--log": log, "--tensorboard": tensorboard, "--trace": trace, "--machine": machine}
     arguments += [word for flag, value in more.items() if value is not None for word in (flag, str(value))]
 
     def train_here() -> None:
-        train(job_of(target, running_mesh(mesh), options), mesh, steps, options, log, trace, machine)
+        to = Outputs(log, tensorboard, trace)
+        train(job_of(target, running_mesh(mesh), options), mesh, steps, options, to, machine)
 
     on_ranks(mesh, arguments, train_here, options.max_restarts or 0)
 
