@@ -120,6 +120,7 @@ def inspect(
     memory: Annotated[bool, typer.Option("--memory", help="the bytes that a step holds, with the peak")] = False,
     formula: Annotated[bool, typer.Option("--formula", help="the same as formulas in the sizes of the batch")] = False,
     device: Annotated[str | None, typer.Option(metavar="cuda|cpu", help="of --memory and --formula")] = None,
+    as_json: AsJson = False,
     *,
     options: CommandOptions,
 ) -> None:
@@ -130,6 +131,9 @@ def inspect(
         raise TargetError("--pass and --diff: write one of them.")
     if device is not None and not (memory or formula):
         raise TargetError(f"--device {device}: it is of --memory and --formula; add one of them.")
+    others = (html, pass_, diff, timeline_file, over, graph, device)
+    if as_json and (timeline or memory or formula or full or any(each is not None for each in others)):
+        raise TargetError("--json prints collectives and the peak of a rank: of other options it takes --rank alone.")
     compiled = _compiled(target, mesh, options)
     from autopar.cli.show import draw_timeline, show_memory, show_pass, show_rank, write_page
 
@@ -143,6 +147,11 @@ def inspect(
         raise TargetError(f"--rank {rank}: mesh '{compiled.mesh}' has ranks 0 to {compiled.mesh.size - 1}.")
     elif memory or formula:
         show_memory(compiled, target, options, rank, device, formula)
+    elif as_json:
+        from autopar.cli.as_json import inspected
+        from autopar.cli.show import show_json
+
+        show_json(inspected(compiled, rank))
     else:
         show_rank(compiled, rank, graph, full)
 
@@ -198,6 +207,7 @@ def explain(
     ] = None,
     machine: Annotated[str, typer.Option(metavar="NAME|FILE", help="of --instead")] = DEVICES,
     batch: Annotated[int | None, typer.Option(metavar="ROWS", help="of --instead; else the job's batch", min=1)] = None,
+    as_json: AsJson = False,
     *,
     options: CommandOptions,
 ) -> None:
@@ -205,15 +215,22 @@ def explain(
     another plan would change."""
     if (value is None) == (instead is None):
         raise TargetError("explain: write a VALUE, or --instead with what another plan decides: --instead tp=4.")
+    if as_json and instead is not None:
+        raise TargetError("--json is of a VALUE; --instead prints a table.")
     from autopar.cli.compiling import compiled_of
     from autopar.cli.instead import compared
-    from autopar.cli.show import show, show_notes
+    from autopar.cli.show import show, show_aside, show_json, show_notes
 
     if instead is not None:
         show(compared(target, mesh, options, instead, machine, batch))
         return
     assert value is not None
-    compiled = compiled_of(target, mesh, options)
+    compiled = compiled_of(target, mesh, options, tell=show_aside if as_json else show)
+    if as_json:
+        from autopar.cli.as_json import explained
+
+        show_json(explained(compiled.explain(value), compiled))
+        return
     show(str(compiled.explain(value)))
     show_notes(compiled)
 
@@ -274,11 +291,12 @@ def plan_(
         bool,
         typer.Option("--check/--no-check", help="compile the best plans, and show what their programs take"),
     ] = True,
+    as_json: AsJson = False,
     *,
     options: CommandOptions,
 ) -> None:
     """Find the fastest plan that fits: sizes and order of axes, ZeRO, recomputation, micro-batches, schedule."""
-    wanted = Wanted(gpus, batch, machine, memory, top, fix or (), out_file, html, tokens, check)
+    wanted = Wanted(gpus, batch, machine, memory, top, fix or (), out_file, html, tokens, check, as_json)
     wanted.check_words()
     from autopar.cli.planning import plan_target
 
