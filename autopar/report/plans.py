@@ -70,7 +70,8 @@ def _scale_row(planned: Planned, tokens: float | None) -> tuple[str, ...]:
 
 
 def _longer(prediction: Prediction, best: Prediction) -> str:
-    return f"{prediction.total / best.total - 1:.1%} longer"
+    more = prediction.total / best.total - 1
+    return f"{abs(more):.1%} {'shorter' if more < 0 else 'longer'}"
 
 
 def _mfu(planned: Planned, prediction: Prediction) -> float:
