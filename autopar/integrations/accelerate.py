@@ -6,6 +6,7 @@ and written, and each pass of a loader begins with rank 0's random numbers on al
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -114,8 +115,11 @@ class Accelerator(accelerate.Accelerator):
             )
         self.asked, self.scaler, self.native_amp = asked, None, False
         self.rng_types = ["torch"]  # rank 0's, at each pass of a loader: samplers draw from it
-        self._parallel: list[ParallelModule] = []
         self.register_load_state_pre_hook(_load_models)
+
+    @property
+    def _parallel(self) -> list[ParallelModule]:
+        return [model for model in self._models if isinstance(model, ParallelModule)]
 
     # -- what makes Accelerate leave things as they are ------------------------------------------------------------
 
@@ -164,7 +168,6 @@ class Accelerator(accelerate.Accelerator):
                 )
             model = self.asked.made(model, self.device)
         if isinstance(model, ParallelModule):
-            self._parallel += [] if any(each is model for each in self._parallel) else [model]
             self._models += [] if any(each is model for each in self._models) else [model]
             return model
         return super().prepare_model(model, device_placement, evaluation_mode)
@@ -190,7 +193,9 @@ class Accelerator(accelerate.Accelerator):
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
         """The whole weights on rank 0; empty on the others, which write nothing. Every rank must call it."""
-        return model.full_state_dict() if isinstance(model, ParallelModule) else super().get_state_dict(model, unwrap)
+        if not isinstance(model, ParallelModule):
+            return super().get_state_dict(model, unwrap)
+        return OrderedDict(model.full_state_dict())  # by this type Accelerate knows one where names may be tied
 
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
         for optimizer in self._optimizers:

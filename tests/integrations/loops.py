@@ -20,8 +20,13 @@ def as_torchrun_does(rank: int, size: int) -> None:
 
 
 def net() -> nn.Module:
+    """A model with running statistics, and a weight of two names."""
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4)).double()
+    once, again = nn.Linear(8, 8), nn.Linear(8, 8)
+    again.weight = once.weight
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), once, nn.Tanh(), again, nn.Linear(8, 4)
+    ).double()
 
 
 def data() -> TensorDataset:

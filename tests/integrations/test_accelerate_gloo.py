@@ -111,7 +111,7 @@ def test_prepare_says_what_does_not_fit() -> None:
     sampled: Any = DataLoader(data(), batch_size=4, sampler=DistributedSampler(data(), 2, 0))
     cases: list[tuple[tuple[Any, ...], type[Exception], str]] = [
         ((model, other), AutoparError, (
-            "prepare(): the SGD of argument 1 has 6 parameters, none of which is of the Sequential: make it of "
+            "prepare(): the SGD of argument 1 has 9 parameters, none of which is of the Sequential: make it of "
             "model.parameters()."
         )),
         ((other, model), AutoparError, (
@@ -151,3 +151,7 @@ def test_an_accelerator_says_what_does_not_go() -> None:
     with pytest.raises(AutoparError) as caught:
         accelerator.prepare(net())
     assert str(caught.value).startswith("Accelerator.prepare() was given a second model to train (Sequential): make")
+    accelerator.free_memory()
+    assert (
+        type(accelerator.prepare(net())[0].weight) is not torch.nn.Parameter
+    )  # after which there is a first one again
