@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from autopar.custom_ops.registry import register_rule as register_rule
     from autopar.ema import EMA as EMA
     from autopar.errors import AutoparError as AutoparError
+    from autopar.integrations.prepare import prepare as prepare
     from autopar.ir.layout import Layout as Layout
     from autopar.ir.mesh import Mesh as Mesh
     from autopar.ir.options import StepOptions as StepOptions
@@ -46,6 +47,7 @@ _HOME = {
     "load": "autopar.checkpoint.load",
     "parallelize": "autopar.api",
     "per_microbatch": "autopar.capture.per_microbatch",
+    "prepare": "autopar.integrations.prepare",
     "read_plan": "autopar.planning.space.decisions",
     "register_rule": "autopar.custom_ops.registry",
     "save": "autopar.checkpoint.save",

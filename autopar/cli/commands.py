@@ -61,6 +61,7 @@ def run(
     mesh: RunMesh,
     steps: Annotated[int, typer.Option(help="training steps")] = 100,
     losses: Annotated[Path | None, typer.Option(help="write a JSON line a step here")] = None,
+    tensorboard: Annotated[Path | None, typer.Option(metavar="DIR", help="write what TensorBoard shows")] = None,
     trace: Annotated[
         Path | None, typer.Option(metavar="DIR", help="write what each rank did in the last steps")
     ] = None,
@@ -69,21 +70,22 @@ def run(
     options: CommandOptions,
 ) -> None:
     """Compile and train: on local processes, or as a part of a running torchrun job."""
-    check_run(options, steps, losses, trace)
+    check_run(options, steps, losses, trace, tensorboard)
     check_checkpoints(options)
     check_auto(options.flags(), machine, mesh.split("|")[0])
     from autopar.cli.compiling import job_of
     from autopar.cli.ranks import fitting_mesh, on_ranks, running_mesh
-    from autopar.cli.training import train
+    from autopar.cli.training import Outputs, train
 
     mesh = fitting_mesh(mesh)
 
     arguments = ["run", target, "--mesh", mesh, "--steps", str(steps), *options.arguments()]
-    more = {"--losses": losses, "--trace": trace, "--machine": machine}
+    more = {"--losses": losses, "--tensorboard": tensorboard, "--trace": trace, "--machine": machine}
     arguments += [word for flag, value in more.items() if value is not None for word in (flag, str(value))]
 
     def train_here() -> None:
-        train(job_of(target, running_mesh(mesh), options), mesh, steps, options, losses, trace, machine)
+        to = Outputs(losses, tensorboard, trace)
+        train(job_of(target, running_mesh(mesh), options), mesh, steps, options, to, machine)
 
     on_ranks(mesh, arguments, train_here, options.max_restarts or 0)
 
@@ -122,6 +124,7 @@ def inspect(
     memory: Annotated[bool, typer.Option("--memory", help="the bytes that a step holds, with the peak")] = False,
     formula: Annotated[bool, typer.Option("--formula", help="the same as formulas in the sizes of the batch")] = False,
     device: Annotated[str | None, typer.Option(metavar="cuda|cpu", help="of --memory and --formula")] = None,
+    as_json: AsJson = False,
     *,
     options: CommandOptions,
 ) -> None:
@@ -132,6 +135,9 @@ def inspect(
         raise TargetError("--pass and --diff: write one of them.")
     if device is not None and not (memory or formula):
         raise TargetError(f"--device {device}: it is of --memory and --formula; add one of them.")
+    others = (html, pass_, diff, timeline_file, over, graph, device)
+    if as_json and (timeline or memory or formula or full or any(each is not None for each in others)):
+        raise TargetError("--json prints collectives and the peak of a rank: of other options it takes --rank alone.")
     compiled = _compiled(target, mesh, options)
     from autopar.cli.show import draw_timeline, show_memory, show_pass, show_rank, write_page
 
@@ -145,6 +151,11 @@ def inspect(
         raise TargetError(f"--rank {rank}: mesh '{compiled.mesh}' has ranks 0 to {compiled.mesh.size - 1}.")
     elif memory or formula:
         show_memory(compiled, target, options, rank, device, formula)
+    elif as_json:
+        from autopar.cli.as_json import inspected
+        from autopar.cli.show import show_json
+
+        show_json(inspected(compiled, rank))
     else:
         show_rank(compiled, rank, graph, full)
 
@@ -200,6 +211,7 @@ def explain(
     ] = None,
     machine: Annotated[str, typer.Option(metavar="NAME|FILE", help="of --instead")] = DEVICES,
     batch: Annotated[int | None, typer.Option(metavar="ROWS", help="of --instead; else the job's batch", min=1)] = None,
+    as_json: AsJson = False,
     *,
     options: CommandOptions,
 ) -> None:
@@ -207,15 +219,22 @@ def explain(
     another plan would change."""
     if (value is None) == (instead is None):
         raise TargetError("explain: write a VALUE, or --instead with what another plan decides: --instead tp=4.")
+    if as_json and instead is not None:
+        raise TargetError("--json is of a VALUE; --instead prints a table.")
     from autopar.cli.compiling import compiled_of
     from autopar.cli.instead import compared
-    from autopar.cli.show import show, show_notes
+    from autopar.cli.show import show, show_aside, show_json, show_notes
 
     if instead is not None:
         show(compared(target, mesh, options, instead, machine, batch))
         return
     assert value is not None
-    compiled = compiled_of(target, mesh, options)
+    compiled = compiled_of(target, mesh, options, tell=show_aside if as_json else show)
+    if as_json:
+        from autopar.cli.as_json import explained
+
+        show_json(explained(compiled.explain(value), compiled))
+        return
     show(str(compiled.explain(value)))
     show_notes(compiled)
 
@@ -276,11 +295,12 @@ def plan_(
         bool,
         typer.Option("--check/--no-check", help="compile the best plans, and show what their programs take"),
     ] = True,
+    as_json: AsJson = False,
     *,
     options: CommandOptions,
 ) -> None:
     """Find the fastest plan that fits: sizes and order of axes, ZeRO, recomputation, micro-batches, schedule."""
-    wanted = Wanted(gpus, batch, machine, memory, top, fix or (), out_file, html, tokens, check)
+    wanted = Wanted(gpus, batch, machine, memory, top, fix or (), out_file, html, tokens, check, as_json)
     wanted.check_words()
     from autopar.cli.planning import plan_target
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from rich.progress import Progress
 
 from autopar.cli.arguments.command_options import CommandOptions
 from autopar.cli.arguments.wanted_plans import Wanted
-from autopar.cli.show import out, show, write_text
+from autopar.cli.show import out, show, show_aside, show_json, write_text
 from autopar.errors import TargetError
 from autopar.machines import named
 from autopar.planning.jobs import layers_of
@@ -24,9 +25,10 @@ from autopar.planning.space.decisions import write_plan
 from autopar.planning.space.fixed import read_fixed
 from autopar.report.emitted import checked
 from autopar.report.page.plans_page import plans_page
-from autopar.report.plans import plan_line, planned_text, scales_text
+from autopar.report.plans import fields_of, plan_line, planned_text, scales_text
 
 T = TypeVar("T")
+SECONDS = 10  # from one line of progress to the next
 
 
 def plan_target(target: str, wanted: Wanted, options: CommandOptions) -> None:
@@ -46,16 +48,22 @@ def plan_target(target: str, wanted: Wanted, options: CommandOptions) -> None:
             return
         each = [fastest(made)]
     found = _found(layers, each[0], wanted.check)
-    show(planned_text(found))
+    tell = show_aside if wanted.as_json else show
+    if not wanted.as_json:
+        show(planned_text(found))
+    if wanted.out_file is not None:  # before the page, which takes longer than the plan
+        command = f"autopar plan {target} --gpus {wanted.gpus} --batch {each[0].batch} --machine {wanted.machine}"
+        _write(wanted.out_file, found, command, wanted.fix)
     lost = _with_bar("other plans", lambda _: list(reasons(found)))
-    for line in lost:
-        show(f"  {line}")
+    if wanted.as_json:
+        show_json(fields_of(found, lost))
+    else:
+        for line in lost:
+            show(f"  {line}")
     if wanted.html is not None:
         write_text(wanted.html, _with_bar("page", lambda _: plans_page(found, target, lost)))
     if wanted.out_file is not None:
-        command = f"autopar plan {target} --gpus {wanted.gpus} --batch {each[0].batch} --machine {wanted.machine}"
-        _write(wanted.out_file, found, command, wanted.fix)
-        show(f"{wanted.out_file}: autopar run {target} --plan {wanted.out_file}")
+        tell(f"{wanted.out_file}: autopar run {target} --plan {wanted.out_file}")
 
 
 def _rows(wanted: Wanted) -> Sequence[int]:
@@ -77,10 +85,25 @@ def _found(layers: Layers, asked: Asked, is_checked: bool) -> Planned:
 
 
 def _with_bar(words: str, work: Callable[[Tell], T]) -> T:
-    """What some work gives, with a progress bar until then."""
-    with Progress(console=out, transient=True, disable=not out.is_terminal) as bar:
+    """What some work gives, with a progress bar until then; where there is no terminal, a line now and then."""
+    if not out.is_terminal:
+        return work(_lines(words))
+    with Progress(console=out, transient=True) as bar:
         task = bar.add_task(words, total=None)
         return work(lambda done, all_: bar.update(task, completed=done, total=all_))
+
+
+def _lines(words: str) -> Tell:
+    """Tells of progress on stderr, where a bar would fill a file."""
+    last = time.monotonic()
+
+    def tell(done: int, all_: int) -> None:
+        nonlocal last
+        if time.monotonic() - last > SECONDS:
+            last = time.monotonic()
+            show_aside(f"{words}: {done:,} of {all_:,}")
+
+    return tell
 
 
 def _write(path: Path, planned: Planned, command: str, fix: Sequence[str]) -> None:

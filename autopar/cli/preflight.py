@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,10 @@ LEAST = {"every": 1, "keep": 1, "max_restarts": 0}
 SEEDS = -(2**63), 2**64 - 1  # what torch.manual_seed takes
 
 
-def check_run(options: CommandOptions, steps: int, log: Path | None = None, trace: Path | None = None) -> None:
+def check_run(
+    options: CommandOptions, steps: int, log: Path | None = None, trace: Path | None = None,
+    tensorboard: Path | None = None,
+) -> None:  # fmt: skip
     """Check what `run` and `verify` are asked for. Raises TargetError."""
     if steps < 1:
         raise TargetError(f"--steps {steps}: write a number of 1 or more.")
@@ -31,6 +35,13 @@ def check_run(options: CommandOptions, steps: int, log: Path | None = None, trac
         _check_file("--losses", log)
     if trace is not None:
         _check_folder("--trace", trace)
+    if tensorboard is not None:
+        if find_spec("tensorboard") is None:
+            raise TargetError(
+                f"--tensorboard {tensorboard}: the package is not installed here: pip install tensorboard. --losses FILE "
+                f"needs nothing."
+            )
+        _check_folder("--tensorboard", tensorboard)
 
 
 def check_checkpoints(options: CommandOptions) -> None:

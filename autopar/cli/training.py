@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from autopar.api import parallelize
 from autopar.capture.inputs import tables
@@ -31,17 +33,26 @@ from autopar.settings import Settings
 TRACED = 3  # steps: the last ones, which are warm
 
 
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """What a run writes: a JSON line a step, a folder of TensorBoard's, and one of what every rank does in the last
+    steps (`timeline/trace.py`)."""
+
+    log: Path | None = None
+    tensorboard: Path | None = None
+    trace: Path | None = None
+
+
 def train(
-    job: Job, mesh: str, steps: int, options: CommandOptions, log: Path | None, trace: Path | None = None,
-    machine: str | None = None,
+    job: Job, mesh: str, steps: int, options: CommandOptions, to: Outputs, machine: str | None = None
 ) -> None:  # fmt: skip
-    """Train `steps` steps on this process's rank; rank 0 shows progress and writes `log`, a JSON line a step.
+    """Train `steps` steps on this process's rank; rank 0 shows progress and writes the figures of each step.
 
     options: what is not in the job: the seed, where the run is saved and goes on, and where programs are kept.
 
-    machine: of the mesh "auto", whose plan goes before what the job says. trace: a folder for what every rank does in
-    the last steps (`timeline/trace.py`).
+    machine: of the mesh "auto", whose plan goes before what the job says.
     """
+    trace = to.trace
     model = _parallel(job, mesh, options, machine)
     first = dist.get_rank() == 0
     console = Console(quiet=not first)
@@ -61,7 +72,7 @@ def train(
         console.print(
             f"resumed from step {done} of {options.checkpoint}", markup=False, highlight=False, soft_wrap=True
         )
-    lines = _opened(log, done) if log is not None and first else None
+    write, close = _writer(to, done) if first else (lambda figures: None, lambda: None)
     with _bar(console, steps, str(compiled.mesh)) as show:
         for step in numbers:
             start = time.perf_counter()
@@ -79,13 +90,10 @@ def train(
             seconds = time.perf_counter() - start
             count, unit = _amount([tensor for _, tensor in take_call_apart(args, kwargs).tensors()])
             show(step, loss, seconds, count / seconds, unit)
-            layers = model.last.imbalance if log is not None else {}
+            layers = model.last.imbalance if to.log is not None else {}
             imbalance = {"imbalance": layers} if layers else {}
-            if lines is not None:
-                figures = {"step": step, "loss": loss, "seconds": seconds, unit: count, **imbalance}
-                lines.write(json.dumps(figures) + "\n")
-    if lines is not None:
-        lines.close()
+            write({"step": step, "loss": loss, "seconds": seconds, unit: count, **imbalance})
+    close()
     if trace is not None:
         console.print(f"trace: {write_trace(trace, compiled, recorder)}", markup=False, highlight=False)
     _show_after(job, model, console)
@@ -119,6 +127,34 @@ def _numbers(options: CommandOptions, steps: int, model: Any, optimizer: Any) ->
     resume = "auto" if Settings.read().attempt else options.resume or "auto"
     resume = int(resume) if resume.isdecimal() else resume
     return checkpointer.steps(steps, model, optimizer, resume=resume), checkpointer.done
+
+
+def _writer(to: Outputs, done: int) -> tuple[Callable[[dict[str, Any]], None], Callable[[], None]]:
+    """A function that writes the figures of a step to where they are wanted, and one that closes the files."""
+    lines = None if to.log is None else _opened(to.log, done)
+    board = None
+    if to.tensorboard is not None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        board = SummaryWriter(str(to.tensorboard), purge_step=done or None)  # steps of a run that ended are done anew
+
+    def write(figures: dict[str, Any]) -> None:
+        if lines is not None:
+            lines.write(json.dumps(figures) + "\n")
+        if board is not None:
+            rates = {
+                f"{unit}/s": figures[unit] / figures["seconds"] for unit in ("tokens", "samples") if unit in figures
+            }
+            for name, value in {"loss": figures["loss"], "ms/step": 1e3 * figures["seconds"], **rates}.items():
+                board.add_scalar(name, value, figures["step"])
+
+    def close() -> None:
+        if lines is not None:
+            lines.close()
+        if board is not None:
+            board.close()
+
+    return write, close
 
 
 def _opened(log: Path, done: int) -> TextIO:
@@ -156,7 +192,7 @@ def _bar(console: Console, steps: int, mesh: str) -> Iterator[Any]:
         TextColumn(mesh), BarColumn(), MofNCompleteColumn(),
         TextColumn("loss {task.fields[loss]:.4f}  {task.fields[rate]:,.0f} {task.fields[unit]}/s"),
         TextColumn("{task.fields[ms]:.0f} ms/step"),
-        TimeElapsedColumn(),
+        TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
     )  # fmt: skip
     every = max(1, steps // 10)
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
@@ -166,6 +202,7 @@ def _bar(console: Console, steps: int, mesh: str) -> Iterator[Any]:
             progress.update(bar, advance=1, loss=loss, rate=rate, unit=unit, ms=1e3 * seconds)
             if not console.is_terminal and (step % every == 0 or step == steps - 1):
                 pace = f"{rate:,.0f} {unit}/s  {1e3 * seconds:.0f} ms/step"
-                console.print(f"step {step + 1}/{steps}  loss {loss:.4f}  {pace}")
+                left = f"  {timedelta(seconds=round((steps - step - 1) * seconds))} left" if step < steps - 1 else ""
+                console.print(f"step {step + 1}/{steps}  loss {loss:.4f}  {pace}{left}")
 
         yield show

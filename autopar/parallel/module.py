@@ -51,7 +51,7 @@ class ParallelModule(Likeness):
         self._last_aux: Any = None
         self._last: LastStep | None = None
         self._become_like(asked.model)
-        states = States(self._store, self._session.agreement)
+        states = States(self._store, self._session.agreement, self._session.announcer.updating)
         states.watch(self)
         if share := self._session.settings.options.offloaded.get("optimizer"):
             OffloadedStates(states.is_ours, self._session.tier, float(share)).watch(self)

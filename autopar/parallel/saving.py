@@ -22,6 +22,22 @@ def save_file(value: Any, file: str | os.PathLike[str] | IO[bytes]) -> None:
     file is there when the call returns, on every rank. Raises AutoparError on every rank if it cannot be written.
     """
     is_first = not dist.is_initialized() or dist.get_rank() == 0
+    made, fault = whole_values(value), [""]
+    if is_first:
+        try:
+            torch.save(made, file)
+        except Exception as error:
+            fault = [f"{type(error).__name__}: {error}"]
+    if dist.is_initialized():
+        dist.broadcast_object_list(fault, 0)
+    if fault[0]:
+        raise AutoparError(f"autopar.save_file: rank 0 could not write {file}: {fault[0]}")
+
+
+def whole_values(value: Any) -> Any:
+    """What `save_file` writes: whole CPU tensors in the place of those that ranks hold parts of; None for them on all
+    ranks but the first. Every rank must call this."""
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
     known: dict[int, Any] = {}  # what is tied is gathered once, and stays tied
 
     def whole(leaf: Any) -> Any:
@@ -32,13 +48,4 @@ def save_file(value: Any, file: str | os.PathLike[str] | IO[bytes]) -> None:
             known[id(leaf)] = gathered.cpu() if is_first else None
         return known[id(leaf)]
 
-    made, fault = tree_map(whole, value), [""]
-    if is_first:
-        try:
-            torch.save(made, file)
-        except Exception as error:
-            fault = [f"{type(error).__name__}: {error}"]
-    if dist.is_initialized():
-        dist.broadcast_object_list(fault, 0)
-    if fault[0]:
-        raise AutoparError(f"autopar.save_file: rank 0 could not write {file}: {fault[0]}")
+    return tree_map(whole, value)

@@ -184,10 +184,10 @@ def _try(
 
 def _one_of_each(plans: Iterable[Prediction]) -> list[Prediction]:
     """The fastest first. Of those that differ in nothing but where their axes lie, the nearest to `ORDER`: products
-    hide all that moves farther."""
+    hide all that moves farther. Of those with other stages of ZeRO and the same figures, the lowest."""
     first: dict[Prediction, Prediction] = {}
-    for each in sorted(plans, key=lambda each: (each.total, _places(each.candidate))):
-        first.setdefault(replace(each, candidate=each.candidate._replace(order=ORDER)), each)
+    for each in sorted(plans, key=lambda each: (each.total, each.candidate.zero, _places(each.candidate))):
+        first.setdefault(replace(each, candidate=each.candidate._replace(order=ORDER, zero=0)), each)
     return list(first.values())
 
 

@@ -25,6 +25,7 @@ from autopar.report.memory.estimate import memory_report
 
 NEAR_LIMIT = 0.03  # of the memory: the model of a plan is not surer
 NEAR_FIRST = 0.01  # of the time of the fastest
+MUCH_LESS = 0.1  # of the memory of the fastest
 FOLDED = 2  # of the fastest plans, and sizes of ep, that are tried with experts over ranks of dp
 _EXPERT_MM = op("expert_mm")
 LARGER = "larger than the memory as emitted"
@@ -61,7 +62,9 @@ class _Check:
         counts["simulated"] -= sum(self.dropped.values())
         if not shown:
             raise self._none_fits()
-        return replace(self.planned, found=replace(found, best=shown, counts=+counts), experts=experts)
+        shown, choice = light_first(shown) if self.of_time else (shown, "")
+        more = "; ".join(filter(None, (choice, experts)))
+        return replace(self.planned, found=replace(found, best=shown, counts=+counts), experts=more)
 
     def _with_experts(self, shown: list[Prediction]) -> tuple[list[Prediction], str]:
         """The plans, among them those with experts split over ranks of dp if the model has some: of the fastest plans
@@ -154,6 +157,21 @@ class _Check:
             f"were compiled, and the least that one takes is {human(memory)}, with {plan}. Ask for a smaller batch, "
             f"more devices, or devices with more memory."
         )
+
+
+def light_first(plans: list[Prediction]) -> tuple[list[Prediction], str]:
+    """Plans, the fastest first, with another one in front if it is as fast as can be told and holds much less. And what
+    was chosen, in words."""
+    fastest = plans[0]
+    near = [each for each in plans if each.is_emitted and each.total < (1 + NEAR_FIRST) * fastest.total]
+    light = min(near, key=lambda each: each.memory, default=fastest)
+    if light.memory > (1 - MUCH_LESS) * fastest.memory:
+        return plans, ""
+    text = (
+        f"first stands {light.candidate}: {light.total / fastest.total - 1:.1%} slower than {fastest.candidate}, which "
+        f"is within what a prediction can tell, with {human(fastest.memory - light.memory)} less"
+    )
+    return [light, *(each for each in plans if each is not light)], text
 
 
 # -- experts --------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from autopar.ir.ops.measure import human
 from autopar.ir.text.text_tables import table_text
@@ -70,7 +70,8 @@ def _scale_row(planned: Planned, tokens: float | None) -> tuple[str, ...]:
 
 
 def _longer(prediction: Prediction, best: Prediction) -> str:
-    return f"{prediction.total / best.total - 1:.1%} longer"
+    more = prediction.total / best.total - 1
+    return f"{abs(more):.1%} {'shorter' if more < 0 else 'longer'}"
 
 
 def _mfu(planned: Planned, prediction: Prediction) -> float:
@@ -83,10 +84,29 @@ def head_line(planned: Planned) -> str:
     """What was asked for."""
     asked = planned.asked
     layers = f", {planned.model.layers} equal layers" if planned.model.layers else ""
+    compiler = planned.programs.micros.options.compile
     return (
         f"{asked.gpus} devices of {asked.machine.name}, {asked.batch} rows ({planned.tokens:,} tokens) a step, at most "
-        f"{human(asked.limit)} a device{layers}"
+        f"{human(asked.limit)} a device{layers}; products in {planned.work.dtype}, compile={compiler}"
     )
+
+
+def fields_of(planned: Planned, lost: Sequence[str]) -> dict[str, Any]:
+    """What `--json` prints of plans (docs/cli.md). lost: why others lost."""
+    asked = planned.asked
+    return {
+        "devices": asked.gpus, "machine": asked.machine.name, "rows": asked.batch, "tokens": planned.tokens,
+        "limit_bytes": asked.limit, "dtype": planned.work.dtype, "layers": planned.model.layers,
+        "plans": [
+            {
+                "plan": str(each.candidate), "mesh": str(each.candidate.mesh), "options": each.candidate.options(),
+                "step_us": each.total, "tokens_per_second": planned.tokens / each.total * 1e6,
+                "mfu": _mfu(planned, each), "memory_bytes": each.memory, "figures": FIGURES[each.is_emitted],
+            }
+            for each in planned.found.best
+        ],
+        "lost": list(lost), "certificate": planned.certificate,
+    }  # fmt: skip
 
 
 def _lines(planned: Planned) -> Iterator[str]:

@@ -14,7 +14,17 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-OUTSIDE = ("ARCHITECTURE.md", "LICENSE", "benchmarks/*.md", "benchmarks/*.py", "examples/*.py")
+OUTSIDE = (
+    "ARCHITECTURE.md",
+    "CHANGELOG.md",
+    "CITATION.cff",
+    "CONTRIBUTING.md",
+    "LICENSE",
+    "SECURITY.md",
+    "benchmarks/*.md",
+    "benchmarks/*.py",
+    "examples/*.py",
+)
 LINK = re.compile(r"(\]\()([^)#\s]+)")
 
 

@@ -120,6 +120,26 @@ def test_what_has_no_effect_is_said(line: str, places: dict[str, str]) -> None:
     assert code == 0 and f"note: {IDLE[line]}" in shown, (shown, said)
 
 
+def test_tensorboard_that_is_not_there(places: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autopar.cli.preflight.find_spec", lambda name: None)
+    code, _, said = call(f"run {places['JOB']} --mesh dp=1 --tensorboard runs")
+    assert code == 1 and said.strip() == (
+        "autopar: --tensorboard runs: the package is not installed here: pip install tensorboard. --losses FILE needs "
+        "nothing."
+    )
+
+
+def test_the_figures_for_tensorboard(places: dict[str, str], tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="--tensorboard needs it: pip install tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    assert call(f"run {places['JOB']} --mesh dp=1 --steps 2 --tensorboard {tmp_path}")[0] == 0
+    written = EventAccumulator(str(tmp_path))
+    written.Reload()
+    assert written.Tags()["scalars"] == ["loss", "ms/step", "samples/s"]
+    assert [each.step for each in written.Scalars("loss")] == [0, 1]
+
+
 def test_the_folder_of_a_log_is_made(places: dict[str, str]) -> None:
     log = Path(places["NEW"]) / "deep" / "log.jsonl"
     assert call(f"run {places['JOB']} --mesh dp=1 --steps 2 --losses {log}")[0] == 0

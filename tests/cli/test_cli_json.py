@@ -106,3 +106,37 @@ def test_an_error_leaves_stdout_empty(job: str) -> None:
 def test_the_keys_are_documented() -> None:
     text = (ROOT / "docs" / "cli.md").read_text()
     assert {key for key in VERIFY | ESTIMATE if not re.search(rf"`{key}`", text)} == set()
+
+
+def test_inspect_explain_and_plan(job: str) -> None:
+    code, out, _ = call("inspect", job, "--mesh", "dp=2,tp=2", "--rank", "3", "--json")
+    found = json.loads(out)
+    assert code == 0 and found.keys() == {"mesh", "rank", "ranks", "peak_bytes", "collectives", "notes"}
+    assert (found["mesh"], found["rank"], found["ranks"]) == ("dp=2,tp=2", 3, 4) and found["peak_bytes"] > 0
+    assert {"all_reduce"} <= {row["op"] for row in found["collectives"]} and "jobs.py" in out
+    code, out, _ = call("explain", job, "0.weight", "--mesh", "dp=2,tp=2", "--json")
+    found = json.loads(out)
+    assert code == 0 and (found["name"], found["kind"]) == ("0.weight", "parameter")
+    assert [each["axis"] for each in found["decisions"]] == ["dp", "tp"] and found["decisions"][1]["alternatives"]
+    line = ("plan", job, "--gpus", "2", "--machine", "cpu", "--fix", "recompute=none", "--fix", "pp=1", "--json")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("autopar.cli.planning.SECONDS", -1)
+        code, out, said = call(*line)
+    found = json.loads(out)
+    assert code == 0 and found["devices"] == 2 and found["dtype"] == "float32" and re.search(r"^plans: \d+ of \d", said)
+    assert found["plans"][0].keys() == {
+        "plan", "mesh", "options", "step_us", "tokens_per_second", "mfu", "memory_bytes", "figures",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("inspect JOB --mesh dp=2 --json --memory", "--json prints collectives and the peak of a rank: of other optio"),
+        ("explain JOB --mesh dp=2 --instead tp=2 --json", "--json is of a VALUE; --instead prints a table."),
+        ("plan JOB --gpus 2,4 --json", "--json is of one number of devices and one batch: leave out --tokens and what"),
+    ],
+)
+def test_what_has_no_json(job: str, line: str, text: str) -> None:
+    code, out, said = call(*line.replace("JOB", job).split())
+    assert code == 1 and not out and said.startswith(f"autopar: {text}")

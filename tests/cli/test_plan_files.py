@@ -126,7 +126,8 @@ def test_all_that_plan_shows(places: dict[str, str], tmp_path: Path) -> None:
     line = f"plan JOB --gpus 2 --machine cpu --fix recompute=none --fix pp=1 --html {files[0]} --out {files[1]}"
     code, shown, said = call(filled(line, places))
     assert code == 0, said
-    assert "2 devices of cpu, 8 rows (8 tokens) a step" in shown and "\n  no tensor parallelism: +" in shown, shown
+    assert "2 devices of cpu, 8 rows (8 tokens) a step" in shown and "; products in float32, compile=auto\n" in shown
+    assert "\n  no tensor parallelism: +" in shown, shown
     assert files[0].read_text().startswith("<!doctype html>")
     head, predicted, *_ = files[1].read_text().splitlines()
     assert head.startswith("# autopar plan ") and head.endswith(

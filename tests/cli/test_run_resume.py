@@ -18,7 +18,7 @@ from autopar.checkpoint import folder
 from autopar.cli import commands as cli
 from autopar.cli.arguments.command_options import CommandOptions
 from autopar.cli.launch import _reported
-from autopar.cli.training import train
+from autopar.cli.training import Outputs, train
 
 JOB = """
 import os, signal, time
@@ -52,7 +52,7 @@ def _losses(log: Path) -> list[str]:
 
 def _straight(rank: int, path: str, steps: int) -> None:
     options = CommandOptions()
-    train(options.job(f"{path}/job.py:job"), "dp=2", steps, options, Path(path) / "straight")
+    train(options.job(f"{path}/job.py:job"), "dp=2", steps, options, Outputs(Path(path) / "straight"))
 
 
 @pytest.mark.gloo

@@ -77,6 +77,8 @@ def _serve(rank: int, pipe: Connection) -> None:
             os.environ.pop(variable, None)
             if size > 1:
                 os.environ[variable] = str(value)
+        if "accelerate" in sys.modules:  # it asks for the variables once in a process
+            sys.modules["accelerate.state"].AcceleratorState._reset_state(True)
         os.chdir(folder)
         try:
             pipe.send(runpy.run_path(str(TUTORIALS / f"{name}.py"))["main"]())

@@ -158,8 +158,8 @@ def _heard(model: Any) -> list[str]:
     handler.emit = lambda entry: heard.append(entry.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("autopar.parallel.agree.agreement")
     logger.addHandler(handler)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(2):  # right: used, then dropped
+    fused = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)  # whose steps leave the versions of tensors
+    for optimizer in (fused, fused, torch.optim.SGD(model.parameters(), lr=0.1)):  # right: used, then dropped
         model.forward_backward(_batch(0))
         optimizer.step()
         optimizer.zero_grad()

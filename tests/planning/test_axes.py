@@ -186,7 +186,9 @@ def test_plans_that_only_lie_elsewhere_are_one() -> None:
     fast = replace(FLAT, ranks=2, between=replace(FLAT.between, start_us=FLAT.inside.start_us))
     fixed = {**ONE_ROW, "pp": 1, "tp": 1}
     made = planned(layers_of(llama_job(), fast), Asked(4, 4, fast, math.inf, fixed, 100)).found
-    tried, best = (Counter(unordered(each) for each in some) for some in (made.tried, made.best))
+    # with one micro-batch ZeRO-2 is ZeRO-1
+    apart = [each for each in made.tried if (each.candidate.zero, each.candidate.microbatches) != (2, 1)]
+    tried, best = (Counter(unordered(each) for each in some) for some in (apart, made.best))
     assert set(tried.values()) == {1, 2}, "both orders are looked at"
     assert tried.keys() == best.keys() and set(best.values()) == {1}
     for each in made.best:

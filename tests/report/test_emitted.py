@@ -13,8 +13,11 @@ import autopar
 from autopar.errors import PlanError
 from autopar.job import Job
 from autopar.machines import named
+from autopar.planning.find_plan import _one_of_each
 from autopar.planning.planner import Asked, Planned, plan
-from autopar.report.emitted import checked
+from autopar.planning.price.predict import Prediction
+from autopar.planning.space.candidates import Candidate
+from autopar.report.emitted import checked, light_first
 
 ROWS = 64
 
@@ -53,3 +56,27 @@ def test_what_does_not_fit_as_emitted_is_dropped_and_of_none_that_fits_the_least
     with pytest.raises(PlanError) as error:
         checked(tight)
     assert re.fullmatch(text, str(error.value)), error.value
+
+
+def _plan(total: float, memory: float, is_emitted: bool = True, **fields: int) -> Prediction:
+    made = Candidate(
+        dp=fields.get("dp", 2), tp=1, pp=1, zero=fields.get("zero", 0), recompute="none", rows=1, microbatches=1
+    )
+    return Prediction(made, total, memory, 0.0, 0.0, 0.0, 0.0, is_emitted)
+
+
+def test_of_plans_that_are_as_fast_the_lightest_stands_first() -> None:
+    fast, light, slow = _plan(1000.0, 80e9), _plan(1005.0, 40e9, zero=3), _plan(1100.0, 10e9, dp=4)
+    shown, text = light_first([fast, light, slow])
+    assert shown == [light, fast, slow]
+    assert text == (
+        f"first stands {light.candidate}: 0.5% slower than {fast.candidate}, which is within what a prediction can "
+        f"tell, with 40 GB less"
+    )
+    for others in ([fast, _plan(1005.0, 75e9), slow], [fast, _plan(1005.0, 40e9, False), slow], [fast]):
+        assert light_first(others) == (others, "")
+
+
+def test_stages_of_zero_with_the_same_figures_are_one_plan() -> None:
+    one, two, three = _plan(10.0, 5.0, zero=1), _plan(10.0, 5.0, zero=2), _plan(10.0, 4.0, zero=3)
+    assert _one_of_each([three, two, one]) == [one, three]

@@ -60,17 +60,23 @@ def _is_of(kind: type, modules: tuple[str, ...]) -> bool:
 def attributes_read(kind: type, names: frozenset[str]) -> frozenset[str]:
     """The names in the code that names a method of a class, and in the methods that are called there. names: those in
     the user's code."""
-    attributes_read, seen = set(names), set[str]()
-    pending = [*names, *(name for cls in kind.__mro__[:-1] for name in vars(cls) if name[:2] == name[-2:] == "__")]
+    special = (name for cls in kind.__mro__[:-1] for name in vars(cls) if name[:2] == name[-2:] == "__")
+    return names | names_reached(kind, [*names, *special])
+
+
+def names_reached(kind: type, methods: list[str]) -> frozenset[str]:
+    """The names in the code of some methods of a class and of its bases, and in the methods that are called there."""
+    found, seen, pending = set[str](), set[str](), methods
     while pending:
         name = pending.pop()
         if name in seen or name in _ELSEWHERE:
             continue
         seen.add(name)
-        for code in _codes(next((vars(cls)[name] for cls in kind.__mro__ if name in vars(cls)), None)):
-            attributes_read.update(code.co_names)
-            pending += code.co_names
-    return frozenset(attributes_read)
+        for member in (vars(cls)[name] for cls in kind.__mro__ if name in vars(cls)):  # `super()` calls one behind it
+            for code in _codes(member):
+                found.update(code.co_names)
+                pending += code.co_names
+    return frozenset(found)
 
 
 def _codes(member: Any) -> Iterator[CodeType]:

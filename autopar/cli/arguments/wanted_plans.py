@@ -29,10 +29,13 @@ class Wanted:
     html: Path | None
     tokens: str | None
     check: bool
+    as_json: bool = False
 
     def check_words(self) -> None:
         """Raise TargetError or MachineError for what cannot be read, or written."""
         sizes, _, _ = self.sizes, self.trained, self.bytes
+        if self.as_json and (len(sizes) > 1 or self.tokens is not None or not (self.batch or "0").isdecimal()):
+            raise TargetError("--json is of one number of devices and one batch: leave out --tokens and what is more.")
         for flag, file in (("--out", self.out_file), ("--html", self.html)):
             if file is not None and len(sizes) > 1:
                 raise TargetError(

@@ -368,6 +368,10 @@ class Announcer:
         if self._agreement.size > 1:
             self._progress.stepped(has_gradients)
 
+    def updating(self) -> None:
+        """Notice that an optimizer is about to change the weights."""
+        self._progress.updating()
+
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Watched:
@@ -410,6 +414,9 @@ class _Progress:
             if self._awaits and not self._is_told:
                 self._is_told = True
                 _log.warning("%s", _DROPPED)
+
+    def updating(self) -> None:
+        self._steps, self._awaits = 0, False
 
     def stepped(self, has_gradients: bool) -> None:
         # The first step moves parameters to their layouts, which is no change of the weights.

@@ -59,7 +59,8 @@ def multiply(gradients: Sequence[torch.Tensor | None], scale: torch.Tensor | Non
 _OUTPUT = (
     "backward() through the output of a parallel model: model(*batch) computes no gradients. Give the loss to "
     "autopar.parallelize(..., loss_fn=...) and call model.forward_backward(*batch), which adds to .grad and "
-    "returns the loss; if no gradient is wanted here, use model(*batch) under torch.no_grad(), or .detach()."
+    "returns the loss, or model.training_loss(*batch), whose backward() a loop calls itself; if no gradient is "
+    "wanted here, use model(*batch) under torch.no_grad(), or .detach()."
 )
 _LOSS = (
     "backward() of what forward_backward() returned: it has run the backward pass already, and .grad has the "

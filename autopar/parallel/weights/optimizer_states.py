@@ -8,6 +8,7 @@ loads, or distributes itself, is a DTensor of its own, which on the ranks of oth
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeGuard
 
@@ -30,8 +31,8 @@ class States:
     each load from then on.
     """
 
-    def __init__(self, store: ParameterStore, agreement: Agreement) -> None:
-        self._store, self._agreement = store, agreement
+    def __init__(self, store: ParameterStore, agreement: Agreement, updating: Callable[[], None]) -> None:
+        self._store, self._agreement, self._updating = store, agreement, updating
         self._seen: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
 
     def watch(self, owner: object) -> None:
@@ -43,6 +44,9 @@ class States:
 
         What is not the model's DTensor becomes one in any case; the rest once a program has decided layouts.
         """
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        if any(p.grad is not None and self._is_ours(p) for p in parameters):
+            self._updating()  # versions of parameters do not tell: fused optimizers leave them
         if self._seen.get(optimizer) is optimizer.state:  # loading makes another dict
             return
         if not any(self.is_ours(p) for group in optimizer.param_groups for p in group["params"]):

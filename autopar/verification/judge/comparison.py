@@ -92,7 +92,7 @@ class Exact:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What `verify` found; prints as a table."""
+    """What `verify` found; prints as a verdict and a table."""
 
     mesh: str
     dtype: torch.dtype
@@ -139,6 +139,12 @@ class Report:
         width = max(len(row.name) for row in self.rows)
         lines = [f"{self.mesh}  {self.dtype}  {self.steps} steps  tolerance {self.tolerance:.0e}"]
         lines += [self.note] * bool(self.note)
+        excused = sum(row.ok and row.noise is not None for row in self.rows)
+        equal = "all within it" if self.note else "all equal"
+        equal += f", {excused} of {len(self.rows)} as exactly as the model allows" if excused else ""
+        lines.append(f"{equal if self.ok else 'NOT EQUAL'}: max error {self.max_error:.2e}")
+        lines += [f"WRONG: {text}" for text in self.sums]
+        lines += [] if self.mismatch is None else [str(self.mismatch)]
         for row in self.rows:
             mark = "ok" if row.ok else "WRONG"
             replicas = f"  ranks differ by {row.replicas:.1e}" if row.replicas else ""
@@ -149,13 +155,6 @@ class Report:
                 told += f"{': as exact as the model allows,' if row.ok else ''}  rounding alone gives {row.noise:.2e}"
             lines.append(f"{row.kind:9} {row.name:{width}} {row.error:9.2e}  {mark}{told}{replicas}")
         lines += [] if self.exact is None else self.exact.lines(width)
-        excused = sum(row.ok and row.noise is not None for row in self.rows)
-        equal = "all within it" if self.note else "all equal"
-        equal += f", {excused} of {len(self.rows)} as exactly as the model allows" if excused else ""
-        lines.append(f"{equal if self.ok else 'NOT EQUAL'}: max error {self.max_error:.2e}")
-        lines += [f"WRONG: {text}" for text in self.sums]
-        if self.mismatch is not None:
-            lines.append(str(self.mismatch))
         return "\n".join(lines)
 
 

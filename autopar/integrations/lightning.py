@@ -1,0 +1,219 @@
+"""Lightning's Trainer on a mesh: a strategy whose training step is one compiled program, `self.log` included.
+
+To Lightning's own code one device trains: a batch is the whole one on every rank, and nothing is reduced. What
+`training_step` logs leaves the program beside the loss, and is logged behind it.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.utils.data import DataLoader
+
+from autopar.compiler.meshes import MeshLike
+from autopar.errors import AutoparError
+from autopar.integrations.accelerate import StepAsked
+from autopar.integrations.prepare import SameBatches
+from autopar.parallel.module import ParallelModule
+from autopar.parallel.saving import whole_values
+
+_KEY = "autopar"  # of a checkpoint's entry that Lightning does not know
+
+
+class AutoparStrategy(SingleDeviceStrategy):
+    """A strategy of Lightning's Trainer, on every rank of torchrun:
+
+        trainer = L.Trainer(strategy=AutoparStrategy(mesh="dp=2,tp=2"), devices=1, max_epochs=3)
+        trainer.fit(module, loader)
+
+    mesh, options: as of `autopar.parallelize`. The LightningModule stays as it is: its `training_step` gives the loss,
+    alone or in a dict, and logs tensors; `validation_step` and the like run with the compiled forward pass. Loaders
+    give the whole batch on every rank, shuffled alike. Checkpoints are Lightning's, of whole tensors, written by rank
+    0.
+    """
+
+    strategy_name = "autopar"
+
+    def __init__(self, mesh: MeshLike, options: dict[str, Any] | None = None, device: Any = None) -> None:
+        local = int(os.environ.get("LOCAL_RANK", 0))
+        super().__init__(device or (torch.device("cuda", local) if torch.cuda.is_available() else "cpu"))
+        self.global_rank, self.local_rank = int(os.environ.get("RANK", 0)), local
+        self._step = _Step()
+        self._made: ParallelModule | None = None
+        self._asked = StepAsked(mesh, self._step.loss, dict(options or {}))
+
+    # -- the model and its optimizers ------------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        module = self.lightning_module
+        assert module is not None and self.accelerator is not None
+        self._check(module)
+        self.accelerator.setup(trainer)
+        if self._made is None or vars(self._made.original) is not vars(module):  # fit() and then test() is one model
+            self._made = self._asked.made(_logging_aside(module, self._step), self.root_device)
+        self.model = self._made
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+
+    def _check(self, module: pl.LightningModule) -> None:
+        if not module.automatic_optimization:
+            raise AutoparError(
+                f"{type(module).__name__} optimises by hand (automatic_optimization = False), where a step has several "
+                f"losses. Make its networks parallel themselves (autopar.parallelize, with the loss of each) and call "
+                f"training_loss, without this strategy."
+            )
+        if type(self.precision_plugin) is not Precision:
+            raise AutoparError(
+                f'Trainer(precision="{self.precision_plugin.precision}") is said to autopar: leave it out, and give '
+                f'AutoparStrategy(..., options={{"precision": "bf16"}}), or "fp16".'
+            )
+
+    def process_dataloader(self, dataloader: object) -> object:
+        return SameBatches(dataloader) if isinstance(dataloader, DataLoader) else dataloader
+
+    def teardown(self) -> None:
+        assert self.accelerator is not None
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def training_step(self, batch: Any, batch_idx: int = 0, *args: Any) -> Any:
+        model, module = self.model, self.lightning_module
+        assert isinstance(model, ParallelModule) and module is not None
+        loss = model.training_loss(batch, batch_idx if self._step.asks_number else 0, *args)
+        logged, more = model.last_aux
+        for name, value in logged.items():
+            module.log(name, value, **self._step.options[name])
+        return {"loss": loss, **more} if self._step.gives_dict else loss
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model.validation_step(*args, **kwargs)  # type: ignore[union-attr, operator]
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model.test_step(*args, **kwargs)  # type: ignore[union-attr, operator]
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model.predict_step(*args, **kwargs)  # type: ignore[union-attr, operator]
+
+    # -- ranks: one place for data, many processes -----------------------------------------------------------------
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.global_rank == 0
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if dist.is_initialized():
+            dist.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not dist.is_initialized():
+            return obj
+        said = [obj]
+        dist.broadcast_object_list(said, src)
+        return said[0]
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert isinstance(self.model, ParallelModule)
+        return self.model.full_state_dict()
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        state: dict[str, Any] = whole_values(super().optimizer_state(optimizer))
+        return state
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        assert isinstance(self.model, ParallelModule)
+        scale = self.model.loss_scale
+        checkpoint[_KEY] = [self.model.random_state.state_dict(), scale and scale.state_dict()]
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert isinstance(self.model, ParallelModule)
+        self.model.load_state_dict(checkpoint["state_dict"], strict=strict)
+        random, scale = checkpoint.get(_KEY, (None, None))
+        if random is not None:
+            self.model.random_state.load_state_dict(random)
+        if scale is not None and self.model.loss_scale is not None:
+            self.model.loss_scale.load_state_dict(scale)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_state_dict(state)
+
+
+class _Step:
+    """The loss function that is captured, and what was found out of `training_step` meanwhile.
+
+    options: how each name is logged. asks_number: whether the code reads the number of the batch, which changes at each
+    step. gives_dict: whether the loss comes in a dict."""
+
+    def __init__(self) -> None:
+        self.options: dict[str, dict[str, Any]] = {}
+        self.asks_number, self.gives_dict = False, False
+        self.logged: dict[str, Any] | None = None  # while a step is captured
+
+    def loss(self, module: Any, batch: Any, number: int, *args: Any) -> Any:
+        """The loss, and what was logged and returned beside it."""
+        self.logged = {}
+        try:
+            given = module.training_step(batch, number, *args) if _takes_number(module) else module.training_step(batch)
+            logged = dict(self.logged)
+        finally:
+            self.logged = None
+        self.gives_dict = isinstance(given, Mapping)
+        if not self.gives_dict:
+            return given, (logged, {})
+        more = {name: value for name, value in given.items() if name != "loss"}
+        return given["loss"], (logged, more)
+
+
+def _takes_number(module: Any) -> bool:
+    return len(inspect.signature(module.training_step).parameters) > 1
+
+
+def _asks_number(kind: type) -> bool:
+    """Whether the code of `training_step` reads its second argument."""
+    function: Any = kind.training_step  # type: ignore[attr-defined]
+    names = list(inspect.signature(function).parameters)[2:3]
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None or not names:
+        return bool(names)
+    return any(each.argval == names[0] and each.opname.startswith("LOAD") for each in dis.get_instructions(code))
+
+
+def _logging_aside(module: pl.LightningModule, step: _Step) -> Any:
+    """The module, of a class whose `log` keeps what is logged while a step is captured. All else is shared."""
+    kind = type(module)
+    step.asks_number = _asks_number(kind)
+
+    def log(self: Any, name: str, value: Any, **options: Any) -> None:
+        if step.logged is None:
+            kind.log(self, name, value, **options)
+        else:
+            step.logged[name], step.options[name] = value, options
+
+    def log_dict(self: Any, dictionary: Mapping[str, Any], **options: Any) -> None:
+        for name, value in dictionary.items():
+            self.log(name, value, **options)
+
+    names = {"log": log, "log_dict": log_dict, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    made: Any = object.__new__(type(kind.__name__, (kind,), names))
+    object.__setattr__(made, "__dict__", vars(module))
+    return made
