@@ -38,8 +38,8 @@ def check_run(
     if tensorboard is not None:
         if find_spec("tensorboard") is None:
             raise TargetError(
-                f"--tensorboard {tensorboard}: the package is not installed here: pip install tensorboard. --losses FILE "
-                f"needs nothing."
+                f"--tensorboard {tensorboard}: the package is not installed here: pip install tensorboard. "
+                f"--losses FILE needs nothing."
             )
         _check_folder("--tensorboard", tensorboard)
 

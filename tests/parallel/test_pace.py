@@ -16,7 +16,6 @@ import autopar
 from autopar.ir.mesh import parse_mesh
 from autopar.parallel.agree import pace as pace_of
 from autopar.parallel.agree.pace import Pace
-from autopar.runtime.ranks.distributed import Waits
 
 
 def told(pace: Pace, steps: list[list[int]]) -> None:
@@ -29,7 +28,7 @@ def told(pace: Pace, steps: list[list[int]]) -> None:
 @pytest.fixture
 def pace(monkeypatch: pytest.MonkeyPatch) -> Pace:
     monkeypatch.setattr(pace_of.dist, "get_rank", lambda: 0)
-    made = Pace(Waits())
+    made = Pace()
     made.lie_over(parse_mesh("dp=2,tp=2"))
     return made
 
@@ -62,7 +61,7 @@ def test_noise_and_single_steps_are_no_slow_rank(pace: Pace, caplog: pytest.LogC
 
 def test_stages_are_compared_with_their_own(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(pace_of.dist, "get_rank", lambda: 0)
-    made = Pace(Waits())
+    made = Pace()
     made.lie_over(parse_mesh("pp=2,dp=2"))
     told(made, [[20_000, 20_000, 90_000, 90_000]] * 40)
     assert caplog.messages == []

@@ -23,7 +23,6 @@ from torch import nn
 from autopar.capture.refusals.location import user_line
 from autopar.errors import RankError, name_ranks
 from autopar.parallel.agree.pace import Pace
-from autopar.runtime.ranks.distributed import Waits
 from autopar.runtime.ranks.lost import OTHERS, is_loss_of_peer, loss_of_peers
 from autopar.torch_compat import local_of
 
@@ -99,12 +98,11 @@ class Agreement:
     calls find that out, whatever each of them wanted to compare.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, pace: Pace | None = None) -> None:
         self.device = device
         self.size = dist.get_world_size()
         self.call = UserCall("parallelize")
-        self.waits = Waits()
-        self.pace = Pace(self.waits)
+        self.pace = pace if pace is not None else Pace()
         self._group = _host_group()
 
     def end_waits_after(self, timeout: timedelta) -> None:
@@ -240,7 +238,7 @@ class Agreement:
         """The highest of each number over all ranks."""
         sent, since = torch.tensor(numbers, dtype=torch.int64), perf_counter()
         dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=self._group)
-        self.waits.seconds += perf_counter() - since
+        self.pace.waits.seconds += perf_counter() - since
         highest: list[int] = sent.tolist()
         return highest
 

@@ -28,8 +28,8 @@ SILENT = 200  # steps until the same rank is named again
 class Pace:
     """The pace of all ranks in training steps. waits: counts this rank's time in exchanges."""
 
-    def __init__(self, waits: Waits) -> None:
-        self._waits = waits
+    def __init__(self) -> None:
+        self.waits = Waits()
         self._mark: tuple[float, float] | None = None  # when the last step began, and the waits until then
         self._own_us = 0  # to be told
         self._alike: dict[Hashable, list[int]] = {}  # ranks that do the same
@@ -49,7 +49,7 @@ class Pace:
 
     def begin(self) -> None:
         """A training step begins."""
-        now, waited = perf_counter(), self._waits.seconds
+        now, waited = perf_counter(), self.waits.seconds
         if self._mark is not None:
             self._own_us = max(1, int(1e6 * (now - self._mark[0] - waited + self._mark[1])))
         self._mark = now, waited

@@ -45,7 +45,7 @@ def make_runner(
     to programs that leave values there, which have their buffers before the first step."""
     program, pipeline = compiled.program, compiled.pipeline
     filled = _filled(compiled, agreement, tier) if moves_to_host(program, pipeline) else None
-    driver = DistributedDriver(compiled.mesh, groups, waits=agreement.waits, tier=filled)
+    driver = DistributedDriver(compiled.mesh, groups, waits=agreement.pace.waits, tier=filled)
     compiler = compiled.plan.options.compile
     if compiler != "inductor":
         return executor_runner(program, pipeline, driver, device, kernels=kernels_of(compiler, device))

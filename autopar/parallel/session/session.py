@@ -35,6 +35,7 @@ from autopar.ir.options import TIMEOUT, StepKeywords, StepOptions
 from autopar.ir.plan import Fixed
 from autopar.machines import DEVICES, named
 from autopar.parallel.agree.agreement import Agreement, Announcer, Phase, Watched
+from autopar.parallel.agree.pace import Pace
 from autopar.parallel.batches.local_batch import BatchWorld
 from autopar.parallel.session.auto_options import AUTO, check_open, check_own, machine_for
 from autopar.parallel.session.compilers import check_compiler, compiler_on
@@ -211,7 +212,7 @@ def join(asked: Requested) -> tuple[Agreement, Mesh, DeviceMesh, StepOptions]:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         else:
             _meet(backend, settings.keeps_store)
-    agreement = Agreement(place)
+    agreement = Agreement(place, Pace())
     mesh, options = agreement.together("arguments", lambda phase: asked.check(phase, world, place))
     if place.type == "cuda" and world > 1:
         check_places(agreement.everyone("devices", place_of(place)))

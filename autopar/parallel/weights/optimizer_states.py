@@ -45,7 +45,7 @@ class States:
         What is not the model's DTensor becomes one in any case; the rest once a program has decided layouts.
         """
         parameters = (p for group in optimizer.param_groups for p in group["params"])
-        if any(p.grad is not None and self._is_ours(p) for p in parameters):
+        if any(p.grad is not None and self.is_ours(p) for p in parameters):
             self._updating()  # versions of parameters do not tell: fused optimizers leave them
         if self._seen.get(optimizer) is optimizer.state:  # loading makes another dict
             return
