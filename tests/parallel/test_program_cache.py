@@ -291,6 +291,24 @@ def test_nothing_else_that_is_changed_takes_an_old_program(
     assert len(MODELS) + len(OPTIONS) + len(BATCHES) + len(WORLDS) >= 70
 
 
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(nn.Linear, "forward"), (nn.functional, "linear"), (Tensor, "relu"), (nn.Module, "__call__"), (torch, "matmul")],
+    ids=lambda one: getattr(one, "__name__", one),
+)
+def test_what_was_replaced_in_torch_is_compiled_each_time(
+    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, owner: Any, name: str
+) -> None:
+    """As libraries of faster kernels do: torch's version says nothing of it."""
+    keep(place, monkeypatch)
+    was = getattr(owner, name)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, lambda *args, **kwargs: was(*args, **kwargs) * 2)
+        assert not is_hit(place.made())
+    assert f"{owner.__name__}.{name}', which was replaced in this process" in caplog.text
+    assert is_hit(place.made())
+
+
 # -- what is read -----------------------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ import functools
 import hashlib
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from types import FunctionType
@@ -62,14 +62,41 @@ def _version(name: str) -> str:
         return "none"
 
 
+def _replaced(classes: Iterable[type]) -> str:
+    """A function of torch that somebody replaced in this process, whose versions say nothing of it; "" if none is."""
+    spaces: list[Any] = [torch, torch.Tensor, torch.nn.functional, torch.linalg, torch.special, torch.fft]
+    spaces += sorted({base for each in classes for base in each.__mro__ if _is_torchs(base)}, key=_named)
+    for space in spaces:
+        for name, value in vars(space).items():
+            is_seen = isinstance(space, type) or not name.startswith("_")  # a module has names of Python's, too
+            if is_seen and _is_anothers(value):
+                return f"{space.__name__}.{name}"
+    return ""
+
+
+def _is_torchs(kind: type) -> bool:
+    return kind.__module__.startswith("torch.nn")
+
+
+def _is_anothers(value: Any) -> bool:
+    """True for a function that is not of torch's source."""
+    if isinstance(value, functools.partial):
+        return True
+    folder = os.path.dirname(torch.__file__)
+    return isinstance(value, FunctionType) and not value.__code__.co_filename.startswith((folder, "<"))
+
+
 def key_of_step(
-    wanted: Mapping[str, Any], parts: Parts, entries: Any, modules: Iterator[tuple[str, Any]], loss_fn: Any
+    wanted: Mapping[str, Any], parts: Parts, entries: Any, modules: Iterable[tuple[str, Any]], loss_fn: Any
 ) -> str:
     """The digest of what decides a program beside the code of the model. Raises Unclear.
 
     wanted: the options of the step and of this call, by name. parts: of the whole batch. entries, modules: the model's
     tensors and modules. loss_fn: of a training step.
     """
+    modules = list(modules)
+    if name := _replaced({type(module) for _, module in modules}):
+        raise Unclear(f"'{name}', which was replaced in this process")
     lines = [own_source(), *(f"{name}={described(value)}" for name, value in sorted(wanted.items()))]
     lines += [described(_flags()), described(variables(_PREFIXES)), described(Settings.read().exact)]
     lines += [str(one) for one in CUSTOM_OPS.rules.values()]
