@@ -155,6 +155,7 @@ class _Capture:
         self.start: States | None = None  # of the generators, where each run draws the same
         self.is_drawn = False  # on the host, of which the program has tensors
         self.step_coins: StepCoins | None = None
+        self.asks_rows = False  # the model asks for the number of rows, or goes through the places of a mask
         self.row_uses: RowUses | None = None  # where it matters which masks select rows
         self.order = MaskOrder()  # of the run that goes on
         self.graphs, self.runs = list[fx.Graph](), list[RecordedCalls]()  # all of the capture's
@@ -327,7 +328,7 @@ class _Capture:
 
     def _knows_rows(self, fakes: list[torch.Tensor], before: Attributes, names: Sequence[str | None]) -> bool:
         """False if the step has to put out how many rows masks select, and does not yet."""
-        if self.row_uses is not None or self.reads.counts or not any(self.selects):
+        if self.row_uses is not None or self.reads.counts or not self.asks_rows:
             return True
 
         def run(has: Has) -> RowSides:
@@ -336,7 +337,8 @@ class _Capture:
                 raise UnfitRows
             return mode.selected.order.sides
 
-        self.row_uses = row_uses(run, names)
+        found = row_uses(run, names)
+        self.row_uses = found if self.train else None
         return self.row_uses is None
 
     def _given(self) -> list[tuple[Input, torch.Tensor | None]]:
@@ -398,6 +400,7 @@ class _Capture:
         mode.items.close()
         mode.selected.check_leaving(result)
         mode.selected.check_counts()
+        self.asks_rows = bool(mode.selected.asked) or mode.selected.order.is_turned
         self.selects = bool(mode.selected.known), mode.selected.may_specialize
         return tuple(result)
 

@@ -61,7 +61,7 @@ for _name in vars(int):
 def counted(function: Any, result: Any, args: Any, rows: Any, asked: set[int]) -> Any:
     """What a question for a shape gives, with the size of the rows' dim as a count of rows. asked: as of `RowCount`."""
     dim = rows.dim
-    if function in (Tensor.__len__, Tensor.numel):  # Python makes a plain number of what these give
+    if function in (Tensor.__len__, Tensor.numel, torch.numel):  # Python makes a plain number of what these give
         asked.add(id(rows.valid))
     if isinstance(result, torch.Size):
         return torch.Size(RowCount.of(size, rows, asked) if at == dim else size for at, size in enumerate(result))

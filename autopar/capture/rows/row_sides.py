@@ -115,6 +115,8 @@ def row_uses(run: Callable[[Has], RowSides], names: Sequence[str | None]) -> Row
         for mask, part in _parts(whole, run(has)).items():
             if parts.setdefault(mask, part) != part:
                 raise UnfitRows
+        if all(part.start == part.end for part in parts.values()):
+            return None
     parts = {mask: part for mask, part in parts.items() if part.start != part.end}
     return RowUses(Uses.of(whole.trail, parts, names)) if parts else None
 

@@ -33,6 +33,7 @@ class RowTurn:
 class MaskOrder:
     """The masks of one run. lines: of each. counts: of the rows of each, in a run that is to know them. sides: of a run
     in which some have no rows. turn: of the loop that goes on, in which masks are no more than parts of its own.
+    is_turned: there was one.
 
     places: of masks of one dim, by the id of their places, these and the mask."""
 
@@ -42,6 +43,7 @@ class MaskOrder:
     counts: list[Tensor] | None = None
     sides: RowSides | None = None
     turn: RowTurn | None = None
+    is_turned: bool = False
     places: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @property
@@ -77,6 +79,7 @@ class MaskOrder:
 
     def turns(self, mask: Tensor, of: Callable[[int], Any]) -> Iterator[Any]:
         """Go through all places of a mask. What is made of rows meanwhile is padding where the mask is False."""
+        self.is_turned = True
         try:
             for place in range(len(mask)):
                 self.turn = None

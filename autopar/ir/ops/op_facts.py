@@ -190,6 +190,7 @@ QUERIES: frozenset[Any] = frozenset(
     + [getattr(torch.Tensor, name) for name in (
         "size", "dim", "stride", "numel", "storage_offset", "is_contiguous", "is_floating_point", "is_complex",
         "untyped_storage", "is_conj", "is_neg", "is_inference", "element_size", "__len__")]
+    + [torch.numel]
 )  # fmt: skip
 # Functions that say whether tensors are alike: the one that says so of each element, and what is asked of all of them.
 ALIKE: Mapping[Any, tuple[Any, Any]] = {
