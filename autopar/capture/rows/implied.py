@@ -69,17 +69,17 @@ def _bare(node: fx.Node) -> fx.Node:
 
 
 def _is_positive(node: Any) -> bool:
-    """True if no element is below zero: what was a truth, and sums of such."""
-    while isinstance(node, fx.Node) and node.op == "call_function":
-        if node.meta["val"].dtype is torch.bool:
-            return True
-        dtype = node.meta["val"].dtype
-        operand: Any = node.args[0]
-        is_same = is_view(node.target) or op_name(node.target) == "sum"
-        if not is_same and not keeps_zeros(node.target, operand.meta["val"].dtype, dtype, None, False):
-            return False
-        node = operand
-    return isinstance(node, fx.Node) and node.meta["val"].dtype is torch.bool
+    """True if no element is below zero: what was a truth, and sums and products of such."""
+    if not isinstance(node, fx.Node):
+        return False
+    dtype, operand = node.meta["val"].dtype, next(iter(node.all_input_nodes), None)
+    if dtype is torch.bool or node.op != "call_function" or operand is None:
+        return dtype is torch.bool
+    name = op_name(node.target)
+    if name in ("mul", "sum"):
+        return all(_is_positive(one) for one in node.args[: len(node.all_input_nodes)])
+    is_kept = keeps_zeros(node.target, operand.meta["val"].dtype, dtype, None, False)
+    return (is_view(node.target) or is_kept) and _is_positive(operand)
 
 
 def _source(node: fx.Node, dim: int) -> _Slice:
