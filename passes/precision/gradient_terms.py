@@ -59,6 +59,12 @@ def check_sums(program: Program, plan: Plan) -> None:
         )
 
 
+def sum_dtype(dtype: torch.dtype, sums: torch.dtype) -> torch.dtype:
+    """Return the dtype in which gradients of `dtype` are summed: `sums`, but what a longer float than float32 holds
+    stays as it is."""
+    return sums if is_short(dtype, sums) or dtype is torch.float32 else dtype
+
+
 def is_short(dtype: torch.dtype, sums: torch.dtype) -> bool:
     """True for a float in which nothing may be summed that should be in `sums`: a shorter one, or another short one."""
     return dtype.is_floating_point and dtype != sums and dtype.itemsize <= sums.itemsize

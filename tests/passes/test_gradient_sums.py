@@ -191,7 +191,7 @@ def before_the_cast(monkeypatch: pytest.MonkeyPatch) -> None:
     reshard = importlib.import_module(
         "autopar.passes.collectives.reshard"
     )  # the package has the function under this name
-    monkeypatch.setattr(Classes, "is_short_term", lambda *_: False)
+    monkeypatch.setattr(Classes, "is_unlike_sums", lambda *_: False)
     monkeypatch.setattr(reshard._Reshard, "_is_rounded", lambda *_: False)
 
 
