@@ -60,9 +60,10 @@ def check_sums(program: Program, plan: Plan) -> None:
 
 
 def sum_dtype(dtype: torch.dtype, sums: torch.dtype) -> torch.dtype:
-    """Return the dtype in which gradients of `dtype` are summed: `sums`, but what a longer float than float32 holds
-    stays as it is."""
-    return sums if is_short(dtype, sums) or dtype is torch.float32 else dtype
+    """Return the dtype in which gradients of `dtype` are summed where `sums` is asked for: that, but float32, as which
+    it is there for short ones if nobody says otherwise, shortens no float64."""
+    is_cast = dtype.itemsize <= sums.itemsize or sums.itemsize < torch.float32.itemsize
+    return sums if dtype.is_floating_point and is_cast else dtype
 
 
 def is_short(dtype: torch.dtype, sums: torch.dtype) -> bool:
