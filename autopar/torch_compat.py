@@ -37,6 +37,8 @@ torch 2.11 to 2.14.
   cannot pass.
 - `torch.utils._python_dispatch._disable_current_modes`: the way to data, of what hangs on no input while
   a step is captured.
+- `torch._C._current_graph_task_id`, `Variable._execution_engine.queue_callback`: which backward pass runs, and what is
+  to happen at its end, where the gradients of all losses in it are there.
 - `torch._C._swap_tensor_impl`: what a capture leaves with the user is given its data where it is held.
 - `UntypedStorage._cdata`: whether two tensors of a capture share memory, which has no address there.
 - `Tensor._backward_hooks`, `_post_accumulate_grad_hooks`: whether the user hooked something to a gradient, and the
@@ -436,3 +438,14 @@ def hook_behind_step(optimizer: torch.optim.Optimizer, hook: Callable[..., None]
     hooks: Any = optimizer._optimizer_step_post_hooks  # an OrderedDict, whatever its annotation says
     hooks.move_to_end(handle.id, last=False)
     return handle
+
+
+def current_pass() -> int | None:
+    """The number of the backward pass that runs; None outside of one."""
+    number = torch._C._current_graph_task_id()
+    return None if number == -1 else number
+
+
+def at_end_of_pass(callback: Callable[[], None]) -> None:
+    """Call a function at the end of the backward pass that runs, unless that fails."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]

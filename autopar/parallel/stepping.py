@@ -21,7 +21,7 @@ from autopar.parallel.programs.portions import Given
 from autopar.parallel.programs.running import Running
 from autopar.parallel.session.session import Session
 from autopar.parallel.tensors.parameter import accumulate, drop_gradients
-from autopar.parallel.weights.gradients import finished, guarded, held, multiply
+from autopar.parallel.weights.gradients import Added, added_up, finished, guarded, held, multiply
 from autopar.runtime.executor.inputs import StepInputs
 from autopar.runtime.kernels import host
 
@@ -41,19 +41,29 @@ def train_step(
     if is_finite and session.scale is not None:
         is_finite = session.scale.take(gradients, session.settings.device)
 
-    def add(scale: torch.Tensor | None) -> None:
-        if is_finite:
-            multiply(gradients, scale)
-            accumulate(parameters, gradients)
-        else:
-            drop_gradients(running.parameters().values())
-        session.announcer.stepped(is_finite)
+    mine = Added(parameters, gradients) if is_finite else Added(list(running.parameters().values()), None)
+
+    def later(scale: torch.Tensor) -> None:
+        multiply(mine.gradients or (), scale)
+        session.sums.add(mine, partial(_add, session))
 
     (loss,) = (outputs[at] for at in running.losses)
     if is_held:
-        return held(loss, add), outputs if is_whole else own_rows(outputs, running, given)
-    add(None)
+        session.sums.forget()
+        return held(loss, later), outputs if is_whole else own_rows(outputs, running, given)
+    _add(session, [mine])
     return finished(loss), outputs if is_whole else own_rows(outputs, running, given)
+
+
+def _add(session: Session, steps: list[Added]) -> None:
+    """Add to `.grad` what steps give, or leave every one None if any of them overflowed."""
+    together = added_up(steps)
+    if together.gradients is None:
+        drop_gradients(together.parameters)
+    else:
+        accumulate(together.parameters, together.gradients)
+    for _ in steps:
+        session.announcer.stepped(together.gradients is not None)
 
 
 def _is_finite(session: Session, running: Running, given: Given, outputs: tuple[torch.Tensor, ...]) -> bool:

@@ -36,15 +36,10 @@ def roll_out(side: Side, seed: int, calls: int) -> list[Tensor]:
 
 @action("ready", "chain", "!local", weight=2, seed=SEEDS, kind=st.sampled_from(sorted(METHODS)))
 def method(side: Side, seed: int, kind: str) -> Tensor:
-    was = side.model.training
-    side.model.eval()
-    try:
-        with torch.no_grad():
-            found = METHODS[kind](side.model, side.batch(ROWS, seed)[0])
+    with side.in_mode(False), torch.no_grad():
+        found = METHODS[kind](side.model, side.batch(ROWS, seed)[0])
         side.forwards += kind == "on the model"
         return side.whole(found)
-    finally:
-        side.model.train(was)
 
 
 @action("ready", weight=3, write=st.booleans(), on_one=st.booleans())

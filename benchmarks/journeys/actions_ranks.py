@@ -33,12 +33,8 @@ def another_call_on_one_rank(side: Side, seed: int) -> None:
 @action("ready", "ranks", "!local", must_refuse=RankError, seed=SEEDS)
 def other_mode_on_one_rank(side: Side, seed: int) -> None:
     """One rank in eval mode."""
-    was = side.model.training
-    try:
-        side.model.train(was != (dist.get_rank() == 1))
+    with side.in_mode(side.model.training != (dist.get_rank() == 1)):
         side.forward_backward(*side.batch(ROWS, seed))
-    finally:
-        side.model.train(was)
 
 
 @action("ready", "replicated", must_refuse=RankError)

@@ -126,14 +126,8 @@ def accumulate(side: Side, seed: int, parts: int) -> list[Tensor]:
 @action("ready", seed=SEEDS)
 def evaluate(side: Side, seed: int) -> Tensor:
     """The outputs of a batch in eval mode."""
-    was = side.model.training
-    side.model.eval()
-    x = side.batch(ROWS, seed)[0]
-    try:
-        with torch.no_grad():
-            return side.forward(x)
-    finally:
-        side.model.train(was)
+    with side.in_mode(False), torch.no_grad():
+        return side.forward(side.batch(ROWS, seed)[0])
 
 
 @action("ready", "aux", seed=SEEDS)

@@ -191,6 +191,28 @@ class Average(nn.Module):
         return x_BTD - 0.5 * self.mean
 
 
+class Experts(nn.Module):
+    """A loop over experts, each of which takes the rows that chose it. One without rows is left out: by a test, or
+    (hit) as the loop goes over those that have some alone, as transformers' models have it."""
+
+    def __init__(self, width: int, hit: bool) -> None:
+        super().__init__()
+        self.router, self.hit = nn.Linear(width, 3, bias=False), hit
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        rows_ND = x_BTD.flatten(0, 1)
+        shares_NK, chosen_NK = self.router(rows_ND).softmax(-1).topk(2)
+        hot_EKN = F.one_hot(chosen_NK, 3).permute(2, 1, 0)
+        out_ND = torch.zeros_like(rows_ND)
+        for e in hot_EKN.sum((-1, -2)).nonzero() if self.hit else range(3):
+            at, row = torch.where(hot_EKN[e].squeeze(0))
+            if row.numel() == 0:
+                continue
+            out_ND.index_add_(0, row, self.experts[e](rows_ND[row]) * shares_NK[row, at, None])
+        return x_BTD + out_ND.view_as(x_BTD)
+
+
 class Scale(nn.Module):
     """Reads a float and an integer attribute, a plain tensor attribute and a bool: what loops change."""
 
@@ -224,6 +246,8 @@ BLOCKS: Mapping[str, Callable[[int], nn.Module]] = {
     "twice": Twice,
     "average": Average,
     "scale": Scale,
+    "experts": lambda width: Experts(width, False),
+    "experts hit": lambda width: Experts(width, True),
 }
 
 

@@ -204,7 +204,7 @@ SABOTAGES: Mapping[str, Sabotage] = {
         32,
         "gradients are summed before the cast to the dtype of sums",
         {
-            "autopar.passes.search.items.Classes.is_short_term": _false,
+            "autopar.passes.search.items.Classes.is_unlike_sums": _false,
             "autopar.passes.collectives.reshard._Reshard._is_rounded": _false,
             "autopar.passes.check_sums": _nothing,
         },

@@ -232,6 +232,19 @@ class Side:
         """What the plain module runs under beside a precision."""
         return torch.autocast("cpu", self.low) if self.low is not None else contextlib.nullcontext()
 
+    @contextlib.contextmanager
+    def in_mode(self, training: bool) -> Iterator[None]:
+        """Train or evaluate for a while. Each module is in its own mode again behind it: `train(was)` would change
+        those that differ from the root, of a call that was refused and so did not happen."""
+        modules = list(self.model.modules())
+        modes = [module.training for module in modules]
+        self.model.train(training)
+        try:
+            yield
+        finally:
+            for module, mode in zip(modules, modes, strict=True):
+                module.training = mode
+
     def drawing(self, number: int | None = None) -> contextlib.AbstractContextManager[Any]:
         """The numbers of this step, or of a call of the model itself, for a model that draws some."""
         if not any(isinstance(module, nn.Dropout) and module.training for module in self.model.modules()):

@@ -59,6 +59,13 @@ def check_sums(program: Program, plan: Plan) -> None:
         )
 
 
+def sum_dtype(dtype: torch.dtype, sums: torch.dtype) -> torch.dtype:
+    """Return the dtype in which gradients of `dtype` are summed where `sums` is asked for: that, but float32, as which
+    it is there for short ones if nobody says otherwise, shortens no float64."""
+    is_cast = dtype.itemsize <= sums.itemsize or sums.itemsize < torch.float32.itemsize
+    return sums if dtype.is_floating_point and is_cast else dtype
+
+
 def is_short(dtype: torch.dtype, sums: torch.dtype) -> bool:
     """True for a float in which nothing may be summed that should be in `sums`: a shorter one, or another short one."""
     return dtype.is_floating_point and dtype != sums and dtype.itemsize <= sums.itemsize

@@ -23,7 +23,7 @@ from autopar.ir.program import (
     record,
     set_record,
 )
-from autopar.passes.precision.gradient_terms import gradient_terms, is_short
+from autopar.passes.precision.gradient_terms import gradient_terms, sum_dtype
 from autopar.passes.rules import TABLE, Table, table_of
 
 # The types of a call's results for operands of other dtypes than it was traced with: asked of the op itself.
@@ -315,8 +315,8 @@ class _Precision:
     def _left(self, node: fx.Node, kind: str) -> fx.Node:
         """What leaves in place of a node."""
         dtype, value, output = record(node).type.dtype, self.build.value[node], self.program.graph.output_node()
-        if kind == "gradient" and (dtype is WIDE or is_short(dtype, self.sums)):
-            value = self._as(value, None if self.sums is WIDE else self.sums, output)
+        if kind == "gradient" and (in_ := sum_dtype(dtype, self.sums)) is not WIDE:
+            value = self._as(value, in_, output)
         return self._as(value, dtype if dtype.is_floating_point else None, output)
 
     def _note(self) -> list[str]:

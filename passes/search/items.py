@@ -11,7 +11,7 @@ from torch import fx
 from autopar.errors import RuleError
 from autopar.ir.ops.op_facts import facts_of
 from autopar.ir.program import CAST, Input, Program, TensorType, is_getitem, operand_nodes, record, source_of
-from autopar.passes.precision.gradient_terms import gradient_terms, is_short
+from autopar.passes.precision.gradient_terms import gradient_terms, sum_dtype
 from autopar.passes.rules import Call, Rule, call_of, replicated_rule, rule_of
 from autopar.passes.rules.rule import Table
 from autopar.passes.rules.splits import Choice
@@ -96,17 +96,19 @@ class Classes:
     of_gradients: set[int]  # the classes that are, or add up to, the gradient of a weight
     of_terms: set[int]  # the classes that the terms of gradients go through, where `sums` is asked for
     casts: set[int]  # the casts among them
-    sums: torch.dtype | None = None  # the shortest dtype in which gradients may be summed
+    sums: torch.dtype | None = None  # the dtype in which gradients are summed, where it is asked for
     table: Table = field(default_factory=dict)  # of the rules
     notes: tuple[str, ...] = ()  # of the program
     _users: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     _indices: frozenset[tuple[int, int]] | None = None
 
-    def is_short_term(self, source: int, result: int, user: int) -> bool:
-        """True for a term of a gradient, (class, result) as a class reads it, that is too short to be summed."""
-        if self.sums is None or user not in self.of_terms:
+    def is_unlike_sums(self, source: int, result: int, user: int, leaves: bool) -> bool:
+        """True for a term of a gradient, (class, result) as a class reads it or as it leaves, in another dtype than
+        that of its sums: too short, or with a cast to a shorter one before or behind it."""
+        if self.sums is None or not (leaves or user in self.of_terms):
             return False
-        return is_short(self.items[source].types[result].dtype, self.sums)
+        dtype = self.items[source].types[result].dtype
+        return sum_dtype(dtype, self.sums) != dtype
 
     def owner_indices(self) -> frozenset[tuple[int, int]]:
         """What tells of rows to which expert they go, (class, result): the indices of products by expert."""

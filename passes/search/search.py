@@ -366,8 +366,8 @@ def problem_of(
                 along = bool(splits) and splits <= sequences.get((source, result), set()) | heads
                 if s != t and any(split[1] == OWNED and split[0] for split in splits):
                     continue  # rows move along the first dim
-                if s == "sum" and s != t and classes.is_short_term(source, result, user):
-                    continue  # the terms of a gradient are summed behind their cast
+                if s == "sum" and s != t and classes.is_unlike_sums(source, result, user, to_gradient):
+                    continue  # the terms of a gradient are summed between their casts
                 if strict and intent.only_positions and not attends and s == "sum" and joins not in (None, s != t):
                     continue  # over all axes in time at once: what one of them alone adds up is nothing to go on with
                 factor = _factor(classes, intent, source, s, t, to_gradient, along, attends) if strict else 1.0

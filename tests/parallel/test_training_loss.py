@@ -81,8 +81,9 @@ def _train(model: Any, name: str) -> tuple[list[float], list[float], dict[str, A
     seen: list[float] = []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, amsgrad=True)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    if name != "_sum_of_losses":  # where autograd sums before its hooks, and each of our losses comes to them by itself
-        next(model.parameters()).register_hook(lambda gradient: seen.append(1.0))
+    first = next(model.parameters())
+    first.register_hook(lambda gradient: seen.append(gradient.norm().item()))
+    first.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.norm().item()))
     losses = []
     for at in range(2):
         losses.append(LOOPS[name](model, optimizer, scaler, at).item())
@@ -223,3 +224,51 @@ def _loss_of_two(model: nn.Module, x: Tensor) -> Tensor:
 
 def test_what_a_method_computed_goes_in_whole(two: Ranks) -> None:
     two.run(_generated)
+
+
+# -- several losses in one backward pass ------------------------------------------------------------------------------
+
+
+def _hooked(model: Any) -> list[list[float]]:
+    """What hooks of the first weight are given from now on."""
+    given: list[list[float]] = []
+    first = next(model.parameters())
+    first.register_hook(lambda gradient: given.append(["before", gradient.norm().item()]))
+    first.register_post_accumulate_grad_hook(lambda p: given.append(["behind", p.grad.norm().item()]))
+    return given
+
+
+def test_hooks_run_once_for_all_losses_of_a_backward_pass() -> None:
+    """And for those of other models in it, each by its own."""
+    seen = []
+    for models in ([_net(), _net()], [autopar.parallelize(_net(), "dp=1", loss_fn=_loss) for _ in range(2)]):
+        given = [_hooked(model) for model in models]
+        for _ in range(2):
+            sum(_of(model, _batch(at)) * (at + 1) for at in range(3) for model in models).backward()
+        seen.append(given)
+    assert [len(each) for each in seen[0]] == [4, 4]
+    for found, wanted in zip(seen[1], seen[0], strict=True):
+        assert [name for name, _ in found] == [name for name, _ in wanted]
+        assert [norm for _, norm in found] == pytest.approx([norm for _, norm in wanted], rel=1e-9)
+
+
+def test_a_backward_pass_that_fails_adds_nothing_then_or_later() -> None:
+    model, plain = autopar.parallelize(_net(), "dp=1", loss_fn=_loss), _net()
+    again = model.training_loss(_batch(0))
+    again.backward()
+    model.zero_grad()
+    loss = model.training_loss(_batch(1))
+    with pytest.raises(AutoparError, match="for the second time"):
+        (loss + again).backward()  # the later loss first
+    assert all(parameter.grad is None for parameter in model.parameters())
+    model.training_loss(_batch(2)).backward()
+    _loss(plain, _batch(2)).backward()
+    torch.testing.assert_close(model.full_gradients(), {n: p.grad for n, p in plain.named_parameters()})
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_losses_of_which_one_overflows_leave_no_gradients(is_first: bool) -> None:
+    model = autopar.parallelize(_net(), "dp=1", loss_fn=_loss, on_nonfinite="skip")
+    losses = [model.training_loss(_batch(0) * factor) for factor in ((1e200, 1.0) if is_first else (1.0, 1e200))]
+    (losses[0] + losses[1]).backward()
+    assert all(parameter.grad is None for parameter in model.parameters())

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from mixtures import Kind, mixture_case
 from test_precision import BF16, F32, gpt, llama
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
@@ -63,6 +64,47 @@ def test_on_more_axes_and_over_micro_batches(
     found = compiled(mesh, case, zero=3, microbatches=2, **options)
     assert {node.args[1] for node in sums_of_gradients(found.program)} == {"mb", axis}
     assert dtypes(found) == {dtype}
+    assert wrong_sums(found) == ()
+
+
+def _mixture() -> Any:
+    model, batch = mixture_case(Kind(bias=True, blocks=1))
+    return model, None, batch
+
+
+EVERYWHERE: list[tuple[Any, str, dict[str, Any]]] = [
+    (gpt, "tp=2", {"sequence_parallel": True}),
+    (llama, "tp=2", {"sequence_parallel": True, "recompute": "full"}),
+    (llama, "dp=2,tp=2", {"sequence_parallel": True, "zero": 2}),
+    (gpt, "fsdp=2,tp=2", {"sequence_parallel": True, "zero": 3, "microbatches": 2}),
+    (gpt, "cp=2", {}),
+    (llama, "cp=2,tp=2", {"sequence_parallel": True}),
+    (gpt, "ulysses=2", {}),
+    (llama, "pp=2,tp=2", {"sequence_parallel": True, "microbatches": 2}),
+    (gpt, "pp=2", {"microbatches": 2, "slices": 2, "schedule": "seq1f1b"}),
+    (_mixture, "ep=2", {}),
+    (_mixture, "ep=2,tp=2", {"sequence_parallel": True, "recompute": "selective"}),
+]
+
+
+@pytest.mark.parametrize(("case", "mesh", "options"), EVERYWHERE)
+def test_no_collective_sums_gradients_in_another_dtype(case: Any, mesh: str, options: dict[str, Any]) -> None:
+    """Neither too short nor, where a short float is asked for, before or behind the casts to it: that moves twice as
+    much."""
+    for asked, dtype in (ASKED[0], ASKED[2], ({"precision": "fp16", "reduce_dtype": BF16}, BF16)):
+        found = compiled(mesh, case, **options, **asked)
+        assert wrong_sums(found) == ()
+        assert dtypes(found) == {dtype}
+
+
+@pytest.mark.parametrize("model", [torch.float64, F32, BF16, torch.float16])
+@pytest.mark.parametrize("asked", [F32, BF16, torch.float16])
+def test_a_model_in_any_float_is_summed_as_asked(model: torch.dtype, asked: torch.dtype) -> None:
+    """But the default, float32, changes nothing where there is no precision."""
+    net = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4)).to(model)
+    batch, loss = (torch.randn(8, 8, dtype=model),), lambda model, x: model(x).square().mean()
+    found = autopar.compile(net, "dp=2", loss_fn=loss, batch=batch, reduce_dtype=asked)
+    assert dtypes(found) == {model if asked is F32 else asked}
     assert wrong_sums(found) == ()
 
 
@@ -191,7 +233,7 @@ def before_the_cast(monkeypatch: pytest.MonkeyPatch) -> None:
     reshard = importlib.import_module(
         "autopar.passes.collectives.reshard"
     )  # the package has the function under this name
-    monkeypatch.setattr(Classes, "is_short_term", lambda *_: False)
+    monkeypatch.setattr(Classes, "is_unlike_sums", lambda *_: False)
     monkeypatch.setattr(reshard._Reshard, "_is_rounded", lambda *_: False)
 
 

@@ -45,6 +45,7 @@ class Attributes:
         self.kept: dict[int, _Kept] = {}
         self.hooks: list[tuple[dict[Any, Any], set[Any]]] = []
         self.books: list[tuple[dict[str, Any], str, list[Any], list[Any]]] = []  # of torch's modules, each with a copy
+        self.modes: list[tuple[str, nn.Module, bool]] = []  # which modules train
         self.add(model)
 
     def add(self, model: nn.Module, prefix: str = "") -> None:
@@ -52,6 +53,7 @@ class Attributes:
         self.hooks += [(table, set(table)) for module in tables.modules(model) for table in _hooks_of(module)]
         for path, module in tables.named_modules(model, prefix=prefix):
             values = vars(module)
+            self.modes.append((_joined(path, "training"), module, module.training))
             if type(module).__module__.startswith("torch.nn."):  # its own books (an RNN's _flat_weights) are no state
                 self.books += [(values, name, v, v.copy()) for name, v in values.items() if type(v) is list]
                 values = {name: values[name] for name in _TENSORS}
@@ -74,13 +76,19 @@ class Attributes:
 
     def changes(self) -> list[AttributeChange]:
         """What is not as it was."""
-        return [change for kept in self.kept.values() for change in _changes(kept)]
+        modes = [
+            AttributeChange(name, "value", not mode) for name, module, mode in self.modes if module.training != mode
+        ]
+        return [*modes, *(change for kept in self.kept.values() for change in _changes(kept))]
 
     def restore(self) -> None:
         """Put everything back. Hooks too: a flag that says they are in place and the hooks go together."""
         for table, names in self.hooks:
             for name in set(table) - names:
                 del table[name]
+        for _, module, mode in self.modes:
+            if module.training != mode:
+                module.training = mode
         for values, name, book, items in self.books:
             book[:] = items
             values[name] = book

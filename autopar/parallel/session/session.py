@@ -44,6 +44,7 @@ from autopar.parallel.session.loss_scale import LossScale
 from autopar.parallel.session.nonfinite import NonFinite
 from autopar.parallel.session.random_state import RandomState
 from autopar.parallel.weights.distribute import Distributor
+from autopar.parallel.weights.gradients import Sums
 from autopar.parallel.weights.identity import check_identity
 from autopar.parallel.weights.replicas import Replicas, every_of
 from autopar.parallel.weights.store import ParameterStore, describe_state
@@ -161,6 +162,7 @@ class Session:
     random: RandomState
     scale: LossScale | None
     tier: Callable[[], HostTier]
+    sums: Sums
 
     @property
     def world(self) -> BatchWorld:
@@ -189,7 +191,7 @@ def open_session(asked: Requested) -> Session:
     watched = announcer.watch(tables.parameters(asked.model))
     tier = cache(partial(host_tier, place))  # one for all programs
     random = RandomState(asked.seed)
-    return Session(settings, store, agreement, announcer, watched, replicas, nonfinite, random, scale, tier)
+    return Session(settings, store, agreement, announcer, watched, replicas, nonfinite, random, scale, tier, Sums())
 
 
 def join(asked: Requested) -> tuple[Agreement, Mesh, DeviceMesh, StepOptions]:

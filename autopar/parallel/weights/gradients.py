@@ -10,12 +10,14 @@ holds the gradients until then.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from autopar.errors import AutoparError
+from autopar.torch_compat import at_end_of_pass, current_pass
 
 
 def check_enabled(call: str) -> None:
@@ -44,6 +46,50 @@ def finished(loss: torch.Tensor) -> torch.Tensor:
 def held(loss: torch.Tensor, add: Callable[[torch.Tensor], None]) -> torch.Tensor:
     """The loss of a step whose gradients wait: its backward pass has them added, by the gradient of the loss."""
     return _Held.apply(add, loss, torch.empty(0, device=loss.device, requires_grad=True))  # type: ignore[no-untyped-call, no-any-return]
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """What one step adds to the gradients of parameters; None if those overflowed, and all are dropped."""
+
+    parameters: Sequence[nn.Parameter]
+    gradients: list[torch.Tensor | None] | None
+
+
+class Sums:
+    """The steps whose losses one backward pass goes through, as of `training_loss(x) + training_loss(y)`. As on one
+    device their gradients are added up before hooks of a parameter see them, once."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, list[Added]] = {}  # by the number of a backward pass
+
+    def add(self, one: Added, take: Callable[[list[Added]], None]) -> None:
+        """Have `take` called with all steps, at the end of the backward pass that runs."""
+        number = current_pass()
+        assert number is not None
+        if number not in self._waiting:
+            self._waiting[number] = []
+            at_end_of_pass(lambda: take(self._waiting.pop(number)))
+        self._waiting[number].append(one)
+
+    def forget(self) -> None:
+        """Drop what passes left that failed."""
+        if current_pass() is None:
+            self._waiting.clear()
+
+
+def added_up(steps: Sequence[Added]) -> Added:
+    """What several steps add, together: each parameter once."""
+    if len(steps) == 1:
+        return steps[0]
+    found: dict[nn.Parameter, torch.Tensor | None] = {}
+    for step in steps:
+        if step.gradients is None:
+            return Added([parameter for each in steps for parameter in each.parameters], None)
+        for parameter, gradient in zip(step.parameters, step.gradients, strict=True):
+            known = found.get(parameter)
+            found[parameter] = gradient if known is None or gradient is None else known.add_(gradient)
+    return Added(list(found), list(found.values()))
 
 
 def multiply(gradients: Sequence[torch.Tensor | None], scale: torch.Tensor | None) -> None:
