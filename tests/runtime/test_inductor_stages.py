@@ -50,8 +50,9 @@ def llama() -> models.Case:
 
 def beside() -> models.Case:
     """What leaves beside the loss is put together of the micro-batches, side by side in its last dim."""
-    model, _, batch = models.mlp()
-    return model, _loss_and_columns, batch
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(16, 12), nn.Tanh(), nn.Linear(12, 8))  # each kernel is compiled, for 1.7 s
+    return model, _loss_and_columns, (torch.randn(models.BATCH, 16), torch.randn(models.BATCH, 8) + 1)
 
 
 def _loss_and_columns(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
