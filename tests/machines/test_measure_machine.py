@@ -294,6 +294,7 @@ def autopar(*arguments: str, folder: Path, timeout: float = 200) -> subprocess.C
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_two_ranks_measure_this_machine(tmp_path: Path):
     done = autopar(
