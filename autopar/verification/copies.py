@@ -69,7 +69,8 @@ class _Rebound:
     originals, as `copy.deepcopy` leaves it, with a list of the originals under its own id."""
 
     def __init__(self, memo: dict[int, Any]) -> None:
-        self.copies = {key: value for key, value in memo.items() if key != id(memo)}
+        # What the copies share with the originals (a module of Python) stays as it is.
+        self.copies = {key: value for key, value in memo.items() if key not in (id(memo), id(value))}
         self.alive = memo  # the originals: none of their ids is given again
         self.made: dict[int, Any] = {}  # by the id of a function
 

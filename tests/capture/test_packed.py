@@ -159,12 +159,6 @@ def test_the_longest_sequence() -> None:
     ("body", "said"),
     [
         (
-            lambda self, x, lengths: self.out(self.layer(pack(x, lengths))[0].data).mean(0).expand(8, 3),
-            "This line has the rows of a packed sequence (pack_padded_sequence), as many as the lengths say. Give the "
-            "packed sequence to torch's recurrent layers and to pad_packed_sequence: of a loss by its padded result "
-            "with a mask, or F.cross_entropy(..., ignore_index=...).",
-        ),
-        (
             lambda self, x, lengths: last(self, x, lengths) / len(pack(x, lengths).data),
             "the model computes with how many rows a mask selects (24 first, then 1)",
         ),

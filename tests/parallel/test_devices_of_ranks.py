@@ -41,7 +41,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpus]:
     made = Gpus(monkeypatch, 4)
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **kwargs: made.calls.append(f"group {args[0]}"))
 
-    def agreement(place: torch.device) -> Any:
+    def agreement(place: torch.device, pace: Any) -> Any:
         made.calls.append(f"agree on {place}")
         raise StopIteration
 

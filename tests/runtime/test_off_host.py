@@ -143,6 +143,8 @@ KINDS: dict[str, str] = {
     "runtime/triton/configuration.py": "how many programs run at once",
     "autopar/parallel/weights/materialize.py": "whose generator is kept",
     "autopar/parallel/tensors/draws.py": "whose generator draws",
+    "autopar/parallel/programs/cache_entry.py": "tensors of a file are on the CPU",
+    "runtime/tiers/host_tier.py": "which memory is another one than the device's",
     "autopar/parallel/session/devices.py": "which GPU is a rank's",
     "autopar/parallel/session/session.py": "which back end connects the ranks, which machine the search weighs by",
     "autopar/parallel/tensors/place.py": "a mesh says the kind alone, without an index",

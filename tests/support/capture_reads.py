@@ -188,9 +188,9 @@ def nonzero(m: Any, x: Tensor) -> Tensor:
     return m.linear(x)[x.nonzero()[:, 0]]  # HERE
 
 
-@refused("an index by a boolean mask", "(x * mask).sum() / mask.sum()")
+@works
 def boolean_mask(m: Any, x: Tensor) -> Tensor:
-    return m.linear(x)[x > 0]  # HERE
+    return m.linear(x)[x > 0]
 
 
 @works
@@ -205,14 +205,14 @@ def unique(m: Any, x: Tensor) -> Tensor:
     return m.linear(x).sum() * torch.unique(x).sum()  # HERE
 
 
-@refused("masked_select", "x * mask")
+@works
 def masked_select(m: Any, x: Tensor) -> Tensor:
-    return torch.masked_select(m.linear(x), x > 0)  # HERE
+    return torch.masked_select(m.linear(x), x > 0)
 
 
-@refused("torch.where(condition) with one argument", "torch.where(condition, a, b)")
+@works
 def where_one(m: Any, x: Tensor) -> Tensor:
-    rows, _ = torch.where(x > 0)  # HERE
+    rows, _ = torch.where(x > 0)
     return m.linear(x)[rows]
 
 
