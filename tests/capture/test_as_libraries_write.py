@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from autopar import parallelize, verify
 from autopar.capture.raising import Raise
 from autopar.errors import CaptureError
+from autopar.verification.copies import copied
 
 
 def squares(model: nn.Module, x: Tensor) -> Tensor:
@@ -113,6 +114,13 @@ def test_taken(make: Any, mesh: str, options: Any) -> None:
     torch.manual_seed(0)
     report = verify(make(), mesh, loss_fn=squares, batch=torch.randn(12, 8), **options)
     assert report.ok, str(report)
+
+
+def test_what_copies_share_is_not_changed() -> None:
+    """A module of Python: its table of modules is no copy of itself afterwards."""
+    before = dict(vars(sys))
+    copied(Locked())
+    assert {name: id(value) for name, value in vars(sys).items()} == {name: id(was) for name, was in before.items()}
 
 
 def test_a_layer_that_is_made_in_forward_is_refused() -> None:
