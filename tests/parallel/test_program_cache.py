@@ -306,6 +306,7 @@ def test_what_was_replaced_in_torch_is_compiled_each_time(
         patch.setattr(owner, name, lambda *args, **kwargs: was(*args, **kwargs) * 2)
         assert not is_hit(place.made())
     assert f"{owner.__name__}.{name}', which was replaced in this process" in caplog.text
+    monkeypatch.setattr(nn.Module, "smart_apply", lambda self: None, raising=False)  # transformers adds one
     assert is_hit(place.made())
 
 

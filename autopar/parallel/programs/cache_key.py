@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import os
 import platform
+import re
+import sys
 from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -64,13 +67,17 @@ def _version(name: str) -> str:
 
 def _replaced(classes: Iterable[type]) -> str:
     """A function of torch that somebody replaced in this process, whose versions say nothing of it; "" if none is."""
-    spaces: list[Any] = [torch, torch.Tensor, torch.nn.functional, torch.linalg, torch.special, torch.fft]
-    spaces += sorted({base for each in classes for base in each.__mro__ if _is_torchs(base)}, key=_named)
+    spaces = (torch, torch.Tensor, torch.nn.functional, torch.linalg, torch.special, torch.fft)
     for space in spaces:
         for name, value in vars(space).items():
-            is_seen = isinstance(space, type) or not name.startswith("_")  # a module has names of Python's, too
-            if is_seen and _is_anothers(value):
+            if not name.startswith("_") and _is_anothers(value):  # a module has names of Python's, too
                 return f"{space.__name__}.{name}"
+    for kind in sorted({base for each in classes for base in each.__mro__ if _is_torchs(base)}, key=_named):
+        names = [name for name, value in vars(kind).items() if _is_anothers(value)]
+        source = inspect.getsource(sys.modules[kind.__module__]) if names else ""
+        for name in names:
+            if re.search(rf"^    (def {name}\(|{name}\b[^=\n]*= )", source, re.M):  # what is added, torch does not call
+                return f"{kind.__name__}.{name}"
     return ""
 
 
