@@ -42,14 +42,15 @@ _INSTEAD = {  # arguments that say how to be parallel, or what of a step to keep
 class ParallelTrainer:
     """Makes a class of Trainer parallel, which stands behind it:
 
-        class MyTrainer(ParallelTrainer, trl.SFTTrainer): ...
+        class MyTrainer(ParallelTrainer, transformers.Seq2SeqTrainer): ...
 
         trainer = MyTrainer(model, arguments, train_dataset=rows, mesh="dp=2,tp=2", options={"zero": 1})
 
     mesh, options: as of `autopar.parallelize`. `per_device_train_batch_size` is the size of the batch of all ranks
     together, as if they were one device, and so are losses, `eval_loss`, metrics, counts of steps and checkpoints,
     which a Trainer on one device goes on from, and the other way round. bf16 and fp16 are the precision of the step.
-    `trainer.model` is a `ParallelModule`.
+    `trainer.model` is a `ParallelModule`. Raises AutoparError for a Trainer of TRL, and for arguments that ask for
+    another parallelism.
     """
 
     args: Any

@@ -50,6 +50,7 @@ class ParallelModule(Likeness):
         self._programs, self._store = Programs(self._session), self._session.store
         self._last_aux: Any = None
         self._last: LastStep | None = None
+        self._has_stepped = False
         self._become_like(asked.model)
         states = States(self._store, self._session.agreement, self._session.announcer.updating)
         states.watch(self)
@@ -91,7 +92,7 @@ class ParallelModule(Likeness):
         self._decide(call, args, kwargs)
         step = partial(train_step, self._session, self._takes_whole(kwargs, train=True), call == "training_loss")
         running, (loss, outputs) = self._programs.run(call, args, kwargs, True, step)
-        captured, self._last = running.captured, None
+        captured, self._last, self._has_stepped = running.captured, None, True
         self._last_aux = captured.result(outputs) if captured.has_result else _LEFT_OUT
         return loss
 
@@ -182,7 +183,7 @@ class ParallelModule(Likeness):
         splits experts. Every rank must read it: one exchange for each step whose figures are read, and none for others.
         """
         running = self._programs.last_trained
-        if running is None:
+        if running is None or not self._has_stepped:  # `prepare` makes a program and takes no step
             raise NotYetError("last is of a step, and no step was taken yet: call forward_backward first.")
         if self._last is None:
             self._announce("last")

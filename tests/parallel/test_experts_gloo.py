@@ -177,6 +177,9 @@ def _imbalance(rank: int) -> list[Any]:
         model, _, batch = _made(Kind(chosen=1, skew=50), mesh, {})
         with pytest.raises(AutoparError, match=r"^last is of a step, and no step was taken yet: call"):
             _ = autopar.parallelize(mixture_case(PLAIN)[0], mesh).last
+        model.prepare(*batch)
+        with pytest.raises(AutoparError, match=r"^last is of a step, and no step was taken yet: call"):
+            _ = model.last
         model.forward_backward(*batch)
         found += [(layer.imbalance, len(layer.by_rank), layer.axis) for layer in model.last.experts]
         assert model.last is model.last and str(model.last).startswith("mixed.0  imbalance over ep"), str(model.last)
