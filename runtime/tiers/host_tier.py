@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +34,7 @@ Make = Callable[[int], "torch.Tensor | None"]
 class Queues(Protocol):
     """Where copies go on: out and back, each way in its own order. `copy` and `after` as of `CopyQueues`."""
 
-    def copy(self, way: str, move: Callable[[], None], after: Any) -> Any: ...
+    def copy(self, way: str, move: Callable[[], None], after: Iterable[Any] = ()) -> Any: ...
 
     def wait(self, event: Any) -> None: ...
 
@@ -44,7 +44,7 @@ class Queues(Protocol):
 class AtOnce:
     """Copies that are done when they have started."""
 
-    def copy(self, way: str, move: Callable[[], None], after: Any) -> None:
+    def copy(self, way: str, move: Callable[[], None], after: Iterable[Any] = ()) -> None:
         move()
 
     def wait(self, event: None) -> None:
@@ -61,12 +61,12 @@ class CopyQueues:
         self.api, self.device = api, device
         self._streams = {way: api.Stream(device) for way in (OUT, BACK)}
 
-    def copy(self, way: str, move: Callable[[], None], after: Any) -> Any:
-        """Start a copy behind what is computed so far, and behind an event if one is given; the event of its end."""
+    def copy(self, way: str, move: Callable[[], None], after: Iterable[Any] = ()) -> Any:
+        """Start a copy behind what is computed so far, and behind the events that are given; the event of its end."""
         stream = self._streams[way]
         stream.wait_event(self.api.current_stream(self.device).record_event())
-        if after is not None:
-            stream.wait_event(after)
+        for event in after:
+            stream.wait_event(event)
         with self.api.stream(stream):
             move()
         return stream.record_event()
@@ -220,31 +220,33 @@ class HostTier:
             return buffer.view(x.dtype).as_strided(x.shape, strides)
         return torch.empty((), dtype=x.dtype, device="meta" if x.device.type == "cpu" else "cpu").expand(x.shape)
 
-    def store(self, x: torch.Tensor, to: torch.Tensor) -> Copying:
-        """Start to copy a tensor into lasting memory."""
-        self.pool.moved[OUT] += x.numel() * x.element_size()
-        return Copying(self.queues, x, to, self.queues.copy(OUT, lambda: self._move(to, x), None))
+    def store(self, tensors: Sequence[torch.Tensor], to: Sequence[torch.Tensor]) -> Copying:
+        """Start to copy tensors into lasting memory, as one copy."""
+        event = self.queues.copy(OUT, lambda: self._move(OUT, to, tensors))
+        return Copying(self.queues, tensors, to, event)
 
-    def fetch(self, stored: torch.Tensor, like: torch.Tensor, after: Any) -> Copying:
-        """Start to copy lasting memory back. like: a tensor of the device. after: the end of its copy out."""
-        x = torch.empty_strided(stored.shape, _dense_strides(stored), dtype=stored.dtype, device=like.device)
-        self.pool.moved[BACK] += x.numel() * x.element_size()
-        return Copying(self.queues, stored, x, self.queues.copy(BACK, lambda: self._move(x, stored), after))
+    def fetch(self, stored: Sequence[torch.Tensor], device: torch.device, after: Iterable[Any]) -> Copying:
+        """Start to copy lasting memory back to the device, as one copy. after: the ends of its copies out."""
+        made = [torch.empty_strided(x.shape, _dense_strides(x), dtype=x.dtype, device=device) for x in stored]
+        event = self.queues.copy(BACK, lambda: self._move(BACK, made, stored), after)
+        return Copying(self.queues, stored, made, event)
 
-    def _move(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        if self.has_data:
-            _copy(to, source)
+    def _move(self, way: str, to: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> None:
+        for one, other in zip(to, source, strict=True):
+            self.pool.moved[way] += other.numel() * other.element_size()
+            if self.has_data:
+                _copy(one, other)
 
     def _out(self, x: torch.Tensor) -> Copying:
         made = HostValue(x, self.pool)
         self.pool.moved[OUT] += made.size
-        made.stored = self.queues.copy(OUT, lambda: _copy(made.view(), x), None)
+        made.stored = self.queues.copy(OUT, lambda: _copy(made.view(), x))
         return Copying(self.queues, x, made, made.stored)
 
     def _back(self, value: HostValue) -> Copying:
         x = torch.empty_strided(value.shape, value.strides, dtype=value.dtype, device=value.device)
         self.pool.moved[BACK] += value.size
-        event = self.queues.copy(BACK, lambda: _copy(x, value.view()), value.stored)
+        event = self.queues.copy(BACK, lambda: _copy(x, value.view()), (value.stored,))
         return Copying(self.queues, value, x, event)
 
 
