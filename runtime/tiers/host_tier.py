@@ -40,6 +40,8 @@ class Queues(Protocol):
 
     def end(self) -> None: ...
 
+    def finish(self) -> None: ...
+
 
 class AtOnce:
     """Copies that are done when they have started."""
@@ -51,6 +53,9 @@ class AtOnce:
         return
 
     def end(self) -> None:
+        return
+
+    def finish(self) -> None:
         return
 
 
@@ -80,6 +85,11 @@ class CopyQueues:
         for stream in self._streams.values():
             self.wait(stream.record_event())
 
+    def finish(self) -> None:
+        """Let the host wait for all copies: of what it reads, or writes, itself."""
+        for stream in self._streams.values():
+            stream.synchronize()
+
 
 OUT, BACK = "out", "back"
 
@@ -90,6 +100,7 @@ class HostPool:
 
     held, peak: the bytes in use. made: of all buffers. missed: buffers that a step had to make, since the pool was not
     filled. moved: the bytes of copies, by their way. lasting: bytes that stay from step to step, and lie in no buffer.
+    is_read: whether this step copied what the host itself reads or writes between steps.
     """
 
     make: Make
@@ -99,6 +110,7 @@ class HostPool:
     missed: int = 0
     lasting: int = 0
     moved: dict[str, int] = field(default_factory=lambda: {OUT: 0, BACK: 0})
+    is_read: bool = False
     counts: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     _free: dict[int, list[torch.Tensor | None]] = field(default_factory=lambda: defaultdict(list))
 
@@ -194,6 +206,7 @@ class HostTier:
 
     pool: HostPool
     queues: Queues
+    device: torch.device
     has_data: bool = True
 
     def fill(self, counts: Mapping[int, int], has: Callable[[], int] = free_bytes) -> None:
@@ -206,28 +219,46 @@ class HostTier:
             )
         self.pool.fill(counts)
 
-    def start(self, target: Any, value: Any) -> Copying:
-        """Start a copy out or back."""
-        return self._out(value) if target is TO_HOST else self._back(value)
+    def start(self, target: Any, value: Any, stays: bool = False) -> Copying:
+        """Start a copy out or back. stays: what is copied out is the user's from the end of the step on."""
+        if target is TO_HOST and not stays:
+            return self._out(value)
+        if isinstance(value, HostValue):
+            return self._back(value)
+        self.pool.is_read = True
+        if target is TO_HOST:
+            return self.store(value, self._dense(value, None))
+        return self.fetch(value, self.device, None)
+
+    def finish(self) -> None:
+        """Let the host wait for the copies of this step that it looks at: gradients that left, and parameters, which an
+        optimizer on the host writes next."""
+        if self.pool.is_read:
+            self.queues.finish()
+            self.pool.is_read = False
 
     def lasting(self, x: torch.Tensor) -> torch.Tensor:
         """Memory of the host in which a tensor may stay from step to step; where tensors have no data one of its shape,
         on another device than it."""
-        size, strides = x.numel() * x.element_size(), _dense_strides(x)
-        self.pool.lasting += size
-        buffer = self.pool.make(size)
-        if buffer is not None:
-            return buffer.view(x.dtype).as_strided(x.shape, strides)
-        return torch.empty((), dtype=x.dtype, device="meta" if x.device.type == "cpu" else "cpu").expand(x.shape)
+        self.pool.lasting += x.numel() * x.element_size()
+        return self._dense(x, _dense_strides(x))
+
+    def _dense(self, x: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:
+        """Memory of the host for a tensor, in no buffer of the pool; contiguous without strides."""
+        buffer = self.pool.make(x.numel() * x.element_size())
+        if buffer is None:
+            return without_memory(x.shape, x.dtype, x.device)
+        made = buffer.view(x.dtype)
+        return made.view(x.shape) if strides is None else made.as_strided(x.shape, strides)
 
     def store(self, x: torch.Tensor, to: torch.Tensor) -> Copying:
         """Start to copy a tensor into lasting memory."""
         self.pool.moved[OUT] += x.numel() * x.element_size()
         return Copying(self.queues, x, to, self.queues.copy(OUT, lambda: self._move(to, x), None))
 
-    def fetch(self, stored: torch.Tensor, like: torch.Tensor, after: Any) -> Copying:
-        """Start to copy lasting memory back. like: a tensor of the device. after: the end of its copy out."""
-        x = torch.empty_strided(stored.shape, _dense_strides(stored), dtype=stored.dtype, device=like.device)
+    def fetch(self, stored: torch.Tensor, device: torch.device, after: Any) -> Copying:
+        """Start to copy lasting memory back to a device. after: the end of its copy out."""
+        x = torch.empty_strided(stored.shape, _dense_strides(stored), dtype=stored.dtype, device=device)
         self.pool.moved[BACK] += x.numel() * x.element_size()
         return Copying(self.queues, stored, x, self.queues.copy(BACK, lambda: self._move(x, stored), after))
 
@@ -256,13 +287,18 @@ def _copy(to: torch.Tensor | None, source: torch.Tensor | None) -> None:
 def host_tier(device: torch.device) -> HostTier:
     """The host's memory for a rank that computes on a device."""
     if device.type == "cuda":
-        return HostTier(HostPool(_pinned), CopyQueues(torch.cuda, device))
-    return HostTier(HostPool(_plain), AtOnce())
+        return HostTier(HostPool(_pinned), CopyQueues(torch.cuda, device), device)
+    return HostTier(HostPool(_plain), AtOnce(), device)
 
 
-def without_data() -> HostTier:
-    """One for tensors without data: it counts, and has no memory."""
-    return HostTier(HostPool(lambda size: None), AtOnce(), has_data=False)
+def without_data(device: torch.device) -> HostTier:
+    """One for tensors without data of a device: it counts, and has no memory."""
+    return HostTier(HostPool(lambda size: None), AtOnce(), device, has_data=False)
+
+
+def without_memory(shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of a shape on another device than one, which takes no memory there."""
+    return torch.empty((), dtype=dtype, device="meta" if device.type == "cpu" else "cpu").expand(tuple(shape))
 
 
 def _pinned(size: int) -> torch.Tensor:

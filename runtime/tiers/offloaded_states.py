@@ -173,7 +173,7 @@ class _Chunk:
         for parameter, states, key, value in self._states():
             known = self.lasting.get((parameter, key))
             if known is not None and _part(value) is known.tensor:
-                copying = self.tier.fetch(known.tensor, _part(parameter), known.end)
+                copying = self.tier.fetch(known.tensor, _part(parameter).device, known.end)
                 self.coming.append((states, key, value, copying))
 
     def arrived(self) -> None:
