@@ -41,13 +41,20 @@ def options_of(**keywords: Unpack[StepKeywords]) -> StepOptions:
 
 def check_offload(options: StepOptions, graphs: Graphs = False) -> None:
     """Raise PlanError for what goes with nothing that waits in the host's memory."""
-    if not options.offloaded.get("activations"):
+    offloaded = options.offloaded
+    if not offloaded.get("activations") and not offloaded.get("parameters"):
         if options.horizon != "auto":
             raise PlanError(
-                f'horizon={options.horizon!r} is of offload="activations", which is not asked for: write both, or none.'
+                f'horizon={options.horizon!r} is of offload="activations" or "parameters", neither of which is asked '
+                f"for: write both, or none."
             )
         return
     asked = f"offload={options.offload!r}"
+    if offloaded.get("parameters") and offloaded.get("optimizer"):
+        raise PlanError(
+            f"{asked}: an optimizer makes its states where the parameters lie, which is the host's memory. Write "
+            f'"parameters" without "optimizer".'
+        )
     if options.compile == "inductor":
         raise PlanError(
             f'{asked} with compile="inductor": its code holds no copies that go on beside it. Write compile="executor" '

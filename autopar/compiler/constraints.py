@@ -164,12 +164,38 @@ def _entries(program: Program) -> list[tuple[Input, TensorType]]:
     return [(entry, record(node).type) for node, entry in program.entries]
 
 
+def check_plan(plan: Plan) -> None:
+    """Raise PlanError for options that the mesh does not go with, or each other."""
+    for check in (check_zero, check_host, check_slices, check_experts):
+        check(plan)
+
+
 def check_zero(plan: Plan) -> None:
     """Raise PlanError if ZeRO has no axis to split states over."""
     if plan.zero and not any(axis in plan.mesh for axis in GRADIENT_AXES):
         raise PlanError(
             f"zero={plan.zero} splits states over a data axis, but mesh '{plan.mesh}' has none. Add dp, fsdp or cp to "
             f"it, e.g. 'dp=2,{plan.mesh}', or leave zero out."
+        )
+
+
+def check_host(plan: Plan) -> None:
+    """Raise PlanError where parameters in the host's memory would be on the device all the time, or their gradients."""
+    if not plan.offloads("parameters"):
+        return
+    asked = f"offload={plan.options.offload!r}"
+    if plan.is_staged:
+        many = f"mesh '{plan.mesh}'" if plan.ranks_of_pipeline > 1 else f"{plan.parts} micro-batches or slices"
+        raise PlanError(
+            f"{asked} with {many}: gradients would be added up on the device, all of them. Write an axis of data with "
+            f"zero=3 in place of pp, and call forward_backward several times before a step in place of micro-batches: "
+            f"gradients add up in the host's memory."
+        )
+    if plan.zero_axes and not plan.gathers_again:
+        kept = f"zero={plan.zero}" if plan.zero < 3 else "reshard_after_forward=False"
+        raise PlanError(
+            f"{asked} with {kept} on mesh '{plan.mesh}': every rank would gather all parameters and keep them for the "
+            f"step. Write zero=3, which gathers each layer for each use, or zero=0."
         )
 
 

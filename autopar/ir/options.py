@@ -40,7 +40,7 @@ Policy = str | int | float
 Recompute = Policy | Mapping[str, Policy]
 Shard = Mapping[str, "str | Layout"]
 BatchDims = Any  # a dim, None, or a tuple, list or dict of these
-OFFLOADED = ("activations", "optimizer")  # what may wait in the host's memory
+OFFLOADED = ("activations", "optimizer", "parameters")  # what may wait in the host's memory
 Amount = int | float
 Offload = str | Sequence[str] | Mapping[str, Amount] | None
 Horizon = int | Literal["auto"]
@@ -194,7 +194,8 @@ def _is_offload(value: Any) -> bool:
 
 def _is_amount(name: str, amount: Any) -> bool:
     is_number = isinstance(amount, float) or (name == "activations" and isinstance(amount, int))
-    return is_number and not isinstance(amount, bool) and _is_policy(amount)
+    is_whole = name != "parameters" or amount == 1.0
+    return is_number and not isinstance(amount, bool) and _is_policy(amount) and is_whole
 
 
 def _name_of(function: Any) -> str:
@@ -247,12 +248,13 @@ class StepOptions:
       the bytes that a rank may keep (an int), or their part of what "none" keeps (a float). Or those by pattern of
       modules, e.g. `{"blocks.0-3": "full", "*": "selective"}`.
     offload: what waits in the host's memory: "activations", which the forward pass keeps for the backward pass;
-      "optimizer", its states, which are on the device while their parameters step; or a list of both. Or the parts that
-      do so, of activations also bytes: `{"activations": 0.5, "optimizer": 1.0}`. Where recompute= is a number, it is
-      the budget of both: each value is kept, computed again or moved, whichever takes the least time (arXiv
-      2104.07857).
-    horizon: layers of the backward pass by which activations are back before they are read: more hide slower copies,
-      fewer need less memory. "auto" begins each copy as late as hides it, by two layers at most.
+      "optimizer", its states, which are on the device while their parameters step; "parameters", with their gradients
+      and states: each layer's come to the device before it computes, and the optimizer steps on the host; or a list of
+      them. Or the parts that do so, of activations also bytes: `{"activations": 0.5, "optimizer": 1.0}`. Where
+      recompute= is a number, it is the budget of both: each value is kept, computed again or moved, whichever takes the
+      least time (arXiv 2104.07857).
+    horizon: layers by which activations, or parameters, are back before they are read: more hide slower copies, fewer
+      need less memory. "auto" begins each copy as late as hides it, by two layers at most, and of parameters by one.
     precision: to compute in: bf16 or fp16, with parameters and norms, softmax and loss in fp32. None as the model is.
     reduce_dtype: of the sums of gradients over ranks and micro-batches.
     bucket_bytes: of gradients or parameters that move together. None leaves it to the sizes of the model.
@@ -323,7 +325,10 @@ class StepOptions:
     )
     offload: Offload = option(
         None,
-        Valid(_is_offload, f'{one_of(OFFLOADED)}, a list of both, or parts from 0.0 to 1.0: {{"activations": 0.5}}'),
+        Valid(
+            _is_offload,
+            f'{one_of(OFFLOADED)}, a list of them, or parts from 0.0 to 1.0: {{"activations": 0.5}} (parameters: 1.0)',
+        ),
         Flag(str, "WHAT|WHAT=PART,...", read_offload),
     )
     horizon: Horizon = option(

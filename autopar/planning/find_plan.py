@@ -19,7 +19,7 @@ from autopar.planning.price.layers import Layers
 from autopar.planning.price.pipelined import least_us
 from autopar.planning.price.predict import Prediction, predict
 from autopar.planning.space.axis_orders import ORDER
-from autopar.planning.space.candidates import LAYERS, Candidate, Space
+from autopar.planning.space.candidates import LAYERS, OFFLOAD, OFFLOADS, STATES, Candidate, Space
 
 SMALL = 4  # candidates that are tried for the least memory, where a bound says that none fits
 Alike = tuple[Candidate, ...]
@@ -33,6 +33,7 @@ ALIKE: Mapping[int, Callable[[Candidate], Hashable]] = {
 }
 REFINED = 8  # the fastest pipelines that compute all layers again: it is tried if a part of these is enough
 SAME = "the same without recomputation"  # what became of candidates that need compute no layer again
+HOST_LARGER = "larger than the host's memory"
 FITS = 0.92  # of a device's memory: the rest is the allocator's, the libraries' and the driver's
 
 
@@ -41,20 +42,23 @@ class FoundPlans:
     """best: plans that fit, the fastest first (`_one_of_each`). least: the one that takes least memory. tried: all
     whose whole time is known. counts: of candidates, by what became of them: "simulated", "larger than the memory",
     "slower by a bound", "larger by a bound", SAME, or the first sentence of what refused them. refined: pipelines
-    beside them that were tried with a part of their layers computed again."""
+    beside them that were tried with a part of their layers computed again. hosted: what came of plans with states, or
+    parameters, in the host's memory."""
 
     best: list[Prediction] = field(default_factory=list)
     least: Prediction | None = None
     tried: list[Prediction] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     refined: int = 0
+    hosted: str = ""
+    least_host: Prediction | None = None  # of those that are larger than the host's memory
 
     @property
     def certificate(self) -> str:
         """How many candidates there were, and what became of them."""
         parts = ", ".join(f"{count} {what}" for what, count in self.counts.most_common())
         more = f"; {self.refined} pipelines tried with a part of their layers computed again" if self.refined else ""
-        return f"{sum(self.counts.values())} candidates: {parts}{more}"
+        return f"{sum(self.counts.values())} candidates: {parts}{more}{self.hosted and '; '}{self.hosted}"
 
 
 def search(
@@ -128,6 +132,47 @@ def search(
     return found_plans
 
 
+def with_host(
+    found_plans: FoundPlans, space: Space, layers: Layers, work: LeastWork, machine: Machine, limit: float, top: int,
+    equal: int,
+) -> FoundPlans:  # fmt: skip
+    """What was found, and where nothing fits the plans with states, or parameters and all, in the host's memory. Where
+    something fits, those of the plans that are too large alone and faster are tried with states there: what is
+    slower than a plan that fits is not proposed."""
+    if not machine.host_memory or OFFLOAD in space.fixed:
+        return found_plans
+    if found_plans.best:
+        _try_in_host(found_plans, layers, machine, limit, top)
+        return found_plans
+    searched = []
+    for mode in OFFLOADS[1:]:
+        there = replace(space, fixed={**space.fixed, OFFLOAD: mode})
+        searched.append(search(there, layers, work, machine, limit, top, equal))
+    every = (made for each in searched for made in each.best)
+    found_plans.best = _one_of_each(every)[:top]
+    found_plans.hosted = "nothing fits without the host's memory"
+    for each in searched:
+        found_plans.tried += each.tried
+        found_plans.counts += each.counts
+        if each.least is not None and not found_plans.best:
+            _keep_least(found_plans, each.least)
+    lacking = [each.least_host for each in searched if each.least_host is not None]
+    found_plans.least_host = min(lacking, key=lambda made: made.host, default=None)
+    return found_plans
+
+
+def _try_in_host(found_plans: FoundPlans, layers: Layers, machine: Machine, limit: float, top: int) -> None:
+    """Try the fastest plans that are larger than the memory with states in the host's memory."""
+    slowest = found_plans.best[-1].total if len(found_plans.best) >= top else found_plans.best[0].total
+    larger = [made for made in found_plans.tried if made.memory > limit and made.total < slowest]
+    for made in sorted(larger, key=lambda made: made.total)[:REFINED]:
+        other = predict(made.candidate._replace(offload=STATES), layers, machine)
+        fits = other.memory <= limit and other.host <= machine.host_share(other.candidate.size)
+        if fits and other.total < slowest:
+            found_plans.tried.append(other)
+            found_plans.best = _one_of_each([*found_plans.best, other])[:top]
+
+
 def _refine(found_plans: FoundPlans, space: Space, layers: Layers, machine: Machine, limit: float, top: int) -> None:
     """Let of the fastest pipelines that compute all layers again as few do so as fit; and where a plan was found
     before it was known how fast others are, look again for the best layers."""
@@ -173,6 +218,11 @@ def _try(
     made = predict(decided, layers, machine, slowest, limit)
     if candidate.pp == 1 or (made.total < slowest and made.memory <= limit):  # of others no pipeline was simulated
         found_plans.tried.append(made)
+    if made.host > machine.host_share(candidate.size):
+        found_plans.counts[HOST_LARGER] += 1
+        if found_plans.least_host is None or made.host < found_plans.least_host.host:
+            found_plans.least_host = made
+        return
     _keep_least(found_plans, made)
     if made.memory > limit:
         is_slow = candidate.again is not None and least_us(decided, layers) >= slowest  # no more layers were tried

@@ -187,17 +187,21 @@ class _Chunk:
 
     def store(self) -> None:
         """Start to take the states back, and leave tensors of the host's memory in their place."""
-        parts, lasting = [], []
-        for parameter, states, key, value in self._states():
-            part, known = _part(value), self.lasting.get((parameter, key))
-            if known is None or known.tensor.shape != part.shape or known.tensor.dtype != part.dtype:
-                known = self.lasting[parameter, key] = _Lasting(self.tier.lasting(part))
+        found = list(self._states())
+        new = {
+            (parameter, key): _part(value) for parameter, _, key, value in found if self._is_new(parameter, key, value)
+        }
+        self.lasting |= dict(zip(new, map(_Lasting, self.tier.lasting(list(new.values()))), strict=True))
+        lasting = [self.lasting[parameter, key] for parameter, _, key, _ in found]
+        self.going = self.tier.store([_part(value) for *_, value in found], [one.tensor for one in lasting])
+        for (_, states, key, value), known in zip(found, lasting, strict=True):
             states[key] = _around(value, known.tensor)
-            parts.append(part)
-            lasting.append(known)
-        self.going = self.tier.store(parts, [one.tensor for one in lasting])
-        for known in lasting:
             known.end = self.going.event
+
+    def _is_new(self, parameter: Any, key: str, value: Any) -> bool:
+        """Whether no memory is there for a state as it is now."""
+        known, part = self.lasting.get((parameter, key)), _part(value)
+        return known is None or known.tensor.shape != part.shape or known.tensor.dtype != part.dtype
 
     def left(self) -> None:
         """Wait until they are gone."""

@@ -301,8 +301,9 @@ LOCAL = (
     "owned_index(Tensor x, str axis, Tensor route, int bound=0) -> Tensor",
     # this rank's coordinate on an axis
     "coord(str axis) -> SymInt",
-    # a copy into the host's memory, and one back from there: each is done at its `wait`, until which it holds x
-    "to_host_start(Tensor x) -> Tensor",
+    # a copy into the host's memory, and one back from there: each is done at its `wait`, until which it holds x. What
+    # stays there behind the step is the user's
+    "to_host_start(Tensor x, bool stays=False) -> Tensor",
     "to_device_start(Tensor x) -> Tensor",
 )
 

@@ -27,12 +27,13 @@ from autopar.compiler.check_options import (
     check_offload,
     options_of,
 )
+from autopar.compiler.constraints import check_host
 from autopar.compiler.meshes import MeshLike, mesh_of
 from autopar.compiler.models import check_model
 from autopar.compiler.precision_check import check_device
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import TIMEOUT, StepKeywords, StepOptions
-from autopar.ir.plan import Fixed
+from autopar.ir.plan import Fixed, Plan
 from autopar.machines import DEVICES, named
 from autopar.parallel.agree.agreement import Agreement, Announcer, Phase, Watched
 from autopar.parallel.agree.pace import Pace
@@ -100,6 +101,7 @@ class Requested:
         options = compiler_on(options_of(**self.step), device)
         check_open(self.is_auto, self.step, self.batch, self.machine)
         check_own(self.batch, mesh, options)
+        check_host(Plan(mesh, options=options))
         if self.is_auto:
             phase.texts["machine"] = [str(machine_for(self.machine, device))]
         every_of(self.check_replicas)
@@ -183,7 +185,8 @@ def open_session(asked: Requested) -> Session:
     )  # fmt: skip
     announcer = Announcer(agreement)
     agreement.pace.lie_over(mesh)
-    store = ParameterStore(asked.model, Distributor(mesh, device_mesh, announcer.operation), place)
+    on_host = Plan(mesh, options=options).offloads("parameters")
+    store = ParameterStore(asked.model, Distributor(mesh, device_mesh, announcer.operation, on_host), place)
     replicas = Replicas(store, agreement, every_of(asked.check_replicas))
     nonfinite = NonFinite(agreement, asked.on_nonfinite)
     scale = LossScale() if options.precision == "fp16" else None

@@ -75,16 +75,24 @@ class _Asked:
 
     def alone(self, once: float) -> WholeStep:
         """A step of one micro-batch is one graph: all that it moves goes under its passes."""
-        candidate, moving, begun = self.candidate, Moving(self.net), 0.0
-        forward = list(self._gathers(FORWARD))
-        both = [*forward, *self._gathers(BACKWARD)] if candidate.gathers_again else forward
+        candidate, moving, begun = self.candidate, Moving(self.net, leaves=self.candidate.is_hosted), 0.0
+        forward, is_again = list(self._gathers(FORWARD)), candidate.gathers_again or candidate.is_hosted
+        back = list(self._gathers(BACKWARD)) if is_again else []
+        if candidate.is_hosted:  # what the last layer reads comes once
+            last = forward[-1][0].layer[1:]
+            once_there = [(gather, read) for gather, read in back if gather.layer[1:] == last]
+            back = [pair for pair in back if pair not in once_there]
+        both = [*forward, *back]
+        if candidate.is_hosted:  # what is cast lies there twice as long, in fp32
+            moving.loads = {one.of: one.bytes_ * (1 + read.is_cast) / candidate.shards for one, read in both}
         if both:
             moving.gather([gather for gather, _ in both], self._made(forward, once))
         elif once:
             moving.compute_once(once, sum(read.is_cast for _, read in self.roads[FORWARD].reads()))
             begun = moving.streams.device
         moving.sum(self._sums(self.roads[BACKWARD].gives(), over_data=True))
-        again = () if candidate.gathers_again else self.roads[BACKWARD].reads()
+        again = () if is_again else self.roads[BACKWARD].reads()
+        again = [(gather.of, read) for gather, read in once_there] if candidate.is_hosted else again
         keeps = frozenset(place._replace(kind=FORWARD) for place, _ in again)
         moving.run(self.roads[FORWARD], keeps, is_whole=True)
         moving.lose()
@@ -143,17 +151,17 @@ class _Asked:
         return last_of(self.net, list(self._sums(self.roads[BACKWARD].gives(), over_data=not is_scattered)))
 
     def _gathers(self, *kinds: str) -> Iterator[tuple[Gather[ParameterPlace], ParameterRead]]:
-        """What graphs gather of the parameters that ZeRO splits, each value once."""
+        """What graphs gather of the parameters that ZeRO splits, each value once; or what comes from the host."""
         candidate, seen = self.candidate, set[ParameterPlace]()
-        if not candidate.zero or candidate.data == 1:
+        if (not candidate.zero or candidate.data == 1) and not candidate.is_hosted:
             return
         for kind in kinds:
             for place, read in self.roads[kind].reads():
                 one = place._replace(kind="")
-                if (read.trained or candidate.zero == 3) and one not in seen:
+                if (read.trained or candidate.zero == 3 or candidate.is_hosted) and one not in seen:
                     seen.add(one)
                     layer = kind, place.layer, read.unit if place.layer == OUTSIDE else ""
-                    yield Gather(place, layer, SHARDS, read.dtype, read.bytes_), read
+                    yield Gather(place, layer, SHARDS, read.dtype, read.bytes_, candidate.data == 1), read
 
     def _made(
         self, gathers: Iterable[tuple[Gather[ParameterPlace], ParameterRead]], once: float
