@@ -39,6 +39,8 @@ def joined(to: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> Iterat
     """Pairs to copy the second into the first: those that lie at the same distances on both sides are one pair."""
     run: list[Pair] = []
     for pair in zip(to, source, strict=True):
+        if not pair[0].numel():
+            continue
         if run and not (_is_plain(*run[-1]) and _is_plain(*pair) and _goes_on(run[-1], pair)):
             yield _as_one(run)
             run = []
