@@ -215,6 +215,13 @@ class Agreement:
         _check_calls(said)
         return [each.value for each in said]
 
+    def of_first(self, what: str, mine: T | None) -> T | None:
+        """What rank 0 says, which is all that is sent. Every rank must call this."""
+        said = [mine]
+        with self._waits(what):
+            dist.broadcast_object_list(said, src=0, group=self.host_group())
+        return said[0]
+
     def equal(self, what: str, lines: Sequence[str]) -> bool:
         """Whether all ranks have the same lines. One tiny all-reduce."""
         return self._compare(what, lines, None)[0]
