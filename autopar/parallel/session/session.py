@@ -50,7 +50,7 @@ from autopar.parallel.weights.identity import check_identity
 from autopar.parallel.weights.replicas import Replicas, every_of
 from autopar.parallel.weights.store import ParameterStore, describe_state
 from autopar.runtime.ranks.meet import attempt_name
-from autopar.runtime.ranks.process_groups import mesh_over
+from autopar.runtime.ranks.process_groups import forget_at_exit, leave_at_exit, mesh_over
 from autopar.runtime.tiers.host_tier import HostTier, host_tier
 from autopar.settings import Settings
 from autopar.torch_compat import end_waits_after
@@ -226,9 +226,10 @@ def join(asked: Requested) -> tuple[Agreement, Mesh, DeviceMesh, StepOptions]:
         agreement.end_waits_after(timeout)
         if is_ours:
             end_waits_after(timeout)
-    if isinstance(asked.mesh, DeviceMesh):
-        return agreement, mesh, asked.mesh, options
-    return agreement, mesh, mesh_over(mesh, place.type, timeout), options
+    device_mesh = asked.mesh if isinstance(asked.mesh, DeviceMesh) else mesh_over(mesh, place.type, timeout)
+    leave_at_exit(agreement.host_group)
+    forget_at_exit(device_mesh)
+    return agreement, mesh, device_mesh, options
 
 
 def _meet(backend: str, keeps_store: bool) -> None:
