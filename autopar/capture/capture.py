@@ -50,6 +50,7 @@ from autopar.capture.refusals.explain_failure import explain
 from autopar.capture.refusals.location import Locator
 from autopar.capture.resizing.earlier import Earlier
 from autopar.capture.resizing.resizing import Resizing
+from autopar.capture.rows.row_draws import RowDraw
 from autopar.capture.rows.row_sides import Has, RowSides, RowUses, UnfitRows, row_uses
 from autopar.capture.rows.turns import MaskOrder
 from autopar.capture.trace.normalise import functional, normalise, without_seed
@@ -163,6 +164,7 @@ class _Capture:
         self.model, self.loss_fn, self.train, self.lift, self.reads = model, loss_fn, train, lift, reads
         self.keeps_casts, self.is_scaled = precision in ("bf16", "fp16"), precision == "fp16" and train
         self.scale: torch.Tensor | None = None
+        self.row_draws: Mapping[int, RowDraw] = {}  # dropout of rows that masks select, by number
         self.selects = (False, False)  # rows, by a mask; and they could be taken by their number
         self.unknown: Unknown | UnknownPartner | CoinFound | None = None
         self.partners = Partners(model, loss_fn)
@@ -279,7 +281,7 @@ class _Capture:
         reads, partners = tuple(self.reads.known), tuple(self.partners.known.values())
         return Captured(
             program, {**kept, **constants}, *self.result, reads, frozen, partners, self.ran, coins=self.step_coins,
-            row_uses=self.row_uses,
+            row_uses=self.row_uses, row_draws=self.row_draws,
         )  # fmt: skip
 
     def _steady(self, fakes: list[torch.Tensor], before: Attributes, drawn: Mapping[str, Any]) -> list[str]:
@@ -402,6 +404,7 @@ class _Capture:
         mode.selected.check_counts()
         self.asks_rows = bool(mode.selected.asked) or mode.selected.order.is_turned
         self.selects = bool(mode.selected.known), mode.selected.may_specialize
+        self.row_draws = mode.selected.draws.found
         return tuple(result)
 
     def _start(self, mode: Raise, tracer: Tracer | None = None, sides: Sides | None = None) -> None:

@@ -45,7 +45,8 @@ from autopar.capture.python.stand_in import with_tensors
 from autopar.capture.refusals.constructs import DENSE, MAX_NORM, NOTED, READS, REFUSED, SEEDED, SPARSE
 from autopar.capture.refusals.explain_failure import SIZE, refusal, wants_data
 from autopar.capture.refusals.location import Line, Locator, Place, is_user_code, user_frame
-from autopar.capture.rows.selected import Selected, asks_for_places, masked
+from autopar.capture.rows.row_draws import PlainRows
+from autopar.capture.rows.selected import Selected, asks_for_places, masked, selecting
 from autopar.errors import CaptureError
 from autopar.ir.ops.op_facts import ALIKE, QUERIES
 from autopar.ir.ops.ops import op
@@ -118,6 +119,7 @@ class Raise(TorchFunctionMode):
         self.plain_norm: Callable[..., Any] | None = None  # of the plain module, where it takes those of groups
         self.items, self.forks, self.coins = Items(), Forks(), Coins()
         self.skips: Mapping[int, int] = {}  # random ops that the plain module leaves out, by how many there were before
+        self.plain_rows = PlainRows({})
         self.hosts: list[Tensor] | None = None  # where numbers of the host are drawn: tensors with data, as they come
         self.ran = Ran()
         self.inputs: dict[int, Tensor] = {}  # by the id of the parameter that each stands for
@@ -404,6 +406,8 @@ class Raise(TorchFunctionMode):
             result = (
                 self.selected.call(run, function, given, kwargs) if is_followed else run(function, *given, **kwargs)
             )
+        if self._computes():
+            self.selected.saw(func, args, kwargs, result)
         written = [] if func in QUERIES else self.known.saw(func, args, kwargs, before, result, call.asked)
         self.selected.order.saw(func, args, kwargs, result, written)
         self.known.saw_draws(func, args, result, self._drew)
@@ -436,6 +440,9 @@ class Raise(TorchFunctionMode):
     def _run_plain(self, call: _Call) -> Any:
         if call.function is in_microbatches:
             return dealt_plainly(call.args[0], self.microbatches, call.line)
+        mask = selecting(call.function, call.args, call.kwargs) if self.plain_rows.draws else None
+        if mask is not None:
+            self.plain_rows.selected(mask)
         made = self.packs.call(self, call.function, call.args, call.kwargs, call.frame)
         return self._run(call, call.function, *call.args, **call.kwargs) if made is NotImplemented else made
 
@@ -534,7 +541,8 @@ class Raise(TorchFunctionMode):
         """Dropout of the counter-based generator."""
         if not training or p == 0.0:
             return x
-        result = Dropout.apply(x, self.seed, self._number(), float(p))
+        number = self._number()
+        result = self.plain_rows.drawn(number, x, lambda whole: Dropout.apply(whole, self.seed, number, float(p)))
         return x.copy_(result) if inplace else result
 
     def drawing(self) -> tuple[Tensor, int]:

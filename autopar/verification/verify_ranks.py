@@ -24,7 +24,7 @@ from autopar.verification.judge.comparison import ComparedRow, Exact, Report, Va
 from autopar.verification.judge.noise import Trained, judged, move_away
 from autopar.verification.judge.sum_dtypes import wrong_sums
 from autopar.verification.places import Arguments, Batches, aux_at, batches_of, on_meta, places_of, shapes_of
-from autopar.verification.plain import SCALE, optimized, values_of
+from autopar.verification.plain import SCALE, StepDraws, optimized, values_of
 from autopar.verification.reference import Reference, short_of
 
 
@@ -117,10 +117,10 @@ class _Trial:
         """Train both sides. The table, and what the plain module gave, are rank 0's; with the sums of gradients that
         have another dtype than was asked for. is_away: where the model may refuse the numbers."""
         job, places = self.job, len(self.batches)
-        skips: dict[int, Mapping[int, int]] = {}  # by the step
+        draws: dict[int, StepDraws] = {}  # by the step
         plain = Reference(
             self.model, job.loss_fn, job.make_optimizer, options_of(**job.step), places=places,
-            skips=lambda drawn: skips.get(int(drawn[1]), {}),
+            draws=lambda drawn: draws[int(drawn[1])],
         )  # fmt: skip
         parallel = self._parallel()
         self._prepare(parallel)
@@ -129,8 +129,7 @@ class _Trial:
         steps, failed = [], None
         for drawn in self._seeds():
             given = self._step(parallel, optimizer)
-            coins = parallel.programs[-1].captured.coins
-            skips[int(drawn[1])] = {} if coins is None else coins.skips(drawn)
+            draws[int(drawn[1])] = StepDraws.of(parallel.programs[-1].captured, drawn, None)
             if dist.get_rank() == 0 and failed is None:
                 try:
                     steps.append(plain.step(self.batches, drawn))

@@ -25,6 +25,7 @@ from autopar.capture.data.row_counts import RowCount, counted, counts_in, sizes_
 from autopar.capture.refusals.constructs import SIZES, Construct
 from autopar.capture.refusals.explain_failure import size_refusal, wants_data
 from autopar.capture.refusals.location import Line, Locator
+from autopar.capture.rows.row_draws import RowDraws
 from autopar.capture.rows.row_rules import (
     AddedRows,
     Guard,
@@ -68,6 +69,7 @@ class Selected:
     taken: set[int] = field(default_factory=set)  # likewise, where rows are taken together
     decided: dict[tuple[int, int], tuple[Tensor, bool]] = field(default_factory=dict)  # masks, and if they select any
     is_inside: bool = False  # of a call that is followed: torch may spell it out in calls of its own
+    draws: RowDraws = field(default_factory=RowDraws)
 
     def __post_init__(self) -> None:
         self.order = MaskOrder(self.locator)
@@ -172,6 +174,12 @@ class Selected:
             yield from self.rows_in(list(value.values()))
         elif isinstance(value, RowCount):
             yield value.rows
+
+    def saw(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """A call with what it returned."""
+        if selecting(function, args, kwargs) is not None:
+            mine = None if self.row_of(args[0]) else next(self.rows_in(result), None)
+            self.draws.selected(None if mine is None else mine.valid)
 
     def call(self, run: Run, function: Any, args: Any, kwargs: Any) -> Any:
         """A call that takes such rows. Raises CaptureError unless it takes each by itself."""
@@ -309,6 +317,7 @@ class Selected:
         result = run(function, *args, **kwargs)
         nodes = list(_since(last))
         found = follow_rows(nodes, places, count)
+        self.draws.saw(nodes, found, like.valid)
         made = _tensors_in(args[0] if name == "__setitem__" else result)
         if not made and name != "__get__":
             raise Refused("what it does with them is not known")
@@ -577,6 +586,14 @@ def _seen(rows: ValidRows, name: str, because: str) -> Construct:
 
 
 NONZERO = (torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere)
+
+
+def selecting(function: Any, args: Any, kwargs: Any) -> Tensor | None:
+    """The mask by which a call selects rows, or their places; None for another call."""
+    if asks_for_places(function, args, kwargs):
+        mask: Tensor = args[0]
+        return mask
+    return None if function is Tensor.__setitem__ or kwargs else masked(function, args)[2]
 
 
 def asks_for_places(func: Any, args: Any, kwargs: Any) -> bool:
