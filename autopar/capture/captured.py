@@ -31,7 +31,7 @@ class Captured:
     parameters that are not trained, by first name. `partners` are other models in the loss, whose tensors' names begin
     with theirs. `ran` are the user's functions that ran. `batch_dims`: the dim that counts the samples, by batch tensor
     (None: it has none); None as a whole where nothing was said. `coins`: the random branches of the step.
-    `row_uses`: the parameters that it uses, by which masks select rows. `row_draws`: its dropout of such rows, by number.
+    `row_uses`: the parameters that it uses, by which masks select rows. `row_draws`: its dropout of such rows.
     `host`: what it draws on the host.
     """
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from autopar.capture.inputs.partners import Partner
 from autopar.capture.raising import Raise
 from autopar.capture.refusals.explain_failure import line_of
 from autopar.capture.refusals.user_lines import quoted
-from autopar.capture.rows.row_draws import PlainRows, RowDraw
+from autopar.capture.rows.row_draws import PlainDraws
 from autopar.errors import AutoparError, CaptureError
 from autopar.parallel.programs.own_batch import seed_of
 from autopar.torch_compat import backward
@@ -42,28 +41,19 @@ _DTYPE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class StepDraws:
-    """How the plain module draws in a step. skips: random ops that it leaves out, by how many there were before. rows:
-    dropout of rows that masks select, by number."""
-
-    skips: Mapping[int, int] = field(default_factory=dict)
-    rows: Mapping[int, RowDraw] = field(default_factory=dict)
-
-    @staticmethod
-    def of(captured: Captured, seed: torch.Tensor, counts: torch.Tensor | None) -> StepDraws:
-        """How a step draws that was captured. counts: of the rows of each mask, where it puts them out."""
-        coins = {} if captured.coins is None else captured.coins.skips(seed)
-        without = captured.row_uses.skips(counts) if captured.row_uses is not None and counts is not None else {}
-        return StepDraws({**coins, **without}, captured.row_draws)
+DrawsOf = Callable[[torch.Tensor], PlainDraws]  # of the step of a seed
 
 
-DrawsOf = Callable[[torch.Tensor], StepDraws]  # of the step of a seed
-
-
-def as_they_come(_: torch.Tensor) -> StepDraws:
+def as_they_come(_: torch.Tensor) -> PlainDraws:
     """A step without random branches, and without draws of selected rows."""
-    return StepDraws()
+    return PlainDraws()
+
+
+def draws_of(captured: Captured, seed: torch.Tensor, rows: torch.Tensor | None) -> PlainDraws:
+    """How the plain module draws in a step that was captured. rows: how many each mask selects, where it says so."""
+    coins = {} if captured.coins is None else captured.coins.skips(seed)
+    without = captured.row_uses.skips(rows) if captured.row_uses is not None and rows is not None else {}
+    return PlainDraws({**coins, **without}, captured.row_draws)
 
 
 def optimized(model: nn.Module) -> list[nn.Parameter]:
@@ -111,8 +101,7 @@ class Plain:
         dtype, low = dtype_of(self.model), self.autocast
         scale = SCALE if low is torch.float16 else 1.0
         mode = Raise(None, seed, None if low else dtype)
-        draws = self.draws(seed)
-        mode.skips, mode.plain_rows, mode.microbatches = draws.skips, PlainRows(draws.rows), self.microbatches
+        mode.plain, mode.microbatches = self.draws(seed), self.microbatches
         if self.norms is not None:
             self.norms.begin()
             mode.plain_norm = self.norms.call

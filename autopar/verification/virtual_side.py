@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from autopar.capture import Captured
 from autopar.capture.capture import state_of
 from autopar.capture.data.casts import default_dtype
 from autopar.capture.data.reads import check_reads
+from autopar.capture.rows.row_draws import PlainDraws
 from autopar.compiler.lowered import Lowered
 from autopar.ir.layout import combine, replica_error
 from autopar.ir.program import record
@@ -21,7 +23,7 @@ from autopar.verification.borrowed import Borrowed
 from autopar.verification.dtypes import dtype_of
 from autopar.verification.judge.comparison import Values
 from autopar.verification.places import Batches, Made, aux_at, meshes_of_place, places_of, seeds_of, with_means
-from autopar.verification.plain import SCALE, OptimizerFactory, StepDraws, optimized
+from autopar.verification.plain import SCALE, DrawsOf, OptimizerFactory, as_they_come, draws_of, optimized
 from autopar.verification.versions import Versions
 from autopar.verification.virtual_inputs import Whole, outputs_on, whole_inputs
 
@@ -49,11 +51,11 @@ class Virtual:
         self.dtype, self.device = dtype_of(model), next(iter(self.parameters.values())).device
         self.kernels = kernels
         self.partners = Borrowed(captured.partners, self.dtype).values
-        self._draws: dict[tuple[int, ...], StepDraws] = {}  # of the steps so far, by their seeds
+        self._drew: dict[tuple[int, ...], DrawsOf] = {}  # how the steps so far drew, by their seeds
 
-    def draws_of(self, seed: torch.Tensor) -> StepDraws:
-        """How a step drew that was made with a seed."""
-        return self._draws[tuple(seed.tolist())]
+    def draws_of(self, seed: torch.Tensor) -> PlainDraws:
+        """How the plain module draws in a step that was made with a seed."""
+        return self._drew.get(tuple(seed.tolist()), as_they_come)(seed)
 
     def step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: torch.Tensor) -> Values:
         """What a step on a global batch gives."""
@@ -100,7 +102,7 @@ class Virtual:
         else:
             check_reads(self.captured.reads, guards)
         for (captured, _), drawn, own in zip(self.programs, seeds_of(seed, len(batches)), counts, strict=True):
-            self._draws[tuple(drawn.tolist())] = StepDraws.of(captured, drawn, own)
+            self._drew[tuple(drawn.tolist())] = partial(draws_of, captured, rows=own)
         for name in self.captured.unused(guards):
             values.pop(("gradient", name), None)
         if self.captured.coins is not None:

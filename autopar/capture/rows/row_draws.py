@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from autopar.capture.rows.row_rules import Refused, Value
+from autopar.capture.rows.selections import selecting
 from autopar.ir.ops.ops import key_place, op
 from autopar.passes.rules.splits import Split
 
@@ -55,24 +56,36 @@ class RowDraws:
 
 
 @dataclass(slots=True)
-class PlainRows:
-    """The selections of a run of the plain module: the places of each. draws: of rows, by number."""
+class PlainDraws:
+    """What the plain module draws in a step. skips: random ops that it leaves out, by how many there were before. rows:
+    dropout of rows that masks select, by number."""
 
-    draws: Mapping[int, RowDraw]
-    _selections: list[Tensor] = field(default_factory=list)
+    skips: Mapping[int, int] = field(default_factory=dict)
+    rows: Mapping[int, RowDraw] = field(default_factory=dict)
+    _selections: list[Tensor] = field(default_factory=list)  # the places of each
     _places: dict[int, Tensor] = field(default_factory=dict)  # of the rows of a draw, which may be made once more
 
-    def selected(self, mask: Tensor) -> None:
-        """A call that selects rows by a mask."""
-        self._selections.append(mask.reshape(-1).nonzero()[:, 0])
+    def saw(self, function: Any, args: Any, kwargs: Any) -> None:
+        """A call, which may select rows."""
+        mask = selecting(function, args, kwargs) if self.rows else None
+        if mask is not None:
+            self._selections.append(mask.reshape(-1).nonzero()[:, 0])
+
+    def next(self, number: int, known: set[int]) -> int:
+        """The number of a random op, behind those that are left out. known: takes the numbers of these."""
+        while number - 1 in self.skips:
+            left_out = range(number, number + self.skips[number - 1])
+            known.update(left_out)
+            number = left_out.stop
+        return number
 
     def drawn(self, number: int, x: Tensor, draw: Callable[[Tensor], Any]) -> Any:
         """What a draw makes of a tensor. draw: the same of a tensor with all places of the mask."""
-        mine = self.draws.get(number)
+        mine = self.rows.get(number)
         if mine is None:
             return draw(x)
         places = self._places.setdefault(number, self._selections[-mine.back])
         shape = list(x.shape)
         shape[mine.dim] = mine.count
-        every = x.new_zeros(shape).index_copy(mine.dim, places, x)
+        every = x.new_zeros(shape).index_copy(mine.dim, places, x.clone())  # x may be written to
         return draw(every).index_select(mine.dim, places)
