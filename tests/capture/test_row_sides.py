@@ -105,6 +105,20 @@ def twice(m: Mixture, x: Tensor, weights: Tensor, hot: Tensor) -> Tensor:
     return hit(m, y, weights, F.one_hot(chosen, EXPERTS).permute(2, 1, 0))
 
 
+def dropped(way: Way) -> Way:
+    """With dropout of the rows of each expert, of all before them and of all behind."""
+
+    def with_dropout(m: Mixture, x: Tensor, weights: Tensor, hot: Tensor) -> Tensor:
+        expert, m.expert = m.expert, lambda e, rows: F.dropout(Mixture.expert(m, e, F.dropout(rows, 0.3)), 0.2)  # type: ignore[method-assign]
+        try:
+            return F.dropout(way(m, F.dropout(x, 0.1), weights, hot), 0.3)
+        finally:
+            m.expert = expert  # type: ignore[method-assign]
+
+    with_dropout.__name__ = f"dropped {way.__name__}"
+    return with_dropout
+
+
 def counted(m: Mixture, x: Tensor, weights: Tensor, hot: Tensor) -> Tensor:
     """A number of Python's says how many had rows."""
     out, count = torch.zeros_like(x), 0
@@ -175,6 +189,9 @@ CASES = [
     *((way, "dp=2", {}) for way in (*LEFT_OUT, *OTHER)),
     (twice, "pp=2", {"microbatches": 2}),
     *((way, "ep=2", {}) for way in (taken_before, hit, twice)),
+    *((dropped(way), "dp=2", {}) for way in (numel, hit, twice, listed)),
+    *((dropped(way), "ep=2", {"zero": 1}) for way in (in_place, hit_number, twice)),
+    (dropped(hit), "pp=2", {"microbatches": 2, "recompute": "full"}),
     (numel, "fsdp=2,tp=2", {}),
     (hit, "dp=2", {"zero": 3, "recompute": "full"}),
 ]
@@ -218,8 +235,8 @@ def whole(tensor: Tensor) -> Tensor:
 def test_batches_of_each_rank() -> None:
     """As DistributedDataParallel: an expert that one rank uses has a gradient on all."""
     batches = [(batch(1)[:1],), (batch(2)[:1, :2],)]
-    for silent in (None, 2):
-        assert autopar.verify(Mixture(hit, silent), "dp=2", loss_fn=loss_fn, batch=batches, ddp=True).ok
+    for way, silent in ((hit, None), (hit, 2), (dropped(hit), None)):
+        assert autopar.verify(Mixture(way, silent), "dp=2", loss_fn=loss_fn, batch=batches, ddp=True).ok
 
 
 def test_nothing_is_read_where_nothing_hangs_on_it() -> None:
