@@ -17,8 +17,9 @@ from autopar.capture.data.casts import default_dtype, idle_autocast
 from autopar.capture.data.determinism import HostDrawsFound, Steady
 from autopar.capture.data.foreign import foreign_state
 from autopar.capture.data.item_values import check_returned
-from autopar.capture.data.reads import Answers, Reads, Unknown, fake_like, known_inputs
+from autopar.capture.data.reads import Answers, Reads, Unknown, known_inputs
 from autopar.capture.data.recorded_calls import RecordedCalls, behind_of
+from autopar.capture.data.so_far import SoFar, fake_like
 from autopar.capture.draws.host_draws import HostDraws, States, generators, names_made_anew, set_generators
 from autopar.capture.draws.joins import CoinPlan, Sides, plan
 from autopar.capture.draws.step_coins import CoinFound, Coins, StepCoins
@@ -179,8 +180,7 @@ class _Capture:
         self.calls, self.calling, self.ran = RecordedCalls(), None, Ran()
         self.may_specialize = False
         self.given: list[tuple[torch.Tensor, int]] = []  # the inputs as the model got them, with their versions
-        self.replaced: dict[str, Any] = {}
-        self.notes: list[str] = []
+        self.replaced, self.notes = dict[str, Any](), list[str]()
         self.untrained: dict[int, str] = {}  # names of plain attributes that require a gradient
         self.outside: Mapping[int, Outside] = {}
         self.fault: AutoparError | None = None
@@ -395,7 +395,7 @@ class _Capture:
             return (found.tensor if isinstance(found, Unknown) else inputs[-1],)
         finally:
             self.calling, self.may_specialize = mode.calling, mode.may_specialize and mode.permitted is None
-            self.notes = mode.told()
+            self.notes, self.reads.so_far = mode.told(), None
             self.ran.values = mode.values
         self.has_random_ops, self.has_items = bool(mode.random_ops), bool(mode.items.found)
         mode.items.close()
@@ -415,7 +415,7 @@ class _Capture:
             self.hosts.append(mode.hosts)
         self.coins.start(mode.inputs, mode.numbered, tracer, sides)
         self.forks.start()
-        self.reads.start()
+        self.reads.start(None if tracer is None else SoFar.of(tracer, self._given()))
 
     def _again(self, inputs: list[torch.Tensor], calls: RecordedCalls, is_watched: bool = True) -> None:
         """Forward and loss once more, on shapes alone; what the model prints is printed already. is_watched: no line is
