@@ -141,9 +141,9 @@ def test_a_host_that_is_too_small_is_told():
     with pytest.raises(PlanError) as caught:
         planned(layers(), Asked(1, 2, machine, 0.65e9, {"recompute": "full"}))
     assert str(caught.value) == (
-        "no plan for 1 devices: dp=1 recompute 1 x 2 rows parameters in host fits in 650 MB a device, and takes 2.69 GB "
-        "of the host's memory, of which a rank may take 1.8 GB. More host memory, more nodes, or a model in bfloat16, "
-        "whose gradients and states are half as large, would do."
+        "no plan for 1 devices: dp=1 recompute 1 x 2 rows parameters in host fits in 650 MB a device, and takes 2.69 "
+        "GB of the host's memory, of which a rank may take 1.8 GB. More host memory, more nodes, or a model in "
+        "bfloat16, whose gradients and states are half as large, would do."
     )
 
 
