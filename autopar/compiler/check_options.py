@@ -68,10 +68,11 @@ def check_offload(options: StepOptions, graphs: Graphs = False) -> None:
 
 
 def check_unplanned(offload: Offload) -> None:
-    """Raise PlanError for what is to wait in the host's memory, of which plans know nothing."""
+    """Raise PlanError for what is to wait in the host's memory where a mesh is planned as ranks run."""
     if offload:
         raise PlanError(
-            f"offload={offload!r}: plans do not weigh what the host's memory holds. Leave it out, or write a mesh."
+            f'offload={offload!r}: mesh="auto" puts nothing in the host\'s memory. Leave it out, or write a mesh: '
+            f"`autopar plan` finds one that does."
         )
 
 

@@ -411,7 +411,7 @@ PLANNED: Mapping[str, Any] = {
     name: StepOptions.__dataclass_fields__[name].default
     for name in (
         "microbatches", "slices", "schedule", "chunks", "zero", "reshard_after_forward", "recompute",
-        "sequence_parallel", "stage_memory",
+        "sequence_parallel", "stage_memory", "offload", "horizon",
     )
 }  # fmt: skip
 

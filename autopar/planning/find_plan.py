@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, count, groupby
@@ -63,7 +63,7 @@ class FoundPlans:
 
 def search(
     space: Space, layers: Layers, work: LeastWork, machine: Machine, limit: float, top: int,
-    equal: int, tell: Callable[[int, int], None] = lambda done, all_: None,
+    equal: int, tell: Callable[[int, int], None] = lambda done, all_: None, known: Sequence[Prediction] = (),
 ) -> FoundPlans:  # fmt: skip
     """The `top` fastest plans of a space whose memory is at most `limit` bytes. equal: layers of the model that are
     equal.
@@ -72,6 +72,7 @@ def search(
     no other candidate has a lower one: the first costs nothing, the last its own programs. Candidates that a bound
     cannot tell apart (`ALIKE`) have it together. When the lowest bound is above the time of the last of `top`, no other
     can be among them. tell: of progress, (done, all).
+    known: plans beside those of the space.
 
     A plan with ulysses is none of its own until its bound differs from that with as many ranks of cp (`SHARED`).
     """
@@ -79,13 +80,13 @@ def search(
     def plans(alike: Alike, done: int) -> int:
         return len(alike) * (1 + len(space.parts(alike[0])) * (done < SHARED))
 
-    found_plans, bounds = FoundPlans(), Bounds(layers, work, machine, equal)
+    found_plans, bounds = FoundPlans(list(known)), Bounds(layers, work, machine, equal)
     bounds.limit = limit
     memories, last = bounds.memories, len(bounds.steps) - 1
-    known = [tuple(alike) for _, alike in groupby(space.drawn(), ALIKE[0])]
-    queue = [(bounds.products(alike[0]), i, 1, alike) for i, alike in enumerate(known)]
+    drawn = [tuple(alike) for _, alike in groupby(space.drawn(), ALIKE[0])]
+    queue = [(bounds.products(alike[0]), i, 1, alike) for i, alike in enumerate(drawn)]
     later: list[tuple[float, int, int, Alike]] = []  # plans with ulysses: the others say what they must be better than
-    total = left = sum(plans(alike, 0) for alike in known)
+    total = left = sum(plans(alike, 0) for alike in drawn)
     number = count(len(queue))  # of what has the same bound, what was there before comes first
     larger: list[Candidate] = []
     heapq.heapify(queue)
@@ -121,7 +122,7 @@ def search(
         tell(total - left, total)
     _refine(found_plans, space, layers, machine, limit, top)
     if not found_plans.best:
-        every = [] if found_plans.least else chain.from_iterable(known)
+        every = [] if found_plans.least else chain.from_iterable(drawn)
         larger.sort(key=lambda each: (bounds.held(each), _places(each)))
         smallest = [*larger[:SMALL], *heapq.nsmallest(SMALL, every, bounds.memory)]
         for small in smallest:
@@ -136,13 +137,16 @@ def with_host(
     found_plans: FoundPlans, space: Space, layers: Layers, work: LeastWork, machine: Machine, limit: float, top: int,
     equal: int,
 ) -> FoundPlans:  # fmt: skip
-    """What was found, and where nothing fits the plans with states, or parameters and all, in the host's memory. Where
-    something fits, those of the plans that are too large alone and faster are tried with states there: what is
-    slower than a plan that fits is not proposed."""
+    """What was found, with plans that have states in the host's memory, or parameters and all where nothing fits
+    without. Where something fits, of the first the fastest one is taken that is faster."""
     if not machine.host_memory or OFFLOAD in space.fixed:
         return found_plans
     if found_plans.best:
-        _try_in_host(found_plans, layers, machine, limit, top)
+        there = replace(space, fixed={**space.fixed, OFFLOAD: STATES})
+        (first,) = search(there, layers, work, machine, limit, 1, equal, known=found_plans.best[:1]).best
+        if first.candidate.offload == STATES:
+            found_plans.tried.append(first)
+            found_plans.best = [first, *found_plans.best][:top]
         return found_plans
     searched = []
     for mode in OFFLOADS[1:]:
@@ -159,18 +163,6 @@ def with_host(
     lacking = [each.least_host for each in searched if each.least_host is not None]
     found_plans.least_host = min(lacking, key=lambda made: made.host, default=None)
     return found_plans
-
-
-def _try_in_host(found_plans: FoundPlans, layers: Layers, machine: Machine, limit: float, top: int) -> None:
-    """Try the fastest plans that are larger than the memory with states in the host's memory."""
-    slowest = found_plans.best[-1].total if len(found_plans.best) >= top else found_plans.best[0].total
-    larger = [made for made in found_plans.tried if made.memory > limit and made.total < slowest]
-    for made in sorted(larger, key=lambda made: made.total)[:REFINED]:
-        other = predict(made.candidate._replace(offload=STATES), layers, machine)
-        fits = other.memory <= limit and other.host <= machine.host_share(other.candidate.size)
-        if fits and other.total < slowest:
-            found_plans.tried.append(other)
-            found_plans.best = _one_of_each([*found_plans.best, other])[:top]
 
 
 def _refine(found_plans: FoundPlans, space: Space, layers: Layers, machine: Machine, limit: float, top: int) -> None:

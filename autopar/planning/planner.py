@@ -188,7 +188,7 @@ def _rows_text(asked: Asked) -> str:
 
 
 def _none_fits(asked: Asked, found_plans: FoundPlans, model: Model) -> PlanError:
-    if found_plans.counts[SAME]:  # of what is fixed: else they were there without recomputation
+    if found_plans.counts[SAME] and "recompute" in asked.fixed:  # else they were there without recomputation
         return PlanError(
             f"no plan for {asked.gpus} devices with {fixed_text(asked.fixed)}: {found_plans.counts[SAME]} fit in "
             f"{human(asked.limit)} a device with no layer computed again. Write recompute=none, or less memory."
@@ -198,7 +198,14 @@ def _none_fits(asked: Asked, found_plans: FoundPlans, model: Model) -> PlanError
         return PlanError(
             f"no plan for {asked.gpus} devices: of the candidates {reasons}. {_capital(_room(asked, model))}"
         )
-    least = found_plans.least
+    least, lacks = found_plans.least, found_plans.least_host
+    if lacks is not None and least.memory <= asked.limit:
+        return PlanError(
+            f"no plan for {asked.gpus} devices: {lacks.candidate} fits in {human(asked.limit)} a device, and takes "
+            f"{human(lacks.host)} of the host's memory, of which a rank may take "
+            f"{human(asked.machine.host_share(asked.gpus))}. More host memory, more nodes, or a model in bfloat16, "
+            f"whose gradients and states are half as large, would do."
+        )
     return PlanError(
         f"no plan fits in {human(asked.limit)} a device on {asked.gpus} devices: the least memory is "
         f"{human(least.memory)}, with {least.candidate}. About {-(-asked.gpus * least.memory // asked.limit):.0f} "
@@ -214,13 +221,7 @@ def _of_host(asked: Asked, found_plans: FoundPlans) -> str:
     if not asked.machine.host_memory:
         return f" Of the host's memory machine {asked.machine.name} says nothing (host_memory): nothing was put there."
     has = human(asked.machine.host_share(asked.gpus))
-    lacks = found_plans.least_host
-    if lacks is None:
-        return f" That is with what waits in the host's memory, of which a rank may take {has}."
-    return (
-        f" In the host's memory a rank may take {has}, and {lacks.candidate} takes {human(lacks.host)} there: more "
-        f"host memory, or a model in bfloat16, would do."
-    )
+    return f" That is with what may wait in the host's memory, of which a rank may take {has}."
 
 
 def _freed(asked: Asked, found_plans: FoundPlans) -> str:

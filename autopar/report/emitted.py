@@ -17,6 +17,7 @@ from autopar.ir.ops.measure import human
 from autopar.ir.ops.ops import op
 from autopar.ir.plan import Fixed
 from autopar.ir.program import Program, operand_nodes, record
+from autopar.passes.costs.streams import BACK, OUT
 from autopar.planning.find_plan import HOST_LARGER
 from autopar.planning.others import best_with
 from autopar.planning.planner import Planned, Tell
@@ -141,7 +142,7 @@ class _Check:
         time = step_time(compiled, asked.machine)
         reports = [memory_report(compiled, ranks[0]) for ranks in compiled.alike]
         memory, host = max(one.peak for one in reports), max(one.host for one in reports)
-        data = sum(us for axis, us in time.exposed.items() if not set(DATA_AXES).isdisjoint(axes_of_group(axis)))
+        data = sum(us for axis, us in time.exposed.items() if _is_of_data(axis))
         exposed = sum(time.exposed.values()) - data
         if host and host > asked.machine.host_share(asked.gpus):
             self.dropped[HOST_LARGER] += 1
@@ -179,6 +180,11 @@ def light_first(plans: list[Prediction]) -> tuple[list[Prediction], str]:
         f"is within what a prediction can tell, with {human(fastest.memory - light.memory)} less"
     )
     return [light, *(each for each in plans if each is not light)], text
+
+
+def _is_of_data(axis: str) -> bool:
+    """True for what moves parameters and gradients: over the data axes, or between a device and its host."""
+    return axis in (OUT, BACK) or not set(DATA_AXES).isdisjoint(axes_of_group(axis))
 
 
 # -- experts --------------------------------------------------------------------------------------------------------

@@ -126,10 +126,11 @@ def test_recordings_are_refused():
     )
 
 
-def test_plans_do_not_weigh_it():
+def test_a_mesh_that_is_planned_as_ranks_run():
     model, loss_fn, _ = case.deep()
     with pytest.raises(PlanError) as caught:
         autopar.parallelize(model, "auto", loss_fn=loss_fn, device="cpu", **ON)
     assert str(caught.value) == (
-        "offload='activations': plans do not weigh what the host's memory holds. Leave it out, or write a mesh."
+        "offload='activations': mesh=\"auto\" puts nothing in the host's memory. Leave it out, or write a mesh: "
+        "`autopar plan` finds one that does."
     )
