@@ -73,7 +73,8 @@ def _as_one(run: Sequence[Pair]) -> Pair:
 def _bytes(x: torch.Tensor, size: int) -> torch.Tensor:
     """The bytes of memory from where a tensor begins."""
     start = x.storage_offset() * x.element_size()
-    return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage(), start, (size,))
+    made = torch.empty(0, dtype=torch.uint8, device=x.device)
+    return made.set_(x.untyped_storage(), start, (size,), (1,))  # type: ignore[call-overload]
 
 
 def bytes_of(x: torch.Tensor) -> int:
