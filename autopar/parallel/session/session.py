@@ -218,6 +218,7 @@ def join(asked: Requested) -> tuple[Agreement, Mesh, DeviceMesh, StepOptions]:
         else:
             _meet(backend, settings.keeps_store)
     agreement = Agreement(place, Pace())
+    leave_at_exit(lambda: agreement.host_group())  # also where ranks are refused below
     mesh, options = agreement.together("arguments", lambda phase: asked.check(phase, world, place))
     if place.type == "cuda" and world > 1:
         check_places(agreement.everyone("devices", place_of(place)))
@@ -227,7 +228,6 @@ def join(asked: Requested) -> tuple[Agreement, Mesh, DeviceMesh, StepOptions]:
         if is_ours:
             end_waits_after(timeout)
     device_mesh = asked.mesh if isinstance(asked.mesh, DeviceMesh) else mesh_over(mesh, place.type, timeout)
-    leave_at_exit(agreement.host_group)
     forget_at_exit(device_mesh)
     return agreement, mesh, device_mesh, options
 
