@@ -5,7 +5,7 @@ Each rank checks what it was given, all agree on it once, and then there are gro
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from functools import cache, partial
@@ -40,7 +40,14 @@ from autopar.parallel.agree.pace import Pace
 from autopar.parallel.batches.local_batch import BatchWorld
 from autopar.parallel.session.auto_options import AUTO, check_open, check_own, machine_for
 from autopar.parallel.session.compilers import check_compiler, compiler_on
-from autopar.parallel.session.devices import check_places, compute_on, device_of_rank, place_of
+from autopar.parallel.session.devices import (
+    backend_for,
+    check_backend,
+    check_places,
+    compute_on,
+    device_of_rank,
+    place_of,
+)
 from autopar.parallel.session.loss_scale import LossScale
 from autopar.parallel.session.nonfinite import NonFinite
 from autopar.parallel.session.random_state import RandomState
@@ -88,6 +95,14 @@ class Requested:
         """How long a rank waits for another one; None for as long as the backend does."""
         return None if self.timeout is None else timedelta(seconds=self.timeout)
 
+    @property
+    def on_host(self) -> bool:
+        """Whether parameters are to wait in the host's memory, as far as the option can be read."""
+        wanted = self.step.get("offload")
+        return "parameters" in (
+            (wanted,) if isinstance(wanted, str) else wanted if isinstance(wanted, Collection) else ()
+        )
+
     def mesh_on(self, world: int) -> Mesh:
         """The mesh, until a plan says another one: all ranks split the batch."""
         return Mesh((("dp", world),)) if self.is_auto else mesh_of(self.mesh, world)
@@ -102,6 +117,8 @@ class Requested:
         check_open(self.is_auto, self.step, self.batch, self.machine)
         check_own(self.batch, mesh, options)
         check_host(Plan(mesh, options=options))
+        if self.on_host:
+            check_backend(device)
         if self.is_auto:
             phase.texts["machine"] = [str(machine_for(self.machine, device))]
         every_of(self.check_replicas)
@@ -212,7 +229,7 @@ def join(asked: Requested) -> tuple[Agreement, Mesh, DeviceMesh, StepOptions]:
     compute_on(place, settings)
     is_ours = not dist.is_initialized()
     if is_ours:
-        backend = "nccl" if place.type == "cuda" else "gloo"
+        backend = backend_for(place, asked.on_host)
         if settings.world_size is None:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         else:
