@@ -265,7 +265,7 @@ class Raise(TorchFunctionMode):
     # -- a value that Python asks for ---------------------------------------------------------------------------
 
     def _give_value(self, call: _Call) -> Any:
-        if call.function not in FOLDED:
+        if call.function not in FOLDED or self.selected.order.mask_of(call.function, call.args) is not None:
             return NotImplemented
         for give in _VALUES:
             value = give(self, call)

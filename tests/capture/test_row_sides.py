@@ -99,6 +99,23 @@ def hit_number(m: Mixture, x: Tensor, weights: Tensor, hot: Tensor) -> Tensor:
     return out
 
 
+def hit_list(m: Mixture, x: Tensor, weights: Tensor, hot: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for e in hot.sum((-1, -2)).nonzero().flatten().tolist():
+        at, row = torch.where(hot[e])
+        out.index_add_(0, row, m.expert(e, x[row]) * weights[row, at, None])
+    return out
+
+
+def hit_lists(m: Mixture, x: Tensor, weights: Tensor, hot: Tensor) -> Tensor:
+    """Lists of one number, and rows by another mask than the one that is counted."""
+    out, chosen = torch.zeros_like(x), hot.argmax(0)
+    for (e,) in (hot.sum((-1, -2)) > 0).nonzero().tolist():
+        at, row = torch.where(chosen == e)
+        out.index_add_(0, row, m.expert(e, x[row]) * weights[row, at, None])
+    return out
+
+
 def twice(m: Mixture, x: Tensor, weights: Tensor, hot: Tensor) -> Tensor:
     y = numel(m, x, weights, hot)
     weights, chosen = m.router(y).softmax(-1).topk(2)
@@ -172,7 +189,7 @@ def otherwise(m: Mixture, x: Tensor, weights: Tensor, hot: Tensor) -> Tensor:
     return out
 
 
-LEFT_OUT: list[Way] = [numel, taken_before, in_place, hit, hit_number, twice]
+LEFT_OUT: list[Way] = [numel, taken_before, in_place, hit, hit_number, hit_list, hit_lists, twice]
 OTHER: list[Way] = [counted, numbered, balanced, listed, otherwise]
 
 
@@ -188,9 +205,10 @@ def batch(seed: int = 1) -> Tensor:
 CASES = [
     *((way, "dp=2", {}) for way in (*LEFT_OUT, *OTHER)),
     (twice, "pp=2", {"microbatches": 2}),
-    *((way, "ep=2", {}) for way in (taken_before, hit, twice)),
+    *((way, "ep=2", {}) for way in (taken_before, hit, hit_list, hit_lists, twice)),
+    (hit_list, "ep=2", {"microbatches": 2}),
     *((dropped(way), "dp=2", {}) for way in (numel, hit, twice, listed)),
-    *((dropped(way), "ep=2", {"zero": 1}) for way in (in_place, hit_number, twice)),
+    *((dropped(way), "ep=2", {"zero": 1}) for way in (in_place, hit_number, hit_list, twice)),
     (dropped(hit), "pp=2", {"microbatches": 2, "recompute": "full"}),
     (numel, "fsdp=2,tp=2", {}),
     (hit, "dp=2", {"zero": 3, "recompute": "full"}),
