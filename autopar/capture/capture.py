@@ -395,7 +395,7 @@ class _Capture:
             return (found.tensor if isinstance(found, Unknown) else inputs[-1],)
         finally:
             self.calling, self.may_specialize = mode.calling, mode.may_specialize and mode.permitted is None
-            self.notes, self.reads.so_far = mode.told(), None
+            self.notes, self.reads.so_far, self.reads.state = mode.told(), None, None
             self.ran.values = mode.values
         self.has_random_ops, self.has_items = bool(mode.random_ops), bool(mode.items.found)
         mode.items.close()
@@ -415,7 +415,7 @@ class _Capture:
             self.hosts.append(mode.hosts)
         self.coins.start(mode.inputs, mode.numbered, tracer, sides)
         self.forks.start()
-        self.reads.start(None if tracer is None else SoFar.of(tracer, self._given()))
+        self.reads.start(*(() if tracer is None else SoFar.of(tracer, self._given())))
 
     def _again(self, inputs: list[torch.Tensor], calls: RecordedCalls, is_watched: bool = True) -> None:
         """Forward and loss once more, on shapes alone; what the model prints is printed already. is_watched: no line is

@@ -33,7 +33,7 @@ from autopar.capture.inputs.outside import Outside, with_inputs
 from autopar.capture.inputs.partners import Partners, check_plain, inlined
 from autopar.capture.ops.functions import Dropout
 from autopar.capture.ops.raised import ALWAYS, RAISED
-from autopar.capture.ops.raised_lookups import counts_rows, dense, has_max_norm, looked_up, rejoined
+from autopar.capture.ops.raised_lookups import counts_rows, cut_later, dense, has_max_norm, looked_up, rejoined
 from autopar.capture.ops.raised_norms import NORMS, Norm, is_count, norm_of
 from autopar.capture.ops.raised_recurrent import NOTE as PACKED_NOTE
 from autopar.capture.ops.raised_recurrent import PACKING, Packs, PlainPacks
@@ -344,9 +344,7 @@ class Raise(TorchFunctionMode):
         """The truth of data, of which each step checks that it is so; NotImplemented as long as nothing is guarded."""
         if read is not bool:
             return NotImplemented
-        if not may_fork:
-            self.forks.see(line)
-        side = self.forks.take(line) if may_fork else None
+        side = self.forks.take(line, may_fork)
         if side is not None or self.reads is None or not self.reads.guards:
             return NotImplemented if side is None else side
         last = self.calls.made[-1].function if self.calls.made else ""
@@ -494,7 +492,7 @@ class Raise(TorchFunctionMode):
             result = looked_up(func, args)
             if result is not NotImplemented:
                 return result
-            specialized = self._specialized(call, func, args, kwargs)
+            specialized = self._specialized(call, func, args, kwargs) or cut_later(func, args, kwargs, call.line)
             if specialized is None:
                 raise
         return specialized()

@@ -21,7 +21,7 @@ from autopar.capture.data.coins import numbers_drawn
 from autopar.capture.data.foreign import foreign_state, kept, settings
 from autopar.capture.data.recorded_calls import RecordedCall, RecordedCalls, first_difference
 from autopar.capture.python.attributes import AttributeChange, Attributes
-from autopar.capture.refusals.constructs import DRAWN_NUMBER, UNSTEADY, Construct
+from autopar.capture.refusals.constructs import DRAWN_NUMBER, FIRST_CALL, UNSTEADY, Construct
 from autopar.capture.refusals.explain_failure import SPECIALIZE, line_of, refusal
 from autopar.capture.refusals.user_lines import Line, lines_that_change, quoted
 from autopar.errors import AutoparError, CaptureError
@@ -226,7 +226,7 @@ class Steady:
         where = f"at {quoted(line or next((at for _, at in found if at), None) or ('an unknown line', 0))}"
         return CaptureError(
             f"a second step would not be the same as the first{rest}, {where}"
-            f"It depends on what the model itself changed in the step before: {names}. {_STATE}"
+            f"It depends on what the model itself changed in the step before: {names}. {_STATE} {FIRST_CALL}"
         )
 
     def _unsteady(self, difference: tuple[RecordedCall | None, RecordedCall | None]) -> CaptureError:

@@ -243,15 +243,16 @@ class Reads:
     tensors: list[Tensor | None] = field(default_factory=list)
     selected: set[Line | None] = field(default_factory=set)
     so_far: SoFar | None = None  # the trace that goes on
+    state: SoFar | None = None  # the same, of what hangs on the model's own state alone
 
     def anew(self, known: Iterable[Read] = (), **changes: Any) -> Reads:
         """Begin the reads of other runs, of which so many are known."""
-        return replace(self, known=list(known), tensors=[], so_far=None, **changes)
+        return replace(self, known=list(known), tensors=[], so_far=None, state=None, **changes)
 
-    def start(self, so_far: SoFar | None) -> None:
-        """A run begins. so_far: what it computes, if that can be known."""
+    def start(self, *so_far: SoFar) -> None:
+        """A run begins. so_far: what it computes, if that can be known, of all its inputs and of the model's state."""
         self.tensors.clear()
-        self.so_far = so_far
+        self.so_far, self.state = so_far or (None, None)
 
     def take(self, function: Any, tensor: Tensor, line: Line | None) -> Value:
         """The value of the next read. Raises Unknown if no trace has come this far, and this one cannot go on."""
@@ -268,7 +269,8 @@ class Reads:
         return None if self.so_far is None else self.so_far.read(_reader(function)[1], tensor)
 
     def guard(self, tensor: Tensor, line: Line | None, guess: bool, function: Any = Tensor.__bool__) -> Value:
-        """The truth of a tensor. guess: it most likely is, where no step has told yet."""
+        """The truth of a tensor. guess: it most likely is, where no step has told yet, and no buffer of the model (a
+        flag that its first call sets), which all ranks have alike."""
         position = len(self.tensors)
         if position == len(self.known):
             if position >= _MOST:
@@ -280,12 +282,17 @@ class Reads:
             else:  # a model has its checks in each layer: each is as the last one was told, or had to be
                 here = [read.line == line for read in self.known]
                 told = [read for read, is_here in zip(self.known[: len(self.given)], here, strict=False) if is_here]
-                guess = bool(told[-1].value) if told else guess
+                guess = bool(told[-1].value) if told else self._stated(tensor, guess)
                 guess = guess if sum(here) - len(told) < _REPEATED else not guess  # as in a loop that has to end
             value = guess if position >= len(self.given) else self.given[position]
             value = AnyRows(bool(value)) if function is ANY_ROWS else value
             self.known.append(Read(function, line, value, position >= self.told, is_guard=True))
         return self._next(tensor)
+
+    def _stated(self, tensor: Tensor, guess: bool) -> bool:
+        """What buffers say of the truth of a tensor; a guess where they do not."""
+        found = None if self.state is None else self.state.read(bool, tensor)
+        return guess if found is None else bool(found)
 
     def guard_places(self, mask: Tensor, line: Line | None) -> tuple[int, ...]:
         """The places where a mask [n] is True, which a loop of the model goes through: all, where no step has told."""

@@ -40,9 +40,12 @@ class SoFar:
     _last: fx.Node | None = None  # of those that were looked through
 
     @staticmethod
-    def of(tracer: Tracer, given: Iterable[tuple[Input, Tensor | None]]) -> SoFar:
-        """A trace that begins. given: the inputs, each with what it stands for."""
-        return SoFar(tracer, [tensor if is_steady(entry, tensor) else None for entry, tensor in given])
+    def of(tracer: Tracer, given: Iterable[tuple[Input, Tensor | None]]) -> tuple[SoFar, SoFar]:
+        """A trace that begins: with all that a value may depend on, and with the state of the model alone. given: the
+        inputs, each with what it stands for."""
+        known = [(entry.kind, tensor if is_steady(entry, tensor) else None) for entry, tensor in given]
+        state = [None if kind == "batch" else tensor for kind, tensor in known]
+        return SoFar(tracer, [tensor for _, tensor in known]), SoFar(tracer, state)
 
     def read(self, reader: Callable[[Tensor], Any], tensor: Tensor) -> Any:
         """What a function takes out of a tensor of the trace; None if that is not known yet."""
