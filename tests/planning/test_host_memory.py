@@ -50,7 +50,7 @@ def test_13_billion_parameters_on_one_device():
     best = found.best[0]
     assert best.candidate.offload == "parameters" and best.memory < 4e9 and 100e9 < best.host < 0.9 * 128 * GIB
     assert "nothing fits without the host's memory" in found.certificate
-    with pytest.raises(PlanError, match="^no plan fits in 31.6 GB a device on 1 devices: the least memory is 130 GB"):
+    with pytest.raises(PlanError, match=r"^no plan fits in 31.6 GB a device .* least memory is 130 GB"):
         planned(layers, replace(asked, may_offload=False))
 
 
