@@ -283,6 +283,11 @@ def _copy(to: torch.Tensor | None, source: torch.Tensor | None) -> None:
         to.copy_(source, non_blocking=True)
 
 
+def in_host(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor in memory of the host that copies to a device need no help to read."""
+    return x.cpu().pin_memory() if device.type == "cuda" else x
+
+
 def host_tier(device: torch.device) -> HostTier:
     """The host's memory for a rank that computes on a device."""
     if device.type == "cuda":

@@ -17,7 +17,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from autopar.capture.python.ran import Ran
 from autopar.capture.python.read_digests import (
     Unclear,
     digest,
+    is_installed,
     live_codes,
     place_of,
     read_digest,
@@ -48,10 +48,8 @@ from autopar.parallel.programs.cache_key import key_of_step
 from autopar.parallel.programs.portions import Given
 from autopar.parallel.programs.running import Built
 from autopar.parallel.session.session import Session
-from autopar.settings import Settings
 
 _log = logging.getLogger("autopar")
-_SHORTEST = timedelta(seconds=300)  # that a rank may wait for the one that compiles
 # What is raised by an entry that is none: of another shape than one of ours, or naming what is not there.
 _NO_ENTRY = (AutoparError, ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError, AssertionError)
 _NOT_KEPT = (Unclear, OSError, *_NO_ENTRY)
@@ -83,7 +81,7 @@ class KeptProgram:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ProgramEntry:
     """A program that was compiled, as others read it. read: the digest of what the step read. says: of its files and
     its code."""
 
@@ -96,21 +94,9 @@ class Entry:
         return f"{key}-{hashlib.sha256(self.content).hexdigest()}"
 
 
-def program_cache(session: Session) -> ProgramCache | HandedPrograms | None:
-    """Where one parallel module looks for programs before it compiles them, if anywhere. Every rank must call this."""
-    settings, agreement = session.settings, session.agreement
-    is_patient = settings.timeout is None or settings.timeout >= _SHORTEST
-    if settings.cache is not None:
-        return ProgramCache(session, settings.cache, is_patient)
-    # On cores of their own ranks compile at the same time; a rank that waits for another one and reads is slower.
-    asked = Settings.read()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    is_crowded = is_patient and asked.dump is None and (asked.local_world_size or 1) > cores
-    return HandedPrograms(session) if agreement.any("cores", is_crowded) else None
-
-
 class HandedPrograms:
-    """Programs that rank 0 compiles, and the other ranks read."""
+    """Programs that rank 0 compiles, and the other ranks read: without cores of their own they would wait longer for
+    what they compile."""
 
     def __init__(self, session: Session) -> None:
         self._agreement, self._entries = session.agreement, ProgramEntries(session)
@@ -124,7 +110,7 @@ class HandedPrograms:
         if keys[0] is None or keys.count(keys[0]) == 1:
             return compile_
         made = _called(compile_) if is_first else compile_
-        entry: Entry | None = None
+        entry: ProgramEntry | None = None
         if is_first:
             with suppress(Exception):  # of the compiler, told by all ranks together; or it is not kept
                 entry = self._entries.entry(wanted, made())
@@ -136,10 +122,10 @@ class HandedPrograms:
 
 
 class ProgramCache:
-    """The programs in one folder, for one parallel module. is_patient: ranks may wait for the one that compiles."""
+    """The programs in one folder, for one parallel module."""
 
-    def __init__(self, session: Session, folder: Path, is_patient: bool) -> None:
-        self._agreement, self._folder, self._is_patient = session.agreement, folder, is_patient
+    def __init__(self, session: Session, folder: Path) -> None:
+        self._agreement, self._folder, self._is_patient = session.agreement, folder, session.settings.is_patient
         self._agreement.together("cache", lambda _: prepared(folder))
         self._entries = ProgramEntries(session)
         self._earlier: list[str] | None = []  # the programs before, which decided layouts; None once one is not known
@@ -174,7 +160,7 @@ class ProgramCache:
     def _find(self, key: str, wanted: WantedProgram) -> KeptProgram | None:
         """The program of an earlier run, if it would be compiled the same now."""
         for path, read, says, content in entries(self._folder, key):
-            entry = Entry(read, says, content)
+            entry = ProgramEntry(read, says, content)
             built = self._entries.read(wanted, entry, path)
             if built is not None:
                 used(path)
@@ -230,7 +216,7 @@ class ProgramEntries:
 
     # -- read and write ---------------------------------------------------------------------------------------------
 
-    def read(self, wanted: WantedProgram, entry: Entry, path: Path | None = None) -> Built | None:
+    def read(self, wanted: WantedProgram, entry: ProgramEntry, path: Path | None = None) -> Built | None:
         """The program of an entry, if it would be compiled the same now. path: of the entry, where it is a file."""
         try:
             guards = self._guards_if_same(entry.read, entry.says, wanted)
@@ -240,7 +226,7 @@ class ProgramEntries:
             _log.warning("%s cannot be read, and is compiled again: %s", at, error)
             return None
 
-    def _built(self, wanted: WantedProgram, entry: Entry, guards: Guards) -> Built:
+    def _built(self, wanted: WantedProgram, entry: ProgramEntry, guards: Guards) -> Built:
         return built_of(
             entry.content, wanted.bound, guards, self._own(), wanted.train, self._device, wanted.passes
         )  # fmt: skip
@@ -260,7 +246,7 @@ class ProgramEntries:
         self._before[_code_name(says)] = found
         return guards if found == read else None
 
-    def entry(self, wanted: WantedProgram, built: Built) -> Entry:
+    def entry(self, wanted: WantedProgram, built: Built) -> ProgramEntry:
         """A program that was compiled, as others read it. Raises Unclear for one that is compiled at each start."""
         outside = reads_outside(built.captured.ran)
         if outside is not None:
@@ -269,15 +255,15 @@ class ProgramEntries:
         codes = {digest_of_code(code): place_of(code) for code, _ in guards.ran.codes}
         says = {"files": dict(self._files(guards.ran)), "codes": codes}
         content = json.dumps(entry_of(built, wanted.bound, self._own())).encode()
-        return Entry(_read_name(says, guards), says, content)
+        return ProgramEntry(_read_name(says, guards), says, content)
 
-    def check(self, wanted: WantedProgram, entry: Entry, built: Built) -> None:
+    def check(self, wanted: WantedProgram, entry: ProgramEntry, built: Built) -> None:
         """Raise Unclear, or what reading raises, for a program that is not read as it was written."""
         again = self._built(wanted, entry, self._guards(wanted, with_codes(built.captured.ran.codes)))
         if Lowered.lines(again.compiled) != built.compiled.lines():
             raise Unclear("its text")
 
-    def names(self, entry: Entry) -> set[str]:
+    def names(self, entry: ProgramEntry) -> set[str]:
         """The names of what the step read, by which an entry is found: a library may fill tables of its own while it
         is captured, and the next start finds them as they were before."""
         return {entry.read, self._before.get(_code_name(entry.says), entry.read)}
@@ -293,7 +279,7 @@ class ProgramEntries:
         for file in sorted({*loaded.values(), *code_files}):
             names = [name for name, its in loaded.items() if its == file]
             is_used = file in code_files or any(name.partition(".")[0] in used_packages for name in names)
-            found = _file_digest(file) if is_used or not _is_installed(file) else None
+            found = _file_digest(file) if is_used or not is_installed(file) else None
             if found is not None:
                 yield file, found
 
@@ -304,10 +290,6 @@ def _loaded_files() -> Iterator[tuple[str, str]]:
         file = getattr(module, "__file__", None)
         if isinstance(file, str) and file.endswith(".py") and is_user_file(file):
             yield name, file
-
-
-def _is_installed(file: str) -> bool:
-    return not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
 
 
 def _file_digest(file: str) -> str | None:

@@ -5,8 +5,9 @@ Each rank checks what it was given, all agree on it once, and then there are gro
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
@@ -61,6 +62,8 @@ from autopar.runtime.ranks.process_groups import forget_at_exit, leave_at_exit, 
 from autopar.runtime.tiers.host_tier import HostTier, host_tier
 from autopar.settings import Settings
 from autopar.torch_compat import end_waits_after
+
+_COMPILING = timedelta(seconds=300)  # that one rank may take
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +146,8 @@ class Requested:
 
 @dataclass(frozen=True, slots=True)
 class StepSettings:
-    """What does not change from step to step. batch: as of `parallelize`. lift: as of `capture`."""
+    """What does not change from step to step. batch: as of `parallelize`. lift: as of `capture`. is_handed: rank 0
+    compiles for all ranks, where no folder is named."""
 
     loss_fn: LossFn | None
     options: StepOptions
@@ -154,6 +158,12 @@ class StepSettings:
     lift: torch.dtype | None
     timeout: timedelta | None
     cache: Path | None = None
+    is_handed: bool = False
+
+    @property
+    def is_patient(self) -> bool:
+        """Whether ranks may wait for one that compiles."""
+        return self.timeout is None or self.timeout >= _COMPILING
 
     @property
     def is_local(self) -> bool:
@@ -200,6 +210,7 @@ def open_session(asked: Requested) -> Session:
         asked.loss_fn, options, fixed, asked.batch, place, asked.cuda_graphs, asked.lift, asked.longest_wait,
         None if Settings.read().dump is not None else asked.cache,
     )  # fmt: skip
+    settings = replace(settings, is_handed=agreement.any("cores", settings.is_patient and _is_crowded()))
     announcer = Announcer(agreement)
     agreement.pace.lie_over(mesh)
     on_host = Plan(mesh, options=options).offloads("parameters")
@@ -212,6 +223,13 @@ def open_session(asked: Requested) -> Session:
     tier = cache(partial(host_tier, place))  # one for all programs
     random = RandomState(asked.seed)
     return Session(settings, store, agreement, announcer, watched, replicas, nonfinite, random, scale, tier, Sums())
+
+
+def _is_crowded() -> bool:
+    """Whether this machine has more ranks than cores for them, which would compile one after the other."""
+    asked = Settings.read()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return asked.dump is None and (asked.local_world_size or 1) > cores
 
 
 def join(asked: Requested) -> tuple[Agreement, Mesh, DeviceMesh, StepOptions]:
