@@ -232,9 +232,10 @@ class StepOptions:
     batch_statistics: the samples of which BatchNorm in training takes mean and variance: the whole "batch", as on one
       device, those of a data "rank", or those of a "microbatch" of a rank, as other trainers do. With "microbatch"
       BatchNorm goes with micro-batches, pipelines and all schedules; docs/pipelines.md tells the running statistics.
-    schedule: of a pipeline (an axis pp): gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-h2, zb-v, seq1f1b, or a CSV file of
-      actions such as 0F0. In Python also a function, see docs/pipelines.md. (arXiv 1811.06965 for gpipe, 2104.04473
-      for 1f1b and interleaved-1f1b, 2406.03488 for seq1f1b, 2401.10241 for the others.)
+    schedule: of a pipeline (an axis pp): gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-h2, zb-v, dualpipev, seq1f1b, or a
+      CSV file of actions such as 0F0. In Python also a function, see docs/pipelines.md. (arXiv 1811.06965 for gpipe,
+      2104.04473 for 1f1b and interleaved-1f1b, 2406.03488 for seq1f1b, 2412.19437 for dualpipev, 2401.10241 for the
+      others.)
     stages: modules of the stages. A list, a stage an entry, e.g. `["embed, blocks.0-3", "blocks.4-7, head"]`; by
       default the cut with the fastest slowest stage.
     chunks: stages on each rank.
