@@ -10,6 +10,7 @@ from pathlib import Path
 
 from benchmarks.gpu.attention import attention
 from benchmarks.gpu.kernels import kernels
+from benchmarks.gpu.offload import offload
 from benchmarks.gpu.parity import meshes, parity, scaling
 from benchmarks.gpu.session import nccl, reads
 from benchmarks.gpu.steps import memory, peers, steps
@@ -59,6 +60,7 @@ SECTIONS = {
         Section("nccl", "One rank over NCCL", 60, nccl),
         Section("parity", "Beside one device: loss, gradients and weights", 120, parity),
         Section("meshes", "The programs of all ranks, on one device", 60, meshes),
+        Section("offload", "What waits in the host's memory", 120, offload),
         Section("scaling", "fp16 with a scaled loss", 40, scaling),
         Section("attention", "Attention beside its plain form", 60, attention),
         Section("kernels", "Generated kernels, beside Inductor's and the calls of each group", 120, kernels),
