@@ -100,8 +100,8 @@ class CudaRunner:
         return min(found)
 
     def host(self) -> tuple[float, float]:
-        """Of the host's memory: bytes a second of a copy there and one back at once, which all ranks start together;
-        and of an optimizer on the cores of this process."""
+        """Time a copy to the host's memory and one back at once, as all ranks do, and an optimizer on the cores of this
+        process: bytes a second of each."""
         here, there = (torch.empty(COPIED, dtype=torch.uint8, device=self.device) for _ in range(2))
         out, back = (torch.empty(COPIED, dtype=torch.uint8, pin_memory=True) for _ in range(2))
         side = torch.cuda.Stream(self.device)

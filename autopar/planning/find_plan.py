@@ -63,10 +63,9 @@ class FoundPlans:
 
 def search(
     space: Space, layers: Layers, work: LeastWork, machine: Machine, limit: float, top: int,
-    equal: int, tell: Callable[[int, int], None] = lambda done, all_: None, known: Sequence[Prediction] = (),
+    tell: Callable[[int, int], None] = lambda done, all_: None, known: Sequence[Prediction] = (),
 ) -> FoundPlans:  # fmt: skip
-    """The `top` fastest plans of a space whose memory is at most `limit` bytes. equal: layers of the model that are
-    equal.
+    """The `top` fastest plans of a space whose memory is at most `limit` bytes.
 
     Those come first whose bound is lowest. Each has several (`Bounds.steps`), of which the next one is looked at when
     no other candidate has a lower one: the first costs nothing, the last its own programs. Candidates that a bound
@@ -80,7 +79,7 @@ def search(
     def plans(alike: Alike, done: int) -> int:
         return len(alike) * (1 + len(space.parts(alike[0])) * (done < SHARED))
 
-    found_plans, bounds = FoundPlans(list(known)), Bounds(layers, work, machine, equal)
+    found_plans, bounds = FoundPlans(list(known)), Bounds(layers, work, machine, space.model.layers)
     bounds.limit = limit
     memories, last = bounds.memories, len(bounds.steps) - 1
     drawn = [tuple(alike) for _, alike in groupby(space.drawn(), ALIKE[0])]
@@ -116,7 +115,7 @@ def search(
                     heapq.heappush(queue, (more, next(number), step + 1, each))
                     left += plans(each, step)
                 else:
-                    _try(each[0], found_plans, layers, machine, limit, top, equal, slowest)
+                    _try(each[0], found_plans, layers, machine, limit, top, space.model.layers, slowest)
             except AutoparError as error:
                 found_plans.counts[f"refused ({first_sentence(str(error))})"] += plans(each, step)
         tell(total - left, total)
@@ -134,8 +133,7 @@ def search(
 
 
 def with_host(
-    found_plans: FoundPlans, space: Space, layers: Layers, work: LeastWork, machine: Machine, limit: float, top: int,
-    equal: int,
+    found_plans: FoundPlans, space: Space, layers: Layers, work: LeastWork, machine: Machine, limit: float, top: int
 ) -> FoundPlans:  # fmt: skip
     """What was found, with plans that have states in the host's memory, or parameters and all where nothing fits
     without. Where something fits, of the first the fastest one is taken that is faster."""
@@ -143,7 +141,7 @@ def with_host(
         return found_plans
     if found_plans.best:
         there = replace(space, fixed={**space.fixed, OFFLOAD: STATES})
-        (first,) = search(there, layers, work, machine, limit, 1, equal, known=found_plans.best[:1]).best
+        (first,) = search(there, layers, work, machine, limit, 1, known=found_plans.best[:1]).best
         if first.candidate.offload == STATES:
             found_plans.tried.append(first)
             found_plans.best = [first, *found_plans.best][:top]
@@ -151,7 +149,7 @@ def with_host(
     searched = []
     for mode in OFFLOADS[1:]:
         there = replace(space, fixed={**space.fixed, OFFLOAD: mode})
-        searched.append(search(there, layers, work, machine, limit, top, equal))
+        searched.append(search(there, layers, work, machine, limit, top))
     every = (made for each in searched for made in each.best)
     found_plans.best = _one_of_each(every)[:top]
     found_plans.hosted = "nothing fits without the host's memory"

@@ -28,7 +28,7 @@ def best_with(planned: Planned, changes: Mapping[str, Any], limit: float | None 
     asked = replace(planned.asked, fixed={**planned.asked.fixed, **changes})
     space = space_of(asked, planned.model)
     most = asked.limit if limit is None else limit
-    return search(space, planned.programs, planned.work, asked.machine, most, 1, planned.model.layers)
+    return search(space, planned.programs, planned.work, asked.machine, most, 1)
 
 
 def frontier(planned: Planned) -> list[Prediction]:

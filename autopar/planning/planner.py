@@ -90,9 +90,9 @@ def planned(layers: Layers, asked: Asked, tell: Tell = lambda done, all_: None) 
     space = space_of(asked, model)
     if next(space.drawn(), None) is None:
         raise _none_divides(asked, model)
-    found = search(space, layers, work, asked.machine, asked.limit, asked.top, model.layers, tell)
+    found = search(space, layers, work, asked.machine, asked.limit, asked.top, tell)
     if asked.may_offload:
-        found = with_host(found, space, layers, work, asked.machine, asked.limit, asked.top, model.layers)
+        found = with_host(found, space, layers, work, asked.machine, asked.limit, asked.top)
     if not found.best:
         raise _none_fits(asked, found, model)
     return Planned(asked, found, tokens_of(layers.whole) // LEAST_ROWS * asked.batch, work, model, layers)

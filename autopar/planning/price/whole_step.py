@@ -78,10 +78,8 @@ class _Asked:
         candidate, moving, begun = self.candidate, Moving(self.net, leaves=self.candidate.is_hosted), 0.0
         forward, is_again = list(self._gathers(FORWARD)), candidate.gathers_again or candidate.is_hosted
         back = list(self._gathers(BACKWARD)) if is_again else []
-        if candidate.is_hosted:  # what the last layer reads comes once
-            last = forward[-1][0].layer[1:]
-            once_there = [(gather, read) for gather, read in back if gather.layer[1:] == last]
-            back = [pair for pair in back if pair not in once_there]
+        left = [pair for pair in back if candidate.is_hosted and _unit(pair) == _unit(forward[-1])]
+        back = [pair for pair in back if pair not in left]  # what the last layer reads in both passes comes once
         both = [*forward, *back]
         if candidate.is_hosted:  # what is cast lies there twice as long, in fp32
             moving.loads = {one.of: one.bytes_ * (1 + read.is_cast) / candidate.shards for one, read in both}
@@ -91,9 +89,8 @@ class _Asked:
             moving.compute_once(once, sum(read.is_cast for _, read in self.roads[FORWARD].reads()))
             begun = moving.streams.device
         moving.sum(self._sums(self.roads[BACKWARD].gives(), over_data=True))
-        again = () if is_again else self.roads[BACKWARD].reads()
-        again = [(gather.of, read) for gather, read in once_there] if candidate.is_hosted else again
-        keeps = frozenset(place._replace(kind=FORWARD) for place, _ in again)
+        again = [place for place, _ in self.roads[BACKWARD].reads()] if not is_again else [one.of for one, _ in left]
+        keeps = frozenset(place._replace(kind=FORWARD) for place in again)
         moving.run(self.roads[FORWARD], keeps, is_whole=True)
         moving.lose()
         middle = moving.streams.device
@@ -176,3 +173,9 @@ class _Asked:
     ) -> Iterator[Sum[ParameterPlace]]:
         for place, one in gradients:
             yield from sums_of(self.candidate, place, one.bytes_, one.dtype, one.over, over_data, is_part)
+
+
+def _unit(gathered: tuple[Gather[ParameterPlace], ParameterRead]) -> tuple[int, str]:
+    """The layer for which a parameter comes."""
+    gather, read = gathered
+    return gather.of.layer, read.unit if gather.of.layer == OUTSIDE else ""
