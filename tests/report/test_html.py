@@ -267,7 +267,7 @@ def test_equal_layers_are_folded(browser: Any, tmp_path: Path):
     rows = page.locator("#parameters tbody tr")
     folded = page.locator("#parameters tr.folded", has_text="blocks.*.down.weight")
     before = rows.count()
-    assert before < 5 + 9 + 3 and folded.inner_text().startswith("5 ×")
+    assert before < 5 + 9 + 3 and folded.inner_text().startswith("5 \u00d7")
     folded.focus()
     page.keyboard.press("Enter")
     assert rows.count() == before + 5 and folded.get_attribute("aria-expanded") == "true"
