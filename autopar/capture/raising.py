@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from autopar.capture.data.casts import TO_WIDE, lifted, of_dtype, traced
 from autopar.capture.data.coins import COMPARISONS, decided
 from autopar.capture.data.folding import FOLDED, folded
-from autopar.capture.data.item_values import Items
+from autopar.capture.data.item_values import Items, asker
 from autopar.capture.data.known_values import MEMORY, RANDOM, STEADY, Operands
 from autopar.capture.data.reads import READERS, Reads
 from autopar.capture.data.recorded_calls import RecordedCalls
@@ -329,8 +329,10 @@ class Raise(TorchFunctionMode):
         if call.function not in READERS or not self._is_forward():
             return NotImplemented
         may_specialize, line = not call.before.kinds & ~STEADY, call.line
-        is_item = call.function is Tensor.item and is_user_code(call.frame)  # .tolist() calls it too
-        number = self.items.number(call.args[0], line, may_specialize, self._guard) if is_item else NotImplemented
+        who, is_listed = asker(call.frame)
+        is_item = call.function is Tensor.item and is_user_code(who)
+        asked = (call.args[0], line, may_specialize, self._guard, is_listed)
+        number = self.items.number(*asked) if is_item else NotImplemented
         is_known = self.permitted is not None and may_specialize
         if number is not NotImplemented and not is_known:
             return number

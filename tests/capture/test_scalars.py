@@ -201,7 +201,7 @@ FALLBACKS: dict[str, Callable[[Tensor, Tensor, Any], Tensor]] = {
     "dropout": lambda out, y, beta: F.dropout(out, beta, training=False).square().mean(),
     "text": lambda out, y, beta: out.square().mean() * float(f"{beta}"),
     "a complex number": lambda out, y, beta: (out * (beta - 2) ** 0.5).abs().square().mean(),
-    "a tensor that is read": lambda out, y, beta: F.mse_loss(out, y) * (torch.ones(2) * beta + 1).tolist()[0],
+    "a tensor that is read": lambda out, y, beta: F.mse_loss(out, y) * (torch.ones(2) * beta + 1).numpy()[0],
     "a number that is read": lambda out, y, beta: F.mse_loss(out, y) * float(beta * torch.ones((), dtype=y.dtype) + 1),
     "error that the user catches": lambda out, y, beta: out.square().mean() * caught(beta),
 }

@@ -105,7 +105,7 @@ def item_of_a_branch(m: Any, x: Tensor) -> Tensor:
 
 @refused(".tolist()", "Leave it a tensor")
 def tolist(m: Any, x: Tensor) -> Tensor:
-    return m.linear(x) * x[0].tolist()[0]  # HERE
+    return m.linear(x) * len(f"{x[0].tolist()[0]}")  # HERE
 
 
 @refused("float() of a tensor", "Leave it a tensor")

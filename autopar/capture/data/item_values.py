@@ -10,17 +10,20 @@ import gc
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
 
 from autopar.capture.python.stand_in import Misuse, Scalar
-from autopar.capture.refusals.constructs import READS
+from autopar.capture.refusals.constructs import READS, TOLIST, Construct
 from autopar.capture.refusals.explain_failure import read_refusal
 from autopar.capture.refusals.location import Line
 from autopar.errors import CaptureError
+from autopar.torch_compat import FakeTensor
 
 Tensor = torch.Tensor
+_TOLIST = FakeTensor.tolist.__code__
 Take = Callable[[Tensor, Line | None, Callable[[Any], Any]], Any]
 
 
@@ -30,11 +33,12 @@ class _Item(Misuse):
 
     line: Line | None = None
     may_specialize: bool = False
+    construct: Construct = READS[Tensor.item]
     made: list[weakref.ref[Scalar]] = field(default_factory=list)
     take: Take | None = None
 
     def error(self, how: str) -> CaptureError:
-        return read_refusal(READS[Tensor.item], self.line, self.may_specialize, f"The number {how}.")
+        return read_refusal(self.construct, self.line, self.may_specialize, f"The number {how}.")
 
     def read(self, tensor: Tensor, function: Callable[[Any], Any]) -> Any:
         return NotImplemented if self.take is None else self.take(tensor, self.line, function)
@@ -43,18 +47,30 @@ class _Item(Misuse):
         self.made.append(weakref.ref(number))
 
 
+def asker(frame: FrameType) -> tuple[FrameType, bool]:
+    """Who asks for a number, and whether by `.tolist()`: that of tensors without data is Python, and asks for each."""
+    own = frame
+    while own.f_code.co_filename == _TOLIST.co_filename and own.f_back is not None:
+        own = own.f_back
+    return own, own is not frame
+
+
 @dataclass(slots=True)
 class Items:
     """The numbers of a run."""
 
     found: list[_Item] = field(default_factory=list)
 
-    def number(self, tensor: Tensor, line: Line | None, may_specialize: bool, take: Take | None = None) -> Any:
+    def number(
+        self, tensor: Tensor, line: Line | None, may_specialize: bool, take: Take | None = None, is_listed: bool = False
+    ) -> Any:
         """What `.item()` of a tensor gives; NotImplemented where Python would have neither a float nor an integer.
-        take: gives Python what it wants of a number that random numbers alone decide, or the truth of data."""
+        take: gives Python what it wants of a number that random numbers alone decide, or the truth of data. is_listed:
+        it is one of a `.tolist()`."""
         if tensor.numel() != 1 or tensor.is_complex() or tensor.dtype == torch.bool:
             return NotImplemented
-        item = _Item(True, line=line, may_specialize=may_specialize, take=take)
+        construct = TOLIST if is_listed else READS[Tensor.item]
+        item = _Item(True, line=line, may_specialize=may_specialize, take=take, construct=construct)
         self.found.append(item)
         wide = torch.float64 if tensor.is_floating_point() else torch.int64
         return Scalar.of_tensor(tensor.detach().reshape(()).to(wide), item)

@@ -61,8 +61,12 @@ def _bare(node: fx.Node) -> fx.Node:
     """A tensor without casts, copies and comparisons with zero, behind which the same elements are zero."""
     while node.op == "call_function" and isinstance(node.args[0], fx.Node):
         operand, number = node.args[0], node.args[1] if len(node.args) > 1 else None
-        before, after = operand.meta["val"].dtype, node.meta["val"].dtype
-        if not keeps_zeros(node.target, before, after, number, _is_positive(operand)):
+        before, after = _dtype(operand), _dtype(node)
+        if (
+            before is None
+            or after is None
+            or not keeps_zeros(node.target, before, after, number, _is_positive(operand))
+        ):
             break
         node = operand
     return node
@@ -72,14 +76,21 @@ def _is_positive(node: Any) -> bool:
     """True if no element is below zero: what was a truth, and sums and products of such."""
     if not isinstance(node, fx.Node):
         return False
-    dtype, operand = node.meta["val"].dtype, next(iter(node.all_input_nodes), None)
+    dtype, operand = _dtype(node), next(iter(node.all_input_nodes), None)
     if dtype is torch.bool or node.op != "call_function" or operand is None:
         return dtype is torch.bool
     name = op_name(node.target)
     if name in ("mul", "sum"):
         return all(_is_positive(one) for one in node.args[: len(node.all_input_nodes)])
-    is_kept = keeps_zeros(node.target, operand.meta["val"].dtype, dtype, None, False)
+    before = _dtype(operand)
+    is_kept = before is not None and dtype is not None and keeps_zeros(node.target, before, dtype, None, False)
     return (is_view(node.target) or is_kept) and _is_positive(operand)
+
+
+def _dtype(node: fx.Node) -> torch.dtype | None:
+    """The dtype of a tensor; None of what gives several."""
+    value = node.meta["val"]
+    return value.dtype if isinstance(value, torch.Tensor) else None
 
 
 def _source(node: fx.Node, dim: int) -> _Slice:
