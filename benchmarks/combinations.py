@@ -112,6 +112,9 @@ def draw(seed: int, number: int, recurrent: bool = False, in_float64: bool = Fal
         and dice.random() < 1 / 4
     ):
         options["offload"] = dice.choice(HOSTED)
+    axes = re.findall(r"\b(dp|fsdp|cp)=2", mesh)
+    if name in architectures.MIXTURES and "ep=" not in mesh and axes and dice.random() < 1 / 2:
+        options["experts"] = ":".join(axes[:2])  # two axes leave each rank one expert of four
     return name, mesh, options
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,8 +11,7 @@ from torch import fx
 from autopar.ir.layout import OWNED
 from autopar.ir.program import Builder, Record, record
 from autopar.passes.collectives.sized import Cut
-from autopar.passes.rules.local import local_call
-from autopar.passes.rules.rule import Arguments, Call, Row, Rule
+from autopar.passes.rules.rule import Arguments, Call, Rule
 
 aten = torch.ops.aten
 
@@ -23,18 +22,18 @@ def owned_name(cuts: Mapping[str, list[Cut]]) -> str | None:
 
 
 def counted(
-    arguments: Arguments, call: Call, row: Row, rule: Rule, shapes: list[tuple[int, ...]], sizes: Mapping[str, int],
-    name: str, rows: fx.Node,
+    arguments: Arguments, call: Call, rule: Rule, shapes: list[tuple[int, ...]], sizes: Mapping[str, int], name: str,
+    rows: fx.Node, ask: Callable[[list[tuple[int, ...]], Mapping[str, int]], Arguments],
 ) -> Arguments:  # fmt: skip
     """The arguments of a call of which those that grow with the rows of a name are `rows`, a number known when it runs.
 
-    Which they are is found by asking for the arguments of twice as many.
+    Which they are is found by asking for the arguments of twice as many. ask: for those of other shapes and sizes.
     """
     more = [
         tuple(size * 2 if dim == (name,) else size for size, dim in zip(shape, dims, strict=True))
         for shape, dims in zip(shapes, rule.results, strict=True)
     ]
-    args, kwargs = local_call(call, row, rule, more, {**sizes, name: 2 * sizes[name]})
+    args, kwargs = ask(more, {**sizes, name: 2 * sizes[name]})
 
     def pick(few: Any, many: Any) -> Any:
         if isinstance(few, (list, tuple)) and isinstance(many, (list, tuple)):

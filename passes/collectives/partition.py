@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from functools import partial
 from typing import Any
 
 from torch import fx
@@ -120,7 +121,8 @@ class _Partition:
         if rows is not None and (row.shape_arg is not None or row.local is not None):
             at, dims = next((i, dims) for i, dims in enumerate(rule.operands) if (rows,) in dims)
             count = count_of(self.build, self.build.value[operand_nodes(node)[at]], dims.index((rows,)), known)
-            args, kwargs = counted((args, kwargs), call, row, rule, shapes, sizes, rows, count)
+            ask = partial(local_call, call, row, rule, readings=readings)
+            args, kwargs = counted((args, kwargs), call, rule, shapes, sizes, rows, count, ask)
         # What the call reads beyond its own rows is fetched, and what it gives beyond them is added where it belongs.
         value = dict(self.build.value) if halos.operands else self.build.value
         for i, edges in halos.operands.items():

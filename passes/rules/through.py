@@ -21,7 +21,7 @@ from autopar.passes.rules.rule import Arguments, Call, Dims, Row, Rule, Table, c
 from autopar.passes.rules.splits import Choice, Split, choice_at, place
 
 # Their results depend on where a row stands.
-_DRAWS = frozenset(f"{NAMESPACE}.{one.name}.default" for one in SEMANTIC if one.random)
+_DRAWS = frozenset(f"{NAMESPACE}.{one.name}.default" for one in SEMANTIC if one.random and not one.placed)
 
 
 @dataclass(frozen=True, slots=True)

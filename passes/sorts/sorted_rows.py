@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch import fx
 
 from autopar.ir.ops.op_facts import facts_of, is_zeros, made_of
-from autopar.ir.ops.ops import op_name
+from autopar.ir.ops.ops import op, op_name
 from autopar.ir.program import Builder, is_getitem, operand_nodes, record
 from autopar.passes.rules import call_of
 from autopar.passes.rules.rule import Table
@@ -52,15 +53,16 @@ class Blank:
 
 class SortedRows:
     """What becomes of one sort: facts about values, and what stands instead of the traces of its order. places: of all
-    nodes in their graph."""
+    nodes in their graph. draws: rows may be told the places by which they draw."""
 
-    def __init__(self, sort: fx.Node, table: Table, places: Mapping[fx.Node, int]) -> None:
-        self.sort, self.table, self.places = sort, table, places
+    def __init__(self, sort: fx.Node, table: Table, places: Mapping[fx.Node, int], draws: bool = False) -> None:
+        self.sort, self.table, self.places, self.draws = sort, table, places, draws
         self.keys = Keys(args_of(sort)[0])
         self.size = self.keys.size
         self.facts: dict[fx.Node, Order | RowsInOrder | Blank] = {}
         self.sorts: list[fx.Node] = []  # this one, and those of its orders
         self.instead: dict[fx.Node, Make] = {}
+        self._place: fx.Node | None = None  # of rows in the order of the sort, once it is made
 
     def is_unseen(self) -> bool:
         """True if nothing that leaves the program depends on the order of the sort."""
@@ -252,6 +254,9 @@ class SortedRows:
             self.facts[node] = self.facts[args_of(node)[0]]
             return True
         operands = operand_nodes(node)
+        if self.draws and node.target is op("dropout") and self.facts.get(operands[0]) == RowsInOrder():
+            self.facts[node] = RowsInOrder()
+            return self._is_made(node, self._dropped)
         known = {
             i: (fact.dim, 1) for i, one in enumerate(operands) if isinstance(fact := self.facts.get(one), RowsInOrder)
         }
@@ -265,6 +270,22 @@ class SortedRows:
             return False
         self.facts[node] = RowsInOrder(at[0])
         return True
+
+    def _dropped(self, build: Builder, node: fx.Node) -> fx.Node:
+        """Dropout of rows in their own order, which draw by their places in the order of the sort: its inverse."""
+        x, seed, key, p, whole, *_ = args_of(node)
+        like = record(node).with_(origin="")  # in another order than in the captured program
+        if self._place is None:
+            order = build.value[self.sort]
+            if op_name(self.sort.target) != "argsort":
+                order = build.infer(operator.getitem, order, 1, like=like)
+            inverse = build.infer(aten.sort.stable, order, like=like, stable=True, dim=0)
+            self._place = build.infer(operator.getitem, inverse, 1, like=like, name="place")
+        keys = build.value[self.keys.node]
+        return build.infer(
+            op("dropout_of_rows"), build.value[x], build.value[seed], key, 0, p, self._place, keys,
+            whole, whole[1:], [0] * (len(whole) - 1), like=like, name=node.name,
+        )  # fmt: skip
 
     def _is_arange(self, node: fx.Node) -> bool:
         def make(build: Builder, node: fx.Node) -> fx.Node:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
+from autopar.ir.mesh import CONTEXT_AXES, DATA_AXES
 from autopar.ir.ops.op_facts import facts_of
 from autopar.ir.plan import Plan
 from autopar.ir.program import Builder, Program, erase_unused, record
@@ -43,10 +44,12 @@ def unsort(program: Program, plan: Plan) -> Program:
     instead: dict[fx.Node, Make] = {}
     moved: set[fx.Node] = set()
     known: set[fx.Node] = set()  # a sort of an order is part of what is known of the sort that made the order
+    # Else the rows of all ranks would be gathered where they draw.
+    draws = any(size > 1 for axis, size in plan.mesh.axes if axis in (*DATA_AXES, *CONTEXT_AXES))
     places = {node: place for place, node in enumerate(program.graph.nodes)}
     for node in program.calls():
         if facts_of(node.target).moves == "sorted" and node not in known:
-            sorted_rows = SortedRows(node, table_of(plan), places)
+            sorted_rows = SortedRows(node, table_of(plan), places, draws)
             if sorted_rows.is_unseen():
                 instead |= sorted_rows.instead
                 known |= {*sorted_rows.facts, *sorted_rows.sorts}

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from expert_spellings import batch as expert_batch
+from expert_spellings import dropped_hit, spelled
 from local_cases import GRADED, RIGHT, Local, mlp
 from processes import Ranks
 from torch import Tensor, nn
@@ -40,6 +42,7 @@ CASES = {
     "contrast": RIGHT["contrast, said"],
     "own masks": Local(mlp, _dropout, GRADED.batch, (0, 0)),
     "a count of its own": Local(mlp, _by_count, (*GRADED.batch, torch.arange(8.0) + 1), (0, 0, 0)),
+    "experts that draw": Local(lambda: spelled(dropped_hit), lambda m, x: m(x), expert_batch(), (0,)),
 }
 
 
@@ -56,7 +59,8 @@ def verified(name: str, mesh: str, sizes: tuple[int, ...], **options: Any) -> Re
 
 
 ROWS = [
-    *((name, "dp=2", (5, 3), {}) for name in CASES),
+    *((name, "dp=2", (5, 3), {}) for name in CASES if name != "experts that draw"),
+    ("experts that draw", "dp=2", (6, 10), {}),
     ("batch norm", "dp=3", (3, 2, 3), {"dtype": torch.float32}),
     ("batch norm", "dp=2", (4, 4), {"dtype": torch.float32, "steps": 3}),
     ("mlp", "dp=2", (5, 3), {"dtype": torch.bfloat16}),
@@ -138,6 +142,7 @@ def test_one_seed_for_all_places_is_found(monkeypatch: pytest.MonkeyPatch) -> No
 ON_RANKS = (
     ("batch norm", (4, 4), torch.float64), ("batch norm", (5, 3), torch.float32), ("mlp", (5, 3), torch.bfloat16),
     ("own masks", (4, 4), torch.float64), ("a count of its own", (3, 5), torch.float64),
+    ("experts that draw", (8, 8), torch.float64),
 )  # fmt: skip
 
 

@@ -79,6 +79,8 @@ def test_what_moves_is_what_moves_of_grouped_products() -> None:
     grouped = _count(autopar.compile(spelled(ways.sorted_, True), "ep=2", batch=batch()).program)
     loop = _count(autopar.compile(spelled(ways.stacked_where, True), "ep=2", batch=batch()).program)
     assert loop == grouped == {"route": 1, "dispatch": 2, "combine": 2, "expert_mm": 4}
+    dropped = _count(autopar.compile(spelled(ways.dropped), "ep=2", batch=batch()).program)
+    assert (dropped["dispatch"], dropped["combine"]) == (3, 2), "the places by which rows draw go with them, once"
     apart = _count(autopar.compile(spelled(ways.mixtral), "ep=2", batch=batch()).program)
     assert apart["all_gather"] == 0 and apart["all_to_all"] == 10 and apart["expert_mm"] == 6
 
@@ -90,7 +92,7 @@ def test_dropout_of_other_rows_is_found(change: str, monkeypatch: pytest.MonkeyP
     def wrong(
         x: Tensor, seed: Tensor, key: int, step: int, p: float, place: Tensor, which: Tensor, *cut: Any
     ) -> Tensor:
-        place, which = (one.flip(0) if name == change else one for name, one in (("place", place), ("which", which)))
+        place, which = place.flip(0) if change == "place" else place, which + (change == "which")
         return dropout_of_rows(x, seed, key + (change == "key"), step, p, place, which, *cut)
 
     function_of, made = executor.function_of, op("dropout_of_rows")

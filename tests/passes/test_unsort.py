@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from experts import PERMUTED, SEEN, UNSEEN, experts_case
@@ -12,6 +14,7 @@ from autopar.capture import capture
 from autopar.compiled import Compiled
 from autopar.compiler.meshes import mesh_of
 from autopar.ir.ops.op_facts import facts_of
+from autopar.ir.ops.ops import op_name
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, record
 from autopar.passes.sorts.unsort import unsort
@@ -71,6 +74,23 @@ def test_a_sort_that_shows_stays(way: str) -> None:
     assert sorts(captured)
     report = verify(model, "dp=2", loss_fn=loss_fn, batch=batch)
     assert report.ok and report.max_error < 1e-10, report
+
+
+@pytest.mark.parametrize(("mesh", "options"), [("dp=3,tp=2", {}), ("ep=2,tp=2", {}), ("ep=2", {"microbatches": 3})])
+def test_rows_that_draw_are_told_their_places(mesh: str, options: dict[str, Any]) -> None:
+    """Where their order is the only thing that shows: the keys of all are gathered for it, and no row."""
+    model, batch = experts_case("dropped")
+    report = verify(model, mesh, loss_fn=loss_fn, batch=batch, **options)
+    assert report.ok and report.max_error < 1e-10, report
+    program = compile(model, mesh, loss_fn=loss_fn, batch=batch, **options).program
+    gathered = [node for node in program.calls() if op_name(node.target) == "all_gather"]
+    assert not [one for one in gathered if record(one).type.dtype.is_floating_point and one.args[1] in ("dp", "ep")]
+
+
+def test_without_others_rows_rows_draw_in_one_kernel() -> None:
+    model, batch = experts_case("dropped")
+    captured = capture(model, loss_fn, batch, {}).program
+    assert unsort(captured, Plan(mesh_of("tp=2"), {})) is captured
 
 
 def test_counts_are_no_ends() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from autopar.runtime.kernels.dropout import dropout
+from autopar.runtime.kernels.dropout import dropout, dropout_of_rows
 from autopar.runtime.kernels.gpu_kernels import triton_kernels
 from autopar.runtime.kernels.random_kernels import random
 
@@ -53,6 +53,10 @@ def test_a_gpu_gives_the_cpus_numbers(dtype: torch.dtype) -> None:
         x = torch.randn(local).to(dtype)
         want = dropout(x, seed, 7, 0.3, whole, local, offsets)
         assert torch.equal(dropout(x.to(cuda), seed.to(cuda), 7, 0.3, whole, local, offsets).cpu(), want)
+        place, which = torch.randint(0, whole[0], local[:1]), torch.randint(0, 8, local[:1])
+        rows = dropout_of_rows(x, seed, 7, 2, 0.3, place, which, whole, local[1:], offsets[1:])
+        given = (seed.to(cuda), 7, 2, 0.3, place.to(cuda), which.to(cuda), whole, local[1:], offsets[1:])
+        assert torch.equal(dropout_of_rows(x.to(cuda), *given).cpu(), rows)
         for kind in ("uniform", "normal", "exponential"):
             drawn = random(seed, 3, kind, local, dtype, whole, local, offsets)
             torch.testing.assert_close(

@@ -136,7 +136,7 @@ class Experts(nn.Module):
         return self._back(y, order)
 
     def _dropped(self, rows: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        """The order shows: what dropout keeps depends on where a row stands."""
+        """What dropout keeps depends on where a row stands, which it can be told."""
         sorted_experts, order = torch.sort(experts, stable=True)
         counts = torch.histc(sorted_experts.float(), bins=EXPERTS, min=0, max=EXPERTS - 1)
         y = F.dropout(self._products(rows[order // CHOSEN], sorted_experts, counts), 0.3)
@@ -184,7 +184,7 @@ class Experts(nn.Module):
 
 UNSEEN = ("sort", "argsort", "added")
 PERMUTED = ("inverted", "resorted", "ranked", "gathered", "scattered", "copied")
-SEEN = ("half", "flipped", "weighed", "column", "running", "dropped", "first", "compared", "descending")
+SEEN = ("half", "flipped", "weighed", "column", "running", "first", "compared", "descending")
 
 
 def experts_case(way: str) -> tuple[nn.Module, tuple[Tensor, Tensor]]:

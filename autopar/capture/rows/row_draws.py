@@ -24,11 +24,10 @@ Tensor = torch.Tensor
 @dataclass(frozen=True, slots=True)
 class RowDraw:
     """Dropout of selected rows. back: their mask is the one that selected rows as many selections before it, 1 for the
-    last. dim: of the rows. count: of the places of the mask."""
+    last. dim: of the rows."""
 
     back: int
     dim: int
-    count: int
 
 
 @dataclass(slots=True)
@@ -52,7 +51,7 @@ class RowDraws:
             back = next((i for i, one in enumerate(reversed(self._selections), 1) if one is valid), 0)
             if not back or at[1] != 1:
                 raise Refused("it draws a number for each place")
-            self.found[node.args[key_place(node.target)]] = RowDraw(back, at[0], valid.numel())  # type: ignore[index]
+            self.found[node.args[key_place(node.target)]] = RowDraw(back, at[0])  # type: ignore[index]
 
 
 @dataclass(slots=True)
@@ -62,14 +61,14 @@ class PlainDraws:
 
     skips: Mapping[int, int] = field(default_factory=dict)
     rows: Mapping[int, RowDraw] = field(default_factory=dict)
-    _selections: list[Tensor] = field(default_factory=list)  # the places of each
-    _places: dict[int, Tensor] = field(default_factory=dict)  # of the rows of a draw, which may be made once more
+    _selections: list[Tensor] = field(default_factory=list)  # the masks
+    _masks: dict[int, Tensor] = field(default_factory=dict)  # of the rows of a draw, which may be made once more
 
     def saw(self, function: Any, args: Any, kwargs: Any) -> None:
         """A call, which may select rows."""
         mask = selecting(function, args, kwargs) if self.rows else None
         if mask is not None:
-            self._selections.append(mask.reshape(-1).nonzero()[:, 0])
+            self._selections.append((mask != 0).reshape(-1))
 
     def next(self, number: int, known: set[int]) -> int:
         """The number of a random op, behind those that are left out. known: takes the numbers of these."""
@@ -84,8 +83,8 @@ class PlainDraws:
         mine = self.rows.get(number)
         if mine is None:
             return draw(x)
-        places = self._places.setdefault(number, self._selections[-mine.back])
-        shape = list(x.shape)
-        shape[mine.dim] = mine.count
+        mask = self._masks.setdefault(number, self._selections[-mine.back])
+        places, shape = mask.nonzero()[:, 0], list(x.shape)
+        shape[mine.dim] = len(mask)
         every = x.new_zeros(shape).index_copy(mine.dim, places, x.clone())  # x may be written to
         return draw(every).index_select(mine.dim, places)

@@ -248,6 +248,7 @@ def dropout(
     "dropout_of_rows(Tensor x, Tensor seed, int key, int step, float p, Tensor place, Tensor which, int[] whole, "
     "int[] local, SymInt[] offsets) -> Tensor",
     random=True,
+    placed=True,
 )
 def dropout_of_rows(
     x: torch.Tensor, seed: torch.Tensor, key: int, step: int, p: float, place: torch.Tensor, which: torch.Tensor,

@@ -23,9 +23,9 @@ class SemanticOp:
     """An op that keeps what aten would take apart: all that is true of it wherever it runs.
 
     meta: makes the results without data. precision, moves: see above. statistic: the place of an argument that stays
-    float32 under any precision. random: it draws from a seed. pointwise: it computes each element of those at its
-    place. returns_operand: it may give back its first operand as it is. gradient: its autograd function in
-    capture/ops/functions.py; "" for what is a gradient itself, or has none.
+    float32 under any precision. random: it draws from a seed; placed: as its rows are told to, wherever they are.
+    pointwise: it computes each element of those at its place. returns_operand: it may give back its first operand as it
+    is. gradient: its autograd function in capture/ops/functions.py; "" for what is a gradient itself, or has none.
 
     Beside this an op has a row in passes/rules/ and a `Kernel` in runtime/;
     tests/ir/test_semantic_ops.py asks for both.
@@ -36,6 +36,7 @@ class SemanticOp:
     precision: Precision = "widest"
     statistic: int | None = None
     random: bool = False
+    placed: bool = False
     pointwise: bool = False
     moves: Moves = ""
     returns_operand: bool = False
