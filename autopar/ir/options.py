@@ -247,12 +247,12 @@ class StepOptions:
     recompute: what the backward pass computes again instead of keeping it: none, selective (arXiv 2205.05198), full,
       the bytes that a rank may keep (an int), or their part of what "none" keeps (a float). Or those by pattern of
       modules, e.g. `{"blocks.0-3": "full", "*": "selective"}`.
-    offload: what waits in the host's memory: "activations", which the forward pass keeps for the backward pass;
-      "optimizer", its states, which are on the device while their parameters step; "parameters", with their gradients
-      and states: each layer's come to the device before it computes, and the optimizer steps on the host; or a list of
-      them. Or the parts that do so, of activations also bytes: `{"activations": 0.5, "optimizer": 1.0}`. Where
-      recompute= is a number, it is the budget of both: each value is kept, computed again or moved, whichever takes the
-      least time (arXiv 2104.07857).
+    offload: what waits in the host's memory: "activations", "optimizer", "parameters", or a list of them. Activations
+      are what the forward pass keeps for the backward pass; the states of an optimizer are on the device while their
+      parameters step; parameters come layer by layer, with gradients and states on the host, where the optimizer steps.
+      Or the parts that do so, of activations also bytes: `{"activations": 0.5, "optimizer": 1.0}`. Where recompute= is
+      a number, it is the budget of both: each value is kept, computed again or moved, whichever takes the least time
+      (arXiv 2104.07857).
     horizon: layers by which activations, or parameters, are back before they are read: more hide slower copies, fewer
       need less memory. "auto" begins each copy as late as hides it, by two layers at most, and of parameters by one.
     precision: to compute in: bf16 or fp16, with parameters and norms, softmax and loss in fp32. None as the model is.

@@ -110,7 +110,7 @@ def kept_of(line: CallLine) -> Kept:
 
 
 def spread(places: Iterable[T]) -> list[T]:
-    """The same in an order of which every beginning is spread over all of them (bits reversed)."""
+    """Order places such that every beginning of them is spread over all (bits reversed)."""
     every = list(places)
     width = max(len(every) - 1, 1).bit_length()
     return [every[i] for i in sorted(range(len(every)), key=lambda i: int(f"{i:0{width}b}"[::-1], 2))]

@@ -15,7 +15,9 @@ On a CPU a copy is done when it has started, and only when memory is given back 
 
 from __future__ import annotations
 
+import ctypes
 import sys
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -29,6 +31,7 @@ from autopar.errors import PlanError
 from autopar.ir.ops.ops import TO_HOST
 
 Make = Callable[[int], "torch.Tensor | None"]
+LARGE = 2**20  # bytes of what is pinned alone
 
 
 class Queues(Protocol):
@@ -100,7 +103,7 @@ class HostPool:
 
     held, peak: the bytes in use. made: of all buffers. missed: buffers that a step had to make, since the pool was not
     filled. moved: the bytes of copies, by their way. lasting: bytes that stay from step to step, and lie in no buffer.
-    is_read: whether this step copied what the host itself reads or writes between steps.
+    is_read: whether this step copied what the host itself reads or writes between steps. told: of memory that is lent.
     """
 
     make: Make
@@ -111,8 +114,10 @@ class HostPool:
     lasting: int = 0
     moved: dict[str, int] = field(default_factory=lambda: {OUT: 0, BACK: 0})
     is_read: bool = False
+    told: Callable[[torch.Tensor], None] = lambda lent: None
     counts: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     _free: dict[int, list[torch.Tensor | None]] = field(default_factory=lambda: defaultdict(list))
+    _lent: dict[int, list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
 
     @property
     def buffers(self) -> Iterable[torch.Tensor]:
@@ -137,6 +142,21 @@ class HostPool:
     def give(self, size: int, buffer: torch.Tensor | None) -> None:
         self.held -= size
         self._free[size].append(buffer)
+
+    def lend(self, size: int) -> torch.Tensor | None:
+        """Lend memory to a tensor of a user for as long as that lives; then it is lent again. So gradients of each step
+        come into the memory of those before, and pinning it is done once."""
+        if not size:
+            return torch.empty(0, dtype=torch.uint8)
+        known = self._lent[size]
+        buffer = known.pop() if known else self.make(size)
+        if buffer is None:
+            return None
+        lease = (ctypes.c_uint8 * size).from_address(buffer.data_ptr())
+        weakref.finalize(lease, known.append, buffer).atexit = False
+        lent = torch.frombuffer(lease, dtype=torch.uint8)
+        self.told(lent)
+        return lent
 
     def _made(self, size: int) -> torch.Tensor | None:
         self.counts[size] += 1
@@ -227,7 +247,7 @@ class HostTier:
             return self._back(value)
         self.pool.is_read = True
         if target is TO_HOST:
-            return self.store(value, self._dense(value, None))
+            return self.store(value, self._lent(value))
         return self.fetch(value, self.device, None)
 
     def finish(self) -> None:
@@ -241,15 +261,15 @@ class HostTier:
         """Memory of the host in which a tensor may stay from step to step; where tensors have no data one of its shape,
         on another device than it."""
         self.pool.lasting += x.numel() * x.element_size()
-        return self._dense(x, _dense_strides(x))
-
-    def _dense(self, x: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:
-        """Memory of the host for a tensor, in no buffer of the pool; contiguous without strides."""
         buffer = self.pool.make(x.numel() * x.element_size())
         if buffer is None:
             return without_memory(x.shape, x.dtype, x.device)
-        made = buffer.view(x.dtype)
-        return made.view(x.shape) if strides is None else made.as_strided(x.shape, strides)
+        return buffer.view(x.dtype).as_strided(x.shape, _dense_strides(x))
+
+    def _lent(self, x: torch.Tensor) -> torch.Tensor:
+        """Memory of the host for a gradient of a user; dense, as gradients are."""
+        buffer = self.pool.lend(x.numel() * x.element_size())
+        return without_memory(x.shape, x.dtype, x.device) if buffer is None else buffer.view(x.dtype).view(x.shape)
 
     def store(self, x: torch.Tensor, to: torch.Tensor) -> Copying:
         """Start to copy a tensor into lasting memory."""
@@ -287,7 +307,7 @@ def _copy(to: torch.Tensor | None, source: torch.Tensor | None) -> None:
 def host_tier(device: torch.device) -> HostTier:
     """The host's memory for a rank that computes on a device."""
     if device.type == "cuda":
-        return HostTier(HostPool(_pinned), CopyQueues(torch.cuda, device), device)
+        return HostTier(HostPool(pinned), CopyQueues(torch.cuda, device), device)
     return HostTier(HostPool(_plain), AtOnce(), device)
 
 
@@ -301,7 +321,15 @@ def without_memory(shape: Iterable[int], dtype: torch.dtype, device: torch.devic
     return torch.empty((), dtype=dtype, device="meta" if device.type == "cpu" else "cpu").expand(tuple(shape))
 
 
-def _pinned(size: int) -> torch.Tensor:
+def pinned(size: int) -> torch.Tensor:
+    """So many bytes that copies of a GPU need no help to read. Torch's own allocator rounds up to a power of two, which
+    would be up to twice as much: large memory is pinned where it lies."""
+    if size >= LARGE:
+        made, runtime = _plain(size), torch.cuda.cudart()
+        if runtime.cudaHostRegister(made.data_ptr(), size, 0) == runtime.cudaError.success:
+            end = weakref.finalize(made.untyped_storage(), runtime.cudaHostUnregister, made.data_ptr())
+            end.atexit = False  # the driver has ended by then, or ends with the process
+            return made
     return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
