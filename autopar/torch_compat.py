@@ -19,6 +19,8 @@ torch 2.11 to 2.14.
 - `DeviceMesh(_init_backend=False)`: the mesh of a pipeline stage of other ranks. This rank needs its name, not its
   groups, which would be as many again for every stage.
 - `torch.distributed.distributed_c10d._coalescing_manager`: several collectives by one launch of NCCL.
+- `DeviceMesh._pg_registry`, from torch 2.13 on: the groups that a mesh keeps after they were destroyed, with their
+  threads; and the defaults of the functions of `torch.distributed.nn`, which keep the default group of their import.
 - `torch.distributed.distributed_c10d._set_pg_timeout`: how long the default group waits once all ranks have met in it,
   which they do minutes apart; its public timeout bounds the meeting too.
 - `torch._foreach_norm`: the norms of many tensors by a few kernels, as gradient clipping computes them; the public
@@ -76,6 +78,7 @@ torch 2.11 to 2.14.
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -126,6 +129,7 @@ __all__ = [
     "end_waits_after",
     "fill_in",
     "foreach_norm",
+    "forget_groups",
     "function_modes",
     "fx_tracing",
     "global_module_hooks",
@@ -217,6 +221,15 @@ def take_in_lists(kind: Any) -> None:
 def end_waits_after(timeout: timedelta) -> None:
     """Bound how long a rank waits for another one in the default group, from now on."""
     _set_pg_timeout(timeout)
+
+
+def forget_groups(mesh: DeviceMesh | None) -> None:
+    """Let go, at the end of the process, of the groups that a mesh and torch's own functions keep."""
+    getattr(mesh, "_pg_registry", {}).clear()
+    for function in list(vars(sys.modules.get("torch.distributed.nn.functional", _modules)).values()):
+        kept = getattr(function, "__defaults__", None) or ()
+        if any(isinstance(one, ProcessGroup) for one in kept):  # None is the default group, too
+            function.__defaults__ = tuple(None if isinstance(one, ProcessGroup) else one for one in kept)
 
 
 def mesh_elsewhere(device_type: str, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:

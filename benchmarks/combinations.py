@@ -41,7 +41,7 @@ LIMIT_S = 180
 MESHES = ("dp=2", "dp=3", "tp=2", "fsdp=2", "dp=2,tp=2", "dp=3,tp=2", "dp=2,fsdp=2", "fsdp=2,tp=2", "tp=3",
           "cp=2", "dp=2,cp=2", "cp=2,tp=2", "ulysses=2", "fsdp=2,cp=2", "cp=2,ulysses=2")  # fmt: skip
 STAGED = ("pp=2", "pp=3", "dp=2,pp=2", "pp=2,tp=2", "dp=2,pp=2,tp=2", "fsdp=2,pp=2", "cp=2,pp=2")
-SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v")
+SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "dualpipev")
 SLICED = ("seq1f1b", "gpipe")
 HOSTED = ("parameters", ["parameters", "activations"])
 OFFLOADS = ("activations", {"activations": 0.5})

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from autopar.errors import BatchError, LayoutError, PlanError, divisors, one_of
 from autopar.ir.layout import Layout, factor_sizes, parse_layout, spelled
-from autopar.ir.mesh import CONTEXT, DATA_AXES, EXPERT, GRADIENT_AXES, PIPELINE, Mesh, axes_of_group
+from autopar.ir.mesh import CONTEXT, DATA_AXES, EXPERT, GRADIENT_AXES, PIPELINE, Mesh, axes_of_group, group_name
 from autopar.ir.plan import Plan
 from autopar.ir.program import PARTNER, Input, Program, TensorType, record
 from autopar.passes.search.intents import INTENTS, BatchDims, batch_dims_of, batch_size, context_axes
@@ -223,12 +223,11 @@ def check_experts(plan: Plan) -> None:
 def _check_expert_axis(plan: Plan, axis: str) -> None:
     """Raise PlanError for experts over what is no axis of the mesh that rows may go along."""
     said, may = f"experts={axis!r}", [one for one in plan.mesh.names if one in (*DATA_AXES, CONTEXT)]
-    ways = f"It may be {one_of(may)}" if may else "Add ep, or dp, to the mesh"
+    joined = f", or both, '{group_name(may)}'" if len(may) == 2 else ", or several joined" if may[2:] else ""
+    ways = f"It may be {one_of(may)}{joined}" if may else "Add ep, or dp, to the mesh"
     if EXPERT in plan.mesh and axis != EXPERT:
         raise PlanError(f"{said}, and mesh '{plan.mesh}' has an axis {EXPERT} for them: leave one of both out.")
-    if len(axes_of_group(axis)) > 1:
-        raise PlanError(f"{said} joins axes, and rows go to experts along one. {ways}; or give all to one axis.")
-    if axis not in may:
+    if not set(axes_of_group(axis)) <= set(may):
         raise PlanError(f"{said} is no axis of mesh '{plan.mesh}' that splits rows. {ways}.")
 
 

@@ -232,9 +232,10 @@ class StepOptions:
     batch_statistics: the samples of which BatchNorm in training takes mean and variance: the whole "batch", as on one
       device, those of a data "rank", or those of a "microbatch" of a rank, as other trainers do. With "microbatch"
       BatchNorm goes with micro-batches, pipelines and all schedules; docs/pipelines.md tells the running statistics.
-    schedule: of a pipeline (an axis pp): gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-h2, zb-v, seq1f1b, or a CSV file of
-      actions such as 0F0. In Python also a function, see docs/pipelines.md. (arXiv 1811.06965 for gpipe, 2104.04473
-      for 1f1b and interleaved-1f1b, 2406.03488 for seq1f1b, 2401.10241 for the others.)
+    schedule: of a pipeline (an axis pp): gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-h2, zb-v, dualpipev, seq1f1b, or a
+      CSV file of actions such as 0F0. In Python also a function, see docs/pipelines.md. (arXiv 1811.06965 for gpipe,
+      2104.04473 for 1f1b and interleaved-1f1b, 2406.03488 for seq1f1b, 2412.19437 for dualpipev, 2401.10241 for the
+      others.)
     stages: modules of the stages. A list, a stage an entry, e.g. `["embed, blocks.0-3", "blocks.4-7, head"]`; by
       default the cut with the fastest slowest stage.
     chunks: stages on each rank.
@@ -247,12 +248,11 @@ class StepOptions:
     recompute: what the backward pass computes again instead of keeping it: none, selective (arXiv 2205.05198), full,
       the bytes that a rank may keep (an int), or their part of what "none" keeps (a float). Or those by pattern of
       modules, e.g. `{"blocks.0-3": "full", "*": "selective"}`.
-    offload: what waits in the host's memory: "activations", "optimizer", "parameters", or a list of them. Activations
-      are what the forward pass keeps for the backward pass; the states of an optimizer are on the device while their
-      parameters step; parameters come layer by layer, with gradients and states on the host, where the optimizer steps.
-      Or the parts that do so, of activations also bytes: `{"activations": 0.5, "optimizer": 1.0}`. Where recompute= is
-      a number, it is the budget of both: each value is kept, computed again or moved, whichever takes the least time
-      (arXiv 2104.07857).
+    offload: what waits in the host's memory: "activations" for the backward pass, "optimizer" (states), "parameters"
+      with gradients and states; or a list of them. States are on the device while their parameters step. Parameters
+      come a layer before it computes, and the optimizer steps on the host. Or the parts that wait, of activations also
+      bytes: `{"activations": 0.5, "optimizer": 1.0}`. Where recompute= is a number, it is the budget of both: each
+      value is kept, computed again or moved, whichever takes the least time (arXiv 2104.07857).
     horizon: layers by which activations, or parameters, are back before they are read: more hide slower copies, fewer
       need less memory. "auto" begins each copy as late as hides it, by two layers at most, and of parameters by one.
     precision: to compute in: bf16 or fp16, with parameters and norms, softmax and loss in fp32. None as the model is.

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from autopar.parallel.session.session import Requested, open_session
 from autopar.parallel.stepping import forward_step, train_step
 from autopar.parallel.tensors.likeness import Likeness
 from autopar.parallel.weights.optimizer_states import States
-from autopar.runtime.ranks.recorder import Recorder
+from autopar.runtime.ranks.recorder import PROFILER, Recorder
 from autopar.runtime.tiers.offloaded_states import OffloadedStates
 
 _LEFT_OUT = object()  # what a module returned beside its own loss
@@ -118,8 +118,11 @@ class ParallelModule(Likeness):
         self._decide("prepare", args, kwargs)
         return Compiled.of(self._programs.prepare("prepare", args, kwargs, train=True)[0].compiled)
 
-    def record(self, recorder: Recorder | None) -> None:
-        """Let a recorder see what this rank does in the steps that are compiled by now; None ends it."""
+    def record(self, recorder: Recorder | Literal["torch.profiler"] | None) -> None:
+        """Let a recorder see what this rank does in the steps that are compiled by now, or torch.profiler, by the names
+        of modules, collectives and passes; None ends it."""
+        if isinstance(recorder, str) and recorder != PROFILER:
+            raise AutoparError(f"record('{recorder}'): give a Recorder, '{PROFILER}' or None.")
         for running in self._programs.all:
             running.runner.record(recorder)
 

@@ -1,8 +1,9 @@
-"""What waits in the host's memory: the same steps as without, and the memory of the device that is left."""
+"""What waits in the host's memory: the same steps as without, the memory of the device, and time beside torch's own."""
 
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -13,6 +14,8 @@ from torch import Tensor
 
 import autopar
 from benchmarks.gpu.models import Llama, zoo
+from benchmarks.gpu.steps import cases as timed
+from benchmarks.gpu.steps import ours, plain, table
 from benchmarks.measured import measure
 
 CLOSE = 2e-5  # of weights after steps of AdamW on a CPU's cores, relative to their norm: its kernel rounds otherwise
@@ -29,6 +32,13 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("parameters, full recomputation", {"offload": "parameters", "recompute": "full"}),
     ("parameters and activations", {"offload": ["parameters", "activations"]}),
 )
+TIMED: dict[str, dict[str, Any]] = {
+    "activations": {"offload": "activations"},
+    "recompute": {"recompute": "full"},
+    "recompute, activations": {"recompute": "full", "offload": "activations"},
+    "optimizer": {"offload": "optimizer"},
+    "recompute, activations, optimizer": {"recompute": "full", "offload": ["activations", "optimizer"]},
+}
 Made = tuple[Any, Any, tuple[Tensor, ...]]
 Losses = list[Tensor]
 
@@ -36,6 +46,10 @@ Losses = list[Tensor]
 def offload(device: str) -> None:
     """Each mode beside the same options without it: losses and the first gradients to the bit, weights after some
     steps of AdamW (to the bit where it steps on the device), and the peak of the device beside its estimate."""
+    print(f"{_link(device)}\n")
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # for the same sums in each run, as torch wants it
+    os.environ["AUTOPAR_EXACT_KERNELS"] = "1"  # a copy ends a group of calls, which rounds there
+    torch.use_deterministic_algorithms(True)
     make, cases = (_llama, CASES) if device == "cuda" else (zoo.mlp, (CASES[0], CASES[-1]))
     plain: dict[str, Any] = {}
     print("| offload | losses, gradients | weights | peak, MiB | estimated | without | ms a step | without |")
@@ -55,6 +69,10 @@ def offload(device: str) -> None:
         )
         print(f"| {said} | {cells} | {got.ms:.1f} | {want.ms:.1f} |", flush=True)
         wrong += [said] * (not same or apart > allowed)
+    torch.use_deterministic_algorithms(False)
+    del os.environ["AUTOPAR_EXACT_KERNELS"]
+    print()
+    _beside_torch(device)
     assert not wrong, f"not the same step: {', '.join(wrong)}"
 
 
@@ -100,6 +118,31 @@ def _ms(step: Callable[[], Any], device: str) -> float:
     if device == "cuda":
         torch.cuda.synchronize()
     return (time.perf_counter() - started) * 1e3
+
+
+def _beside_torch(device: str) -> None:
+    """Time and memory of steps in bf16, beside torch's `save_on_cpu`."""
+    sides = {"autopar": ours(), **{f"autopar, {said}": ours(**options) for said, options in TIMED.items()}}
+    saved = partial(torch.autograd.graph.save_on_cpu, pin_memory=device == "cuda")
+    sides["eager"], sides["eager, save_on_cpu"] = plain(), plain(inside=saved)
+    table(device, sides, dict(list(timed(device).items())[:1]))
+
+
+def _link(device: str) -> str:
+    """Bytes a second between the device and pinned memory, each way."""
+    if device != "cuda":
+        return "no link"
+    there, here = torch.empty(2**30, dtype=torch.uint8, pin_memory=True), torch.empty(2**30, dtype=torch.uint8).cuda()
+    said = []
+    for way, to, source in (("out", there, here), ("back", here, there)):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        to.copy_(source, non_blocking=True)
+        start.record()
+        to.copy_(source, non_blocking=True)
+        end.record()
+        end.synchronize()
+        said.append(f"{way} {2**30 / start.elapsed_time(end) / 1e6:.1f} GB/s")
+    return f"the link to pinned memory: {', '.join(said)}"
 
 
 def _llama() -> Made:

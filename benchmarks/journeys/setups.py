@@ -12,7 +12,7 @@ from benchmarks.journeys.parts import ODD
 from benchmarks.journeys.side import OPTIMIZERS
 
 COMMON = ("dp=1", "dp=1", "dp=2", "tp=2", "fsdp=2", "pp=2", "cp=2", PLANNED[0])
-SCHEDULES = ("gpipe", "1f1b", "zb-h1")
+SCHEDULES = ("gpipe", "1f1b", "zb-h1", "dualpipev")
 SLICED = ("seq1f1b", "gpipe")
 ATTENTION = ("auto", "gather", "ring", "ulysses")
 CHUNKS = (True, "auto", 300)  # bytes of logits

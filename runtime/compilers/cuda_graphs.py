@@ -122,7 +122,7 @@ class GraphRunner:
     def routed(self) -> Sequence[Routed]:
         return self.runner.routed
 
-    def record(self, recorder: Recorder | None) -> None:
+    def record(self, recorder: Recorder | str | None) -> None:
         """Raise CompileError for a recorder: nothing can watch a replay."""
         if recorder is not None:
             raise CompileError(

@@ -30,6 +30,7 @@ from autopar.ir.program import has_record, is_getitem, record
 from autopar.runtime.attention.ring_kernels import RINGS
 from autopar.runtime.executor.kernel_table import adding_variant, function_of, inplace_variants
 from autopar.runtime.executor.lifetime import Lifetimes, is_dense, lifetimes
+from autopar.runtime.executor.ranges import Ranges, range_names
 from autopar.runtime.kernels.generated import written_function
 
 _GATHER = op("all_gather_start")
@@ -71,11 +72,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Code:
-    """The generated function, and the node of each of its lines."""
+    """The generated function, and the node of each of its lines. ranges: that it opens for torch.profiler."""
 
     source: str
     function: Callable[..., Steps]
     node_of_line: dict[int, fx.Node]
+    ranges: Ranges | None = None
 
 
 class Executable:
@@ -83,7 +85,8 @@ class Executable:
 
     sums: the nodes whose values are added to others. Those are given after the placeholders' values, None where there
     is nothing yet; they are written over. given: the placeholders whose values may be written over as well. kernels:
-    for the groups; without, the calls of a group run one by one, as if there were none.
+    for the groups; without, the calls of a group run one by one, as if there were none. is_named: runs open ranges of
+    torch.profiler.
     """
 
     def __init__(
@@ -96,11 +99,17 @@ class Executable:
             self.graph, self.sums = plain.graph, tuple(plain.became[node] for node in self.sums)
             given = {plain.became[node] for node in given}
             study = study and replace(study, home=plain.home)
+        self.is_named, self._given, self._study = False, frozenset(given), study
         self.code = _generate(self.graph, lifetimes(self.graph, given), self.sums, device, study, kernels)
 
     @property
     def source(self) -> str:
         return self.code.source
+
+    @functools.cached_property
+    def named_code(self) -> Code:
+        lives = lifetimes(self.graph, self._given)
+        return _generate(self.graph, lives, self.sums, self.device, self._study, self.kernels, ranges=Ranges())
 
     @functools.cached_property
     def observed_code(self) -> Code:
@@ -113,7 +122,9 @@ def run(executable: Executable, inputs: Iterable[Any], observe: Observe | None =
 
     `observe(node, value)` sees every value; nothing is then computed in place, so it may keep them.
     """
-    code = executable.code if observe is None else executable.observed_code
+    code = executable.observed_code if observe is not None else executable.code
+    if executable.is_named and observe is None:
+        code = executable.named_code
     return _steps(code, list(inputs), observe)
 
 
@@ -130,6 +141,9 @@ def _steps(code: Code, items: list[Any], observe: Observe | None) -> Steps:
         if node is not None:
             error.add_note(f"in {describe(node)}")
         raise
+    finally:
+        if code.ranges is not None:
+            code.ranges.leave()
 
 
 def describe(node: fx.Node) -> str:
@@ -223,13 +237,14 @@ class _Writer:
 
 def _generate(
     graph: fx.Graph, lives: Lifetimes, sums: Sequence[fx.Node], device: torch.device, study: Study | None = None,
-    kernels: Kernels | None = None, observed: bool = False,
+    kernels: Kernels | None = None, observed: bool = False, ranges: Ranges | None = None,
 ) -> Code:  # fmt: skip
     writer = _Writer(graph, device, study.instead if study is not None else {}, kernels)
     inputs = [writer.value[node] for node in graph.nodes if node.op == "placeholder"]
     totals = {node: f"t{i}" for i, node in enumerate(sums)}
     terms = {} if observed else _terms(graph, lives, totals)
     summed = {term.next for term in terms}
+    names: tuple[str, ...] = ()
     writer.line("def program(items, observe):")
     if inputs or totals:
         writer.line(f"    [{', '.join((*inputs, *totals.values()))}] = items")
@@ -240,6 +255,9 @@ def _generate(
             writer.line(f"    return {writer.argument(tuple(node.args[0]))}", node)
             continue
         value = writer.value[node]
+        if ranges is not None and node.op == "call_function" and range_names(node) != names:
+            names = range_names(node)
+            writer.line(f"    {writer.bind(ranges.enter)}(*{writer.argument(names)})")
         if study is not None:
             writer.line(f"    {writer.bind(study.enter)}({writer.bind(study.home.get(node, node))})")
         if node in totals:
@@ -256,7 +274,7 @@ def _generate(
         if dead:
             writer.line(f"    {' = '.join(writer.value[d] for d in dead)} = None")
     source = "\n".join(writer.lines) + "\n"
-    return Code(source, written_function(source, "program", writer.names, "graph"), writer.node_of_line)
+    return Code(source, written_function(source, "program", writer.names, "graph"), writer.node_of_line, ranges)
 
 
 def _expression(writer: _Writer, node: fx.Node, lives: Lifetimes, observed: bool) -> str:

@@ -8,9 +8,15 @@ that of the forward pass: a receive that is posted early would hold back every s
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import atexit
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -23,26 +29,79 @@ from autopar.ir.pipeline import Pipeline
 from autopar.ir.schedule import Action
 from autopar.runtime.collectives.mesh_ops import axis_group
 from autopar.runtime.kernels import host
+from autopar.torch_compat import forget_groups
+
+_LEAVING_S = 1.0  # that a process waits at its exit for a collective which is still under way
+
+
+Known = Callable[[], dist.ProcessGroup]
+
+
+def known(handle: dist.ProcessGroup) -> Known:
+    """Give a group of torch's without keeping it: what gives it raises RankError after it was destroyed."""
+    return partial(_there, weakref.ref(handle))
+
+
+def _there(group: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
+    handle = group()
+    if handle is None:
+        raise _gone()
+    return handle
+
+
+def default_group() -> dist.ProcessGroup:
+    """torch's default group. Raises RankError where there is none any more."""
+    handle = dist.group.WORLD
+    if handle is None:
+        raise _gone()
+    return handle
+
+
+def _gone() -> RankError:
+    return RankError(
+        "the process groups of this model are gone: dist.destroy_process_group() ended them. Call it after the last "
+        "use of the model."
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
     """The ranks of one axis that this rank belongs to. torch sorts a group's ranks: `order[i]` is where it keeps
-    the rank at place i of the axis, None if at i. second: of the same ranks; see above."""
+    the rank at place i of the axis, None if at i. first: torch's group, which its registry owns and we do not, or
+    `dist.destroy_process_group()` would end no group of a model that is still there; second: of the same ranks; see
+    above."""
 
-    handle: dist.ProcessGroup
+    first: Known
     size: int
     order: tuple[int, ...] | None
-    second: dist.ProcessGroup | None = None
+    second: Known | None = None
+
+    @classmethod
+    def of(
+        cls, handle: dist.ProcessGroup, size: int, order: tuple[int, ...] | None,
+        second: dist.ProcessGroup | None = None,
+    ) -> Self:  # fmt: skip
+        """Know torch's groups without keeping them."""
+        return cls(known(handle), size, order, None if second is None else known(second))
+
+    @property
+    def handle(self) -> dist.ProcessGroup:
+        """torch's group. Raises RankError after it was destroyed."""
+        return self.first()
+
+    @property
+    def handles(self) -> tuple[dist.ProcessGroup, ...]:
+        """torch's group, and the second one where there is one."""
+        return (self.handle,) if self.second is None else (self.handle, self.second())
 
     @property
     def of_sums(self) -> dist.ProcessGroup:
         """What scatters sums."""
-        return self.second or self.handle
+        return self.handles[-1]
 
     def of_messages(self, action: Action) -> dist.ProcessGroup:
         """What carries what an action made to another stage."""
-        return self.second or self.handle if action.kind in "BIW" else self.handle
+        return self.handles[-1] if action.kind in "BIW" else self.handle
 
     def rank_at(self, place: int) -> int:
         """Where torch keeps the rank at a place."""
@@ -75,6 +134,40 @@ def mesh_over(mesh: Mesh, device_type: str, timeout: timedelta | None) -> Device
     return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=mesh.names)
 
 
+def leave_at_exit(host: Known) -> None:
+    """End Gloo's threads before Python ends. One of them may still hold the tensor of the last collective, and needs
+    Python to free it: once Python is being taken apart, that aborts the process ("terminate called without an active
+    exception"). A group's threads end once nobody holds it; see `forget_at_exit`.
+
+    Groups that nobody destroyed are destroyed; of NCCL's none that has peers, for which it would wait and which may
+    hang. host: gives a group of Gloo's beside those of NCCL.
+    """
+    atexit.register(_leave, host)
+
+
+def forget_at_exit(device_mesh: DeviceMesh) -> None:
+    """Let a mesh go of its groups before Python ends. What is asked for last is done first: behind `leave_at_exit`."""
+    atexit.register(_forget, weakref.ref(device_mesh))
+
+
+def _forget(device_mesh: weakref.ref[DeviceMesh]) -> None:
+    forget_groups(device_mesh())
+
+
+def _leave(host: Known) -> None:
+    if dist.is_initialized():
+        has_peers = "nccl" in dist.get_backend_config() and dist.get_world_size() > 1
+        ended = host if has_peers else default_group
+        leaving = threading.Thread(target=_end, args=(ended,), name="autopar-leave", daemon=True)
+        leaving.start()
+        leaving.join(_LEAVING_S)
+
+
+def _end(group: Known) -> None:
+    with suppress(RankError):  # that it is gone already
+        dist.destroy_process_group(group())
+
+
 def make_groups(
     mesh: Mesh, axes: Iterable[str], device_mesh: DeviceMesh | None = None, timeout: timedelta | None = None,
     twice: Collection[str] = (),
@@ -102,7 +195,7 @@ def make_groups(
         order = tuple(stored.index(member) for member in members)
         second = _new_group(mesh, axis, members, timeout, is_urgent=True) if axis in twice else None
         assert second is None or dist.get_process_group_ranks(second) == stored
-        groups[axis] = Group(handle, len(members), None if order == tuple(range(len(members))) else order, second)
+        groups[axis] = Group.of(handle, len(members), None if order == tuple(range(len(members))) else order, second)
     return groups
 
 
@@ -136,7 +229,7 @@ def connect(groups: Mapping[str, Group], pipeline: Pipeline | None, place: int, 
     moving = () if pipeline is None else {axis for graph in pipeline.graphs.values() for axis in axes_of(graph.graph)}
     for axis, group in groups.items():
         if axis != PIPELINE or axis in moving:
-            for handle in filter(None, (group.handle, group.second if axis != PIPELINE else None)):
+            for handle in group.handles if axis != PIPELINE else (group.handle,):
                 dist.all_reduce(torch.zeros(1, device=device), group=handle)
     if pipeline is not None and PIPELINE in groups:
         _connect_stages(groups[PIPELINE], pipeline, place, device)

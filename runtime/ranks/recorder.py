@@ -21,6 +21,7 @@ from autopar.runtime.collectives.mesh_ops import WAIT, is_local
 from autopar.runtime.executor.executor import Request
 from autopar.runtime.pipeline.run_pipeline import Await, Receive, Send
 
+PROFILER = "torch.profiler"  # in place of a recorder: runs name what they do there
 RUN, COLLECTIVE, WAITED, POSTED, OTHER = "run", "collective", "wait", "post", "step"
 
 

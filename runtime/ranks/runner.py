@@ -13,9 +13,10 @@ from autopar.ir.pipeline import Pipeline, graph_name
 from autopar.ir.program import Output, Program
 from autopar.runtime.executor.executor import Executable, Kernels, Outputs, Study
 from autopar.runtime.executor.inputs import StepInputs
+from autopar.runtime.pipeline.microbatches import ExecutorGraph
 from autopar.runtime.pipeline.run_pipeline import RankCode, Watch, compile_rank, outputs_of
 from autopar.runtime.ranks.distributed import DistributedDriver, Routed
-from autopar.runtime.ranks.recorder import Recorder
+from autopar.runtime.ranks.recorder import PROFILER, Recorder
 
 
 class Runner(Protocol):
@@ -33,8 +34,9 @@ class Runner(Protocol):
         """How many rows went to each expert in the last run: nothing where no code of ours counted them."""
         ...
 
-    def record(self, recorder: Recorder | None) -> None:
-        """Let a recorder see what the runs from now on do; raises CompileError where nothing can."""
+    def record(self, recorder: Recorder | str | None) -> None:
+        """Let a recorder see what the runs from now on do, or torch.profiler (PROFILER); raises CompileError where
+        nothing can."""
         ...
 
 
@@ -64,8 +66,9 @@ class ExecutorRunner:
     def routed(self) -> Sequence[Routed]:
         return self.driver.routed
 
-    def record(self, recorder: Recorder | None) -> None:
-        self.driver.recorder = recorder
+    def record(self, recorder: Recorder | str | None) -> None:
+        self.driver.recorder = recorder if isinstance(recorder, Recorder) else None
+        self.executable.is_named = recorder == PROFILER
 
 
 @dataclass(frozen=True)
@@ -92,8 +95,11 @@ class PipelineRunner:
     def routed(self) -> Sequence[Routed]:
         return self.driver.routed
 
-    def record(self, recorder: Recorder | None) -> None:
-        self.driver.recorder = recorder
+    def record(self, recorder: Recorder | str | None) -> None:
+        self.driver.recorder = recorder if isinstance(recorder, Recorder) else None
+        for graph in self.code.graphs.values():
+            if isinstance(graph, ExecutorGraph):
+                graph.executable.is_named = recorder == PROFILER
 
 
 def _with_kernels(source: str, kernels: Kernels | None) -> str:

@@ -19,7 +19,7 @@ import ctypes
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +29,7 @@ import torch
 
 from autopar.errors import PlanError
 from autopar.ir.ops.ops import TO_HOST
+from autopar.runtime.tiers.side_by_side import bytes_of, dense_strides, joined, side_by_side
 
 Make = Callable[[int], "torch.Tensor | None"]
 LARGE = 2**20  # bytes of what is pinned alone
@@ -37,7 +38,7 @@ LARGE = 2**20  # bytes of what is pinned alone
 class Queues(Protocol):
     """Where copies go on: out and back, each way in its own order. `copy` and `after` as of `CopyQueues`."""
 
-    def copy(self, way: str, move: Callable[[], None], after: Any) -> Any: ...
+    def copy(self, way: str, move: Callable[[], None], after: Iterable[Any] = ()) -> Any: ...
 
     def wait(self, event: Any) -> None: ...
 
@@ -49,7 +50,7 @@ class Queues(Protocol):
 class AtOnce:
     """Copies that are done when they have started."""
 
-    def copy(self, way: str, move: Callable[[], None], after: Any) -> None:
+    def copy(self, way: str, move: Callable[[], None], after: Iterable[Any] = ()) -> None:
         move()
 
     def wait(self, event: None) -> None:
@@ -69,12 +70,12 @@ class CopyQueues:
         self.api, self.device = api, device
         self._streams = {way: api.Stream(device) for way in (OUT, BACK)}
 
-    def copy(self, way: str, move: Callable[[], None], after: Any) -> Any:
-        """Start a copy behind what is computed so far, and behind an event if one is given; the event of its end."""
+    def copy(self, way: str, move: Callable[[], None], after: Iterable[Any] = ()) -> Any:
+        """Start a copy behind what is computed so far, and behind the events that are given; the event of its end."""
         stream = self._streams[way]
         stream.wait_event(self.api.current_stream(self.device).record_event())
-        if after is not None:
-            stream.wait_event(after)
+        for event in after:
+            stream.wait_event(event)
         with self.api.stream(stream):
             move()
         return stream.record_event()
@@ -171,8 +172,8 @@ class HostValue:
 
     def __init__(self, x: torch.Tensor, pool: HostPool) -> None:
         self.shape, self.dtype, self.device = tuple(x.shape), x.dtype, x.device
-        self.strides = _dense_strides(x)
-        self.size = x.numel() * x.element_size()
+        self.strides = dense_strides(x)
+        self.size = bytes_of(x)
         self.pool, self.buffer, self.stored = pool, pool.take(self.size), None
 
     def __del__(self) -> None:
@@ -183,17 +184,6 @@ class HostValue:
         if self.buffer is None or not self.size:
             return None
         return self.buffer.view(self.dtype).as_strided(self.shape, self.strides)
-
-
-def _dense_strides(x: torch.Tensor) -> tuple[int, ...]:
-    """The strides of a tensor, in which what is loaded again lies too, so that kernels do the same sums; those of a
-    contiguous one where memory between its elements is no part of it."""
-    expected = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size != 1):
-        if stride != expected:
-            return torch.empty(x.shape, device="meta").stride()
-        expected *= size
-    return x.stride()
 
 
 @dataclass(slots=True)
@@ -247,8 +237,10 @@ class HostTier:
             return self._back(value)
         self.pool.is_read = True
         if target is TO_HOST:
-            return self.store(value, self._lent(value))
-        return self.fetch(value, self.device, None)
+            made = self._lent(value)
+            return Copying(self.queues, value, made, self._copied(OUT, [made], [value]))
+        made = torch.empty_strided(value.shape, dense_strides(value), dtype=value.dtype, device=self.device)
+        return Copying(self.queues, value, made, self._copied(BACK, [made], [value]))
 
     def finish(self) -> None:
         """Let the host wait for the copies of this step that it looks at: gradients that left, and parameters, which an
@@ -257,51 +249,60 @@ class HostTier:
             self.queues.finish()
             self.pool.is_read = False
 
-    def lasting(self, x: torch.Tensor) -> torch.Tensor:
-        """Memory of the host in which a tensor may stay from step to step; where tensors have no data one of its shape,
-        on another device than it."""
-        self.pool.lasting += x.numel() * x.element_size()
-        buffer = self.pool.make(x.numel() * x.element_size())
-        if buffer is None:
-            return without_memory(x.shape, x.dtype, x.device)
-        return buffer.view(x.dtype).as_strided(x.shape, _dense_strides(x))
+    def lasting(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Memory of the host in which tensors may stay from step to step, side by side; where tensors have no data some
+        of their shapes, on another device than them."""
+        self.pool.lasting += sum(map(bytes_of, tensors))
+        found = side_by_side(tensors, self.pool.make) if tensors else []
+        return found or [without_memory(x.shape, x.dtype, x.device) for x in tensors]
 
     def _lent(self, x: torch.Tensor) -> torch.Tensor:
         """Memory of the host for a gradient of a user; dense, as gradients are."""
-        buffer = self.pool.lend(x.numel() * x.element_size())
+        buffer = self.pool.lend(bytes_of(x))
         return without_memory(x.shape, x.dtype, x.device) if buffer is None else buffer.view(x.dtype).view(x.shape)
 
-    def store(self, x: torch.Tensor, to: torch.Tensor) -> Copying:
-        """Start to copy a tensor into lasting memory."""
-        self.pool.moved[OUT] += x.numel() * x.element_size()
-        return Copying(self.queues, x, to, self.queues.copy(OUT, lambda: self._move(to, x), None))
+    def store(self, tensors: Sequence[torch.Tensor], to: Sequence[torch.Tensor]) -> Copying:
+        """Start to copy tensors into lasting memory, as one copy."""
+        return Copying(self.queues, tensors, to, self._copied(OUT, to, tensors))
 
-    def fetch(self, stored: torch.Tensor, device: torch.device, after: Any) -> Copying:
-        """Start to copy lasting memory back to a device. after: the end of its copy out."""
-        x = torch.empty_strided(stored.shape, _dense_strides(stored), dtype=stored.dtype, device=device)
-        self.pool.moved[BACK] += x.numel() * x.element_size()
-        return Copying(self.queues, stored, x, self.queues.copy(BACK, lambda: self._move(x, stored), after))
+    def fetch(self, stored: Sequence[torch.Tensor], device: torch.device, after: Iterable[Any]) -> Copying:
+        """Start to copy lasting memory back to the device, as one copy. after: the ends of its copies out."""
+        made = side_by_side(stored, lambda size: torch.empty(size, dtype=torch.uint8, device=device))
+        return Copying(self.queues, stored, made, self._copied(BACK, made, stored, after))
 
-    def _move(self, to: torch.Tensor, source: torch.Tensor) -> None:
+    def _copied(
+        self, way: str, to: Sequence[torch.Tensor], source: Sequence[torch.Tensor], after: Iterable[Any] = ()
+    ) -> Any:
+        """Start to copy some tensors into others; the event of its end."""
+        self.pool.moved[way] += sum(map(bytes_of, source))
+        return self.queues.copy(way, lambda: self._move(to, source), after)
+
+    def _move(self, to: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> None:
         if self.has_data:
-            _copy(to, source)
+            for pair in joined(to, source):
+                _copy(*pair)
 
     def _out(self, x: torch.Tensor) -> Copying:
         made = HostValue(x, self.pool)
         self.pool.moved[OUT] += made.size
-        made.stored = self.queues.copy(OUT, lambda: _copy(made.view(), x), None)
+        made.stored = self.queues.copy(OUT, lambda: _copy(made.view(), x))
         return Copying(self.queues, x, made, made.stored)
 
     def _back(self, value: HostValue) -> Copying:
         x = torch.empty_strided(value.shape, value.strides, dtype=value.dtype, device=value.device)
         self.pool.moved[BACK] += value.size
-        event = self.queues.copy(BACK, lambda: _copy(x, value.view()), value.stored)
+        event = self.queues.copy(BACK, lambda: _copy(x, value.view()), (value.stored,))
         return Copying(self.queues, value, x, event)
 
 
 def _copy(to: torch.Tensor | None, source: torch.Tensor | None) -> None:
     if to is not None and source is not None and source.numel():
         to.copy_(source, non_blocking=True)
+
+
+def in_host(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor in memory of the host that copies to a device need no help to read."""
+    return pinned(bytes_of(x)).view(x.dtype).view(x.shape).copy_(x) if device.type == "cuda" else x
 
 
 def host_tier(device: torch.device) -> HostTier:

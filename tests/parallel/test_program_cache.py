@@ -23,6 +23,7 @@ from edited_model import HELPERS, MODEL
 from torch import Tensor, nn
 
 import autopar
+from autopar.capture.python import read_digests
 from autopar.errors import ArtifactError
 from autopar.parallel.programs import cache_files, cache_key, program_cache
 from autopar.parallel.programs.cache_files import entries, write_entry
@@ -365,6 +366,50 @@ def test_what_another_process_would_read_or_draw_is_compiled_each_time(
         assert said[0].startswith("cache: this program is not kept, and each start compiles it: "), said
         assert said[0].endswith(why), said
         assert list(place.cache.iterdir()) == []
+
+
+LIBRARY = """
+import dataclasses, functools
+
+@functools.cache
+def is_new(version):
+    return version > 1
+
+@dataclasses.dataclass
+class Answer:
+    value: object
+
+def double(x):
+    return Answer(x * (2 if is_new(2) else 3)).value
+"""
+
+
+def test_a_table_of_an_installed_package_is_told_by_what_is_installed(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those by which transformers asks which torch there is; red before: no mixture of it was kept. What
+    `dataclass` writes stands in no file, and is found all the same."""
+    packages = place.root / "site-packages"
+    packages.mkdir()
+    (packages / "answering.py").write_text(LIBRARY)
+    monkeypatch.syspath_prepend(str(packages))
+    library = importlib.import_module("answering")
+    read_digests.installed.cache_clear()
+
+    class Model(nn.Linear):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return library.double(super().forward(x)) - y
+
+    def is_found() -> bool:
+        model = place.parallel(Model(4, 4), lambda model, x, y: model(x, y).square().mean())
+        return bool(prepared(model).programs[0].compiled.is_read)
+
+    assert [is_found(), is_found()] == [False, True]
+    (packages / "answering-2.0.dist-info").mkdir()
+    read_digests.installed.cache_clear()
+    assert [is_found(), is_found()] == [False, True]
+    read_digests.installed.cache_clear()
+    sys.modules.pop("answering")
 
 
 DAMAGE: dict[str, Callable[[bytes], bytes]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ import models
 import pytest
 import torch
 from processes import Ranks, ranks_of
+from torch import Tensor, nn
 
 import autopar
+from autopar.errors import AutoparError
 from autopar.ir.program import record
 from autopar.ir.text.text import print_program
 
@@ -87,3 +90,86 @@ def ranks() -> Any:
 @pytest.mark.parametrize("case", (*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)), ids=str)
 def test_a_program_that_is_read_is_the_one_that_would_be_compiled(ranks: Ranks, case: Case, tmp_path: Path) -> None:
     assert ranks.run(_compared, case, str(tmp_path), timeout=200) == [[], []]
+
+
+# -- without a folder -------------------------------------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """Code that reads a number of the module's."""
+
+    def __init__(self, scale: float = 0.5) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.inner, self.scale = nn.Linear(6, 4), scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).tanh() * self.scale
+
+
+class Timed(Scaled):
+    """Code that reads a clock, which says something else at each time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * float(time.time() > 0)
+
+
+def _loss(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def _handed(rank: int) -> dict[str, Any]:
+    """What comes of programs where ranks are more than cores: on each rank whether it read them, or what was said."""
+    found: dict[str, Any] = {}
+    for name, model, options in (
+        ("alike", Scaled(), {}), ("patient", Scaled(), {"timeout": 299}), ("clock", Timed(), {}),
+    ):  # fmt: skip
+        parallel = autopar.parallelize(model, "dp=2", loss_fn=_loss, **options)
+        parallel.prepare(torch.ones(4, 6))
+        found[name] = parallel.programs[0].compiled.is_read
+    for name, model in (("unlike", Scaled(0.5 + rank)), ("unable", Unable())):
+        parallel = autopar.parallelize(model, "dp=2", loss_fn=_loss)
+        with pytest.raises(AutoparError) as refused:
+            parallel.prepare(torch.ones(4, 6))
+        found[name] = f"{type(refused.value).__name__}: {refused.value}".partition("\n")[0]
+    return found
+
+
+class Unable(nn.Module):
+    """What no compiler takes: its shape hangs on data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).sort(0)[0][: int(torch.unique(x).numel())]
+
+
+def _handed_numbers(rank: int, case: Case) -> tuple[bool, bool, bool]:
+    """Whether each rank compiles where cores are enough, whether the last one reads where they are not, and whether
+    the numbers are the same."""
+    compiled, _, was_read = _run(case, None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "4096")
+        handed, _, is_read = _run(case, None)
+    return not was_read, is_read == (rank == 1), compiled == handed
+
+
+@pytest.mark.parametrize("case", CASES[:2], ids=str)
+def test_ranks_without_cores_of_their_own_read_what_rank_0_compiles(ranks: Ranks, case: Case) -> None:
+    assert ranks.run(_handed_numbers, case) == [(True, True, True)] * 2
+
+
+def _crowded(rank: int) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "4096")
+        return _handed(rank)
+
+
+def test_what_a_rank_does_not_read_it_compiles(ranks: Ranks) -> None:
+    first, second = ranks.run(_crowded)
+    assert not any(first[name] for name in ("alike", "patient", "clock"))
+    assert [second[name] for name in ("alike", "patient", "clock")] == [True, False, False]
+    assert first["unlike"] == second["unlike"] == "RankError: ranks disagree on the program:"
+    assert first["unable"] == second["unable"] and first["unable"].startswith("CaptureError")

@@ -6,6 +6,8 @@ Where either is missing the tests of behaviour are skipped and say so.
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 import re
 import shutil
@@ -48,9 +50,11 @@ def nasty() -> Compiled:
 
 
 def embedded(page: str) -> dict[str, Any]:
-    match = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    match = re.search(r'<script type="application/gzip" id="data">(.*?)</script>', page, re.DOTALL)
     assert match
-    return json.loads(match[1])
+    data = json.loads(gzip.decompress(base64.b64decode(match[1], validate=True)))
+    data["nodes"] = [list(node) for node in zip(*data["nodes"], strict=True)]
+    return data
 
 
 def test_the_data_are_those_of_the_program(compiled: Compiled):
@@ -142,6 +146,7 @@ def shown(browser: Any, compiled: Compiled, folder: Path, **options: Any) -> Sho
     one.page.on("dialog", lambda dialog: one.faults.append(dialog.message))
     one.page.on("request", lambda request: one.requests.append(request.url))
     one.page.goto(file.as_uri())
+    one.page.wait_for_function("document.documentElement.dataset.ready")
     return one
 
 
@@ -245,13 +250,58 @@ def test_saved_programs_and_the_dark(browser: Any, compiled: Compiled, tmp_path:
     assert not light.faults + dark.faults
 
 
+def layers(count: int) -> Compiled:
+    """A Llama with so many layers; its widths do not matter to the page."""
+    with torch.device("meta"):
+        model = Llama(count, 64, 8, 8, 64, 64, 8)
+        x, y = (torch.empty(4, 8, dtype=torch.long) for _ in range(2))
+    return autopar.compile(model, "dp=2,tp=2", loss_fn=token_loss, batch=(x, y))
+
+
+def test_equal_layers_are_folded(browser: Any, tmp_path: Path):
+    one = shown(browser, layers(5), tmp_path)
+    page = one.page
+    assert one.finds("blocks.3.down.weight") == "blocks.3.down.weight" and page.locator(".row.on").is_visible()
+    assert page.get_by_text("4 more like 0").count() == 1
+    page.click("#tab-parameters")
+    rows = page.locator("#parameters tbody tr")
+    folded = page.locator("#parameters tr.folded", has_text="blocks.*.down.weight")
+    before = rows.count()
+    assert before < 5 + 9 + 3 and folded.inner_text().startswith("5 \u00d7")
+    folded.focus()
+    page.keyboard.press("Enter")
+    assert rows.count() == before + 5 and folded.get_attribute("aria-expanded") == "true"
+    page.keyboard.press("Space")
+    assert rows.count() == before
+    bytes_ = page.locator("#parameters th", has_text="bytes on a rank")
+    bytes_.click()
+    assert bytes_.get_attribute("aria-sort") == "descending"
+    assert not one.faults
+
+
+def test_roles_and_a_narrow_window(browser: Any, compiled: Compiled, tmp_path: Path):
+    one = shown(browser, compiled, tmp_path)
+    page = one.page
+    assert page.get_by_role("treeitem", selected=True).count() == 1 and page.get_by_role("tab").count() == 4
+    page.locator("#tab-modules").focus()
+    page.keyboard.press("ArrowRight")
+    assert page.get_by_role("tab", selected=True).inner_text().startswith("Collectives")
+    page.set_viewport_size({"width": 400, "height": 800})
+    for tab in ("collectives", "parameters", "passes", "modules"):
+        page.click(f"#tab-{tab}")
+        assert page.evaluate("document.documentElement.scrollWidth") == 400, tab
+    axis_0 = page.evaluate("getComputedStyle(document.documentElement).getPropertyValue('--axis-0')")
+    assert axis_0 and page.locator("#axes .chip").first.evaluate("one => one.style.getPropertyValue('--c')") == (
+        "var(--axis-0)"
+    ), "dp, on every page"
+    assert not one.faults
+
+
 @pytest.mark.slow
 def test_eighty_layers(browser: Any, tmp_path: Path):
-    """As many nodes as a Llama of 70 billion parameters has; the widths do not matter to the page."""
-    with torch.device("meta"):
-        model = Llama(80, 64, 8, 8, 64, 64, 8)
-        x, y = (torch.empty(4, 8, dtype=torch.long) for _ in range(2))
-    compiled = autopar.compile(model, "dp=2,tp=2", loss_fn=token_loss, batch=(x, y))
+    """As many nodes as a Llama of 70 billion parameters has."""
+    compiled = layers(80)
+    assert len(page_text(compiled, "80 layers")) < 1_000_000
     assert len(compiled.program.nodes) > 10_000
     seconds = []
     for _ in range(3):  # the cores may be busy with other tests
@@ -262,6 +312,7 @@ def test_eighty_layers(browser: Any, tmp_path: Path):
     assert min(seconds) < MOST_SECONDS, seconds
     assert one.page.evaluate("document.getElementsByTagName('*').length") < 2000, "only what is open is made"
     assert one.finds("blocks.79.down.weight") == "blocks.79.down.weight"
-    took = one.page.evaluate("(() => { const t = performance.now(); view('passes'); view('collectives'); "
-                             "return performance.now() - t })()")  # fmt: skip
+    took = one.page.evaluate("(() => { const t = performance.now(), press = (tab) => document.getElementById(tab)"
+                             ".click(); press('tab-passes'); press('tab-collectives'); return performance.now() - t "
+                             "})()")  # fmt: skip
     assert took < 1000 * MOST_SECONDS and not one.faults

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -193,17 +193,17 @@ class NoWait(CopyQueues):
 class TooSoon(CopyQueues):
     """A copy back does not wait for its copy out."""
 
-    def copy(self, way: str, move: Callable[[], None], after: Any) -> Any:
-        return super().copy(way, move, None)
+    def copy(self, way: str, move: Callable[[], None], after: Iterable[Any] = ()) -> Any:
+        return super().copy(way, move)
 
 
 class Ahead(CopyQueues):
     """A copy does not wait for what is computed."""
 
-    def copy(self, way: str, move: Callable[[], None], after: Any) -> Any:
+    def copy(self, way: str, move: Callable[[], None], after: Iterable[Any] = ()) -> Any:
         stream = self._streams[way]
-        if after is not None:
-            stream.wait_event(after)
+        for event in after:
+            stream.wait_event(event)
         with self.api.stream(stream):
             move()
         return stream.record_event()

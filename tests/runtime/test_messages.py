@@ -59,7 +59,7 @@ class Queue(FakeGroup):
 
 def _peers(is_done: bool = True, device: str = "meta") -> tuple[Peers, Queue, Queue]:
     forward, backward = Queue(is_done), Queue(is_done)
-    return Peers(Group(forward, 2, None, backward), torch.device(device)), forward, backward
+    return Peers(Group.of(forward, 2, None, backward), torch.device(device)), forward, backward
 
 
 def test_a_message_is_one_call() -> None:
@@ -118,7 +118,7 @@ def _exchange(rank: int, size: int, path: str) -> None:
     mesh = parse_mesh(f"pp={size}")
     groups = make_groups(mesh, ("pp",), None, TIMEOUT, twice=("pp", None))
     group = groups["pp"]
-    assert group.second is not None and group.second is not group.handle
+    assert group.handles[0] is not group.handles[1]
     lines = [[_line("SEND", "F", other) for other in (rank + 1,) if other < size] for rank in range(size)]
     lines[1].append(_line("SEND", "B", 0))
     connect(groups, SimpleNamespace(graphs={}, lists=lines), rank, torch.device("cpu"))  # type: ignore[arg-type]
@@ -160,10 +160,12 @@ def test_off_the_cpu_groups_connect_before_the_first_step(device: str, monkeypat
 def test_gathers_and_sums_have_their_own_communicators(monkeypatch: pytest.MonkeyPatch) -> None:
     """All are used once to connect them, in the same order on every rank; that of sums goes before what computes."""
     made: list[tuple[list[int], Any]] = []
+    kept: list[FakeGroup] = []  # as torch does
 
     def new_group(ranks: list[int], timeout: Any, pg_options: Any) -> FakeGroup:
         made.append((ranks, pg_options))
-        return FakeGroup(0, 2, copies=False)
+        kept.append(FakeGroup(0, 2, copies=False))
+        return kept[-1]
 
     nccl = SimpleNamespace(Options=lambda: SimpleNamespace(is_high_priority_stream=False))
     monkeypatch.setattr(dist, "new_group", new_group)
@@ -178,4 +180,4 @@ def test_gathers_and_sums_have_their_own_communicators(monkeypatch: pytest.Monke
     used: list[Any] = []
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: used.append(group))
     connect(groups, None, 0, torch.device("meta"))
-    assert used == [groups["dp"].handle, groups["dp"].second]
+    assert used == list(groups["dp"].handles)

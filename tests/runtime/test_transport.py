@@ -78,7 +78,7 @@ def test_only_what_is_awaited_later_is_asked_for_as_work(overlap: bool) -> None:
     found += [graph.call_function(op("wait"), (half,)) for half in halves]
     graph.output(tuple(found))
     group = Recording()
-    driver = DistributedDriver(parse_mesh("tp=2"), {"tp": Group(group, 2, None)}, rank=0)
+    driver = DistributedDriver(parse_mesh("tp=2"), {"tp": Group.of(group, 2, None)}, rank=0)
     driver.run(Executable(graph), [torch.ones(4, 4)], observe=None if overlap else lambda node, value: None)
     awaited = Counter(name for name, later in group.asked if later)
     assert awaited == (Counter([*started, "all_reduce"]) if overlap else Counter())
@@ -91,7 +91,7 @@ def test_sums_that_are_scattered_have_a_queue_of_their_own() -> None:
     x = graph.placeholder("x")
     graph.output(tuple(graph.call_function(op(name), (x, *rest)) for name, rest in COLLECTIVES.items()))
     first, second = Recording(), Recording()
-    driver = DistributedDriver(parse_mesh("tp=2"), {"tp": Group(first, 2, None, second)}, rank=0)
+    driver = DistributedDriver(parse_mesh("tp=2"), {"tp": Group.of(first, 2, None, second)}, rank=0)
     driver.run(Executable(graph), [torch.ones(4, 4)])
     assert [name for name, _ in second.asked] == ["reduce_scatter"]
     assert [name for name, _ in first.asked] == ["all_reduce", "all_gather", "all_to_all"]
@@ -119,7 +119,7 @@ def _layers() -> Executable:
 
 
 def _run_layers(group: Any, device: str, rank: int = 0) -> tuple[Any, ...]:
-    driver = DistributedDriver(parse_mesh("fsdp=2"), {"fsdp": Group(group, 2, None)}, rank=rank)
+    driver = DistributedDriver(parse_mesh("fsdp=2"), {"fsdp": Group.of(group, 2, None)}, rank=rank)
     given = [torch.arange(6.0, device=device).view(2, 3) + rank, torch.ones(3, device=device) * rank]
     return driver.run(_layers(), given)
 

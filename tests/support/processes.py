@@ -133,7 +133,7 @@ def collect_rarely() -> None:
 def _serve(rank: int, size: int, directory: str, pipe: Connection) -> None:
     collect_rarely()  # what is preloaded is shared: a collection would look at all of it, and copy it, in every rank
     torch.set_num_threads(1)
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.update(OMP_NUM_THREADS="1", LOCAL_WORLD_SIZE=str(size))
     dist.init_process_group(
         "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=size, timeout=timedelta(seconds=45)
     )

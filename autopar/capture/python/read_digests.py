@@ -43,11 +43,14 @@ import torch
 from torch import nn
 
 from autopar.capture.python.guards import Guards, form
+from autopar.capture.python.library_state import Entries
 from autopar.capture.python.ran import Ran, with_nested
 from autopar.capture.python.spots import Spot, is_library
 from autopar.torch_compat import OpOverload
 
 _DEPTH = 32  # of containers in each other
+_TABLE = type(functools.cache(len))
+_NO_CODE = (lambda: None).__code__
 _OPS = (OpOverload, type(torch.ops.aten.add))
 _MEMBERS = (MemberDescriptorType, GetSetDescriptorType, MethodDescriptorType, WrapperDescriptorType,
             ClassMethodDescriptorType)  # fmt: skip
@@ -116,7 +119,7 @@ def live_codes(wanted: Mapping[str, Place]) -> dict[str, tuple[CodeType, dict[st
     """
     places, found = set(wanted.values()), dict[str, tuple[CodeType, dict[str, Any]]]()
     files, seen = {place[0] for place in places}, set[int]()
-    for functions in (_functions_of_modules(files), _functions_of_collector(files)):
+    for functions in (_functions_of_modules(files), _functions_of_dataclasses(files), _functions_of_collector(files)):
         for function in functions:
             for code in with_nested(function.__code__):
                 if id(code) in seen or place_of(code) not in places:
@@ -149,6 +152,19 @@ def _functions_of_modules(files: Set[str]) -> Iterator[FunctionType]:
                 pending += vars(value).values()
             elif isinstance(value, (property, classmethod, staticmethod, functools.cached_property)):
                 pending += [getattr(value, name, None) for name in ("fget", "fset", "__func__", "func")]
+
+
+def _functions_of_dataclasses(files: Set[str]) -> Iterator[FunctionType]:
+    """The functions that `dataclass` wrote, which stand in no file, of the classes that any module has: methods, and
+    what those call that stand in their place."""
+    if "<string>" not in files:
+        return
+    for module in list(sys.modules.values()):
+        for kind in list(vars(module).values()) if isinstance(module, ModuleType) else ():
+            if isinstance(kind, type) and "__dataclass_fields__" in vars(kind):
+                methods = [one for one in vars(kind).values() if isinstance(one, FunctionType)]
+                held = [one for method in methods for one in _held_by(method) if isinstance(one, FunctionType)]
+                yield from (*methods, *held)
 
 
 def _held_by(function: FunctionType) -> Iterator[Any]:
@@ -260,6 +276,19 @@ def _function(function: FunctionType) -> str:
     return f"{function.__module__}.{function.__qualname__} {code_digest(function.__code__)}"
 
 
+def is_installed(file: str) -> bool:
+    """Whether a file is of an installed package, and not the user's own."""
+    return not {"site-packages", "dist-packages"}.isdisjoint(PurePath(file).parts)
+
+
+@functools.cache
+def installed() -> str:
+    """The digest of the names and versions of all installed packages: what a table of `functools.cache` in one of them
+    holds, as whether torch is new enough, follows from that and from the code around it."""
+    folders = (folder for folder in sys.path if is_installed(folder) and os.path.isdir(folder))
+    return digest(*sorted({name for one in folders for name in os.listdir(one) if name.endswith("-info")}))
+
+
 class _Values:
     """Describes the values of spots. Objects that several of them share are told by the first of them."""
 
@@ -283,6 +312,10 @@ class _Values:
             return self._method(value, depth - 1)
         if kind is ContextVar:
             return f"{value.name} {described(value.get(None))}"
+        if isinstance(value, _TABLE) and is_installed(getattr(value.__wrapped__, "__code__", _NO_CODE).co_filename):
+            return f"table of {self.text(value.__wrapped__)} {installed()}"
+        if isinstance(value, Entries):  # of such a table, whose function is told
+            return "entries"
         if value is os.environ:  # see `read_digest`
             return "environment"
         if isinstance(value, tuple):

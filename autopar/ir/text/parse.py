@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 from torch import fx
 
@@ -45,6 +45,7 @@ _ITEM = re.compile(rf"(?P<string>{_STRING})|(?P<number>-?\d[\w.]*(?:(?<=e)[+-]\d
 _TARGET = re.compile(r"([\w.]+)\(")
 _OPERAND = re.compile(r"operand\Z")
 _FUSED = re.compile(rf"fused\.(\w+) ({_STRING})\(")
+_COMMENTED = "   #"  # before a comment
 BODY = "    "  # before each line of what a group holds
 _INPUT = re.compile(rf"(\w+) ({_STRING}(?:, {_STRING})*)")
 _STRINGS = re.compile(_STRING)
@@ -86,9 +87,33 @@ def parse_program(text: str, custom_ops: frozenset[str] = frozenset()) -> Progra
         raise ArtifactError(f"program text, last line: {error}") from None
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """The place of an operand among those of a line."""
+
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What a call's line says but for the names in it and its comment: equal layers repeat it, and it is read once.
+
+    known: its types and layouts. args, kwargs: with places for nodes. are_tensors: of the operands, each. wanted: the
+    `as` of each tensor.
+    """
+
+    known: Record
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    are_tensors: tuple[bool, ...]
+    wanted: list[Layout | None]
+
+
 @dataclass(slots=True)
 class _Reader:
-    """The part of a program read so far, and a cursor in the current line."""
+    """The part of a program read so far, and a cursor in the current line. calls: lines that were read before, by their
+    text around the names."""
 
     custom_ops: frozenset[str]
     level: Level | None = None
@@ -106,6 +131,7 @@ class _Reader:
     wanted: list[Layout | None] = field(default_factory=list)  # the `as` of each operand of this line
     is_body: bool = False
     group: tuple[fx.Node, Fused, _Reader] | None = None  # whose body is read, and how far
+    calls: dict[tuple[str, ...], _Call] = field(default_factory=dict)
 
     def read(self, line: str) -> None:
         if line.startswith(BODY) and self.group is not None:
@@ -164,6 +190,25 @@ class _Reader:
         self.mesh = parse_mesh(match[2]) if match[2] else Mesh(())
 
     def _value(self) -> None:
+        pieces = _NAME.split(self.line.partition(_COMMENTED)[0])
+        around, names = tuple(pieces[::2]), pieces[1::2]
+        call = self.calls.get(around)
+        operands = [self.nodes.get(name) for name in names[1:]] if call is not None else []
+        if call is None or names[0] in self.nodes or self.outputs or not _fits(call, operands):
+            self._read_value(around, names)
+            return
+        name, nodes = names[0], cast(list[fx.Node], operands)
+        args = tuple(_put(arg, nodes) for arg in call.args)
+        node = add_call(
+            self.graph, name, call.target, args, {key: _put(arg, nodes) for key, arg in call.kwargs.items()}
+        )
+        self.at = sum(map(len, around)) + sum(map(len, names)) + len(names)  # each has its % before it
+        tensors = [one for one, is_tensor in zip(nodes, call.are_tensors, strict=True) if is_tensor]
+        self._keep(name, node, call.known, call.wanted, tensors)
+
+    def _read_value(self, around: tuple[str, ...], names: list[str]) -> None:
+        """Read a line of a value piece by piece. around, names: what stands before its comment, by names and the text
+        around them."""
         name = self._expect(_NAME, "a value such as %mul_3")[1]
         self._take(": ")
         known = self._result(name == "output")
@@ -172,7 +217,8 @@ class _Reader:
         self._take(" = ")
         if name == "output":
             self._take("return")
-            self.output = self._comment(known, "")
+            said, wants = self._comment("")
+            self.output = known.with_(**said), wants
             return
         if self.outputs:
             raise ValueError("a value stands after the returned ones.")
@@ -183,6 +229,8 @@ class _Reader:
             node = self._group(name, match[1], json.loads(match[2]))
         elif match := self._match(_TARGET):
             node = self._call(name, find_target(match[1], self.custom_ops))
+            if self.at == sum(map(len, around)) + sum(map(len, names)) + len(names):
+                self._remember(around, names[1:], node, known)
         elif self.is_body and self._match(_OPERAND):
             node = self.graph.create_node("placeholder", name, name=name)
             set_record(node, known)
@@ -194,19 +242,35 @@ class _Reader:
             match = self._expect(_INPUT, 'a call, or an input such as parameter "up.weight"')
             node = self.graph.create_node("placeholder", name, name=name)
             self.inputs.append(Input(match[1], tuple(json.loads(s) for s in _STRINGS.findall(match[2]))))
+        self._keep(name, node, known, self.wanted, None)
+
+    def _keep(
+        self, name: str, node: fx.Node, known: Record, wanted: list[Layout | None], tensors: list[fx.Node] | None
+    ) -> None:
+        """Set what is known of a node. tensors: its operands that are, if they are at hand."""
         if node.name != name:
             raise ValueError(f"torch.fx does not take the name %{name}.")
         # Operands that this call wants in another layout than they have stand in the comment at the line's end.
-        known, wants = self._comment(known, name)
-        set_record(node, known.with_(operands=_operands(node, known, self.wanted, wants)))
+        said, wants = self._comment(name)
+        operands = _operands(node, known, wanted, wants, tensors)
+        set_record(node, known.with_(operands=operands, **said))
         self.nodes[name] = node
+
+    def _remember(self, around: tuple[str, ...], names: list[str], node: fx.Node, known: Record) -> None:
+        """Keep what a call's line says around its names, unless one of these stands in a text."""
+        nodes: list[fx.Node] = []
+        args = tuple(_with_places(arg, nodes) for arg in node.args)
+        kwargs = {key: _with_places(arg, nodes) for key, arg in node.kwargs.items()}
+        if [one.name for one in nodes] == names:
+            are_tensors = tuple(record(one).is_tensor for one in nodes)
+            self.calls[around] = _Call(known, node.target, args, kwargs, are_tensors, self.wanted)
 
     def _group(self, name: str, kind: str, label: str) -> fx.Node:
         if kind not in KINDS or self.is_body:
             raise ValueError(f"'fused.{kind}' is no kind of a group, which are {', '.join(KINDS)}; none holds another.")
         fused = Fused(fx.Graph(), label, kind, self.mesh)
         node = self._call(name, fused)
-        body = _Reader(self.custom_ops, self.level, self.mesh, fused.graph, is_body=True)
+        body = _Reader(self.custom_ops, self.level, self.mesh, fused.graph, is_body=True, calls=self.calls)
         self.group = node, fused, body
         return node
 
@@ -304,21 +368,13 @@ class _Reader:
             raise ValueError(f"layout '{layout}' names axis '{strange[0]}', which mesh '{self.mesh}' has not.")
         return layout
 
-    def _comment(self, known: Record, name: str) -> tuple[Record, str | None]:
-        """The record with what the rest of the line says, and the layouts written after `wants`."""
-        if self.at == len(self.line):
-            return known.with_(origin=usual_origin(name, "capture")), None
-        match = self._expect(_COMMENT, "a comment of known fields")
-        made_by = _unquote(match["made_by"]) if match["made_by"] else "capture"
-        known = known.with_(
-            module=_unquote(match["module"], "in "),
-            source=_unquote(match["source"], "at "),
-            phase=_unquote(match["phase"], "phase ") if match["phase"] else "forward",
-            made_by=made_by,
-            origin=usual_origin(name, made_by) if match["origin"] is None else _unquote(match["origin"]),
-            reason=_unquote(match["reason"]),
-        )
-        return known, match["wants"]
+    def _comment(self, name: str) -> tuple[dict[str, str], str | None]:
+        """What the rest of the line says of a value's record, and the layouts written after `wants`."""
+        fields = _fields_of(self.line[self.at :])
+        if fields is None:
+            raise ValueError(f"expected a comment of known fields at column {self.at + 1}.")
+        said, origin, wants = fields
+        return {**said, "origin": usual_origin(name, said["made_by"]) if origin is None else origin}, wants
 
     def _match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
         match = pattern.match(self.line, self.at)
@@ -350,16 +406,63 @@ class _Reader:
         return Program(self.graph, tuple(self.inputs), tuple(self.outputs), self.level, self.mesh, tuple(self.notes))
 
 
+@lru_cache(maxsize=4096)
+def _fields_of(comment: str) -> tuple[dict[str, str], str | None, str | None] | None:
+    """What a comment says of a record, of the value's origin and after `wants`; None if it cannot be read."""
+    match = _COMMENT.match(comment or "   #")
+    if match is None:
+        return None
+    said = {
+        "module": _unquote(match["module"], "in "),
+        "source": _unquote(match["source"], "at "),
+        "phase": _unquote(match["phase"], "phase ") if match["phase"] else "forward",
+        "made_by": _unquote(match["made_by"]) if match["made_by"] else "capture",
+        "reason": _unquote(match["reason"]),
+    }
+    return said, None if match["origin"] is None else _unquote(match["origin"]), match["wants"]
+
+
+def _fits(call: _Call, operands: list[fx.Node | None]) -> bool:
+    """Whether these operands are there, and tensors where those of a line that was read were."""
+    return len(operands) == len(call.are_tensors) and all(
+        node is not None and record(node).is_tensor == is_tensor
+        for node, is_tensor in zip(operands, call.are_tensors, strict=True)
+    )
+
+
+def _put(arg: Any, nodes: list[fx.Node]) -> Any:
+    """An argument with nodes in its places."""
+    if isinstance(arg, _Place):
+        return nodes[arg.at]
+    if isinstance(arg, (list, tuple)):
+        return type(arg)(_put(one, nodes) for one in arg)
+    return arg
+
+
+def _with_places(arg: Any, nodes: list[fx.Node]) -> Any:
+    """An argument with places for its nodes, which are added to the list."""
+    if isinstance(arg, fx.Node):
+        nodes.append(arg)
+        return _Place(len(nodes) - 1)
+    if isinstance(arg, (list, tuple)):
+        return (list if isinstance(arg, list) else tuple)(_with_places(one, nodes) for one in arg)
+    return arg
+
+
 def usual_origin(name: str, made_by: str) -> str:
     """The origin that is not written: a captured node holds its own value, what a pass made holds none."""
     return name if made_by == "capture" else ""
 
 
-def _operands(node: fx.Node, known: Record, wanted: list[Layout | None], wants: str | None) -> tuple[Layout, ...]:
-    """The wanted layouts: after `wants`, else `as` or what the operand has (see `text._operand_tails`)."""
+def _operands(
+    node: fx.Node, known: Record, wanted: list[Layout | None], wants: str | None, tensors: list[fx.Node] | None = None
+) -> tuple[Layout, ...]:
+    """The wanted layouts: after `wants`, else `as` or what the operand has (see `text._operand_tails`). tensors: the
+    operands that are, if they are at hand."""
     if wants is not None:
         return () if wants == "nothing" else tuple(parse_layout(text) for text in wants.split("; "))
-    has = [record(operand).layouts[0] if record(operand).layouts else None for operand in operand_nodes(node)]
+    records = map(record, operand_nodes(node) if tensors is None else tensors)
+    has = [one.layouts[0] if one.layouts else None for one in records]
     if any(wanted):
         has = [want or got for want, got in zip(wanted, has, strict=True)]
     elif not known.layouts and node.op != "output":

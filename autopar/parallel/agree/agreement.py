@@ -24,6 +24,7 @@ from autopar.capture.refusals.location import user_line
 from autopar.errors import RankError, name_ranks
 from autopar.parallel.agree.pace import Pace
 from autopar.runtime.ranks.lost import OTHERS, is_loss_of_peer, loss_of_peers
+from autopar.runtime.ranks.process_groups import Known, default_group, known
 from autopar.torch_compat import local_of
 
 _log = logging.getLogger(__name__)
@@ -103,12 +104,12 @@ class Agreement:
         self.size = dist.get_world_size()
         self.call = UserCall("parallelize")
         self.pace = pace if pace is not None else Pace()
-        self._group = _host_group()
+        self.host_group = _host_group()
 
     def end_waits_after(self, timeout: timedelta) -> None:
         """From now on no comparison waits longer than that for a rank. Every rank must call this."""
         if self.size > 1:
-            self._group = dist.new_group(backend="gloo", timeout=timeout)
+            self.host_group = known(dist.new_group(backend="gloo", timeout=timeout))
 
     def _waits(self, what: str) -> AbstractContextManager[None]:
         """Say of a loss of peers what was compared, and in which call of the user's."""
@@ -208,9 +209,18 @@ class Agreement:
         """What each rank says. Raises RankError on every rank if they are in different calls."""
         said: list[Any] = [None] * self.size
         with self._waits(what):
-            dist.all_gather_object(said, _Said(self.call, user_line(sys._getframe()), what, mine), group=self._group)
+            dist.all_gather_object(
+                said, _Said(self.call, user_line(sys._getframe()), what, mine), group=self.host_group()
+            )
         _check_calls(said)
         return [each.value for each in said]
+
+    def of_first(self, what: str, mine: T | None) -> T | None:
+        """What rank 0 says, which is all that is sent. Every rank must call this."""
+        said = [mine]
+        with self._waits(what):
+            dist.broadcast_object_list(said, src=0, group=self.host_group())
+        return said[0]
 
     def equal(self, what: str, lines: Sequence[str]) -> bool:
         """Whether all ranks have the same lines. One tiny all-reduce."""
@@ -237,19 +247,19 @@ class Agreement:
     def _highest(self, numbers: Sequence[int]) -> list[int]:
         """The highest of each number over all ranks."""
         sent, since = torch.tensor(numbers, dtype=torch.int64), perf_counter()
-        dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=self._group)
+        dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=self.host_group())
         self.pace.waits.seconds += perf_counter() - since
         highest: list[int] = sent.tolist()
         return highest
 
 
-def _host_group() -> Any:
-    """A group of all ranks for tensors of the host: None, the default one, unless that is NCCL's alone. Every rank must
-    call this."""
+def _host_group() -> Known:
+    """What gives the group of all ranks for tensors of the host: the default one, unless that is NCCL's alone. Every
+    rank must call this."""
     backends = dist.get_backend_config()
     if dist.get_world_size() == 1 or "nccl" not in backends or "gloo" in backends:
-        return None
-    return dist.new_group(backend="gloo")
+        return default_group
+    return known(dist.new_group(backend="gloo"))
 
 
 @contextmanager

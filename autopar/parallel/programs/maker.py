@@ -27,7 +27,7 @@ from autopar.parallel.programs.cache_entry import Bound, ReadBack
 from autopar.parallel.programs.constants import Constants
 from autopar.parallel.programs.make_runner import make_runner, recorded, recordings
 from autopar.parallel.programs.portions import FollowedSamples, Given, naming_parts
-from autopar.parallel.programs.program_cache import ProgramCache, WantedProgram
+from autopar.parallel.programs.program_cache import HandedPrograms, ProgramCache, WantedProgram
 from autopar.parallel.programs.running import Built, Running
 from autopar.parallel.session.session import Session
 from autopar.parallel.weights.owners import Joined, Owners, as_trained, check_partners
@@ -48,9 +48,11 @@ class Maker:
         self._followed = FollowedSamples(session.store.model)
         self._decided: dict[Hashable, Decided] = {}  # layouts of the first program of each structure
         self._read_back: list[Lowered] = []  # of which these layouts are not known yet
-        self._cache: ProgramCache | None = None
+        self._cache: ProgramCache | HandedPrograms | None = None
         if session.settings.cache is not None:
-            self._cache = ProgramCache(session)
+            self._cache = ProgramCache(session, session.settings.cache)
+        elif session.settings.is_handed:
+            self._cache = HandedPrograms(session)
         # Captures of training steps, and of others, by the number of micro-batches that a loss may ask for.
         self._earlier: dict[bool, defaultdict[int, Earlier]] = {True: defaultdict(Earlier), False: defaultdict(Earlier)}
         self._sequence: dict[bool, bool] = {}  # of training steps, and of others: what "auto" was decided to mean

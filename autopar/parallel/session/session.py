@@ -5,8 +5,9 @@ Each rank checks what it was given, all agree on it once, and then there are gro
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
+import os
+from collections.abc import Callable, Collection
+from dataclasses import KW_ONLY, dataclass, replace
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
@@ -40,7 +41,14 @@ from autopar.parallel.agree.pace import Pace
 from autopar.parallel.batches.local_batch import BatchWorld
 from autopar.parallel.session.auto_options import AUTO, check_open, check_own, machine_for
 from autopar.parallel.session.compilers import check_compiler, compiler_on
-from autopar.parallel.session.devices import check_places, compute_on, device_of_rank, place_of
+from autopar.parallel.session.devices import (
+    backend_for,
+    check_backend,
+    check_places,
+    compute_on,
+    device_of_rank,
+    place_of,
+)
 from autopar.parallel.session.loss_scale import LossScale
 from autopar.parallel.session.nonfinite import NonFinite
 from autopar.parallel.session.random_state import RandomState
@@ -50,10 +58,12 @@ from autopar.parallel.weights.identity import check_identity
 from autopar.parallel.weights.replicas import Replicas, every_of
 from autopar.parallel.weights.store import ParameterStore, describe_state
 from autopar.runtime.ranks.meet import attempt_name
-from autopar.runtime.ranks.process_groups import mesh_over
+from autopar.runtime.ranks.process_groups import forget_at_exit, leave_at_exit, mesh_over
 from autopar.runtime.tiers.host_tier import HostTier, host_tier
 from autopar.settings import Settings
 from autopar.torch_compat import end_waits_after
+
+_COMPILING = timedelta(seconds=300)  # that one rank may take
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +98,14 @@ class Requested:
         """How long a rank waits for another one; None for as long as the backend does."""
         return None if self.timeout is None else timedelta(seconds=self.timeout)
 
+    @property
+    def on_host(self) -> bool:
+        """Whether parameters are to wait in the host's memory, as far as the option can be read."""
+        wanted = self.step.get("offload")
+        return "parameters" in (
+            (wanted,) if isinstance(wanted, str) else wanted if isinstance(wanted, Collection) else ()
+        )
+
     def mesh_on(self, world: int) -> Mesh:
         """The mesh, until a plan says another one: all ranks split the batch."""
         return Mesh((("dp", world),)) if self.is_auto else mesh_of(self.mesh, world)
@@ -102,6 +120,8 @@ class Requested:
         check_open(self.is_auto, self.step, self.batch, self.machine)
         check_own(self.batch, mesh, options)
         check_host(Plan(mesh, options=options))
+        if self.on_host:
+            check_backend(device)
         if self.is_auto:
             phase.texts["machine"] = [str(machine_for(self.machine, device))]
         every_of(self.check_replicas)
@@ -126,7 +146,8 @@ class Requested:
 
 @dataclass(frozen=True, slots=True)
 class StepSettings:
-    """What does not change from step to step. batch: as of `parallelize`. lift: as of `capture`."""
+    """What does not change from step to step. batch: as of `parallelize`. lift: as of `capture`. is_handed: rank 0
+    compiles for all ranks, where no folder is named."""
 
     loss_fn: LossFn | None
     options: StepOptions
@@ -137,6 +158,12 @@ class StepSettings:
     lift: torch.dtype | None
     timeout: timedelta | None
     cache: Path | None = None
+    is_handed: bool = False
+
+    @property
+    def is_patient(self) -> bool:
+        """Whether ranks may wait for one that compiles."""
+        return self.timeout is None or self.timeout >= _COMPILING
 
     @property
     def is_local(self) -> bool:
@@ -183,6 +210,7 @@ def open_session(asked: Requested) -> Session:
         asked.loss_fn, options, fixed, asked.batch, place, asked.cuda_graphs, asked.lift, asked.longest_wait,
         None if Settings.read().dump is not None else asked.cache,
     )  # fmt: skip
+    settings = replace(settings, is_handed=agreement.any("cores", settings.is_patient and _is_crowded()))
     announcer = Announcer(agreement)
     agreement.pace.lie_over(mesh)
     on_host = Plan(mesh, options=options).offloads("parameters")
@@ -195,6 +223,13 @@ def open_session(asked: Requested) -> Session:
     tier = cache(partial(host_tier, place))  # one for all programs
     random = RandomState(asked.seed)
     return Session(settings, store, agreement, announcer, watched, replicas, nonfinite, random, scale, tier, Sums())
+
+
+def _is_crowded() -> bool:
+    """Whether this machine has more ranks than cores for them, which would compile one after the other."""
+    asked = Settings.read()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return asked.dump is None and (asked.local_world_size or 1) > cores
 
 
 def join(asked: Requested) -> tuple[Agreement, Mesh, DeviceMesh, StepOptions]:
@@ -212,12 +247,13 @@ def join(asked: Requested) -> tuple[Agreement, Mesh, DeviceMesh, StepOptions]:
     compute_on(place, settings)
     is_ours = not dist.is_initialized()
     if is_ours:
-        backend = "nccl" if place.type == "cuda" else "gloo"
+        backend = backend_for(place, asked.on_host)
         if settings.world_size is None:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         else:
             _meet(backend, settings.keeps_store)
     agreement = Agreement(place, Pace())
+    leave_at_exit(lambda: agreement.host_group())  # also where ranks are refused below
     mesh, options = agreement.together("arguments", lambda phase: asked.check(phase, world, place))
     if place.type == "cuda" and world > 1:
         check_places(agreement.everyone("devices", place_of(place)))
@@ -226,9 +262,9 @@ def join(asked: Requested) -> tuple[Agreement, Mesh, DeviceMesh, StepOptions]:
         agreement.end_waits_after(timeout)
         if is_ours:
             end_waits_after(timeout)
-    if isinstance(asked.mesh, DeviceMesh):
-        return agreement, mesh, asked.mesh, options
-    return agreement, mesh, mesh_over(mesh, place.type, timeout), options
+    device_mesh = asked.mesh if isinstance(asked.mesh, DeviceMesh) else mesh_over(mesh, place.type, timeout)
+    forget_at_exit(device_mesh)
+    return agreement, mesh, device_mesh, options
 
 
 def _meet(backend: str, keeps_store: bool) -> None:

@@ -23,6 +23,7 @@ from autopar.ir.layout import Layout, combine_grid, local_shape, padded_shape, r
 from autopar.ir.mesh import PIPELINE, Mesh
 from autopar.parallel.tensors.padding import beginning, padded_part, with_padding, without_padding
 from autopar.runtime.ranks.distributed import all_gather_flat
+from autopar.runtime.ranks.process_groups import forget_at_exit
 from autopar.torch_compat import StridedShard, local_of, mesh_elsewhere, spec_of
 from autopar.torch_identity import GuardedSpec
 
@@ -338,6 +339,7 @@ def _meshes_of_stages(mesh: Mesh, device_mesh: DeviceMesh, mine: int) -> tuple[D
     if not names:  # a mesh of this rank alone, with a group: torch's functions ask for one
         names, ranks = (PIPELINE,), ranks.reshape(-1, 1)
         device_mesh = DeviceMesh(device_mesh.device_type, ranks, mesh_dim_names=("stage", PIPELINE))
+        forget_at_exit(device_mesh)
     meshes = []
     for owner, inside in enumerate(ranks):
         if owner == mine:

@@ -18,7 +18,7 @@ from autopar.parallel.tensors.place import World
 from autopar.parallel.weights.identity import lay_out
 from autopar.passes.collectives.zero import stored_layout
 from autopar.runtime.ranks.wire import on_wire
-from autopar.runtime.tiers.host_tier import pinned
+from autopar.runtime.tiers.host_tier import in_host
 from autopar.torch_compat import local_of
 
 SMALL = 1 << 16  # elements: a parameter with fewer waits whole, for a collective would cost more than its memory
@@ -46,9 +46,7 @@ class Distributor:
 
     def at_home(self, part: torch.Tensor) -> torch.Tensor:
         """A part of a parameter where it lies between steps: for a GPU in memory that copies need no help to read."""
-        if not self.on_host or self.world.device.type != "cuda":
-            return part
-        return pinned(part.nbytes).view(part.dtype).view(part.shape).copy_(part)
+        return in_host(part, self.world.device) if self.on_host else part
 
     def waiting(self, shape: torch.Size, least: int = SMALL) -> Layout:
         """How a parameter of `shape` lies until the first program decides its layout: split over all axes.

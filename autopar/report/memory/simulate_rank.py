@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -320,6 +321,10 @@ class FakeGroup(dist.ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single = _scatter  # type: ignore[assignment]
 
 
+def _itself(group: FakeGroup) -> FakeGroup:
+    return group
+
+
 def fake_groups(mesh: Mesh, rank: int, axes: Iterable[str], copies: bool) -> dict[str, Group]:
     """The groups of a rank, as `make_groups` makes them where there are processes."""
     fake_groups = {}
@@ -327,5 +332,6 @@ def fake_groups(mesh: Mesh, rank: int, axes: Iterable[str], copies: bool) -> dic
         members = axis_group(mesh, rank, axis)
         order = tuple(sorted(members).index(member) for member in members)
         handle = FakeGroup(members.index(rank), len(members), copies)
-        fake_groups[axis] = Group(handle, len(members), None if order == tuple(range(len(members))) else order)
+        in_order = order == tuple(range(len(members)))
+        fake_groups[axis] = Group(partial(_itself, handle), len(members), None if in_order else order)
     return fake_groups

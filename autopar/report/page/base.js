@@ -1,12 +1,16 @@
-"use strict";
 // The data are one rank's program (see program_page.py). Rows are made only when they are opened or scrolled to, and all text
 // goes in as text, never as HTML: a name may hold anything.
-const data = JSON.parse(document.getElementById("data").textContent);
+const packed = Uint8Array.from(atob(document.getElementById("data").textContent), (one) => one.charCodeAt(0));
+const data = await new Response(new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"))).json();
+data.nodes = (data.nodes[0] || []).map((_, i) => data.nodes.map((column) => column[i]));
 const [NAME, TYPE, CALL, MODULE, SOURCE, PHASE, PASS, WHY, SHAPE, LAYOUT, STAGE] = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10];
 const CHUNK = 200, HITS = 60, LINE = 20;
 const $ = (id) => document.getElementById(id);
 const word = (i, field) => data.words[data.nodes[i][field]];
-const axes = new Map(data.mesh.map(([name, size], i) => [name, { size, color: `var(--axis-${i % 6})` }]));
+// An axis has the colour of its name on every page; one of the user's own gets what is left.
+const NAMED = ["dp", "tp", "cp", "pp", "ep", "fsdp"], left = NAMED.map((_, i) => i).filter((i) => !data.mesh.some(([name]) => name === NAMED[i]));
+const colorOf = (name, i) => (NAMED.includes(name) ? NAMED.indexOf(name) : left.length ? left[i % left.length] : i % 6);
+const axes = new Map(data.mesh.map(([name, size], i) => [name, { size, color: `var(--axis-${colorOf(name, i)})` }]));
 const byName = new Map(data.nodes.map((node, i) => [node[NAME], i]));
 const collectiveAt = new Map(data.collectives.map((one) => [one.node, one]));
 const inputAt = new Map(data.inputs.map((one) => [one.node, one]));

@@ -11,8 +11,11 @@ function view(name) {
   for (const [other, [, , make]] of Object.entries(views)) {
     const section = $(other);
     section.hidden = other !== name;
+    section.role = "tabpanel";
+    section.setAttribute("aria-labelledby", `tab-${other}`);
     if (other === name && make && !section.firstChild) section.append(...make());
     $(`tab-${other}`).ariaSelected = String(other === name);
+    $(`tab-${other}`).tabIndex = other === name ? 0 : -1;
   }
   dispatchEvent(new Event("resize")); // what draws by its width has one now
 }
@@ -20,9 +23,18 @@ for (const [name, [label, count]] of Object.entries(views)) {
   const button = el("button", "", label, el("small", "", count.toLocaleString("en")));
   button.id = `tab-${name}`;
   button.role = "tab";
+  button.setAttribute("aria-controls", name);
   button.addEventListener("click", () => view(name));
   $("tabs").append(button);
 }
+$("tabs").addEventListener("keydown", (event) => { // as tabs are: the arrows go from one to the next
+  const move = { ArrowRight: 1, ArrowLeft: -1 }[event.key], all = [...$("tabs").children];
+  if (!move) return;
+  event.stopPropagation();
+  const next = all[(all.indexOf(document.activeElement) + move + all.length) % all.length];
+  next.focus();
+  next.click();
+});
 $("title").textContent = data.title;
 for (const [axis, size] of data.mesh) $("axes").append(chip(axis, `${axis} = ${size}`));
 function card(title, big, small, ...more) { return el("div", "card", el("h3", "", title), el("div", "big", big), small ? el("p", "", small) : null, ...more); }

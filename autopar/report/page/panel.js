@@ -1,8 +1,9 @@
 // The panel of what is selected.
 function select(item) {
-  rows.get(selected)?.classList.remove("on");
+  const before = rows.get(selected), now = rows.get(item);
+  if (before) { before.classList.remove("on"); before.ariaSelected = "false"; before.tabIndex = -1; }
   selected = item;
-  rows.get(item)?.classList.add("on");
+  if (now) { now.classList.add("on"); now.ariaSelected = "true"; now.tabIndex = 0; }
   $("detail").replaceChildren(...(typeof item === "number" ? valueDetail(item) : moduleDetail(item.of || item)));
   $("detail").scrollTop = 0;
 }

@@ -1,7 +1,9 @@
-"""A compiled program as one HTML page that needs nothing else: data as JSON, style and script inline."""
+"""A compiled program as one HTML page that needs nothing else: data as packed JSON, style and script inline."""
 
 from __future__ import annotations
 
+import base64
+import gzip
 import itertools
 import json
 from collections.abc import Iterable, Iterator
@@ -30,17 +32,21 @@ SEPARATOR = "   # "  # before the comment of a line
 
 
 def page_text(compiled: Lowered, title: str) -> str:
-    """The whole page. It opens from a file, asks no network for anything and runs in any browser of its decade."""
+    """The whole page. It opens from a file, asks no network for anything and runs in any browser since 2023."""
     style, script, pipeline = _file("style.css"), "\n".join(map(_file, SCRIPTS)), compiled.pipeline
     if pipeline is not None:
         style, script = style + timeline_style(compiled), script + timeline_script()
     page = _file("page.html").replace(STYLE, style).replace(SCRIPT, script)
     escaped = title.replace("&", "&amp;").replace("<", "&lt;")
-    # A name may hold anything; without `<` no text can end the element that holds it.
-    data = json.dumps(page_data(compiled, title), separators=(",", ":")).replace("<", "\\u003c")
+    # The passes of eighty equal layers say eighty times the same: a twentieth is left. No text ends the element.
+    # In columns alike stands beside alike: a fifth of the nodes' bytes.
+    found = page_data(compiled, title)
+    found["nodes"] = list(zip(*found["nodes"], strict=True))
+    data = json.dumps(found, separators=(",", ":")).encode()
+    packed = base64.b64encode(gzip.compress(data, mtime=0)).decode()
     head, _, tail = page.partition(f"{{{DATA}}}")
     head = head.replace(f"{{{TITLE}}}", escaped).replace(f"{{{TIMELINE}}}", timeline_of_page(compiled))
-    return head + data + tail
+    return head + packed + tail
 
 
 def _file(name: str) -> str:

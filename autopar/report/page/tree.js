@@ -28,14 +28,28 @@ const total = (one) => sum(one.moved.map(([, bytes]) => bytes));
 for (const one of modules.values()) one.most = Math.max(1, ...one.kids.map(total)); // what the bars of its children are drawn against
 // What a folder shows, in the order of the program: parameters, then modules and values as they run, then the backward pass.
 let chosen = null; // the stage that is shown, if it is one
-const isShown = (item) => chosen === null || (typeof item === "number" ? data.nodes[item][STAGE] === chosen : item.stages.has(chosen));
+const isShown = (item) => item.fold ? item.nodes.some(isShown) : chosen === null || (typeof item === "number" ? data.nodes[item][STAGE] === chosen : item.stages.has(chosen));
 function contents(folder) {
   if (folder.nodes) return folder.nodes.filter(isShown);
-  const items = [...folder.own, ...folder.kids].filter(isShown);
+  const items = [...folder.own, ...foldsOf(folder)].filter(isShown);
   const rank = (item) => (typeof item !== "number" ? item.first : inputAt.has(item) ? item - data.nodes.length : item);
   items.sort((a, b) => rank(a) - rank(b));
   if (folder.back.some(isShown)) items.push((folder.later ||= { nodes: folder.back, of: folder }));
   return items;
+}
+// Layers that are equal but for their number are one folder behind the first of them.
+const FEWEST = 3; // that are worth a fold
+const likeness = (one) => (one.likeness ||= JSON.stringify([one.count, one.parameters, one.held, one.moved, one.kids.map((kid) => [last(kid.path), likeness(kid)])]));
+function foldsOf(folder) {
+  if (folder.folds) return folder.folds;
+  const made = [];
+  for (let from = 0, to; from < folder.kids.length; from = to) {
+    const one = folder.kids[from], alike = (other) => /^\d+$/.test(last(other.path)) && likeness(other) === likeness(one);
+    for (to = from + 1; to < folder.kids.length && alike(one) && alike(folder.kids[to]);) to++;
+    const others = folder.kids.slice(from + 1, to);
+    made.push(one, ...(others.length + 1 < FEWEST ? others : [{ nodes: others, of: folder, fold: one, first: one.first + 0.5 }]));
+  }
+  return (folder.folds = made);
 }
 let selected = null;
 const rows = new Map(); // item -> its row on the page
@@ -50,8 +64,11 @@ function bars(moved, whole) {
   return made;
 }
 function row(item, depth) {
-  const made = typeof item === "number" ? valueRow(item) : item.nodes ? phaseRow(item) : moduleRow(item);
+  const made = typeof item === "number" ? valueRow(item) : item.fold ? foldRow(item) : item.nodes ? phaseRow(item) : moduleRow(item);
   made.style.setProperty("--depth", depth);
+  made.role = "treeitem";
+  made.ariaLevel = String(depth + 1);
+  if (typeof item !== "number") made.ariaExpanded = "false";
   made.addEventListener("click", () => {
     if (typeof item !== "number") toggle(item, made, depth);
     select(item);
@@ -70,6 +87,8 @@ function moduleRow(one) {
   if (one !== root) made.append(bars(one.moved, one.parent.most));
   return made;
 }
+const foldRow = (one) =>
+  el("div", "row phase", el("span", "caret", "▶"), el("span", "name", `${last(one.nodes[0].path)} … ${last(one.nodes.at(-1).path)}`), el("span", "muted", `${one.nodes.length} more like ${last(one.fold.path)}`));
 const phaseRow = (one) =>
   el("div", "row phase", el("span", "caret", "▶"), el("span", "name", "backward"), el("span", "muted", many(one.nodes.length, "value")),
      el("span", "push"), ...axisChips(one.nodes));
@@ -101,10 +120,13 @@ function toggle(folder, made, depth) {
     for (const [other, state] of open) if (body.contains(state.body)) open.delete(other);
     body.remove();
     made.classList.remove("open");
+    made.ariaExpanded = "false";
   } else {
     const body = el("div");
+    body.role = "group";
     made.after(body);
     made.classList.add("open");
+    made.ariaExpanded = "true";
     open.set(folder, { depth, body, limit: 0 });
     fill(folder, CHUNK);
   }
@@ -124,6 +146,11 @@ function fill(folder, limit) {
   state.body.append(made);
 }
 function show(folder, item) {
+  const within = folder.kids && foldsOf(folder).find((one) => one.fold && one.nodes.includes(item));
+  if (within) {
+    show(folder, within);
+    folder = within;
+  }
   if (!open.has(folder)) toggle(folder, rows.get(folder), Number(rows.get(folder).style.getPropertyValue("--depth")));
   const place = contents(folder).indexOf(item);
   if (place >= open.get(folder).limit) fill(folder, place + CHUNK);
