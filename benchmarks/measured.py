@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ import torch
 from autopar.capture.inputs.containers import take_call_apart
 from autopar.parallel.module import ParallelModule
 from autopar.report.memory.track import Tracker
-from autopar.runtime.tiers.host_tier import HostPool, Make
+from autopar.runtime.tiers.host_tier import HostPool
 from autopar.torch_compat import local_of
 
 
@@ -39,9 +38,9 @@ def measure(model: ParallelModule, optimizer: torch.optim.Optimizer | None, *arg
         return _measure_cuda(model, optimizer, args, kwargs)
     tracker = Tracker()
     tracker.leave_out(host_memory(model, optimizer))
-    made = [(pool, pool.make) for pool in pools(model)]
-    for pool, make in made:  # what goes there for good, as gradients do, is in no buffer
-        pool.make = partial(_left_out, make, tracker)
+    told = [(pool, pool.told) for pool in pools(model)]
+    for pool, _ in told:  # gradients that go there are in no buffer
+        pool.told = lambda lent: tracker.leave_out([lent])
     for kind, tensors in (
         ("parameters", list(model.parameters())),
         ("inputs", [*model.buffers(), *take_call_apart(args, kwargs).leaves]),
@@ -60,8 +59,8 @@ def measure(model: ParallelModule, optimizer: torch.optim.Optimizer | None, *arg
     del loss
     step, end = tracker.peak_bytes(start, middle), tracker.peak_bytes(middle)
     tracker.close()
-    for pool, make in made:
-        pool.make = make
+    for pool, before in told:
+        pool.told = before
     return Measured(before, step, end)
 
 
@@ -82,15 +81,6 @@ def pools(model: ParallelModule) -> list[HostPool]:
     """The pools of the host's memory that a model's programs use, each once."""
     runners = [running.runner for running in model.programs]
     return list({id(one): one for r in runners if hasattr(r, "driver") for one in [r.driver.tier.pool]}.values())
-
-
-def _left_out(make: Make, tracker: Tracker, size: int) -> torch.Tensor | None:
-    """Memory of the host that a tracker does not count."""
-    tracker.looks = False
-    tensor = make(size)
-    tracker.looks = True
-    tracker.leave_out([tensor] if tensor is not None else [])
-    return tensor
 
 
 def _measure_cuda(model: ParallelModule, optimizer: torch.optim.Optimizer | None, args: Any, kwargs: Any) -> Measured:

@@ -248,7 +248,7 @@ class StepOptions:
     recompute: what the backward pass computes again instead of keeping it: none, selective (arXiv 2205.05198), full,
       the bytes that a rank may keep (an int), or their part of what "none" keeps (a float). Or those by pattern of
       modules, e.g. `{"blocks.0-3": "full", "*": "selective"}`.
-    offload: what waits in the host's memory: "activations" for the backward pass, "optimizer" (its states), "parameters"
+    offload: what waits in the host's memory: "activations" for the backward pass, "optimizer" (states), "parameters"
       with gradients and states; or a list of them. States are on the device while their parameters step. Parameters
       come a layer before it computes, and the optimizer steps on the host. Or the parts that wait, of activations also
       bytes: `{"activations": 0.5, "optimizer": 1.0}`. Where recompute= is a number, it is the budget of both: each

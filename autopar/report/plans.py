@@ -101,7 +101,8 @@ def fields_of(planned: Planned, lost: Sequence[str]) -> dict[str, Any]:
             {
                 "plan": str(each.candidate), "mesh": str(each.candidate.mesh), "options": each.candidate.options(),
                 "step_us": each.total, "tokens_per_second": planned.tokens / each.total * 1e6,
-                "mfu": _mfu(planned, each), "memory_bytes": each.memory, "figures": FIGURES[each.is_emitted],
+                "mfu": _mfu(planned, each), "memory_bytes": each.memory, "host_memory_bytes": each.host,
+                "figures": FIGURES[each.is_emitted],
             }
             for each in planned.found.best
         ],
@@ -115,11 +116,17 @@ def _lines(planned: Planned) -> Iterator[str]:
     yield planned.certificate
 
 
+def memory_text(prediction: Prediction) -> str:
+    """The bytes of a device, and of the host's memory for a rank, if any are there."""
+    there = f" + {human(prediction.host)} of the host" if prediction.host else ""
+    return f"{human(prediction.memory)}{there}"
+
+
 def row_of(planned: Planned, prediction: Prediction) -> tuple[str, ...]:
     """A row of the table of plans."""
     parts = (prediction.bubble, prediction.exposed, prediction.data, prediction.optimizer)
     return (
         str(prediction.candidate), time_text(prediction.total), f"{planned.tokens / prediction.total * 1e6:,.0f}",
-        f"{_mfu(planned, prediction):.1%}", human(prediction.memory),
+        f"{_mfu(planned, prediction):.1%}", memory_text(prediction),
         *(f"{us / prediction.total:.1%}" for us in parts), FIGURES[prediction.is_emitted],
     )  # fmt: skip

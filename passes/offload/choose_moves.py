@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torch import fx
 
+from autopar.ir.modules import unit_of
 from autopar.ir.ops.measure import human, local_bytes
 from autopar.ir.ops.ops import is_collective, is_mesh_op
 from autopar.ir.ops.storage import kept_values, root_of
@@ -15,6 +17,8 @@ from autopar.ir.options import StepOptions
 from autopar.ir.program import Program, is_gathered_input, record
 from autopar.passes.offload.place_copies import CallLine, first_uses
 
+T = TypeVar("T")
+SMALL = 16  # of the largest value that moves: what is smaller than this part of it moves last
 LEAST = 512  # bytes of a value that is worth a copy: an allocator of a GPU gives no less
 RECOMPUTED = "recompute"  # the pass that makes clones
 
@@ -22,11 +26,25 @@ RECOMPUTED = "recompute"  # the pass that makes clones
 @dataclass(frozen=True, slots=True)
 class Kept:
     """What a forward pass keeps. movable: the bytes of each value that may wait elsewhere, by its name, in order.
-    others: bytes of the rest, by why they stay. by_none: what it would keep if nothing was computed again."""
+    others: bytes of the rest, by why they stay. by_none: what it would keep if nothing was computed again. units: the
+    layer of each value."""
 
     movable: Mapping[str, int]
     others: Mapping[str, int]
     by_none: int
+    units: Mapping[str, str]
+
+    @property
+    def order(self) -> list[str]:
+        """The values in the order in which they move: of each layer the largest, then of each the next one, such that
+        any number of them is spread over the depth and layers hide their copies. Small ones come last."""
+        most, by_unit = max(self.movable.values(), default=0), dict[str, list[str]]()
+        for name in sorted(self.movable, key=lambda name: -self.movable[name]):
+            by_unit.setdefault(self.units[name], []).append(name)
+        turn = {unit: i for i, unit in enumerate(spread(dict.fromkeys(self.units.values())))}
+        places = {name: (SMALL * self.movable[name] < most, number, turn[unit])
+                  for unit, names in by_unit.items() for number, name in enumerate(names)}  # fmt: skip
+        return sorted(places, key=places.__getitem__)
 
     @property
     def total(self) -> int:
@@ -57,12 +75,12 @@ def device_budget(kept: Kept, options: StepOptions) -> int:
 
 
 def choose(kept: Kept, options: StepOptions) -> list[str]:
-    """The names of the values that move: the largest first, until the rest keeps to the budget, and no more than the
+    """The names of the values that move, in `Kept.order`, until the rest keeps to the budget, and no more than the
     part, or the bytes, that `offload=` says."""
     wanted = options.offloaded["activations"]
     most = int(wanted * kept.total) if isinstance(wanted, float) else wanted
     moved, found = 0, []
-    for name, size in sorted(kept.movable.items(), key=lambda pair: -pair[1]):
+    for name, size in ((name, kept.movable[name]) for name in kept.order):
         if kept.total - moved <= device_budget(kept, options):
             break
         if moved + size <= most:
@@ -87,7 +105,15 @@ def kept_of(line: CallLine) -> Kept:
     for node, why in reasons.items():
         others[why] += sizes[node] if why else 0
     movable = {node.name: sizes[node] for node in sorted(free, key=line.position.__getitem__) if not reasons[node]}
-    return Kept(movable, others, kept_by_none(program))
+    units = {node.name: unit_of(record(node).module) for node in free}
+    return Kept(movable, others, kept_by_none(program), {name: units[name] for name in movable})
+
+
+def spread(places: Iterable[T]) -> list[T]:
+    """Order places such that every beginning of them is spread over all (bits reversed)."""
+    every = list(places)
+    width = max(len(every) - 1, 1).bit_length()
+    return [every[i] for i in sorted(range(len(every)), key=lambda i: int(f"{i:0{width}b}"[::-1], 2))]
 
 
 def why_not(line: CallLine, node: fx.Node) -> str:

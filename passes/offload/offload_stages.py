@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from autopar.ir.modules import unit_of
 from autopar.ir.ops.measure import local_bytes
 from autopar.ir.ops.storage import root_of
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.plan import Plan
-from autopar.ir.program import Program, TensorType
+from autopar.ir.program import Program, TensorType, record
 from autopar.ir.schedule import Flow, Work
 from autopar.passes.offload.choose_moves import Kept, choose, kept_by_none, why_not
 from autopar.passes.offload.place_copies import CallLine, Moves, Ways, first_uses, host_name
@@ -122,14 +123,15 @@ def _first_call(line: CallLine) -> int:
 
 
 def _together(stages: Sequence[_Stage], program: Program) -> Kept:
-    movable, others = dict[str, int](), Counter[str]()
+    movable, others, units = dict[str, int](), Counter[str](), dict[str, str]()
     for one in stages:
         for name, why in one.reasons.items():
             if why:
                 others[why] += one.sizes[name]
             else:
                 movable[one.key(name)] = one.sizes[name]
-    return Kept(movable, others, kept_by_none(program))
+                units[one.key(name)] = unit_of(record(one.nodes[name]).module)
+    return Kept(movable, others, kept_by_none(program), units)
 
 
 def _readers(graphs: Graphs) -> dict[str, set[Key]]:

@@ -88,6 +88,27 @@ class CallLine:
             ends[value] = min(end, max(place, self._last_use(value, end) + 1))
         return ends
 
+    def waits_us(self, values: Iterable[fx.Node], uses: Mapping[fx.Node, int]) -> float:
+        """us by which calls wait for copies of values, each on its way out for a layer at most, and back in time. uses:
+        the first uses on the way back. Where the host launches no faster than the device computes, the starts too."""
+        clock, found = [0.0], sorted(values, key=self.position.__getitem__)
+        for node in self.nodes:
+            clock.append(clock[-1] + (self.times[node] if node.op == "call_function" else 0.0))
+        late = free = 0.0
+        for value in found:
+            made = self.position[value]
+            due = self.first(made, self.begins_back, self.begun[made] + BEHIND + 1)
+            due = max(due, self._last_use(value, self.begins_back) + 1)
+            free = max(free, clock[made + 1] + late) + self.copy_us(value)
+            late = max(late, free - clock[min(due, self.begins_back)])
+        ahead, free = AHEAD if self.ways.horizon == "auto" else self.ways.horizon, 0.0
+        for value in sorted((value for value in found if value in uses), key=uses.__getitem__):
+            start = self.first(self.begins_back, self.end, self.begun[uses[value]] - ahead)
+            free = max(free, clock[min(start, uses[value])] + late) + self.copy_us(value)
+            late = max(late, free - clock[uses[value]])
+        launch, calls = self.ways.machine.launch_us, sum(node.op == "call_function" for node in self.nodes)
+        return late + (2 * launch * len(found) if launch * calls > clock[-1] else 0.0)
+
     def _last_use(self, value: fx.Node, end: int) -> int:
         """The last place before `end` that reads a value, or a view of it."""
         last, pending = self.position[value], [value]

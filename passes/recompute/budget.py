@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.errors import PlanError
+from autopar.passes.offload.choose_moves import spread
 from autopar.passes.recompute.min_cut import CutChoice, LayerProblem, frontier
 from autopar.passes.recompute.policies import PolicyRule
 
@@ -38,13 +39,15 @@ class _Step:
 @dataclass(frozen=True, slots=True)
 class Elsewhere:
     """Values may also wait in the host's memory. most: the bytes, or the part of what is kept, that may do so. stays:
-    the bytes that cannot. forward, backward: ns of the passes, which hide copies; byte: of a copy, one way."""
+    the bytes that cannot. forward, backward: ns of the passes, which hide copies; byte: of a copy, one way. waits: ns
+    that calls wait for the copies of so many bytes, as they would be placed."""
 
     most: int | float
     stays: int
     forward: float
     backward: float
     byte: float
+    waits: Callable[[int], float] = lambda moved: 0.0
 
     def room(self, kept: int) -> int:
         """How many of the bytes that are kept may move."""
@@ -53,7 +56,8 @@ class Elsewhere:
 
     def time(self, moved: int) -> float:
         """What the copies of so many bytes, out and back, lack to be hidden."""
-        return sum(max(0.0, moved * self.byte - hides) for hides in (self.forward, self.backward))
+        least = sum(max(0.0, moved * self.byte - hides) for hides in (self.forward, self.backward))
+        return max(least, self.waits(moved)) if moved else 0.0
 
 
 def within(
@@ -114,17 +118,10 @@ def _ordered(layers: list[Layer], frontiers: dict[LayerProblem, tuple[CutChoice,
         points = frontiers[problem]
         for before, after in itertools.pairwise(points):
             bytes_, time = before.bytes_ - after.bytes_, after.time - before.time
-            for turn, place in enumerate(_spread(places)):
+            for turn, place in enumerate(spread(places)):
                 found.append((time / bytes_, turn, _Step(place, after, bytes_, time)))
     found.sort(key=lambda entry: entry[0])  # stable: equal layers in their turn, a layer's own steps in their order
     return [step for _, _, step in found]
-
-
-def _spread(places: list[int]) -> list[int]:
-    """The same places in an order of which every beginning is spread over all of them (bits reversed)."""
-    width = max(len(places) - 1, 1).bit_length()
-    turn = {place: int(f"{i:0{width}b}"[::-1], 2) for i, place in enumerate(places)}
-    return sorted(places, key=turn.__getitem__)
 
 
 def _impossible(budget: int, kept: int, left: int, rule: PolicyRule, full: int, elsewhere: Elsewhere | None) -> str:

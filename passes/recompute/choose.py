@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
+from itertools import accumulate
 
 from torch import fx
 
@@ -10,8 +12,8 @@ from autopar.ir.ops.ops import collective_of, is_collective, op
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, operand_nodes, record
 from autopar.passes.costs.node_costs import local_bytes, node_times
-from autopar.passes.offload.choose_moves import kept_of
-from autopar.passes.offload.place_copies import CallLine, Ways
+from autopar.passes.offload.choose_moves import Kept, kept_of
+from autopar.passes.offload.place_copies import CallLine, Ways, first_uses
 from autopar.passes.pipeline.cuts.when import times_of
 from autopar.passes.recompute.budget import Elsewhere, Layer, within
 from autopar.passes.recompute.graph import Forward, ForwardCall, forward_of, inputs_that_vary, is_backward, is_costly
@@ -225,12 +227,28 @@ class _Choice:
         if not self.plan.offloads("activations") or isinstance(self.plan.options.recompute, Mapping):
             return None
         machine, options = self.plan.fixed.machine, self.plan.options
-        kept = kept_of(CallLine(self.program, Ways(options.horizon, machine, stays=not self.plan.is_staged)))
+        line = CallLine(self.program, Ways(options.horizon, machine, stays=not self.plan.is_staged))
+        kept = kept_of(line)
         forward, backward = (
             1e3 * sum(time for node, time in self.times.items() if is_backward(node) == is_back)
             for is_back in (False, True)
         )
-        return Elsewhere(options.offloaded["activations"], kept.stays, forward, backward, 1e3 * machine.copy_us(1))
+        most, waits = options.offloaded["activations"], _Waits(line, kept)
+        return Elsewhere(most, kept.stays, forward, backward, 1e3 * machine.copy_us(1), waits)
+
+
+class _Waits:
+    """ns that calls wait for copies, by the bytes that move."""
+
+    def __init__(self, line: CallLine, kept: Kept) -> None:
+        nodes = {node.name: node for node in line.nodes}
+        self.line, self.values = line, [nodes[name] for name in kept.order]
+        self.ends = list(accumulate(kept.movable[name] for name in kept.order))
+        self.uses = first_uses(line, self.values)
+
+    def __call__(self, moved: int) -> float:
+        values = self.values[: bisect_left(self.ends, moved) + 1]
+        return 1e3 * self.line.waits_us(values, self.uses)
 
 
 def _again(layer: Layer, point: CutChoice, what: str) -> dict[fx.Node, RecomputedCall]:

@@ -15,7 +15,9 @@ On a CPU a copy is done when it has started, and only when memory is given back 
 
 from __future__ import annotations
 
+import ctypes
 import sys
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -30,6 +32,7 @@ from autopar.ir.ops.ops import TO_HOST
 from autopar.runtime.tiers.side_by_side import bytes_of, dense_strides, joined, side_by_side
 
 Make = Callable[[int], "torch.Tensor | None"]
+LARGE = 2**20  # bytes of what is pinned alone
 
 
 class Queues(Protocol):
@@ -101,7 +104,7 @@ class HostPool:
 
     held, peak: the bytes in use. made: of all buffers. missed: buffers that a step had to make, since the pool was not
     filled. moved: the bytes of copies, by their way. lasting: bytes that stay from step to step, and lie in no buffer.
-    is_read: whether this step copied what the host itself reads or writes between steps.
+    is_read: whether this step copied what the host itself reads or writes between steps. told: of memory that is lent.
     """
 
     make: Make
@@ -112,8 +115,10 @@ class HostPool:
     lasting: int = 0
     moved: dict[str, int] = field(default_factory=lambda: {OUT: 0, BACK: 0})
     is_read: bool = False
+    told: Callable[[torch.Tensor], None] = lambda lent: None
     counts: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     _free: dict[int, list[torch.Tensor | None]] = field(default_factory=lambda: defaultdict(list))
+    _lent: dict[int, list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
 
     @property
     def buffers(self) -> Iterable[torch.Tensor]:
@@ -138,6 +143,21 @@ class HostPool:
     def give(self, size: int, buffer: torch.Tensor | None) -> None:
         self.held -= size
         self._free[size].append(buffer)
+
+    def lend(self, size: int) -> torch.Tensor | None:
+        """Lend memory to a tensor of a user for as long as that lives; then it is lent again. So gradients of each step
+        come into the memory of those before, and pinning it is done once."""
+        if not size:
+            return torch.empty(0, dtype=torch.uint8)
+        known = self._lent[size]
+        buffer = known.pop() if known else self.make(size)
+        if buffer is None:
+            return None
+        lease = (ctypes.c_uint8 * size).from_address(buffer.data_ptr())
+        weakref.finalize(lease, known.append, buffer).atexit = False
+        lent = torch.frombuffer(lease, dtype=torch.uint8)
+        self.told(lent)
+        return lent
 
     def _made(self, size: int) -> torch.Tensor | None:
         self.counts[size] += 1
@@ -217,7 +237,7 @@ class HostTier:
             return self._back(value)
         self.pool.is_read = True
         if target is TO_HOST:
-            made = self._dense(value, None)
+            made = self._lent(value)
             return Copying(self.queues, value, made, self._copied(OUT, [made], [value]))
         made = torch.empty_strided(value.shape, dense_strides(value), dtype=value.dtype, device=self.device)
         return Copying(self.queues, value, made, self._copied(BACK, [made], [value]))
@@ -236,13 +256,10 @@ class HostTier:
         found = side_by_side(tensors, self.pool.make) if tensors else []
         return found or [without_memory(x.shape, x.dtype, x.device) for x in tensors]
 
-    def _dense(self, x: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:
-        """Memory of the host for a tensor, in no buffer of the pool; contiguous without strides."""
-        buffer = self.pool.make(x.numel() * x.element_size())
-        if buffer is None:
-            return without_memory(x.shape, x.dtype, x.device)
-        made = buffer.view(x.dtype)
-        return made.view(x.shape) if strides is None else made.as_strided(x.shape, strides)
+    def _lent(self, x: torch.Tensor) -> torch.Tensor:
+        """Memory of the host for a gradient of a user; dense, as gradients are."""
+        buffer = self.pool.lend(bytes_of(x))
+        return without_memory(x.shape, x.dtype, x.device) if buffer is None else buffer.view(x.dtype).view(x.shape)
 
     def store(self, tensors: Sequence[torch.Tensor], to: Sequence[torch.Tensor]) -> Copying:
         """Start to copy tensors into lasting memory, as one copy."""
@@ -285,13 +302,13 @@ def _copy(to: torch.Tensor | None, source: torch.Tensor | None) -> None:
 
 def in_host(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor in memory of the host that copies to a device need no help to read."""
-    return x.cpu().pin_memory() if device.type == "cuda" else x
+    return pinned(bytes_of(x)).view(x.dtype).view(x.shape).copy_(x) if device.type == "cuda" else x
 
 
 def host_tier(device: torch.device) -> HostTier:
     """The host's memory for a rank that computes on a device."""
     if device.type == "cuda":
-        return HostTier(HostPool(_pinned), CopyQueues(torch.cuda, device), device)
+        return HostTier(HostPool(pinned), CopyQueues(torch.cuda, device), device)
     return HostTier(HostPool(_plain), AtOnce(), device)
 
 
@@ -305,7 +322,15 @@ def without_memory(shape: Iterable[int], dtype: torch.dtype, device: torch.devic
     return torch.empty((), dtype=dtype, device="meta" if device.type == "cpu" else "cpu").expand(tuple(shape))
 
 
-def _pinned(size: int) -> torch.Tensor:
+def pinned(size: int) -> torch.Tensor:
+    """So many bytes that copies of a GPU need no help to read. Torch's own allocator rounds up to a power of two, which
+    would be up to twice as much: large memory is pinned where it lies."""
+    if size >= LARGE:
+        made, runtime = _plain(size), torch.cuda.cudart()
+        if runtime.cudaHostRegister(made.data_ptr(), size, 0) == runtime.cudaError.success:
+            end = weakref.finalize(made.untyped_storage(), runtime.cudaHostUnregister, made.data_ptr())
+            end.atexit = False  # the driver has ended by then, or ends with the process
+            return made
     return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -92,6 +93,43 @@ def beside_estimate(rank: int, name: str, parallel: Any, optimizer: torch.optim.
 
 def test_training_is_the_same_and_is_what_was_estimated(two: Ranks):
     assert two.run(_train, timeout=120) == [[], []]
+
+
+def _go_on(rank: int) -> list[str]:
+    """What differs where states of a run without offload go on with parameters in the host's memory, and back; with
+    gradients that are added up over two calls, and clipped."""
+    _, loss_fn, batch = case.MADE["deep"]()
+
+    def made(**options: Any) -> tuple[Any, torch.optim.Optimizer]:
+        model = autopar.parallelize(case.MADE["deep"]()[0], "dp=2", loss_fn=loss_fn, device="cpu", zero=3, **options)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def step(model: Any, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        optimizer.zero_grad()
+        for _ in range(2):
+            model.forward_backward(*batch)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+        return norm.detach().clone()
+
+    sides = [made(), made(offload="parameters"), made(), made(offload="parameters")]
+    norms = [[step(*sides[0])], [step(*sides[1])], [], []]
+    for source, target in ((0, 3), (1, 2)):  # onto the other kind
+        sides[target][0].load_state_dict(sides[source][0].state_dict())
+        sides[target][1].load_state_dict(copy.deepcopy(sides[source][1].state_dict()))  # else both step the same states
+    for side, known in zip(sides, norms, strict=True):
+        known.append(step(*side))
+    want, *others = [(side[0].full_state_dict(), known[-1]) for side, known in zip(sides, norms, strict=True)]
+    names = [f"side {i}: {name}" for i, (state, _) in enumerate(others, 1) for name in want[0]
+             if not torch.equal(state[name], want[0][name])]  # fmt: skip
+    with torch.no_grad():
+        outputs = [model(batch[0]) for model, _ in sides]
+    names += [f"output of {i}" for i, one in enumerate(outputs) if not torch.equal(one, outputs[0])]
+    return names + [f"norm of {i}" for i, (_, norm) in enumerate(others, 1) if not torch.equal(norm, want[1])]
+
+
+def test_states_go_on_in_the_host_s_memory_and_back(two: Ranks):
+    assert two.run(_go_on, timeout=120) == [[], []]
 
 
 def _differ(rank: int) -> None:

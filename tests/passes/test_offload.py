@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import offload_case as case
@@ -15,6 +16,7 @@ from autopar.ir.check.check_levels import verify
 from autopar.ir.ops.ops import AWAITED, COPIES, TO_DEVICE, TO_HOST
 from autopar.ir.program import HOST, Level, Program, record, set_record
 from autopar.ir.text.text import parse_program, print_program
+from autopar.machines import DEVICES, Machine, named
 from autopar.passes.recompute.budget import Elsewhere, _Step, _steps_within
 from autopar.runtime.tiers.host_buffers import host_buffers, host_bytes
 
@@ -142,6 +144,22 @@ def test_no_plan_is_worse_than_the_best_of_each_alone():
                     if max(0, left - budget) <= elsewhere.room(left):
                         times.append(sum(s.time for s in steps[:count]) + elsewhere.time(max(0, left - budget)))
                 assert (both is None) == (budget < 10) and (not times or times[0] == min(times))
+
+
+@pytest.mark.parametrize("link", [2e8, 2e9, 5e10], ids=["slow", "as fast", "fast"])
+def test_no_emitted_program_is_slower_than_the_best_of_each_alone(link: float):
+    """By the simulation of what is emitted, launches and all. Red before: 5 to 10 % slower, since the largest values
+    moved, all of one layer, which hid none of their copies; of a Llama over a link of 12 GB/s 42 %."""
+    for machine in (
+        replace(named(DEVICES), to_host=link),
+        replace(Machine.flat(1e6, 1e5, 1e3, 2.0, 1.0), to_host=link),
+    ):
+        there = case.compiled("deep", "dp=1", machine=machine, **ON)
+        again = case.compiled("deep", "dp=1", machine=machine, recompute=0.6)
+        both = case.compiled("deep", "dp=1", machine=machine, recompute=0.6, **ON)
+        alone = min(one.time(machine).total for one in (again, there))
+        assert both.time(machine).total <= 1.005 * alone
+        assert peak(both) <= max(peak(again), peak(there)) * 1.05  # what is on its way is there beside what is kept
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from plan_jobs import llama_job
 
 import autopar
 from autopar.errors import PlanError
+from autopar.ir.ops.measure import human
 from autopar.machines import Machine, named
 from autopar.planning.jobs import layers_of
 from autopar.planning.planner import Asked, planned
@@ -20,6 +21,7 @@ from autopar.planning.price.layers import Layers
 from autopar.planning.price.predict import predict
 from autopar.planning.space.candidates import Candidate
 from autopar.report.emitted import checked
+from autopar.report.plans import memory_text
 
 H100 = named("h100-80g")
 GIB = 2**30
@@ -151,3 +153,4 @@ def test_a_plan_with_parameters_there_is_compiled_as_it_says():
     asked = Asked(2, 4, replace(H100, host_memory=1e12), 0.65e9, {"tp": 1, "recompute": "full"}, 1)
     best = checked(planned(layers(), asked)).found.best[0]
     assert best.is_emitted and best.candidate.offload == "parameters" and best.memory <= 0.65e9 and best.host > 0
+    assert memory_text(best) == f"{human(best.memory)} + {human(best.host)} of the host"

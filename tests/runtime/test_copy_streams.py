@@ -28,7 +28,7 @@ from autopar.runtime.executor.inputs import inputs_of, slots_of
 from autopar.runtime.ranks.distributed import DistributedDriver
 from autopar.runtime.ranks.runner import executor_runner
 from autopar.runtime.tiers.host_buffers import host_buffers
-from autopar.runtime.tiers.host_tier import CopyQueues, HostPool, HostTier, HostValue, Queues
+from autopar.runtime.tiers.host_tier import CopyQueues, HostPool, HostTier, HostValue, Queues, host_tier
 
 CPU = torch.device("cpu")
 Clock = dict[str, int]
@@ -247,3 +247,19 @@ def test_what_no_program_does():
     assert by_hand(lambda api: CopyQueues(api, CPU)) == []
     assert by_hand(lambda api: TooSoon(api, CPU)) == ["back reads at %x_load what out writes at %x_out"]
     assert "out writes at %y_out what back reads at %x_load" in by_hand(lambda api: CopyQueues(api, CPU), early=True)
+
+
+def test_memory_is_lent_again_when_the_tensor_that_had_it_is_gone():
+    """Of gradients: a view holds it, a step that follows makes none, and nothing is used twice at once."""
+    tier, x = host_tier(CPU), torch.arange(6.0).view(2, 3)
+    made, make = list[int](), tier.pool.make
+    tier.pool.make = lambda size: made.append(size) or make(size)  # type: ignore[func-returns-value]
+    first = tier.start(TO_HOST, x, True).wait()
+    place, view = first.data_ptr(), first.view(-1)
+    del first
+    other = tier.start(TO_HOST, x + 1, True).wait()
+    assert other.data_ptr() != place and torch.equal(view, x.view(-1)) and made == [24, 24]
+    del view
+    again = tier.start(TO_HOST, x + 2, True).wait()
+    assert again.data_ptr() == place and torch.equal(again, x + 2) and torch.equal(other, x + 1) and made == [24, 24]
+    assert tier.start(TO_HOST, x[:0], True).wait().shape == (0, 3)

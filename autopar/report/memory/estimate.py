@@ -11,7 +11,7 @@ from torch import fx
 from autopar.compiler.lowered import Lowered
 from autopar.errors import PlanError, RankError, one_of
 from autopar.ir.mesh import PIPELINE
-from autopar.ir.ops.ops import is_collective
+from autopar.ir.ops.ops import AWAITED, TO_DEVICE, TO_HOST, is_collective
 from autopar.ir.ops.storage import is_view
 from autopar.ir.program import Program, is_getitem, record
 from autopar.report.memory.assumed_rows import RowCounts, routes_rows
@@ -99,6 +99,7 @@ class _Categories:
     def __init__(self, compiled: Lowered, trace: Trace) -> None:
         self.gradients, self.saved = set(trace.gradients), trace.saved
         pipeline = compiled.pipeline
+        self.is_staged = pipeline is not None
         programs = [compiled.program] if pipeline is None else [one.program for one in pipeline.every_graph()]
         self.of_gradients = {node for program in programs for node in _gradients(program)}
 
@@ -109,6 +110,8 @@ class _Categories:
         if block in self.gradients:
             return GRADIENTS
         node = place.node if place is not None else None
+        if node is not None and node.target is TO_DEVICE and node.all_input_nodes[0].op == "placeholder":
+            return TEMPORARIES if self.is_staged else PARAMETERS  # of a stage it is what the forward pass left
         if node is not None and is_collective(node.target):
             return ACTIVATIONS if block in self.saved else COLLECTIVES
         if node in self.of_gradients:
@@ -133,7 +136,8 @@ def _gradients(program: Program) -> Iterator[fx.Node]:
             continue
         seen.add(node)
         yield node
-        if is_collective(node.target) or is_view(node) or is_getitem(node) or _is_joined(node):
+        is_moved = is_collective(node.target) or node.target in (TO_HOST, AWAITED)
+        if is_moved or is_view(node) or is_getitem(node) or _is_joined(node):
             wanted += node.all_input_nodes
 
 

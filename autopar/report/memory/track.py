@@ -50,7 +50,6 @@ class Tracker(TorchDispatchMode):
         super().__init__()
         self.device, self.grain = device, grain
         self.place: Any = None
-        self.looks = True  # False while what is made does not count
         self.total = 0
         self.events: list[BlockEvent] = []
         self._blocks: dict[int, tuple[StorageBlock, Any]] = {}
@@ -109,7 +108,7 @@ class Tracker(TorchDispatchMode):
 
     def _see(self, tensor: torch.Tensor, kind: str = "", name: str = "") -> None:
         tensor = local_of(tensor) if isinstance(tensor, DTensor) else tensor
-        if not self.looks or tensor.device.type != self.device or tensor.layout is not torch.strided:
+        if tensor.device.type != self.device or tensor.layout is not torch.strided:
             return
         storage = tensor.untyped_storage()
         if id(storage) in self._others:
