@@ -11,8 +11,8 @@ from typing import TypeVar
 from rich.progress import Progress
 
 from autopar.cli.arguments.command_options import CommandOptions
+from autopar.cli.arguments.configured import job_of_config
 from autopar.cli.arguments.wanted_plans import Wanted
-from autopar.cli.configured import job_of_config
 from autopar.cli.show import out, show, show_aside, show_json, write_text
 from autopar.errors import TargetError
 from autopar.machines import named

@@ -11,7 +11,7 @@ import torch
 from transformers import __version__
 
 from autopar.cli import commands as cli
-from autopar.cli.configured import job_of_config
+from autopar.cli.arguments.configured import job_of_config
 from autopar.errors import TargetError
 
 LLAMA = {

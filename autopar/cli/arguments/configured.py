@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from autopar.errors import TargetError
-from autopar.job import Job
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from autopar.job import Job
 
 _LONGEST = 4096  # tokens of a row, where nobody says how many
 _KINDS = ("ForCausalLM", "ForMaskedLM")  # whose loss is of the tokens that they are given
@@ -24,6 +26,10 @@ def job_of_config(file: Path, rows: int, length: int | None) -> Job:
         import transformers
     except ImportError:
         raise TargetError(f"--hf {file}: transformers is not installed here: pip install transformers.") from None
+    import torch
+
+    from autopar.job import Job
+
     said = _read(file)
     kind = str(said.get("model_type"))
     if kind not in transformers.CONFIG_MAPPING:
