@@ -41,8 +41,9 @@ LIMIT_S = 180
 MESHES = ("dp=2", "dp=3", "tp=2", "fsdp=2", "dp=2,tp=2", "dp=3,tp=2", "dp=2,fsdp=2", "fsdp=2,tp=2", "tp=3",
           "cp=2", "dp=2,cp=2", "cp=2,tp=2", "ulysses=2", "fsdp=2,cp=2", "cp=2,ulysses=2")  # fmt: skip
 STAGED = ("pp=2", "pp=3", "dp=2,pp=2", "pp=2,tp=2", "dp=2,pp=2,tp=2", "fsdp=2,pp=2", "cp=2,pp=2")
-SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v")
+SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "dualpipev")
 SLICED = ("seq1f1b", "gpipe")
+HOSTED = ("parameters", ["parameters", "activations"])
 OFFLOADS = ("activations", {"activations": 0.5})
 FLOATS: tuple[dict[str, Any], ...] = (
     {"dtype": torch.float32}, {"dtype": torch.float32}, {"dtype": torch.bfloat16}, {"dtype": torch.float16},
@@ -103,6 +104,14 @@ def draw(seed: int, number: int, recurrent: bool = False, in_float64: bool = Fal
         options["per_microbatch"] = True
     if dice.random() < 1 / 4:
         options |= {"offload": dice.choice(OFFLOADS), "horizon": dice.choice(("auto", 1, 2))}
+    is_one = not staged and "microbatches" not in options and "slices" not in options
+    if (
+        is_one
+        and options.get("zero") not in (1, 2)
+        and options.get("reshard_after_forward", True)
+        and dice.random() < 1 / 4
+    ):
+        options["offload"] = dice.choice(HOSTED)
     return name, mesh, options
 
 

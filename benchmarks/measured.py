@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from autopar.capture.inputs.containers import take_call_apart
 from autopar.parallel.module import ParallelModule
 from autopar.report.memory.track import Tracker
+from autopar.runtime.tiers.host_tier import HostPool, Make
 from autopar.torch_compat import local_of
 
 
@@ -37,6 +39,9 @@ def measure(model: ParallelModule, optimizer: torch.optim.Optimizer | None, *arg
         return _measure_cuda(model, optimizer, args, kwargs)
     tracker = Tracker()
     tracker.leave_out(host_memory(model, optimizer))
+    made = [(pool, pool.make) for pool in pools(model)]
+    for pool, make in made:  # what goes there for good, as gradients do, is in no buffer
+        pool.make = partial(_left_out, make, tracker)
     for kind, tensors in (
         ("parameters", list(model.parameters())),
         ("inputs", [*model.buffers(), *take_call_apart(args, kwargs).leaves]),
@@ -55,17 +60,37 @@ def measure(model: ParallelModule, optimizer: torch.optim.Optimizer | None, *arg
     del loss
     step, end = tracker.peak_bytes(start, middle), tracker.peak_bytes(middle)
     tracker.close()
+    for pool, make in made:
+        pool.make = make
     return Measured(before, step, end)
 
 
 def host_memory(model: ParallelModule, optimizer: torch.optim.Optimizer | None = None) -> list[torch.Tensor]:
     """The buffers in which a model's values wait between its passes, and the states of an optimizer that all wait."""
-    runners = [running.runner for running in model.programs]
-    buffers = [one for runner in runners if hasattr(runner, "driver") for one in runner.driver.tier.pool.buffers]
+    found = [one for pool in pools(model) for one in pool.buffers]
     options = [running.compiled.plan.options for running in model.programs]
-    if optimizer is None or not any(option.offloaded.get("optimizer") == 1 for option in options):
-        return buffers
-    return buffers + [local_of(x) for states in optimizer.state.values() for x in states.values() if x.ndim]
+    is_there = any(option.offloaded.get("parameters") for option in options)
+    if is_there:
+        every = [x for p in model.parameters() for x in (p, p.grad) if x is not None]
+        found += [local_of(x) for x in every]
+    if optimizer is None or not (is_there or any(option.offloaded.get("optimizer") == 1 for option in options)):
+        return found
+    return found + [local_of(x) for states in optimizer.state.values() for x in states.values() if x.ndim]
+
+
+def pools(model: ParallelModule) -> list[HostPool]:
+    """The pools of the host's memory that a model's programs use, each once."""
+    runners = [running.runner for running in model.programs]
+    return list({id(one): one for r in runners if hasattr(r, "driver") for one in [r.driver.tier.pool]}.values())
+
+
+def _left_out(make: Make, tracker: Tracker, size: int) -> torch.Tensor | None:
+    """Memory of the host that a tracker does not count."""
+    tracker.looks = False
+    tensor = make(size)
+    tracker.looks = True
+    tracker.leave_out([tensor] if tensor is not None else [])
+    return tensor
 
 
 def _measure_cuda(model: ParallelModule, optimizer: torch.optim.Optimizer | None, args: Any, kwargs: Any) -> Measured:

@@ -25,6 +25,7 @@ from autopar.passes.masks.causal_masks import causal_masks
 from autopar.passes.masks.compare_masks import compare_masks
 from autopar.passes.masks.rowwise import rowwise
 from autopar.passes.offload import offload
+from autopar.passes.offload.host_parameters import host_parameters
 from autopar.passes.overlap.beside_rows import beside_rows
 from autopar.passes.overlap.bucket import bucket
 from autopar.passes.overlap.decompose import decompose
@@ -71,9 +72,10 @@ PASSES: tuple[tuple[Pass, Level], ...] = (
     (overlap, Level.LOCAL),  # other collectives start early, with gradients of weights under them
     (decompose, Level.LOCAL),  # a product beside a collective that nothing hides is computed in chunks
     (bucket, Level.LOCAL),  # gradients are reduced in buckets, under the backward pass
+    (host_parameters, Level.LOCAL),  # parameters wait in the host's memory, and gradients go there
     (fuse, Level.LOCAL),  # calls between products and collectives become groups, each a kernel
 )
-OF_GRAPHS: frozenset[Pass] = frozenset({offload, prefetch, overlap, decompose, bucket, fuse})
+OF_GRAPHS: frozenset[Pass] = frozenset({offload, prefetch, overlap, decompose, bucket, host_parameters, fuse})
 
 __all__ = ["PASSES", "Pass", "make_pipeline", "run_passes"]
 

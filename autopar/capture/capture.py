@@ -17,8 +17,9 @@ from autopar.capture.data.casts import default_dtype, idle_autocast
 from autopar.capture.data.determinism import HostDrawsFound, Steady
 from autopar.capture.data.foreign import foreign_state
 from autopar.capture.data.item_values import check_returned
-from autopar.capture.data.reads import Answers, Reads, Unknown, fake_like, known_inputs
+from autopar.capture.data.reads import Answers, Reads, Unknown, known_inputs
 from autopar.capture.data.recorded_calls import RecordedCalls, behind_of
+from autopar.capture.data.so_far import SoFar, fake_like
 from autopar.capture.draws.host_draws import HostDraws, States, generators, names_made_anew, set_generators
 from autopar.capture.draws.joins import CoinPlan, Sides, plan
 from autopar.capture.draws.step_coins import CoinFound, Coins, StepCoins
@@ -51,7 +52,7 @@ from autopar.capture.refusals.location import Locator
 from autopar.capture.resizing.earlier import Earlier
 from autopar.capture.resizing.resizing import Resizing
 from autopar.capture.rows.row_sides import Has, RowSides, RowUses, UnfitRows, row_uses
-from autopar.capture.rows.turns import MaskOrder
+from autopar.capture.rows.selected import Selected
 from autopar.capture.trace.normalise import functional, normalise, without_seed
 from autopar.capture.trace.results import Results
 from autopar.capture.trace.tracer import Traced, Tracer, Unseen
@@ -157,7 +158,7 @@ class _Capture:
         self.step_coins: StepCoins | None = None
         self.asks_rows = False  # the model asks for the number of rows, or goes through the places of a mask
         self.row_uses: RowUses | None = None  # where it matters which masks select rows
-        self.order = MaskOrder()  # of the run that goes on
+        self.selected = Selected()  # rows of the run that goes on
         self.graphs, self.runs = list[fx.Graph](), list[RecordedCalls]()  # all of the capture's
         self.forks, self.resizing = forks, Resizing(earlier)
         self.model, self.loss_fn, self.train, self.lift, self.reads = model, loss_fn, train, lift, reads
@@ -179,8 +180,7 @@ class _Capture:
         self.calls, self.calling, self.ran = RecordedCalls(), None, Ran()
         self.may_specialize = False
         self.given: list[tuple[torch.Tensor, int]] = []  # the inputs as the model got them, with their versions
-        self.replaced: dict[str, Any] = {}
-        self.notes: list[str] = []
+        self.replaced, self.notes = dict[str, Any](), list[str]()
         self.untrained: dict[int, str] = {}  # names of plain attributes that require a gradient
         self.outside: Mapping[int, Outside] = {}
         self.fault: AutoparError | None = None
@@ -279,7 +279,7 @@ class _Capture:
         reads, partners = tuple(self.reads.known), tuple(self.partners.known.values())
         return Captured(
             program, {**kept, **constants}, *self.result, reads, frozen, partners, self.ran, coins=self.step_coins,
-            row_uses=self.row_uses,
+            row_uses=self.row_uses, row_draws=self.selected.draws.found,
         )  # fmt: skip
 
     def _steady(self, fakes: list[torch.Tensor], before: Attributes, drawn: Mapping[str, Any]) -> list[str]:
@@ -333,9 +333,10 @@ class _Capture:
 
         def run(has: Has) -> RowSides:
             mode = self._on_shapes(fakes, before, None, partial(RowSides.of, has))
-            if mode is None or mode.selected.order.sides is None or mode.selected.order.lines != self.order.lines:
+            order = None if mode is None else mode.selected.order
+            if order is None or order.sides is None or order.lines != self.selected.order.lines:
                 raise UnfitRows
-            return mode.selected.order.sides
+            return order.sides
 
         found = row_uses(run, names)
         self.row_uses = found if self.train else None
@@ -383,7 +384,7 @@ class _Capture:
         mode = self._mode(self.locator, inputs, self.calls, self.reads)
         self.outside, mode.ran, mode.selected.tracer = mode.outside, self.ran, self.tracer
         mode.selected.order.tracer = self.tracer
-        self.order, mode.selected.order.counts = mode.selected.order, None if self.row_uses is None else []
+        self.selected, mode.selected.order.counts = mode.selected, None if self.row_uses is None else []
         self._start(mode, self.tracer)
         body = self._train_body if self.train else self._forward_body
         try:
@@ -394,7 +395,7 @@ class _Capture:
             return (found.tensor if isinstance(found, Unknown) else inputs[-1],)
         finally:
             self.calling, self.may_specialize = mode.calling, mode.may_specialize and mode.permitted is None
-            self.notes = mode.told()
+            self.notes, self.reads.so_far, self.reads.state = mode.told(), None, None
             self.ran.values = mode.values
         self.has_random_ops, self.has_items = bool(mode.random_ops), bool(mode.items.found)
         mode.items.close()
@@ -414,7 +415,7 @@ class _Capture:
             self.hosts.append(mode.hosts)
         self.coins.start(mode.inputs, mode.numbered, tracer, sides)
         self.forks.start()
-        self.reads.start()
+        self.reads.start(*(() if tracer is None else SoFar.of(tracer, self._given())))
 
     def _again(self, inputs: list[torch.Tensor], calls: RecordedCalls, is_watched: bool = True) -> None:
         """Forward and loss once more, on shapes alone; what the model prints is printed already. is_watched: no line is
@@ -568,8 +569,8 @@ class _Capture:
 
     def _guards(self) -> list[torch.Tensor]:
         """The tensors whose values were taken from the example batch; they leave last."""
-        if self.order.counts:
-            self.reads.rows(torch.stack(self.order.counts), next(filter(None, self.order.lines), None))
+        if (order := self.selected.order).counts:
+            self.reads.rows(torch.stack(order.counts), next(filter(None, order.lines), None))
         guards = {str(i): tensor for i, tensor in enumerate(self.reads.tensors) if tensor is not None}
         self.outputs += [Output("guard", position) for position in guards]
         return list(guards.values())

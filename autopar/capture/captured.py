@@ -15,6 +15,7 @@ from autopar.capture.inputs.batch_dims import Dims
 from autopar.capture.inputs.containers import Form, put_together
 from autopar.capture.inputs.partners import Partner
 from autopar.capture.python.ran import Ran
+from autopar.capture.rows.row_draws import RowDraw
 from autopar.capture.rows.row_sides import RowUses
 from autopar.ir.program import Program
 
@@ -30,7 +31,8 @@ class Captured:
     parameters that are not trained, by first name. `partners` are other models in the loss, whose tensors' names begin
     with theirs. `ran` are the user's functions that ran. `batch_dims`: the dim that counts the samples, by batch tensor
     (None: it has none); None as a whole where nothing was said. `coins`: the random branches of the step.
-    `row_uses`: the parameters that it uses, by which masks select rows. `host`: what it draws on the host.
+    `row_uses`: the parameters that it uses, by which masks select rows. `row_draws`: its dropout of such rows.
+    `host`: what it draws on the host.
     """
 
     program: Program
@@ -44,6 +46,7 @@ class Captured:
     batch_dims: Mapping[str, int | None] | None = None
     coins: StepCoins | None = None
     row_uses: RowUses | None = None
+    row_draws: Mapping[int, RowDraw] = field(default_factory=dict)
     host: HostDraws | None = None
 
     @property

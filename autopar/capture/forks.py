@@ -35,14 +35,10 @@ class Forks:
         """A run begins."""
         self.taken.clear()
 
-    def see(self, line: Line | None) -> None:
-        """A branch that is none of two sides to be compared."""
+    def take(self, line: Line | None, may_fork: bool) -> bool | None:
+        """The side of the next branch; None if none may be taken. may_fork: it is one of two sides to be compared."""
         self.lines.append(line)
-
-    def take(self, line: Line | None) -> bool | None:
-        """The side of the next branch; None if none may be taken."""
-        self.lines.append(line)
-        if self.sides is None:
+        if self.sides is None or not may_fork:
             return None
         if len(self.taken) >= _MOST:
             raise CaptureError("the model has too many branches on data.")
@@ -78,8 +74,8 @@ def captured(run: Run, asked: Reads) -> Captured:
 
 def _guarded(run: Run, asked: Reads) -> Captured:
     """The capture with the truth of data taken as it most likely is. A side that fails is not: the other one is taken.
-    So is another fact than one that was taken for granted."""
-    reads, failed = asked.anew(guards=True), CaptureError()
+    So is another fact than one that was taken for granted. Where all fail, what the likeliest fails of is said."""
+    reads, failed = asked.anew(guards=True), list[CaptureError]()
     while True:
         try:
             return run(reads, Forks())
@@ -91,11 +87,11 @@ def _guarded(run: Run, asked: Reads) -> Captured:
                 reads = reads.anew(counts=True, given=asked.given)
                 continue
             guesses = [at for at, read in enumerate(reads.known) if read.has_other and at >= len(reads.given)]
+            failed.append(error)
             if not guesses:
-                fault = failed if len(reads.given) > reads.told else error
-                raise fault from fault.__cause__
+                raise failed[0] from failed[0].__cause__
             *before, last = (read.value for read in reads.known[: guesses[-1] + 1])
-            reads, failed = reads.anew(given=(*before, not last)), error
+            reads = reads.anew(given=(*before, not last))
 
 
 def _of_all_sides(run: Run, reads: Reads) -> Captured | None:

@@ -6,7 +6,7 @@ Which ones and how: `raised.py`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
@@ -33,7 +33,7 @@ from autopar.capture.inputs.outside import Outside, with_inputs
 from autopar.capture.inputs.partners import Partners, check_plain, inlined
 from autopar.capture.ops.functions import Dropout
 from autopar.capture.ops.raised import ALWAYS, RAISED
-from autopar.capture.ops.raised_lookups import counts_rows, dense, has_max_norm, looked_up, rejoined
+from autopar.capture.ops.raised_lookups import counts_rows, cut_later, dense, has_max_norm, looked_up, rejoined
 from autopar.capture.ops.raised_norms import NORMS, Norm, is_count, norm_of
 from autopar.capture.ops.raised_recurrent import NOTE as PACKED_NOTE
 from autopar.capture.ops.raised_recurrent import PACKING, Packs, PlainPacks
@@ -45,7 +45,9 @@ from autopar.capture.python.stand_in import with_tensors
 from autopar.capture.refusals.constructs import DENSE, MAX_NORM, NOTED, READS, REFUSED, SEEDED, SPARSE
 from autopar.capture.refusals.explain_failure import SIZE, refusal, wants_data
 from autopar.capture.refusals.location import Line, Locator, Place, is_user_code, user_frame
-from autopar.capture.rows.selected import Selected, asks_for_places, masked
+from autopar.capture.rows.row_draws import PlainDraws
+from autopar.capture.rows.selected import Selected
+from autopar.capture.rows.selections import asks_for_places, masked
 from autopar.errors import CaptureError
 from autopar.ir.ops.op_facts import ALIKE, QUERIES
 from autopar.ir.ops.ops import op
@@ -117,7 +119,7 @@ class Raise(TorchFunctionMode):
         self.microbatches = 1  # of all data ranks, for `autopar.per_microbatch`
         self.plain_norm: Callable[..., Any] | None = None  # of the plain module, where it takes those of groups
         self.items, self.forks, self.coins = Items(), Forks(), Coins()
-        self.skips: Mapping[int, int] = {}  # random ops that the plain module leaves out, by how many there were before
+        self.plain = PlainDraws()  # of the plain module
         self.hosts: list[Tensor] | None = None  # where numbers of the host are drawn: tensors with data, as they come
         self.ran = Ran()
         self.inputs: dict[int, Tensor] = {}  # by the id of the parameter that each stands for
@@ -263,7 +265,7 @@ class Raise(TorchFunctionMode):
     # -- a value that Python asks for ---------------------------------------------------------------------------
 
     def _give_value(self, call: _Call) -> Any:
-        if call.function not in FOLDED:
+        if call.function not in FOLDED or self.selected.order.mask_of(call.function, call.args) is not None:
             return NotImplemented
         for give in _VALUES:
             value = give(self, call)
@@ -342,9 +344,7 @@ class Raise(TorchFunctionMode):
         """The truth of data, of which each step checks that it is so; NotImplemented as long as nothing is guarded."""
         if read is not bool:
             return NotImplemented
-        if not may_fork:
-            self.forks.see(line)
-        side = self.forks.take(line) if may_fork else None
+        side = self.forks.take(line, may_fork)
         if side is not None or self.reads is None or not self.reads.guards:
             return NotImplemented if side is None else side
         last = self.calls.made[-1].function if self.calls.made else ""
@@ -404,6 +404,7 @@ class Raise(TorchFunctionMode):
             result = (
                 self.selected.call(run, function, given, kwargs) if is_followed else run(function, *given, **kwargs)
             )
+        self.selected.saw(func, args, kwargs, result, self._computes())
         written = [] if func in QUERIES else self.known.saw(func, args, kwargs, before, result, call.asked)
         self.selected.order.saw(func, args, kwargs, result, written)
         self.known.saw_draws(func, args, result, self._drew)
@@ -436,6 +437,7 @@ class Raise(TorchFunctionMode):
     def _run_plain(self, call: _Call) -> Any:
         if call.function is in_microbatches:
             return dealt_plainly(call.args[0], self.microbatches, call.line)
+        self.plain.saw(call.function, call.args, call.kwargs)
         made = self.packs.call(self, call.function, call.args, call.kwargs, call.frame)
         return self._run(call, call.function, *call.args, **call.kwargs) if made is NotImplemented else made
 
@@ -490,7 +492,7 @@ class Raise(TorchFunctionMode):
             result = looked_up(func, args)
             if result is not NotImplemented:
                 return result
-            specialized = self._specialized(call, func, args, kwargs)
+            specialized = self._specialized(call, func, args, kwargs) or cut_later(func, args, kwargs, call.line)
             if specialized is None:
                 raise
         return specialized()
@@ -534,7 +536,7 @@ class Raise(TorchFunctionMode):
         """Dropout of the counter-based generator."""
         if not training or p == 0.0:
             return x
-        result = Dropout.apply(x, self.seed, self._number(), float(p))
+        result = self.plain.drawn(number := self._number(), x, lambda x: Dropout.apply(x, self.seed, number, float(p)))
         return x.copy_(result) if inplace else result
 
     def drawing(self) -> tuple[Tensor, int]:
@@ -559,11 +561,7 @@ class Raise(TorchFunctionMode):
     def _number(self) -> int:
         """The number of a random op, which is its key."""
         assert self.seed is not None
-        number = self.numbered() + 1
-        while number - 1 in self.skips:
-            left_out = range(number, number + self.skips[number - 1])
-            self.random_ops.update(left_out)
-            number = left_out.stop
+        number = self.plain.next(self.numbered() + 1, self.random_ops)
         if not 0 < number <= len(self.random_ops) + 1:
             raise refusal(SEEDED, user_frame(sys._getframe(1)))
         if self.locator and self.locator.phase == "backward" and number not in self.random_ops:

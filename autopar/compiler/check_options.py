@@ -41,13 +41,20 @@ def options_of(**keywords: Unpack[StepKeywords]) -> StepOptions:
 
 def check_offload(options: StepOptions, graphs: Graphs = False) -> None:
     """Raise PlanError for what goes with nothing that waits in the host's memory."""
-    if not options.offloaded.get("activations"):
+    offloaded = options.offloaded
+    if not offloaded.get("activations") and not offloaded.get("parameters"):
         if options.horizon != "auto":
             raise PlanError(
-                f'horizon={options.horizon!r} is of offload="activations", which is not asked for: write both, or none.'
+                f'horizon={options.horizon!r} is of offload="activations" or "parameters", neither of which is asked '
+                f"for: write both, or none."
             )
         return
     asked = f"offload={options.offload!r}"
+    if offloaded.get("parameters") and offloaded.get("optimizer"):
+        raise PlanError(
+            f"{asked}: an optimizer makes its states where the parameters lie, which is the host's memory. Write "
+            f'"parameters" without "optimizer".'
+        )
     if options.compile == "inductor":
         raise PlanError(
             f'{asked} with compile="inductor": its code holds no copies that go on beside it. Write compile="executor" '
@@ -61,10 +68,11 @@ def check_offload(options: StepOptions, graphs: Graphs = False) -> None:
 
 
 def check_unplanned(offload: Offload) -> None:
-    """Raise PlanError for what is to wait in the host's memory, of which plans know nothing."""
+    """Raise PlanError for what is to wait in the host's memory where a mesh is planned as ranks run."""
     if offload:
         raise PlanError(
-            f"offload={offload!r}: plans do not weigh what the host's memory holds. Leave it out, or write a mesh."
+            f'offload={offload!r}: mesh="auto" puts nothing in the host\'s memory. Leave it out, or write a mesh: '
+            f"`autopar plan` finds one that does."
         )
 
 

@@ -15,9 +15,7 @@ from autopar.capture.inputs.batch_dims import Dims
 from autopar.compiler.constraints import (
     batch_ranks,
     check_batch,
-    check_experts,
-    check_slices,
-    check_zero,
+    check_plan,
     divides_batch,
     microbatches_of,
     parse_shard,
@@ -231,7 +229,5 @@ def make_plan(captured: Captured, mesh: Mesh, options: StepOptions, fixed: Fixed
         frozen=captured.frozen,
         rules=CUSTOM_OPS.rows(),
     )
-    check_zero(plan)
-    check_slices(plan)
-    check_experts(plan)
+    check_plan(plan)
     return with_positions(plan, program)

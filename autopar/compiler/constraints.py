@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from autopar.errors import BatchError, LayoutError, PlanError, divisors, one_of
 from autopar.ir.layout import Layout, factor_sizes, parse_layout, spelled
-from autopar.ir.mesh import CONTEXT, DATA_AXES, EXPERT, GRADIENT_AXES, PIPELINE, Mesh, axes_of_group
+from autopar.ir.mesh import CONTEXT, DATA_AXES, EXPERT, GRADIENT_AXES, PIPELINE, Mesh, axes_of_group, group_name
 from autopar.ir.plan import Plan
 from autopar.ir.program import PARTNER, Input, Program, TensorType, record
 from autopar.passes.search.intents import INTENTS, BatchDims, batch_dims_of, batch_size, context_axes
@@ -164,12 +164,38 @@ def _entries(program: Program) -> list[tuple[Input, TensorType]]:
     return [(entry, record(node).type) for node, entry in program.entries]
 
 
+def check_plan(plan: Plan) -> None:
+    """Raise PlanError for options that the mesh does not go with, or each other."""
+    for check in (check_zero, check_host, check_slices, check_experts):
+        check(plan)
+
+
 def check_zero(plan: Plan) -> None:
     """Raise PlanError if ZeRO has no axis to split states over."""
     if plan.zero and not any(axis in plan.mesh for axis in GRADIENT_AXES):
         raise PlanError(
             f"zero={plan.zero} splits states over a data axis, but mesh '{plan.mesh}' has none. Add dp, fsdp or cp to "
             f"it, e.g. 'dp=2,{plan.mesh}', or leave zero out."
+        )
+
+
+def check_host(plan: Plan) -> None:
+    """Raise PlanError where parameters in the host's memory would be on the device all the time, or their gradients."""
+    if not plan.offloads("parameters"):
+        return
+    asked = f"offload={plan.options.offload!r}"
+    if plan.is_staged:
+        many = f"mesh '{plan.mesh}'" if plan.ranks_of_pipeline > 1 else f"{plan.parts} micro-batches or slices"
+        raise PlanError(
+            f"{asked} with {many}: gradients would be added up on the device, all of them. Write an axis of data with "
+            f"zero=3 in place of pp, and call forward_backward several times before a step in place of micro-batches: "
+            f"gradients add up in the host's memory."
+        )
+    if plan.zero_axes and not plan.gathers_again:
+        kept = f"zero={plan.zero}" if plan.zero < 3 else "reshard_after_forward=False"
+        raise PlanError(
+            f"{asked} with {kept} on mesh '{plan.mesh}': every rank would gather all parameters and keep them for the "
+            f"step. Write zero=3, which gathers each layer for each use, or zero=0."
         )
 
 
@@ -197,12 +223,11 @@ def check_experts(plan: Plan) -> None:
 def _check_expert_axis(plan: Plan, axis: str) -> None:
     """Raise PlanError for experts over what is no axis of the mesh that rows may go along."""
     said, may = f"experts={axis!r}", [one for one in plan.mesh.names if one in (*DATA_AXES, CONTEXT)]
-    ways = f"It may be {one_of(may)}" if may else "Add ep, or dp, to the mesh"
+    joined = f", or both, '{group_name(may)}'" if len(may) == 2 else ", or several joined" if may[2:] else ""
+    ways = f"It may be {one_of(may)}{joined}" if may else "Add ep, or dp, to the mesh"
     if EXPERT in plan.mesh and axis != EXPERT:
         raise PlanError(f"{said}, and mesh '{plan.mesh}' has an axis {EXPERT} for them: leave one of both out.")
-    if len(axes_of_group(axis)) > 1:
-        raise PlanError(f"{said} joins axes, and rows go to experts along one. {ways}; or give all to one axis.")
-    if axis not in may:
+    if not set(axes_of_group(axis)) <= set(may):
         raise PlanError(f"{said} is no axis of mesh '{plan.mesh}' that splits rows. {ways}.")
 
 

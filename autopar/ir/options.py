@@ -40,7 +40,7 @@ Policy = str | int | float
 Recompute = Policy | Mapping[str, Policy]
 Shard = Mapping[str, "str | Layout"]
 BatchDims = Any  # a dim, None, or a tuple, list or dict of these
-OFFLOADED = ("activations", "optimizer")  # what may wait in the host's memory
+OFFLOADED = ("activations", "optimizer", "parameters")  # what may wait in the host's memory
 Amount = int | float
 Offload = str | Sequence[str] | Mapping[str, Amount] | None
 Horizon = int | Literal["auto"]
@@ -194,7 +194,8 @@ def _is_offload(value: Any) -> bool:
 
 def _is_amount(name: str, amount: Any) -> bool:
     is_number = isinstance(amount, float) or (name == "activations" and isinstance(amount, int))
-    return is_number and not isinstance(amount, bool) and _is_policy(amount)
+    is_whole = name != "parameters" or amount == 1.0
+    return is_number and not isinstance(amount, bool) and _is_policy(amount) and is_whole
 
 
 def _name_of(function: Any) -> str:
@@ -231,9 +232,10 @@ class StepOptions:
     batch_statistics: the samples of which BatchNorm in training takes mean and variance: the whole "batch", as on one
       device, those of a data "rank", or those of a "microbatch" of a rank, as other trainers do. With "microbatch"
       BatchNorm goes with micro-batches, pipelines and all schedules; docs/pipelines.md tells the running statistics.
-    schedule: of a pipeline (an axis pp): gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-h2, zb-v, seq1f1b, or a CSV file of
-      actions such as 0F0. In Python also a function, see docs/pipelines.md. (arXiv 1811.06965 for gpipe, 2104.04473
-      for 1f1b and interleaved-1f1b, 2406.03488 for seq1f1b, 2401.10241 for the others.)
+    schedule: of a pipeline (an axis pp): gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-h2, zb-v, dualpipev, seq1f1b, or a
+      CSV file of actions such as 0F0. In Python also a function, see docs/pipelines.md. (arXiv 1811.06965 for gpipe,
+      2104.04473 for 1f1b and interleaved-1f1b, 2406.03488 for seq1f1b, 2412.19437 for dualpipev, 2401.10241 for the
+      others.)
     stages: modules of the stages. A list, a stage an entry, e.g. `["embed, blocks.0-3", "blocks.4-7, head"]`; by
       default the cut with the fastest slowest stage.
     chunks: stages on each rank.
@@ -246,13 +248,13 @@ class StepOptions:
     recompute: what the backward pass computes again instead of keeping it: none, selective (arXiv 2205.05198), full,
       the bytes that a rank may keep (an int), or their part of what "none" keeps (a float). Or those by pattern of
       modules, e.g. `{"blocks.0-3": "full", "*": "selective"}`.
-    offload: what waits in the host's memory: "activations", which the forward pass keeps for the backward pass;
-      "optimizer", its states, which are on the device while their parameters step; or a list of both. Or the parts that
-      do so, of activations also bytes: `{"activations": 0.5, "optimizer": 1.0}`. Where recompute= is a number, it is
-      the budget of both: each value is kept, computed again or moved, whichever takes the least time (arXiv
-      2104.07857).
-    horizon: layers of the backward pass by which activations are back before they are read: more hide slower copies,
-      fewer need less memory. "auto" begins each copy as late as hides it, by two layers at most.
+    offload: what waits in the host's memory: "activations" for the backward pass, "optimizer" (its states), "parameters"
+      with gradients and states; or a list of them. States are on the device while their parameters step. Parameters
+      come a layer before it computes, and the optimizer steps on the host. Or the parts that wait, of activations also
+      bytes: `{"activations": 0.5, "optimizer": 1.0}`. Where recompute= is a number, it is the budget of both: each
+      value is kept, computed again or moved, whichever takes the least time (arXiv 2104.07857).
+    horizon: layers by which activations, or parameters, are back before they are read: more hide slower copies, fewer
+      need less memory. "auto" begins each copy as late as hides it, by two layers at most, and of parameters by one.
     precision: to compute in: bf16 or fp16, with parameters and norms, softmax and loss in fp32. None as the model is.
     reduce_dtype: of the sums of gradients over ranks and micro-batches.
     bucket_bytes: of gradients or parameters that move together. None leaves it to the sizes of the model.
@@ -323,7 +325,10 @@ class StepOptions:
     )
     offload: Offload = option(
         None,
-        Valid(_is_offload, f'{one_of(OFFLOADED)}, a list of both, or parts from 0.0 to 1.0: {{"activations": 0.5}}'),
+        Valid(
+            _is_offload,
+            f'{one_of(OFFLOADED)}, a list of them, or parts from 0.0 to 1.0: {{"activations": 0.5}} (parameters: 1.0)',
+        ),
         Flag(str, "WHAT|WHAT=PART,...", read_offload),
     )
     horizon: Horizon = option(
@@ -406,7 +411,7 @@ PLANNED: Mapping[str, Any] = {
     name: StepOptions.__dataclass_fields__[name].default
     for name in (
         "microbatches", "slices", "schedule", "chunks", "zero", "reshard_after_forward", "recompute",
-        "sequence_parallel", "stage_memory",
+        "sequence_parallel", "stage_memory", "offload", "horizon",
     )
 }  # fmt: skip
 

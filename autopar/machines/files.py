@@ -12,7 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import MachineError, one_of
-from autopar.machines.model import ALL, ANY, H100, MESSAGE, PRODUCTS, TO_HOST, Curve, Device, Link, Machine
+from autopar.machines.model import (
+    ALL,
+    ANY,
+    H100,
+    HOST_UPDATE,
+    MESSAGE,
+    PRODUCTS,
+    TO_HOST,
+    Curve,
+    Device,
+    Link,
+    Machine,
+)
 from autopar.text_files import read_text, read_toml
 
 _FOLDER = Path(__file__).parent
@@ -76,7 +88,8 @@ def read_machine(path: Path) -> Machine:
     machine = Machine(
         path.stem, _device(root.table("device")), _link(root.table("inside")), _link(root.table("between")),
         root.count("ranks", _RANKS), root.number("launch_us", _US), root.flag("is_host"),
-        root.number("to_host", _SPEED, TO_HOST),
+        root.number("to_host", _SPEED, TO_HOST), root.number("host_memory", _BYTES, 0.0),
+        root.number("host_update", _SPEED, HOST_UPDATE),
     )  # fmt: skip
     root.end()
     return machine
@@ -197,6 +210,10 @@ def machine_text(machine: Machine, notes: Iterable[str] = ()) -> str:
     lines += [f"launch_us = {_word(machine.launch_us)}  # us, the host's time to launch a call"]
     if machine.to_host != TO_HOST:
         lines += [f"to_host = {_word(machine.to_host)}  # bytes a second to the host's memory, and as many back"]
+    if machine.host_memory:
+        lines += [f"host_memory = {_word(machine.host_memory)}  # bytes, of a node's host"]
+    if machine.host_update != HOST_UPDATE:
+        lines += [f"host_update = {_word(machine.host_update)}  # bytes a second, of an optimizer on a node's cores"]
     lines += ["is_host = true  # the devices are cores, which move data as well"] if machine.is_host else []
     lines += ["", "[device]", f"bandwidth = {_word(device.bandwidth)}  # bytes a second, of its memory"]
     lines += [f"memory = {_word(device.memory)}  # bytes", f"least_us = {_word(device.least_us)}  # us, of any call"]

@@ -64,10 +64,10 @@ def fit_curve(points: Sequence[TimedPoint], apart: float = 2.0, rises: bool = Fa
         low[:-1], high[:-1] = 0.0, -least
     result = least_squares(wrong, first, bounds=(low, high), loss="soft_l1", f_scale=TOLERANCE)
     shares = np.clip(shares_of(result.x), LEAST_SHARE, 1.0)
-    return Curve(tuple((_short(size), _short(share)) for size, share in zip(knots, shares, strict=True)))
+    return Curve(tuple((short(size), short(share)) for size, share in zip(knots, shares, strict=True)))
 
 
-def _short(value: float) -> float:
+def short(value: float) -> float:
     """What a file says: to few digits."""
     return float(f"{value:.{DIGITS}g}")
 
@@ -98,10 +98,10 @@ def fit_device(samples: Sequence[Sample], memory: float, main: str, is_host: boo
     fresh = [(call, us) for call, us in streams if is_host and call.result >= FRESH]
     streams = [pair for pair in streams if pair not in fresh]
     reached = [(call.dtype, call.flops / us * 1e6) for call, us in products]
-    peaks = {dtype: _short(max(speed for each, speed in reached if each == dtype)) for dtype in _dtypes(products)}
-    bandwidth = _short(max(call.bytes_ / us * 1e6 for call, us in streams))
+    peaks = {dtype: short(max(speed for each, speed in reached if each == dtype)) for dtype in _dtypes(products)}
+    bandwidth = short(max(call.bytes_ / us * 1e6 for call, us in streams))
     device = Device(
-        peaks, bandwidth, _short(memory), _short(min(us for call, us in calls if call.kind == LEAST)),
+        peaks, bandwidth, short(memory), short(min(us for call, us in calls if call.kind == LEAST)),
         fit_curve([TimedPoint(each.flops, 0.0, each.flops / peaks[main] * 1e6, us)
                    for each, us in products if each.dtype == main], rises=True),
         fit_curve([TimedPoint(each.bytes_, 0.0, each.bytes_ / bandwidth * 1e6, us) for each, us in streams]),
@@ -115,13 +115,13 @@ def _fresh(device: Device, calls: Iterable[tuple[MeasuredCall, float]]) -> float
     machine = _on(device, Link(1.0, 0.0, 0.0))
     more = [(call.result, us - machine.memory_us(call.bytes_)) for call, us in calls]
     speeds = [bytes_ / us * 1e6 for bytes_, us in more if us > 0]
-    return _short(_mean(speeds)) if speeds else math.inf
+    return short(_mean(speeds)) if speeds else math.inf
 
 
 def _update(device: Device, calls: Iterable[tuple[MeasuredCall, float]]) -> float | None:
     """The share of the bandwidth that an optimizer reaches."""
     speeds = [call.bytes_ / us * 1e6 for call, us in calls if call.kind == UPDATE]
-    return _short(_mean(speeds) / device.bandwidth) if speeds else None
+    return short(_mean(speeds) / device.bandwidth) if speeds else None
 
 
 def _dtypes(products: Iterable[tuple[MeasuredCall, float]]) -> list[str]:
@@ -135,7 +135,7 @@ def _share(device: Device, calls: Iterable[tuple[MeasuredCall, float]], kind: st
     machine = _on(replace(device, least_us=0.0), Link(1.0, 0.0, 0.0))
     alike = [(call, us) for call, us in calls if call.kind == kind]
     found = [machine.call_us(call.flops, call.dtype, 0.0 if call.flops else call.bytes_) / us for call, us in alike]
-    return _short(min(MOST_SHARE, _mean(found))) if found else 1.0
+    return short(min(MOST_SHARE, _mean(found))) if found else 1.0
 
 
 def _mean(values: Iterable[float]) -> float:
@@ -159,8 +159,8 @@ def fit_link(samples: Sequence[Sample], group: RankGroup) -> Link:
     start = min(first.values())
     ring = [us for kind, us in first.items() if kind not in ("all_reduce", MESSAGE)]
     hop = max(0.0, min(ring) - (0 if group.nodes == 1 else start)) / (group.size - 1) if ring else 0.0
-    link = Link(1.0, _short(start), _short(hop))
-    link = replace(link, bandwidth=_short(max(_speeds(link, pairs))))
+    link = Link(1.0, short(start), short(hop))
+    link = replace(link, bandwidth=short(max(_speeds(link, pairs))))
     kinds = [kind for kind in (MESSAGE, *COLLECTIVES) if kind in first]
     curves = {kind: fit_curve(_points(link, [pair for pair in pairs if pair[0].kind == kind]), APART) for kind in kinds}
     others = fit_curve(_points(link, [pair for pair in pairs if pair[0].kind != MESSAGE]), APART)

@@ -41,6 +41,10 @@ class Meter(Protocol):
         """What `Machine.launch_us` says, in us."""
         ...
 
+    def host(self) -> tuple[float, float] | None:
+        """What `Machine.to_host` and `Machine.host_update` say of this rank; None where cores are the devices."""
+        ...
+
 
 class Ranks(Protocol):
     """The processes that measure together."""

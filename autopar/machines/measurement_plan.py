@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from autopar.machines.files import named
-from autopar.machines.fit import fit_device, fit_link
+from autopar.machines.fit import fit_device, fit_link, short
 from autopar.machines.measure_calls import Meter, Ranks, measure
 from autopar.machines.model import PRODUCTS, Machine, RankGroup
 from autopar.machines.samples import Item, Sample
@@ -100,7 +100,7 @@ def measure_machine(
 ) -> MeasuredMachine:
     """The machine that these ranks run on. groups: of the ranks of a node, and of ranks of different nodes, if any."""
     ranks.mean(0.0)  # all begin at once
-    launch_us = ranks.mean(runner.launch_us())
+    launch_us, host = ranks.mean(runner.launch_us()), runner.host()
     samples = measure(items_of(device, groups), runner, ranks, seconds, told)
     count = groups[0].inside if groups else 1
     main, remarks = SIZES[device.type].main, []
@@ -119,6 +119,10 @@ def measure_machine(
         remarks.append(f"communicating is not measured: {fitted.communicating}, as on h100-80g.")
     inside, between = levels
     machine = Machine(name, fitted, inside, between, count, launch_us, device.type == "cpu")
+    if host is not None:
+        to_host, update = (short(ranks.mean(speed)) for speed in host)
+        memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        machine = replace(machine, to_host=to_host, host_memory=short(memory), host_update=short(update * count))
     return MeasuredMachine(machine, tuple(samples), tuple(remarks))
 
 

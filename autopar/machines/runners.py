@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,12 +21,13 @@ import torch
 from autopar.machines.measure_calls import Run
 from autopar.machines.model import MESSAGE
 from autopar.machines.samples import Item, MeasuredCall, MeasuredTransfer
-from autopar.machines.workload import products
+from autopar.machines.workload import products, updates
 
 Transferred = Callable[[MeasuredTransfer], Callable[[], object]]  # a transfer to the call that does it
 IN_GRAPH = 20  # calls of a CUDA graph
 SETS, CACHES = 8, 64 * 2**20  # of operands; bytes that caches hold
 WORK, TIMES = 512, 4  # of the square products before a collective, and how many; before a small call it is one
+COPIED, UPDATED = 256 * 2**20, 64 * 2**20  # bytes of a copy, and of a weight that an optimizer updates on the host
 BATCHES, LAUNCHES = 10, 20  # of small calls, and how many each has
 
 
@@ -66,6 +68,9 @@ class HostRunner:
         after = min(_host_us(lambda: add(x, x), LAUNCHES, work) for _ in range(BATCHES))
         return max(0.0, after - min(_host_us(lambda: add(x, x), LAUNCHES) for _ in range(BATCHES)))
 
+    def host(self) -> None:
+        return None
+
     def _work(self, times: int = 1) -> Callable[[], object]:
         product = products("float32", (WORK,))[0].make(self.device)
         return lambda: [product() for _ in range(times)]
@@ -93,6 +98,28 @@ class CudaRunner:
             torch.cuda.synchronize(self.device)
             found.append(_host_us(lambda: add(x, x), 5 * LAUNCHES))
         return min(found)
+
+    def host(self) -> tuple[float, float]:
+        """Time a copy to the host's memory and one back at once, as all ranks do, and an optimizer on the cores of this
+        process: bytes a second of each."""
+        here, there = (torch.empty(COPIED, dtype=torch.uint8, device=self.device) for _ in range(2))
+        out, back = (torch.empty(COPIED, dtype=torch.uint8, pin_memory=True) for _ in range(2))
+        side = torch.cuda.Stream(self.device)
+
+        def both() -> None:
+            side.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(side):
+                there.copy_(back, non_blocking=True)
+            out.copy_(here, non_blocking=True)
+            torch.cuda.current_stream(self.device).wait_stream(side)
+
+        update = updates("float32", (UPDATED,))[0]
+        step = update.make(torch.device("cpu"))
+        step()
+        both()
+        speeds = [(COPIED / _device_us(both, 1), update.bytes_ / _host_us(step, 1)) for _ in range(BATCHES)]
+        to_host, updated = (statistics.median(each) * 1e6 for each in zip(*speeds, strict=True))
+        return to_host, updated
 
 
 class _Recorded:

@@ -64,7 +64,7 @@ class Auto:
             if dist.get_rank() != 0:
                 return None
             settings, model = self._session.settings, self._session.store.model
-            asked = Asked(dist.get_world_size(), rows, self._machine, top=SHOWN)
+            asked = Asked(dist.get_world_size(), rows, self._machine, top=SHOWN, may_offload=False)
             layers = layers_of_call(model, settings.loss_fn, args, kwargs, settings.options, self._machine)
             return checked(planned(layers, asked), of_time=False)
         except AutoparError as error:

@@ -81,7 +81,8 @@ def _unused(session: Session, running: Running, outputs: tuple[torch.Tensor, ...
     """The parameters that no rank used in this step, as random numbers and the rows of masks decided: they have no
     gradient."""
     guards = [outputs[at] for at in running.reads]
-    if running.captured.row_uses is not None and session.settings.is_own:
+    running.mask_rows = guards[-1] if running.captured.row_uses is not None else None
+    if running.mask_rows is not None and session.settings.is_own:
         guards[-1] = of_all_places(guards[-1], session.world)
     without_rows = running.captured.unused(guards)
     coins = running.captured.coins

@@ -15,7 +15,7 @@ from autopar.planning.price.moving import DataGroups
 from autopar.planning.price.pipelined import Pipelined, with_least_memory
 from autopar.planning.price.predict import predict, rank_bytes
 from autopar.planning.shallow.held_bytes import MOMENTS
-from autopar.planning.space.candidates import Candidate
+from autopar.planning.space.candidates import NOTHING, Candidate
 from autopar.planning.space.micro import HIGH
 from autopar.planning.space.split import Split
 from autopar.planning.stage_bound import LayerCost, apart, least_again, most_layers, stored_apart
@@ -248,7 +248,7 @@ class Bounds:
         """Bytes of a rank's part of parameters, states and copies, of gradients, and of what a micro-batch keeps, at
         least: that of the mean rank."""
         one = candidate  # neither the order of its axes nor its schedule says anything here
-        key = (*one[:7], one.fsdp, one.cp, one.ulysses, one.reshard_after_forward)
+        key = (*one[:7], one.fsdp, one.cp, one.ulysses, one.reshard_after_forward, one.offload)
         if key not in self._memory:
             self._memory[key] = self._mean(candidate)
         return self._memory[key]
@@ -257,13 +257,16 @@ class Bounds:
         whole, layers = self._whole("full" if candidate.again else candidate.recompute), self.equal
         part = (self.work.parameters - self.work.frozen) / candidate.tp / candidate.pp
         frozen = self.work.frozen / candidate.tp / candidate.pp / candidate.frozen_shards
-        stored = (1 + MOMENTS) * part / candidate.shards + frozen
+        moments = MOMENTS if candidate.offload == NOTHING else 0
+        stored = (1 + moments) * part / candidate.shards + frozen
         copies = whole.copies(layers) / candidate.tp / candidate.pp
         if candidate.zero == 3:  # of the layer at work and of the next one
             copies = 2 * (whole.copies.each + whole.plain.each) / candidate.tp
         gradients = part / candidate.parts
         ranks = candidate.tp * candidate.pp * candidate.context
         saved = whole.saved.each * layers * candidate.rows / self.layers.micros.low / ranks
+        if candidate.is_hosted:
+            return saved
         if candidate.pp == 1 and candidate.microbatches > 1:  # the last pass comes when there are gradients
             return stored + copies + gradients + saved
         if candidate.is_alone:  # what was cast or gathered goes with its last reader

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, count, groupby
@@ -19,7 +19,7 @@ from autopar.planning.price.layers import Layers
 from autopar.planning.price.pipelined import least_us
 from autopar.planning.price.predict import Prediction, predict
 from autopar.planning.space.axis_orders import ORDER
-from autopar.planning.space.candidates import LAYERS, Candidate, Space
+from autopar.planning.space.candidates import LAYERS, OFFLOAD, OFFLOADS, STATES, Candidate, Space
 
 SMALL = 4  # candidates that are tried for the least memory, where a bound says that none fits
 Alike = tuple[Candidate, ...]
@@ -33,6 +33,7 @@ ALIKE: Mapping[int, Callable[[Candidate], Hashable]] = {
 }
 REFINED = 8  # the fastest pipelines that compute all layers again: it is tried if a part of these is enough
 SAME = "the same without recomputation"  # what became of candidates that need compute no layer again
+HOST_LARGER = "larger than the host's memory"
 FITS = 0.92  # of a device's memory: the rest is the allocator's, the libraries' and the driver's
 
 
@@ -41,33 +42,36 @@ class FoundPlans:
     """best: plans that fit, the fastest first (`_one_of_each`). least: the one that takes least memory. tried: all
     whose whole time is known. counts: of candidates, by what became of them: "simulated", "larger than the memory",
     "slower by a bound", "larger by a bound", SAME, or the first sentence of what refused them. refined: pipelines
-    beside them that were tried with a part of their layers computed again."""
+    beside them that were tried with a part of their layers computed again. hosted: what came of plans with states, or
+    parameters, in the host's memory."""
 
     best: list[Prediction] = field(default_factory=list)
     least: Prediction | None = None
     tried: list[Prediction] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     refined: int = 0
+    hosted: str = ""
+    least_host: Prediction | None = None  # of those that are larger than the host's memory
 
     @property
     def certificate(self) -> str:
         """How many candidates there were, and what became of them."""
         parts = ", ".join(f"{count} {what}" for what, count in self.counts.most_common())
         more = f"; {self.refined} pipelines tried with a part of their layers computed again" if self.refined else ""
-        return f"{sum(self.counts.values())} candidates: {parts}{more}"
+        return f"{sum(self.counts.values())} candidates: {parts}{more}{self.hosted and '; '}{self.hosted}"
 
 
 def search(
     space: Space, layers: Layers, work: LeastWork, machine: Machine, limit: float, top: int,
-    equal: int, tell: Callable[[int, int], None] = lambda done, all_: None,
+    tell: Callable[[int, int], None] = lambda done, all_: None, known: Sequence[Prediction] = (),
 ) -> FoundPlans:  # fmt: skip
-    """The `top` fastest plans of a space whose memory is at most `limit` bytes. equal: layers of the model that are
-    equal.
+    """The `top` fastest plans of a space whose memory is at most `limit` bytes.
 
     Those come first whose bound is lowest. Each has several (`Bounds.steps`), of which the next one is looked at when
     no other candidate has a lower one: the first costs nothing, the last its own programs. Candidates that a bound
     cannot tell apart (`ALIKE`) have it together. When the lowest bound is above the time of the last of `top`, no other
     can be among them. tell: of progress, (done, all).
+    known: plans beside those of the space.
 
     A plan with ulysses is none of its own until its bound differs from that with as many ranks of cp (`SHARED`).
     """
@@ -75,13 +79,13 @@ def search(
     def plans(alike: Alike, done: int) -> int:
         return len(alike) * (1 + len(space.parts(alike[0])) * (done < SHARED))
 
-    found_plans, bounds = FoundPlans(), Bounds(layers, work, machine, equal)
+    found_plans, bounds = FoundPlans(list(known)), Bounds(layers, work, machine, space.model.layers)
     bounds.limit = limit
     memories, last = bounds.memories, len(bounds.steps) - 1
-    known = [tuple(alike) for _, alike in groupby(space.drawn(), ALIKE[0])]
-    queue = [(bounds.products(alike[0]), i, 1, alike) for i, alike in enumerate(known)]
+    drawn = [tuple(alike) for _, alike in groupby(space.drawn(), ALIKE[0])]
+    queue = [(bounds.products(alike[0]), i, 1, alike) for i, alike in enumerate(drawn)]
     later: list[tuple[float, int, int, Alike]] = []  # plans with ulysses: the others say what they must be better than
-    total = left = sum(plans(alike, 0) for alike in known)
+    total = left = sum(plans(alike, 0) for alike in drawn)
     number = count(len(queue))  # of what has the same bound, what was there before comes first
     larger: list[Candidate] = []
     heapq.heapify(queue)
@@ -111,13 +115,13 @@ def search(
                     heapq.heappush(queue, (more, next(number), step + 1, each))
                     left += plans(each, step)
                 else:
-                    _try(each[0], found_plans, layers, machine, limit, top, equal, slowest)
+                    _try(each[0], found_plans, layers, machine, limit, top, space.model.layers, slowest)
             except AutoparError as error:
                 found_plans.counts[f"refused ({first_sentence(str(error))})"] += plans(each, step)
         tell(total - left, total)
     _refine(found_plans, space, layers, machine, limit, top)
     if not found_plans.best:
-        every = [] if found_plans.least else chain.from_iterable(known)
+        every = [] if found_plans.least else chain.from_iterable(drawn)
         larger.sort(key=lambda each: (bounds.held(each), _places(each)))
         smallest = [*larger[:SMALL], *heapq.nsmallest(SMALL, every, bounds.memory)]
         for small in smallest:
@@ -125,6 +129,37 @@ def search(
                 decided = with_fewest(small, layers, machine, limit)
                 if decided is not None:
                     _keep_least(found_plans, predict(decided, layers, machine))
+    return found_plans
+
+
+def with_host(
+    found_plans: FoundPlans, space: Space, layers: Layers, work: LeastWork, machine: Machine, limit: float, top: int
+) -> FoundPlans:  # fmt: skip
+    """What was found, with plans that have states in the host's memory, or parameters and all where nothing fits
+    without. Where something fits, of the first the fastest one is taken that is faster."""
+    if not machine.host_memory or OFFLOAD in space.fixed:
+        return found_plans
+    if found_plans.best:
+        there = replace(space, fixed={**space.fixed, OFFLOAD: STATES})
+        (first,) = search(there, layers, work, machine, limit, 1, known=found_plans.best[:1]).best
+        if first.candidate.offload == STATES:
+            found_plans.tried.append(first)
+            found_plans.best = [first, *found_plans.best][:top]
+        return found_plans
+    searched = []
+    for mode in OFFLOADS[1:]:
+        there = replace(space, fixed={**space.fixed, OFFLOAD: mode})
+        searched.append(search(there, layers, work, machine, limit, top))
+    every = (made for each in searched for made in each.best)
+    found_plans.best = _one_of_each(every)[:top]
+    found_plans.hosted = "nothing fits without the host's memory"
+    for each in searched:
+        found_plans.tried += each.tried
+        found_plans.counts += each.counts
+        if each.least is not None and not found_plans.best:
+            _keep_least(found_plans, each.least)
+    lacking = [each.least_host for each in searched if each.least_host is not None]
+    found_plans.least_host = min(lacking, key=lambda made: made.host, default=None)
     return found_plans
 
 
@@ -173,6 +208,11 @@ def _try(
     made = predict(decided, layers, machine, slowest, limit)
     if candidate.pp == 1 or (made.total < slowest and made.memory <= limit):  # of others no pipeline was simulated
         found_plans.tried.append(made)
+    if made.host > machine.host_share(candidate.size):
+        found_plans.counts[HOST_LARGER] += 1
+        if found_plans.least_host is None or made.host < found_plans.least_host.host:
+            found_plans.least_host = made
+        return
     _keep_least(found_plans, made)
     if made.memory > limit:
         is_slow = candidate.again is not None and least_us(decided, layers) >= slowest  # no more layers were tried

@@ -11,7 +11,7 @@ from torch import nn
 
 from autopar.capture import Captured
 from autopar.capture.capture import LossFn
-from autopar.compiler.check_options import check_unplanned, options_of
+from autopar.compiler.check_options import options_of
 from autopar.compiler.compile import batch_arguments, capture_step
 from autopar.errors import PlanError
 from autopar.ir.options import PLANNED, StepOptions
@@ -51,7 +51,6 @@ def layers_of_call(
 def _open(options: StepOptions) -> StepOptions:
     """The options of the job but those that are planned."""
     planned = {name: default for name, default in PLANNED.items() if getattr(options, name) != default}
-    check_unplanned(options.offload)
     if options.stages or options.shard:
         raise PlanError("a plan chooses stages and layouts itself: leave out stages= and shard=.")
     if options.batch_dims is not None:

@@ -16,7 +16,7 @@ from autopar.planning.price.predict import Prediction
 from autopar.planning.price.step_report import time_text
 from autopar.planning.space.axis_orders import ORDER
 from autopar.planning.space.batch_sizes import batches_of
-from autopar.planning.space.candidates import Candidate
+from autopar.planning.space.candidates import HOSTED, NOTHING, OFFLOAD, OFFLOADS, Candidate
 
 LESS = 0.98  # of what a plan holds: the next one of a frontier holds at most that
 MOST = 12  # plans of a frontier
@@ -28,7 +28,7 @@ def best_with(planned: Planned, changes: Mapping[str, Any], limit: float | None 
     asked = replace(planned.asked, fixed={**planned.asked.fixed, **changes})
     space = space_of(asked, planned.model)
     most = asked.limit if limit is None else limit
-    return search(space, planned.programs, planned.work, asked.machine, most, 1, planned.model.layers)
+    return search(space, planned.programs, planned.work, asked.machine, most, 1)
 
 
 def frontier(planned: Planned) -> list[Prediction]:
@@ -79,8 +79,17 @@ def _changes(best: Candidate, planned: Planned) -> Iterator[tuple[str, dict[str,
         yield f"{schedule} instead of {best.schedule}", {"schedule": schedule}
     if best.recompute != "none":
         yield "no recomputation", {"recompute": "none"}
+    if planned.asked.machine.host_memory:
+        yield from (
+            (f"offload={what}", {OFFLOAD: what}) for what in OFFLOADS if what != best.offload and _may(what, best)
+        )
     if best.again:
         yield "all layers computed again", {"recompute": "full"}
+
+
+def _may(what: str, best: Candidate) -> bool:
+    """True for what a person would ask of a plan that may put parameters in the host's memory."""
+    return what != HOSTED or best.offload != NOTHING
 
 
 def _placings(best: Candidate, planned: Planned) -> Iterator[tuple[str, dict[str, Any]]]:

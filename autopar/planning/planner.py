@@ -14,13 +14,13 @@ from autopar.ir.program import Program, record
 from autopar.job import Job
 from autopar.machines import Machine
 from autopar.planning.bounds import LeastWork
-from autopar.planning.find_plan import FITS, SAME, FoundPlans, search
+from autopar.planning.find_plan import FITS, SAME, FoundPlans, search, with_host
 from autopar.planning.jobs import layers_of
 from autopar.planning.price.layers import Layers
 from autopar.planning.price.step_time import tokens_of
 from autopar.planning.shallow.captures import LEAST_ROWS
 from autopar.planning.space.batch_sizes import OF_A_BATCH
-from autopar.planning.space.candidates import LAYERS, RESHARD, Candidate, Model, Space
+from autopar.planning.space.candidates import LAYERS, OFFLOAD, RESHARD, Candidate, Model, Space
 from autopar.planning.space.fixed import fixed_text
 
 Tell = Callable[[int, int], None]
@@ -29,7 +29,8 @@ Tell = Callable[[int, int], None]
 @dataclass(frozen=True, slots=True)
 class Asked:
     """What is to be planned. gpus: devices. batch: rows of a step. memory: bytes that a rank may hold, by default what
-    of a device's memory is left to a program. fixed: fields of a candidate (`tp`) that are decided. top: plans."""
+    of a device's memory is left to a program. fixed: fields of a candidate (`tp`) that are decided. top: plans.
+    may_offload: True if states and parameters may wait in the host's memory."""
 
     gpus: int
     batch: int
@@ -37,6 +38,7 @@ class Asked:
     memory: float | None = None
     fixed: Mapping[str, Any] = field(default_factory=dict)
     top: int = 10
+    may_offload: bool = True
 
     @property
     def limit(self) -> float:
@@ -88,7 +90,9 @@ def planned(layers: Layers, asked: Asked, tell: Tell = lambda done, all_: None) 
     space = space_of(asked, model)
     if next(space.drawn(), None) is None:
         raise _none_divides(asked, model)
-    found = search(space, layers, work, asked.machine, asked.limit, asked.top, model.layers, tell)
+    found = search(space, layers, work, asked.machine, asked.limit, asked.top, tell)
+    if asked.may_offload:
+        found = with_host(found, space, layers, work, asked.machine, asked.limit, asked.top)
     if not found.best:
         raise _none_fits(asked, found, model)
     return Planned(asked, found, tokens_of(layers.whole) // LEAST_ROWS * asked.batch, work, model, layers)
@@ -184,7 +188,7 @@ def _rows_text(asked: Asked) -> str:
 
 
 def _none_fits(asked: Asked, found_plans: FoundPlans, model: Model) -> PlanError:
-    if found_plans.counts[SAME]:  # of what is fixed: else they were there without recomputation
+    if found_plans.counts[SAME] and "recompute" in asked.fixed:  # else they were there without recomputation
         return PlanError(
             f"no plan for {asked.gpus} devices with {fixed_text(asked.fixed)}: {found_plans.counts[SAME]} fit in "
             f"{human(asked.limit)} a device with no layer computed again. Write recompute=none, or less memory."
@@ -194,12 +198,30 @@ def _none_fits(asked: Asked, found_plans: FoundPlans, model: Model) -> PlanError
         return PlanError(
             f"no plan for {asked.gpus} devices: of the candidates {reasons}. {_capital(_room(asked, model))}"
         )
-    least = found_plans.least
+    least, lacks = found_plans.least, found_plans.least_host
+    if lacks is not None and least.memory <= asked.limit:
+        return PlanError(
+            f"no plan for {asked.gpus} devices: {lacks.candidate} fits in {human(asked.limit)} a device, and takes "
+            f"{human(lacks.host)} of the host's memory, of which a rank may take "
+            f"{human(asked.machine.host_share(asked.gpus))}. More host memory, more nodes, or a model in bfloat16, "
+            f"whose gradients and states are half as large, would do."
+        )
     return PlanError(
         f"no plan fits in {human(asked.limit)} a device on {asked.gpus} devices: the least memory is "
         f"{human(least.memory)}, with {least.candidate}. About {-(-asked.gpus * least.memory // asked.limit):.0f} "
         f"devices, a smaller batch, or a device with more memory would do.{_freed(asked, found_plans)}"
+        f"{_of_host(asked, found_plans)}"
     )
+
+
+def _of_host(asked: Asked, found_plans: FoundPlans) -> str:
+    """Whether the host's memory was looked at, and what it lacks."""
+    if not asked.may_offload or OFFLOAD in asked.fixed:
+        return ""
+    if not asked.machine.host_memory:
+        return f" Of the host's memory machine {asked.machine.name} says nothing (host_memory): nothing was put there."
+    has = human(asked.machine.host_share(asked.gpus))
+    return f" That is with what may wait in the host's memory, of which a rank may take {has}."
 
 
 def _freed(asked: Asked, found_plans: FoundPlans) -> str:

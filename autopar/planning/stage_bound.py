@@ -12,7 +12,7 @@ import numpy as np
 
 from autopar.planning.price.cost import Cost
 from autopar.planning.price.pipelined import COLUMNS, GRADIENTS, SAVED, Moments, schedule_of
-from autopar.planning.space.candidates import Candidate
+from autopar.planning.space.candidates import NOTHING, Candidate
 from autopar.planning.space.deal import Section
 
 
@@ -32,7 +32,8 @@ class LayerCost:
     def of(cls, candidate: Candidate, less: Cost, longer: float, saving: float) -> LayerCost:
         """less: of the policy of most layers. What is stored is that of `rank_bytes`, at least."""
         frozen, shards = less.frozen.each, candidate.shards
-        held = (less.parameters.each - frozen + less.states.each) / shards + frozen / candidate.frozen_shards
+        states = less.states.each if candidate.offload == NOTHING else 0.0
+        held = (less.parameters.each - frozen + states) / shards + frozen / candidate.frozen_shards
         if candidate.gathers_again:
             held += less.copies.each / shards
         else:

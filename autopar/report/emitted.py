@@ -17,6 +17,8 @@ from autopar.ir.ops.measure import human
 from autopar.ir.ops.ops import op
 from autopar.ir.plan import Fixed
 from autopar.ir.program import Program, operand_nodes, record
+from autopar.passes.costs.streams import BACK, OUT
+from autopar.planning.find_plan import HOST_LARGER
 from autopar.planning.others import best_with
 from autopar.planning.planner import Planned, Tell
 from autopar.planning.price.predict import Prediction
@@ -138,14 +140,20 @@ class _Check:
             self.dropped[f"refused ({first_sentence(str(error))})"] += 1
             return None
         time = step_time(compiled, asked.machine)
-        memory = max(memory_report(compiled, ranks[0]).peak for ranks in compiled.alike)
-        data = sum(us for axis, us in time.exposed.items() if not set(DATA_AXES).isdisjoint(axes_of_group(axis)))
+        reports = [memory_report(compiled, ranks[0]) for ranks in compiled.alike]
+        memory, host = max(one.peak for one in reports), max(one.host for one in reports)
+        data = sum(us for axis, us in time.exposed.items() if _is_of_data(axis))
         exposed = sum(time.exposed.values()) - data
+        if host and host > asked.machine.host_share(asked.gpus):
+            self.dropped[HOST_LARGER] += 1
+            return None
         if memory > asked.limit:
             self.dropped[LARGER] += 1
             self.larger.append((memory, str(candidate)))
             return None
-        return Prediction(candidate, time.total, memory, time.bubble, exposed, data, time.optimizer, is_emitted=True)
+        return Prediction(
+            candidate, time.total, memory, time.bubble, exposed, data, time.optimizer, is_emitted=True, host=host
+        )
 
     def _none_fits(self) -> PlanError:
         asked = self.planned.asked
@@ -172,6 +180,11 @@ def light_first(plans: list[Prediction]) -> tuple[list[Prediction], str]:
         f"is within what a prediction can tell, with {human(fastest.memory - light.memory)} less"
     )
     return [light, *(each for each in plans if each is not light)], text
+
+
+def _is_of_data(axis: str) -> bool:
+    """True for what moves parameters and gradients: over the data axes, or between a device and its host."""
+    return axis in (OUT, BACK) or not set(DATA_AXES).isdisjoint(axes_of_group(axis))
 
 
 # -- experts --------------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from autopar.ir.schedule import KINDS
 from autopar.ir.text.text import print_result, print_type, quote
 from autopar.passes.search.explain import CHOSEN, USER, Alternative, Decision, explain_briefly
 from autopar.passes.search.explain import explain as decisions_of
+from autopar.report.host_copies import host_copies, host_lines
 
 ITSELF, OPERAND, SUM, GRADIENT = "moved itself", "its operand is moved", "a sum that it leaves", "its gradient"
 BESIDE = "between its pieces"
@@ -60,6 +61,7 @@ class Explanation:
     parts: tuple[ExplainedPart, ...] = ()
     collectives: tuple[Caused, ...] = ()
     groups: tuple[str, ...] = ()  # that compute it as one kernel each, with what they save
+    hosted: tuple[str, ...] = ()  # what of it waits in the host's memory, with what that costs
 
     def __str__(self) -> str:
         return "\n".join(_text(self))
@@ -150,8 +152,11 @@ class _Finder:
         caused = tuple(self._caused(node))
         return Explanation(
             entry.name if entry else f"%{node.name}", kind, head, tuple(filter(None, places)), decisions, (), caused,
-            groups_with(self.compiled, node.name),
+            groups_with(self.compiled, node.name), self._hosted(entry.name if entry else f"%{node.name}"),
         )  # fmt: skip
+
+    def _hosted(self, name: str) -> tuple[str, ...]:
+        return host_lines(one for one in host_copies(self.compiled) if one.of == name)
 
     def _with_pattern(self, decision: Decision, name: str) -> Decision:
         if decision.by != USER:
@@ -174,7 +179,9 @@ class _Finder:
         rows = tuple(Caused("", row) for row in self.compiled.collectives if _within(row.module, path))
         count = sum(part.kind == "parameter" for part in parts)
         head = f"module {path}: {count} parameters, {len(rows)} collectives of {human(sum(r.row.bytes for r in rows))}"
-        return Explanation(path, "module", head, (), (), tuple(parts), rows, groups_within(self.compiled, path))
+        hosted = host_lines(one for one in host_copies(self.compiled) if _within(one.module, path))
+        groups = groups_within(self.compiled, path)
+        return Explanation(path, "module", head, (), (), tuple(parts), rows, groups, hosted)
 
     def _stage(self, node: fx.Node, entry: Input | None) -> str:
         """Where a pipeline keeps a parameter or computes a value."""
@@ -295,6 +302,9 @@ def _text(one: Explanation) -> Iterator[str]:
     if one.groups:
         yield from ("", "what it saves" if one.kind == "group" else "groups that run as one kernel")
         yield from (f"  {line}" for line in one.groups)
+    if one.hosted:
+        yield from ("", "what of it waits in the host's memory")
+        yield from (f"  {line}" for line in one.hosted)
     if one.kind == "group":
         return
     yield ""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.capture import Captured
 from autopar.capture.data.casts import default_dtype
 from autopar.capture.draws.host_draws import drawing_for
 from autopar.capture.inputs import tables
@@ -19,6 +20,7 @@ from autopar.capture.inputs.partners import Partner
 from autopar.capture.raising import Raise
 from autopar.capture.refusals.explain_failure import line_of
 from autopar.capture.refusals.user_lines import quoted
+from autopar.capture.rows.row_draws import PlainDraws
 from autopar.errors import AutoparError, CaptureError
 from autopar.parallel.programs.own_batch import seed_of
 from autopar.torch_compat import backward
@@ -39,14 +41,19 @@ _DTYPE = (
 )
 
 
-Skips = Callable[
-    [torch.Tensor], Mapping[int, int]
-]  # random ops that the step of a seed leaves out, by how many there were before
+DrawsOf = Callable[[torch.Tensor], PlainDraws]  # of the step of a seed
 
 
-def no_skips(_: torch.Tensor) -> Mapping[int, int]:
-    """A step without random branches."""
-    return {}
+def as_they_come(_: torch.Tensor) -> PlainDraws:
+    """A step without random branches, and without draws of selected rows."""
+    return PlainDraws()
+
+
+def draws_of(captured: Captured, seed: torch.Tensor, rows: torch.Tensor | None) -> PlainDraws:
+    """How the plain module draws in a step that was captured. rows: how many each mask selects, where it says so."""
+    coins = {} if captured.coins is None else captured.coins.skips(seed)
+    without = captured.row_uses.skips(rows) if captured.row_uses is not None and rows is not None else {}
+    return PlainDraws({**coins, **without}, captured.row_draws)
 
 
 def optimized(model: nn.Module) -> list[nn.Parameter]:
@@ -62,16 +69,16 @@ def values_of(aux: Any) -> Values:
 
 class Plain:
     """The user's module, trained as it is; with `autocast` as under torch.autocast in that dtype. norms: of groups of
-    samples, where they do not take the whole batch. skips: of the program that it is compared with. microbatches: of
+    samples, where they do not take the whole batch. draws: of the program that it is compared with. microbatches: of
     all its data ranks."""
 
     def __init__(
         self, model: nn.Module, loss_fn: LossFn | None, make: OptimizerFactory, autocast: torch.dtype | None = None,
-        partners: tuple[Partner, ...] = (), norms: PlainNorms | None = None, skips: Skips = no_skips,
+        partners: tuple[Partner, ...] = (), norms: PlainNorms | None = None, draws: DrawsOf = as_they_come,
         microbatches: int = 1,
     ) -> None:  # fmt: skip
         self.model, self.loss_fn, self.autocast, self.norms = model, loss_fn, autocast, norms
-        self.skips, self.microbatches = skips, microbatches
+        self.draws, self.microbatches = draws, microbatches
         self.optimizer = make(optimized(model))
         self.borrowed = Borrowed(partners, dtype_of(model))
         self.buffers = dict(tables.named_buffers(model)).keys()  # a table that a step keeps is none of the state
@@ -94,7 +101,7 @@ class Plain:
         dtype, low = dtype_of(self.model), self.autocast
         scale = SCALE if low is torch.float16 else 1.0
         mode = Raise(None, seed, None if low else dtype)
-        mode.skips, mode.microbatches = self.skips(seed), self.microbatches
+        mode.plain, mode.microbatches = self.draws(seed), self.microbatches
         if self.norms is not None:
             self.norms.begin()
             mode.plain_norm = self.norms.call

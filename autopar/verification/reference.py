@@ -19,7 +19,7 @@ from autopar.verification.dtypes import cast, dtype_of, module_in
 from autopar.verification.judge.comparison import Table, Values
 from autopar.verification.judge.noise import Limits, Trained
 from autopar.verification.places import Batches
-from autopar.verification.plain import OptimizerFactory, Plain, PlainReplicas, Skips, no_skips
+from autopar.verification.plain import DrawsOf, OptimizerFactory, Plain, PlainReplicas, as_they_come
 from autopar.verification.plain_norms import PlainNorms
 
 
@@ -33,11 +33,11 @@ class Reference:
     def __init__(
         self, model: nn.Module, loss_fn: LossFn | None, make: OptimizerFactory, options: StepOptions,
         partners: tuple[Partner, ...] = (), places: int = 1, compiled: Lowered | None = None,
-        skips: Skips = no_skips,
+        draws: DrawsOf = as_they_come,
     ) -> None:  # fmt: skip
         self.short, self.low = short_of(options), options.low_dtype
         self.loss_fn, self.make, self.partners, self.places = loss_fn, make, partners, places
-        self.compiled, self.skips = compiled, skips
+        self.compiled, self.draws = compiled, draws
         exact = copied(model)
         self.plain = self.anew(exact if self.short is None else module_in(exact, torch.float64), None)
         self.other = self.anew(copied(model), self.low) if self.low else None
@@ -59,7 +59,7 @@ class Reference:
         """A module to train as this side does, under torch.autocast in a dtype if there is one."""
         return PlainReplicas(
             lambda one: Plain(
-                one, self.loss_fn, self.make, low, self.partners, self._norms(), self.skips, self._microbatches()
+                one, self.loss_fn, self.make, low, self.partners, self._norms(), self.draws, self._microbatches()
             ),
             model, self.places,
         )  # fmt: skip

@@ -82,11 +82,11 @@ class Trial:
 
     def compare(self) -> tuple[Reference | Single, list[Values]]:
         """Train both sides; the reference holds the table, and beside it is what the plain module gave."""
-        plain = self._other_side()
         virtual = self._virtual()
+        plain = self._other_side(virtual)
         steps = []
         for drawn in self._seeds():
-            expected, given = plain.step(self.batches, drawn), virtual.step_on(self.batches, drawn)
+            given, expected = virtual.step_on(self.batches, drawn), plain.step(self.batches, drawn)
             plain.compare(expected, given, virtual.replicas)
             steps.append(expected)
         return plain, steps
@@ -124,13 +124,13 @@ class Trial:
     def _trained(self, reference: Reference | Single, steps: Sequence[Values]) -> Trained:
         return reference.trained(self.model, self.batches, self._seeds(), steps)
 
-    def _other_side(self) -> Reference | Single:
+    def _other_side(self, virtual: Virtual) -> Reference | Single:
         if self.is_lifted:
             return Single(self.model, self._versions, self.make)
         options, partners = self.compiled.plan.options, self.captured.partners
         return Reference(
             self.model, self.loss_fn, self.make, options, partners, len(self.batches), self.compiled,
-            self._versions.skips,
+            virtual.draws_of,
         )  # fmt: skip
 
     @property

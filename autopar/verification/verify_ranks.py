@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,8 +23,8 @@ from autopar.verification.dtypes import cast, in_dtype, module_in
 from autopar.verification.judge.comparison import ComparedRow, Exact, Report, Values, of_both
 from autopar.verification.judge.noise import Trained, judged, move_away
 from autopar.verification.judge.sum_dtypes import wrong_sums
-from autopar.verification.places import Arguments, Batches, aux_at, batches_of, on_meta, places_of, shapes_of
-from autopar.verification.plain import SCALE, optimized, values_of
+from autopar.verification.places import Arguments, Batches, aux_at, batches_of, on_meta, places_of, seeds_of, shapes_of
+from autopar.verification.plain import SCALE, DrawsOf, draws_of, optimized, values_of
 from autopar.verification.reference import Reference, short_of
 
 
@@ -117,10 +117,10 @@ class _Trial:
         """Train both sides. The table, and what the plain module gave, are rank 0's; with the sums of gradients that
         have another dtype than was asked for. is_away: where the model may refuse the numbers."""
         job, places = self.job, len(self.batches)
-        skips: dict[int, Mapping[int, int]] = {}  # by the step
+        drew: dict[tuple[int, ...], DrawsOf] = {}  # by the seed of a place in a step
         plain = Reference(
             self.model, job.loss_fn, job.make_optimizer, options_of(**job.step), places=places,
-            skips=lambda drawn: skips.get(int(drawn[1]), {}),
+            draws=lambda drawn: drew[tuple(drawn.tolist())](drawn),
         )  # fmt: skip
         parallel = self._parallel()
         self._prepare(parallel)
@@ -129,8 +129,9 @@ class _Trial:
         steps, failed = [], None
         for drawn in self._seeds():
             given = self._step(parallel, optimizer)
-            coins = parallel.programs[-1].captured.coins
-            skips[int(drawn[1])] = {} if coins is None else coins.skips(drawn)
+            running = parallel.programs[-1]
+            for own, rows in zip(seeds_of(drawn, places), self._of_places(running.mask_rows), strict=True):
+                drew[tuple(own.tolist())] = partial(draws_of, running.captured, rows=rows)
             if dist.get_rank() == 0 and failed is None:
                 try:
                     steps.append(plain.step(self.batches, drawn))
@@ -212,14 +213,19 @@ class _Trial:
         """What comes beside the loss, of each place on every rank."""
         if len(self.batches) == 1:
             return own
-        every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, own)
-        places = self._places()
         return {
             aux_at(key, place): value
-            for place in range(len(self.batches))
-            for key, value in every[places.index(place)].items()
+            for place, values in enumerate(self._of_places(own))
+            for key, value in values.items()
         }
+
+    def _of_places(self, own: Any) -> list[Any]:
+        """What each place has, on every rank."""
+        if len(self.batches) == 1:
+            return [own]
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, own)
+        return [every[self._places().index(place)] for place in range(len(self.batches))]
 
     def _seeds(self) -> list[torch.Tensor]:
         return [torch.tensor([self.seed, step]) for step in range(self.steps)]

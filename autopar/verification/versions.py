@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -72,8 +72,3 @@ class Versions:
                     raise found.read.refused(found.values[-1]) from None
                 values = found.values
         raise AssertionError("each program of a step knows one value more")
-
-    def skips(self, seed: torch.Tensor) -> Mapping[int, int]:
-        """What the plain module leaves out in a step, and the programs do not."""
-        coins = self.of(seed)[0][0].coins
-        return {} if coins is None else coins.skips(seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from autopar.capture import Captured
 from autopar.capture.capture import state_of
 from autopar.capture.data.casts import default_dtype
 from autopar.capture.data.reads import check_reads
+from autopar.capture.rows.row_draws import PlainDraws
 from autopar.compiler.lowered import Lowered
 from autopar.ir.layout import combine, replica_error
 from autopar.ir.program import record
@@ -21,7 +23,7 @@ from autopar.verification.borrowed import Borrowed
 from autopar.verification.dtypes import dtype_of
 from autopar.verification.judge.comparison import Values
 from autopar.verification.places import Batches, Made, aux_at, meshes_of_place, places_of, seeds_of, with_means
-from autopar.verification.plain import SCALE, OptimizerFactory, optimized
+from autopar.verification.plain import SCALE, DrawsOf, OptimizerFactory, as_they_come, draws_of, optimized
 from autopar.verification.versions import Versions
 from autopar.verification.virtual_inputs import Whole, outputs_on, whole_inputs
 
@@ -49,6 +51,11 @@ class Virtual:
         self.dtype, self.device = dtype_of(model), next(iter(self.parameters.values())).device
         self.kernels = kernels
         self.partners = Borrowed(captured.partners, self.dtype).values
+        self._drew: dict[tuple[int, ...], DrawsOf] = {}  # how the steps so far drew, by their seeds
+
+    def draws_of(self, seed: torch.Tensor) -> PlainDraws:
+        """How the plain module draws in a step that was made with a seed."""
+        return self._drew.get(tuple(seed.tolist()), as_they_come)(seed)
 
     def step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: torch.Tensor) -> Values:
         """What a step on a global batch gives."""
@@ -87,10 +94,15 @@ class Virtual:
             self.replicas[out.kind, out.name] = replica_error(parts, layout, held)
             if out.kind == "gradient" and any(entry.kind == "scale" for entry in program.inputs):
                 values[out.kind, out.name] /= SCALE
+        counts = [guards[-1] if guards else None]  # of the rows of masks, at each place
         if len(batches) > 1:
-            values.update(self._of_places(outputs, guards))
+            found, counts = self._of_places(outputs)
+            values.update(found)
+            guards = [torch.stack(known).sum(0)] if (known := [one for one in counts if one is not None]) else []
         else:
             check_reads(self.captured.reads, guards)
+        for (captured, _), drawn, own in zip(self.programs, seeds_of(seed, len(batches)), counts, strict=True):
+            self._drew[tuple(drawn.tolist())] = partial(draws_of, captured, rows=own)
         for name in self.captured.unused(guards):
             values.pop(("gradient", name), None)
         if self.captured.coins is not None:
@@ -119,14 +131,16 @@ class Virtual:
                     found[rank] = outputs
         return with_means(found, self.compiled, by_rank)
 
-    def _of_places(self, outputs: Sequence[Outputs], counts: list[torch.Tensor]) -> Values:
-        """What comes beside the loss at each place; what the program of the place reads of its batch is checked.
-        counts: takes the sum of what all places count last."""
+    def _of_places(self, outputs: Sequence[Outputs]) -> tuple[Values, list[torch.Tensor | None]]:
+        """What comes beside the loss at each place, and what it counts last of the rows of masks; what the program of
+        the place reads of its batch is checked."""
         values: Values = {}
+        counts: list[torch.Tensor | None] = []
         by_rank = places_of(self.compiled.mesh)
         for place, (captured, compiled) in enumerate(self.programs):
             layouts = record(compiled.program.graph.output_node()).operands
             mesh, stage = meshes_of_place(compiled.mesh)
+            last = None
             for i, (out, layout) in enumerate(zip(compiled.program.outputs, layouts, strict=True)):
                 if out.kind not in OF_A_PLACE:
                     continue
@@ -138,9 +152,8 @@ class Virtual:
                     continue
                 key = aux_at((out.kind, out.name), place)
                 values[key], self.replicas[key] = combine(parts, layout, held), replica_error(parts, layout, held)
-            if captured.row_uses is not None:
-                counts[:] = [last + sum(counts)]
-        return values
+            counts.append(last if captured.row_uses is not None else None)
+        return values, counts
 
     def _update(self, values: Values) -> None:
         for name, parameter in self.parameters.items():

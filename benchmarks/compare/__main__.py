@@ -21,6 +21,8 @@ CPU_CASES = (
     Case("gpt", "dp=2", 2, ("FSDP2",), zero=3),
     Case("gpt", "dp=2", 2, ("DDP ZeroRedundancyOptimizer",), zero=1),
     Case("gpt", "dp=2", 2, ("DDP checkpoint",), recompute="full"),
+    Case("gpt", "dp=2", 2, ("FSDP2 CPUOffloadPolicy",), zero=3, offload="parameters"),
+    Case("gpt", "dp=1", 1, ("save_on_cpu",), offload="activations"),
     Case("gpt", "tp=2", 2, ("DTensor", "DTensor loss_parallel")),
     Case("gpt", "dp=1", 1, ("eager",)),
     Case("gpt", "pp=2", 2, ("pipelining 2+2", "pipelining 3+1")),
@@ -41,6 +43,8 @@ CPU_CASES = (
     Case("gpt", "dp=2", 2, ("DDP torch.compile",), inductor=True),
 )
 GPU_CASES = (
+    Case("llama 8k", "dp=1", 1, ("FSDP2 CPUOffloadPolicy",), "cuda", offload="parameters"),
+    Case("llama 8k", "dp=1", 1, ("save_on_cpu",), "cuda", offload="activations"),
     Case("gpt", "dp=1", 1, ("eager", "torch.compile"), "cuda"),
     Case("gpt", "dp=1", 1, ("torch.compile",), "cuda", inductor=True),
     Case("llama", "dp=1", 1, ("torch.compile",), "cuda", inductor=True),

@@ -41,6 +41,7 @@ class Case:
     zero: int | None = None
     recompute: str = "none"
     attention: str = "auto"
+    offload: str | None = None
 
     @property
     def microbatches(self) -> int | None:
@@ -56,6 +57,7 @@ class Case:
         found = ["sequence_parallel"] * self.sequence + ["inductor"] * self.inductor
         found += [f"zero={self.zero}"] * bool(self.zero) + [f"recompute={self.recompute}"] * (self.recompute != "none")
         found += [f"attention={self.attention}"] * (self.attention != "auto")
+        found += [f"offload={self.offload}"] * bool(self.offload)
         return " ".join(found + [f"microbatches={self.microbatches}"] * bool(self.microbatches))
 
     def maker(self, side: str) -> Maker:
@@ -68,6 +70,7 @@ class Case:
             "zero": self.zero,
             "recompute": self.recompute,
             "attention": self.attention,
+            "offload": self.offload,
         }
         return lambda: ours(self.model, self.mesh, self.device, options)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from benchmarks.compare.context import ulysses, zigzag_ring
 from benchmarks.compare.experts import spread
 from benchmarks.compare.models import Step, batch_of, loss_fn, model_of, optimizer_of, plain
 from benchmarks.compare.pipelines import pipelined
-from benchmarks.compare.sharded import checkpointed, fully_sharded, zero_redundancy
+from benchmarks.compare.sharded import checkpointed, fully_sharded, saved_on_host, zero_redundancy
 
 
 def ours(name: str, mesh: str, device: str, options: dict[str, Any]) -> Step:
@@ -119,6 +120,8 @@ PEERS: dict[str, Callable[[str, str], Step]] = {
     "all-to-all": spread,
     "our dp": lambda name, device: ours(name, f"dp={dist.get_world_size()}", device, {}),
     "our tp": lambda name, device: ours(name, f"tp={dist.get_world_size()}", device, {}),
+    "FSDP2 CPUOffloadPolicy": partial(fully_sharded, on_host=True),
+    "save_on_cpu": saved_on_host,
     "FSDP2": fully_sharded,
     "DDP ZeroRedundancyOptimizer": zero_redundancy,
     "DDP checkpoint": checkpointed,

@@ -1,4 +1,5 @@
-"""The sides that save memory: FSDP2, DDP with ZeroRedundancyOptimizer, checkpointed layers, as people write them."""
+"""The sides that save memory: FSDP2, DDP with ZeroRedundancyOptimizer, checkpointed layers, what waits in the host's
+memory, as people write them."""
 
 from __future__ import annotations
 
@@ -13,16 +14,26 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.compare.models import Step, batch_of, model_of, plain
 
 
-def fully_sharded(name: str, device: str) -> Step:
-    """FSDP2: each layer, and the rest as one."""
-    from torch.distributed.fsdp import fully_shard
+def fully_sharded(name: str, device: str, on_host: bool = False) -> Step:
+    """FSDP2: each layer, and the rest as one. on_host: with CPUOffloadPolicy, parameters, gradients and the optimizer's
+    step in the host's memory."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
     mesh = init_device_mesh(device, (dist.get_world_size(),))
-    model: Any = model_of(name).to(device)
+    policy = CPUOffloadPolicy(pin_memory=device == "cuda") if on_host else OffloadPolicy()
+    model: Any = model_of(name) if on_host else model_of(name).to(device)
     for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(block, mesh=mesh, offload_policy=policy)
+    fully_shard(model, mesh=mesh, offload_policy=policy)
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)
     return plain(model, *_part(name, device))
+
+
+def saved_on_host(name: str, device: str) -> Step:
+    """All that autograd saves waits in the host's memory: torch.autograd.graph.save_on_cpu."""
+    model = model_of(name).to(device)
+    return plain(model, *batch_of(name, device), lambda: torch.autograd.graph.save_on_cpu(pin_memory=device == "cuda"))
 
 
 def zero_redundancy(name: str, device: str) -> Step:

@@ -10,6 +10,9 @@ sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tests" / "support")]
 
 import models as zoo  # noqa: E402
 from gpt import GPT, GPTConfig  # noqa: E402
+from mixtures import Kind, mixture_case  # noqa: E402
 from models import Llama  # noqa: E402
+from train_experts import MixtureGPT  # noqa: E402
+from train_experts import loss_fn as mixture_loss  # noqa: E402
 
-__all__ = ["GPT", "GPTConfig", "Llama", "zoo"]
+__all__ = ["GPT", "ROOT", "GPTConfig", "Kind", "Llama", "MixtureGPT", "mixture_case", "mixture_loss", "zoo"]

@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.gpu.attention import attention
+from benchmarks.gpu.experts import experts
 from benchmarks.gpu.kernels import kernels
+from benchmarks.gpu.offload import offload
 from benchmarks.gpu.parity import meshes, parity, scaling
 from benchmarks.gpu.session import nccl, reads
 from benchmarks.gpu.steps import memory, peers, steps
+from benchmarks.gpu.trainers import trainers
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,9 @@ SECTIONS = {
         Section("steps", "Whole steps", 180, steps),
         Section("memory", "Estimates of memory", 60, memory),
         Section("peers", "FSDP2 and DDP on one device", 60, peers),
+        Section("experts", "Mixtures of experts", 120, experts),
+        Section("offload", "What waits in the host's memory", 150, offload),
+        Section("trainers", "Loops of other libraries on one rank over NCCL", 90, trainers),
         Section("dropout", "Dropout", 60, dropout),
         Section("demo", "The demo's job on one rank", 60, demo),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import tempfile
 import time
@@ -20,6 +21,8 @@ from benchmarks.gpu.models import GPT, GPTConfig, Llama
 from benchmarks.measured import measure
 
 Side = Callable[[nn.Module, Tensor, Tensor, str], Step]
+Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
+Cases = dict[str, tuple[Callable[[], nn.Module], int, int, int]]
 
 
 def token_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -27,7 +30,7 @@ def token_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return loss
 
 
-def cases(device: str) -> dict[str, tuple[Callable[[], nn.Module], int, int, int]]:
+def cases(device: str) -> Cases:
     """By name: the model, rows, positions, and vocabulary."""
     if device == "cpu":
         return {"GPT": (lambda: GPT(GPTConfig(32, 16, 1, 2, 16)), 2, 16, 32)}
@@ -37,14 +40,16 @@ def cases(device: str) -> dict[str, tuple[Callable[[], nn.Module], int, int, int
     }
 
 
-def _optimizer(model: nn.Module, device: str) -> torch.optim.Optimizer:
+def optimizer_of(model: nn.Module, device: str) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device == "cuda")
 
 
-def _ours(**options: Any) -> Side:
+def ours(loss_fn: Loss = token_loss, **options: Any) -> Side:
+    """A step of ours in bf16."""
+
     def side(model: nn.Module, x: Tensor, y: Tensor, device: str) -> Step:
-        parallel = autopar.parallelize(model, "dp=1", loss_fn=token_loss, device=device, precision="bf16", **options)
-        optimizer = _optimizer(parallel, device)
+        parallel = autopar.parallelize(model, "dp=1", loss_fn=loss_fn, device=device, precision="bf16", **options)
+        optimizer = optimizer_of(parallel, device)
 
         def step() -> Tensor:
             loss: Tensor = parallel.forward_backward(x, y)
@@ -57,14 +62,20 @@ def _ours(**options: Any) -> Side:
     return side
 
 
-def _plain(wrap: Callable[[nn.Module], Any] = lambda model: model) -> Side:
+def plain(
+    wrap: Callable[[nn.Module], Any] = lambda model: model,
+    loss_fn: Loss = token_loss,
+    inside: Callable[[], Any] = contextlib.nullcontext,
+) -> Side:
+    """A step under autocast. inside: a context of the forward pass."""
+
     def side(model: nn.Module, x: Tensor, y: Tensor, device: str) -> Step:
         wrapped = wrap(model)
-        optimizer = _optimizer(wrapped, device)
+        optimizer = optimizer_of(wrapped, device)
 
         def step() -> Tensor:
-            with torch.autocast(device, torch.bfloat16):
-                loss = token_loss(wrapped, x, y)
+            with torch.autocast(device, torch.bfloat16), inside():
+                loss = loss_fn(wrapped, x, y)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -77,12 +88,12 @@ def _plain(wrap: Callable[[nn.Module], Any] = lambda model: model) -> Side:
 
 def steps(device: str) -> None:
     """Ours as it is, with CUDA graphs, op by op and with Inductor, beside eager and torch.compile, in bf16."""
-    sides = {"eager": _plain(), "torch.compile": _plain(torch.compile), "autopar": _ours()}
-    sides["autopar, cuda graphs"] = _ours(cuda_graphs=True)
-    sides["autopar, op by op"] = _ours(compile="executor")
-    sides["autopar, inductor"] = _ours(compile="inductor")
+    sides = {"eager": plain(), "torch.compile": plain(torch.compile), "autopar": ours()}
+    sides["autopar, cuda graphs"] = ours(cuda_graphs=True)
+    sides["autopar, op by op"] = ours(compile="executor")
+    sides["autopar, inductor"] = ours(compile="inductor")
     dry = ("eager", "autopar", "autopar, op by op")
-    _table(device, sides if device == "cuda" else {name: sides[name] for name in dry})
+    table(device, sides if device == "cuda" else {name: sides[name] for name in dry})
 
 
 def peers(device: str) -> None:
@@ -98,15 +109,16 @@ def peers(device: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         backend = "nccl" if device == "cuda" else "gloo"
         dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
-        _table(device, {"DDP": _plain(DistributedDataParallel), "FSDP2": _plain(sharded), "autopar": _ours()})
+        table(device, {"DDP": plain(DistributedDataParallel), "FSDP2": plain(sharded), "autopar": ours()})
         dist.destroy_process_group()
 
 
-def _table(device: str, sides: dict[str, Side]) -> None:
+def table(device: str, sides: dict[str, Side], of: Cases | None = None) -> None:
+    """A row of each side for each case, by default those of `cases`."""
     print(
         "| model | side | ms | beside the first | tokens a second | peak memory | loss |\n|---|---|---|---|---|---|---|"
     )
-    for name, (make, rows, positions, vocabulary) in cases(device).items():
+    for name, (make, rows, positions, vocabulary) in (of or cases(device)).items():
         first, losses = 0.0, []
         for side, build in sides.items():
             milliseconds, peak, loss = _timed(make, build, (rows, positions), vocabulary, device)

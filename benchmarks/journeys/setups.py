@@ -12,12 +12,13 @@ from benchmarks.journeys.parts import ODD
 from benchmarks.journeys.side import OPTIMIZERS
 
 COMMON = ("dp=1", "dp=1", "dp=2", "tp=2", "fsdp=2", "pp=2", "cp=2", PLANNED[0])
-SCHEDULES = ("gpipe", "1f1b", "zb-h1")
+SCHEDULES = ("gpipe", "1f1b", "zb-h1", "dualpipev")
 SLICED = ("seq1f1b", "gpipe")
 ATTENTION = ("auto", "gather", "ring", "ulysses")
 CHUNKS = (True, "auto", 300)  # bytes of logits
 LENGTHS = [TIME - TIME // 3, TIME // 3]  # of slices
 OFTEN = ("dropout", "dropout")  # blocks that are drawn once more
+HOSTED = ("parameters", ["parameters", "activations"])
 OFFLOADS = ("activations", ["activations", "optimizer"])
 SEQUENCES = ("gpt", "llama")  # heads with causal attention
 
@@ -39,7 +40,9 @@ def setups(draw: st.DrawFn, meshes: tuple[str, ...] = ()) -> dict[str, Any]:
     if draw(st.integers(0, 4)) == 4:
         options["recompute"] = draw(st.sampled_from(["full", "selective"]))
     if draw(st.integers(0, 5)) == 5:
-        options |= {"offload": draw(st.sampled_from(OFFLOADS)), "horizon": draw(st.sampled_from(["auto", 1]))}
+        is_one = "microbatches" not in options and options.get("zero") not in (1, 2)
+        offloads = (*OFFLOADS, *HOSTED) if is_one else OFFLOADS
+        options |= {"offload": draw(st.sampled_from(offloads)), "horizon": draw(st.sampled_from(["auto", 1]))}
     if "tp" in mesh and "tp=3" not in mesh and head == "gpt" and draw(st.booleans()):
         options["sequence_parallel"] = True
     if "pp" in mesh and head in SEQUENCES and draw(st.booleans()):

@@ -5,7 +5,8 @@ micro-batches, as `zero=3, recompute="full"` and over the stages of `pp=2,dp=2`.
     timeout 10800 .venv/bin/python -m benchmarks.libraries [PACKAGE[/MODEL] ...] [--jobs 2] [--rows FILE] [--out FILE]
 
 A row is a model, in a process of its own. Where the message of a refusal offers `specialize=True`, it is taken,
-and so is `batch_statistics="microbatch"` for micro-batches ("statistics").
+and so is `batch_statistics="microbatch"` for micro-batches ("statistics"), and a call of the plain module before, for
+one that sets itself up by its first batch ("run once").
 "broken": a traceback that is no message of ours (there should be none), or a model that does not run without us either.
 --rows keeps each row as a line of JSON as it comes; the table has the last one of each model that is in the file, so
 that a run of some models, or one that was cut short, adds to those of before.
@@ -101,7 +102,8 @@ def header() -> Iterable[str]:
 def line(row: Row) -> str:
     results = [row.results.get(name, "-") for name in (*MESHES, *FURTHER)]
     reasons = dict.fromkeys(why.replace("|", "/")[:300] for why in row.reasons.values() if why)
-    needed = [word for word, is_so in (("specialize", row.specialize), ("statistics", row.statistics)) if is_so]
+    words = ("specialize", row.specialize), ("statistics", row.statistics), ("run once", row.run_once)
+    needed = [word for word, is_so in words if is_so]
     model = f"{row.model} ({', '.join(needed)})" if needed else row.model
     cells = [f"{row.package} {row.version}", model, *results, f"{row.seconds:.0f}", "; ".join(reasons)]
     return f"| {' | '.join(cells)} |"

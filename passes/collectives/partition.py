@@ -10,7 +10,7 @@ from torch import fx
 
 from autopar.errors import VerificationError
 from autopar.ir.layout import Layout, local_shape
-from autopar.ir.mesh import SLICE, Mesh
+from autopar.ir.mesh import SLICE, Mesh, group_name
 from autopar.ir.ops.ops import is_mesh_op, op
 from autopar.ir.ops.ring_ops import CHAIN_IN_TURNS
 from autopar.ir.plan import Plan
@@ -105,9 +105,11 @@ class _Partition:
             sizes = {name: self.sized.size(size, cuts.get(name, ())) for name, size in sizes.items()}
         # A rank that has some rows of a table, or of a sequence, has to know which: numbers that differ by rank.
         indexed = [name for name in rule.indexed if name in cuts]
-        assert len(indexed) <= 1 and all(len(cuts[name]) == 1 for name in indexed), (node, indexed, cuts)
+        in_order = [len(cuts[name]) == 1 or all(outer == 1 for outer, _, _ in cuts[name]) for name in indexed]
+        assert len(indexed) <= 1 and all(in_order), (node, indexed, cuts)
         halos = halos_of(rule, cuts, self.mesh)
-        offset = self._offset(cuts[indexed[0]][0][2], sizes[indexed[0]], known) if indexed else None
+        axis = group_name([axis for _, _, axis in cuts[indexed[0]]]) if indexed else ""
+        offset = self._offset(axis, sizes[indexed[0]], known) if indexed else None
         read = cuts.keys() if row.local else cuts.keys() & rule.positional
         readings = {name: self._reading(rule.sizes[name], cuts[name], known) for name in cuts if name in read}
         starts = [

@@ -277,6 +277,9 @@ def moves(has: Layout, wanted: Layout, first: tuple[str, ...] = ()) -> list[Resh
     return _Moves(has, wanted, first).steps
 
 
+Owned = tuple[tuple[int, str], ...]  # dims with rows at their owners, and the axis of each
+
+
 class _Moves:
     def __init__(self, has: Layout, wanted: Layout, first: tuple[str, ...]) -> None:
         self.first = first
@@ -284,15 +287,16 @@ class _Moves:
         self.partial = list(has.partial)
         self.wanted = wanted.at_home
         self.steps: list[ReshardMove] = []
-        self._from_owners([pair for pair in has.owned if pair not in wanted.owned])
-        if has.owned and has.owned == wanted.owned:
+        stays = has.owned == wanted.owned
+        self._from_owners(() if stays else has.owned)
+        if has.owned and stays:
             self.wanted = wanted
         self._slice()
         self._reduce()
         self._gather()
         self._split()
         self._make_partial()
-        self._to_owners([pair for pair in wanted.owned if pair not in has.owned])
+        self._to_owners(() if stays else wanted.owned)
         assert self._layout() == wanted, (str(has), str(wanted), str(self._layout()))
 
     def _layout(self) -> Layout:
@@ -301,17 +305,20 @@ class _Moves:
     def _step(self, name: str, *args: str | int) -> None:
         self.steps.append(ReshardMove(name, args, self._layout()))
 
-    def _from_owners(self, owned: list[tuple[int, str]]) -> None:
+    def _from_owners(self, owned: Owned) -> None:
         """Rows come back to their places, before anything else: there they may be summed, and be fewer."""
         for dim, axis in owned:
             del self.dims[dim][self.dims[dim].index(axis) - 1]
-            self._step("combine", axis)
+        if owned:
+            self._step("combine", group_name([axis for _, axis in owned]))
 
-    def _to_owners(self, owned: list[tuple[int, str]]) -> None:
-        """Rows go to their owners last: where these are, ranks have different numbers of them."""
+    def _to_owners(self, owned: Owned) -> None:
+        """Rows go to their owners last: where these are, ranks have different numbers of them. Along several axes they
+        go at once."""
         for dim, axis in owned:
             self.dims[dim].insert(self.dims[dim].index(axis), OWNED)
-            self._step("dispatch", axis)
+        if owned:
+            self._step("dispatch", group_name([axis for _, axis in owned]))
 
     def _slice(self) -> None:
         """Split over axes that the value is still whole on, where that is the next factor of a dim."""

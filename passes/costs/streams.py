@@ -16,7 +16,8 @@ from autopar.machines import Machine
 from autopar.passes.costs.node_costs import node_times
 
 WAIT = op("wait")
-_WAYS = {TO_HOST: "copies out", TO_DEVICE: "copies back"}  # each with a stream, as an axis has
+OUT, BACK = "copies out", "copies back"  # each with a stream, as an axis has
+_WAYS = {TO_HOST: OUT, TO_DEVICE: BACK}
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,8 @@ class Streams:
         else:
             self._begin(min(launched, self.machine.launch_us))
         begin = max(self.device, self.host)
-        took = self._beside(us, max(self.moving.values(), default=0.0) - begin)
+        taking = (end for axis, end in self.moving.items() if axis not in (OUT, BACK))  # copies take no part of it
+        took = self._beside(us, max(taking, default=0.0) - begin)
         self.hosted += begin - self.device
         self.device = begin + took
         self.computed += took

@@ -22,7 +22,15 @@ from autopar.passes.pipeline.cuts.assign import times_in
 from autopar.passes.pipeline.cuts.coupling import Coupling
 from autopar.passes.pipeline.stages import split_into_stages
 from autopar.passes.pipeline.with_lengths import slice_lengths, with_lengths
-from autopar.passes.schedules import Schedule, check_schedule, forward_only, in_flight, parse_schedule, with_transfers
+from autopar.passes.schedules import (
+    Schedule,
+    check_schedule,
+    forward_only,
+    in_flight,
+    in_halves,
+    parse_schedule,
+    with_transfers,
+)
 from autopar.passes.schedules.transfers import Lists
 
 __all__ = ["make_pipeline"]
@@ -106,7 +114,7 @@ def make_pipeline(program: Program, plan: Plan, explicit: Program | None = None)
 
     def lists_of(pipeline: Pipeline) -> Lists:
         # once more, now that the times are known
-        orders = parse_schedule(wanted, ranks, plan.parts, stages, pipeline.costs, plan.slices).orders
+        orders = in_halves(parse_schedule(wanted, ranks, plan.parts, stages, pipeline.costs, plan.slices).orders)
         orders = orders if trains or coupling else forward_only(orders)
         # posted early, a receive goes on beside the graph before it; Gloo moves nothing that nobody has asked for
         return with_transfers(orders, pipeline.flow, pipeline.costs, prefetch=True)

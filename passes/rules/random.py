@@ -15,6 +15,12 @@ def _dropout(call: Call) -> Rule:
     return build(call, [dims, seed], [dims], replicated=names_of(seed), linear=FIRST)
 
 
+def _dropout_of_rows(call: Call) -> Rule:
+    """What a row draws goes with it."""
+    dims, seed = named(call.operands[0].shape), named(call.operands[1].shape, "s")
+    return build(call, [dims, seed, dims[:1], dims[:1]], [dims], replicated=names_of(seed), linear=FIRST)
+
+
 def _random(call: Call) -> Rule:
     seed = named(call.operands[0].shape, "s")
     return build(call, [seed], [named(call.results[0].shape)], replicated=names_of(seed))
@@ -36,6 +42,12 @@ def _dropout_local(pieces: Pieces) -> Arguments:
     return (*head, *_cut(pieces, pieces.rule.operands[0], call.operands[0].shape)), {}
 
 
+def _dropout_of_rows_local(pieces: Pieces) -> Arguments:
+    call = pieces.call
+    whole, *rest = _cut(pieces, pieces.rule.operands[0][1:], call.operands[0].shape[1:])
+    return (*call.args[:7], [call.args[7][0], *whole], *rest), {}
+
+
 def _random_local(pieces: Pieces) -> Arguments:
     call = pieces.call
     head = tuple(argument(call, i, name) for i, name in enumerate(("seed", "key", "kind", "shape", "dtype")))
@@ -44,5 +56,6 @@ def _random_local(pieces: Pieces) -> Arguments:
 
 ROWS: Mapping[str, Row] = {
     "autopar.dropout.default": Row(_dropout, local=_dropout_local, free_args=(2,)),
+    "autopar.dropout_of_rows.default": Row(_dropout_of_rows, local=_dropout_of_rows_local, free_args=(2,)),
     "autopar.random.default": Row(_random, shape_arg=3, local=_random_local, free_args=(1,)),
 }

@@ -48,13 +48,16 @@ def may_split(rule: Rule, choice: Choice, size: int, taken: tuple[tuple[Choice, 
     if name in rule.replicated or (name in rule.indexed and outer != 1):
         return False
     if rule.owned and name == rule.owned[1] and (rule.owned[0], OWNED) in (other for other, _ in taken):
-        return False  # an earlier axis split the owners
+        return False  # an earlier axis split the owners: of its pieces only their rows can be
     if outer == OWNED:
         tensors = (*rule.operands, *rule.results)
         alone = all(names == (name,) for dims in tensors for names in dims if name in names)
         before = math.prod(other_size for (other, _), other_size in taken if other == name)
-        if rule.owned and rule.owned[0] == name and not may_split(rule, (rule.owned[1], 1), size, taken):
-            return False
+        if rule.owned and rule.owned[0] == name:
+            others = tuple(one for one in taken if one[0] != choice)
+            inside = math.prod(other_size for one, other_size in taken if one == choice)
+            if not may_split(rule, (rule.owned[1], 1), size * inside, others):
+                return False
         return alone and name not in rule.ordered and rule.sizes[name] % (size * before) == 0
     if name in rule.reversed and (outer > 0 or any(other == name for (other, _), _ in taken)):
         return False

@@ -6,8 +6,9 @@ are the halves of that: the gradients of inputs and those of weights.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 from autopar.ir.schedule import Action, Costs, Orders
@@ -217,12 +218,73 @@ def _zb_v_of(rank: int, ranks: int, microbatches: int) -> tuple[Action, ...]:
     return tuple(order)
 
 
+def dualpipev(stages: int, ranks: int, microbatches: int, costs: Costs) -> Orders:
+    """Let a forward of one stage of a rank stand beside a backward of its other one, as both go through a V: DualPipeV,
+    which cuts DualPipe (arXiv 2412.19437) in half.
+
+    Two ranks, four micro-batches:
+
+        0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3F2 0B0 3B2 3F3 0B1 3B3 0I2 0W2 0I3 0W3
+        1F0 2F0 1F1 2F1 1F2 2B0 2F2 1B0 1F3 2B1 2F3 1B1 2B2 1B2 2I3 1I3 2W3 1W3
+
+    Rank i has the stages i and 2p - 1 - i. From the middle on pairs of a forward and a backward follow one another, of
+    different micro-batches, in which one may compute while values of the other are on their way. A rank holds the
+    activations of 2p + 1 of these smaller stages, one more than with ZB-V.
+
+    Fewer micro-batches than fill the warm-up are filled up with ones that are left out afterwards (see `interleaved`).
+    """
+    chunks_of("dualpipev", stages, ranks, 2)
+    return tuple(_dualpipev_of(rank, ranks, microbatches) for rank in range(ranks))
+
+
+def _dualpipev_of(rank: int, ranks: int, microbatches: int) -> tuple[Action, ...]:
+    down, up = rank, 2 * ranks - 1 - rank
+    below = ranks - rank - 1  # ranks between this one and the turn of the V
+    counts = {(stage, is_forward): count() for stage in (down, up) for is_forward in (True, False)}
+    late: deque[Action] = deque()  # gradients of weights, which wait
+    order: list[Action] = []
+
+    def run(times: int, *kinds: tuple[int, str]) -> None:
+        for stage, kind in kinds * times:
+            if kind == "W":
+                order.extend([late.popleft()] if late else ())
+                continue
+            k = next(counts[stage, kind == "F"])
+            order.append(Action(stage, kind, k))
+            if kind == "I":
+                late.append(Action(stage, "W", k))
+
+    run(2 * below, (down, "F"))
+    run(rank + 1, (down, "F"), (up, "F"))
+    run(below, (up, "I"), (up, "W"), (up, "F"))
+    steady = max(microbatches, 2 * ranks) - 2 * ranks + rank + 1  # until the first stage has no forward left
+    run(steady, (down, "F"), (up, "B"), (up, "F"), (down, "B"))
+    run(below, (up, "B"), (up, "F"), (down, "B"))
+    # Half of what is left keeps the gradients of weights for when there is nothing else to do.
+    for place, stage in enumerate((up, down) * (rank + 1)):
+        run(1, (stage, "B" if place <= rank else "I"))
+    run(below, (down, "W"), (down, "I"))
+    run(len(late), (down, "W"))
+    return tuple(action for action in order if action.microbatch < microbatches)
+
+
 def forward_only(orders: Sequence[Sequence[Action]]) -> Orders:
     """The forwards of any schedule, in its order: for `model(x)`.
 
     No forward waits for a backward, so what is left of an order without circular waits has none.
     """
     return tuple(tuple(action for action in order if action.kind == "F") for order in orders)
+
+
+def in_halves(orders: Sequence[Sequence[Action]]) -> Orders:
+    """A schedule in which some backwards are whole and some in halves, with all of them in halves: stages are cut into
+    graphs of one kind."""
+    split = any(action.kind == "I" for order in orders for action in order)
+    halves = {"B": "IW"} if split else {}
+    return tuple(
+        tuple(replace(action, kind=kind) for action in order for kind in halves.get(action.kind, action.kind))
+        for order in orders
+    )
 
 
 def in_rounds(stages: int, ranks: int) -> tuple[int, ...]:
@@ -255,4 +317,5 @@ SCHEDULES: Mapping[str, Entry] = {
     "zb-h1": Entry(zb_h1),
     "zb-h2": Entry(zb_h2),
     "zb-v": Entry(zb_v, chunks=2, place=in_a_v),
+    "dualpipev": Entry(dualpipev, chunks=2, place=in_a_v),
 }

@@ -111,7 +111,7 @@ def axis_searches(classes: Classes, plan: Plan) -> Iterator[AxisSearch]:
         if size > 1:
             intent = intent_of(axis, mesh, plan.sequence_parallel, plan.options.attention, lengths)
             if axis in plan.expert_axes:
-                intent = replace(intent, experts=True)
+                intent = replace(intent, experts=True, joined=axis != plan.expert_axes[0])
             if intent.experts and plan.options.expert_rows is not None:
                 intent = replace(intent, padded=True)
             is_idle = plan.batch_replicated and axis in DATA_AXES  # micro-batches divide it all the same

@@ -79,6 +79,7 @@ class Intent:
     only_positions: bool = False  # of the batch's dims the second alone is a sequence
     in_time: bool = False  # one rank computes all parts: what is added up early is not computed again for each
     experts: bool = False  # experts are split, and rows go to theirs
+    joined: bool = False  # by an earlier axis, too
     padded: bool = False  # with others beside them, which are of no expert: they may not be added up there
 
     def states(self, role: Role) -> list[tuple[State, float]]:

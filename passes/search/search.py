@@ -142,6 +142,9 @@ def options_of(
             found = [one for one in found if one.work < 1] or found
         if intent.owns_rows and classes.is_by_owner(number):
             found = [one for one in found if one.choice and one.choice[1] == OWNED] or found
+        if intent.joined:  # rows go along both axes at once
+            goes = any(choice[1] == OWNED for choice, _ in item.taken)
+            found = [one for one in found if (one.choice is not None and one.choice[1] == OWNED) == goes] or found
         if intent.only_heads and item.node.target in ATTENTION:
             found = [one for one in found if one.choice and one.choice[0] in HEADS] or found
         if intent.no_heads and item.node.target in ATTENTION:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from autopar.errors import LayoutError, divisors, one_of
 from autopar.ir.layout import OWNED
 from autopar.ir.ops.op_facts import facts_of, is_view
@@ -73,8 +75,10 @@ def _reason(classes: Classes, item: Item, axis: str, size: int) -> str | None:
         return None
     name = _parameter(classes, item.sources[position][0])
     whose = f"of {name}" if name else f"of %{item.node.name} at {record(item.node).source}"
-    if count % size:
-        return f"{axis}={size} does not divide the {count} experts {whose}: {axis} may be {one_of(divisors(count))}"
+    left = count // math.prod(pieces for choice, pieces in item.taken if choice[1] == OWNED)
+    if left % size:
+        those = f"the {count} experts {whose}" + f", {left} in each piece" * (left < count)
+        return f"{axis}={size} does not divide {those}: {axis} may be {one_of(divisors(left))}"
     return f"the {count} experts {whose} are used by calls that cannot have rows at their experts"
 
 

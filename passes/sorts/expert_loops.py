@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from autopar.ir.ops.op_facts import facts_of, is_view
-from autopar.ir.ops.ops import op
+from autopar.ir.ops.ops import key_place, op
 from autopar.ir.plan import Plan
 from autopar.ir.program import Builder, Program, Record, erase_unused, is_getitem, operand_nodes, record
 from autopar.passes.rules import call_of, table_of
@@ -284,9 +284,11 @@ class _Join:
             elif len({self.values.of[one] for one in source}) == 1:
                 given.append(None)  # the same for all
             else:
-                given.append(source)  # of each expert its own
+                given.append(self._drawn(source, like) or source)  # of each expert its own
         if nodes[0].target in _PRODUCTS:
             return self._product(nodes[0], given, sources, like)
+        if key_place(nodes[0].target) >= 0:
+            return self._dropped(nodes, given[0], like)
         if any(isinstance(one, _Index) for one in given):
             raise Apart(f"{nodes[0].target} at {like.source} sees who has a row")
         if any(isinstance(one, _Mask) for one in given):
@@ -327,6 +329,39 @@ class _Join:
         shape = record(matrices).type.shape
         matrices = shaped(self.build, matrices, [shape[0], *shape[2:]], like)
         return _Rows(self._again(node, *rows, matrices, self.of.index, like=like), 0, True)
+
+    def _drawn(self, nodes: tuple[fx.Node, ...], like: Record) -> _Value | None:
+        """What each expert makes of the same rows by draws of its own, before its mask is seen; None for others."""
+        first = nodes[0]
+        operands = [list(node.all_input_nodes) for node in nodes]
+        if any(node.target is not first.target or not one for node, one in zip(nodes, operands, strict=True)):
+            return None
+        sources = tuple(one[0] for one in operands)
+        is_same = len({self.values.of[one] for one in sources}) == 1
+        if first.op == "call_function" and key_place(first.target) >= 0:
+            return self._dropped(nodes, None if is_same else self._drawn(sources, like), like)
+        inner = None if is_same or len(operand_nodes(first)) > 1 else self._drawn(sources, like)
+        way = through(call_of(first), {0: (inner.dim, 1)}, self.table, self.rows, adds=False) if inner else ""
+        return None if isinstance(way, str) else self._row_by_row(first, way, [inner], like)
+
+    def _dropped(self, nodes: tuple[fx.Node, ...], value: _Value, like: Record) -> _Value:
+        """Dropout of rows, each with the key of its expert and by its place in the mask."""
+        node = nodes[0]
+        at = key_place(node.target)
+        keys: list[Any] = [one.args[at] for one in nodes]
+        step = keys[1] - keys[0] if len(keys) > 1 else 0
+        is_even = keys == [keys[0] + step * i for i in range(len(keys))]
+        source, seed = operand_nodes(node)
+        whole, p = list(record(source).type.shape), node.args[3]
+        if node.target is not op("dropout") or not is_even or whole[0] != self.rows:
+            raise Apart(f"{node.target} at {like.source} draws otherwise for each of them")
+        rows = self._along(value, source, 0, like)
+        place = self.of.places(like)
+        made = self.build.infer(
+            op("dropout_of_rows"), rows, self.build.value[seed], keys[0], step, p, place, self.of.index,
+            whole, whole[1:], [0] * (len(whole) - 1), like=like, name=node.name,
+        )  # fmt: skip
+        return _Rows(made, 0, value is not None and value.is_zero)
 
     def _along(self, value: _Value, source: fx.Node, dim: int, like: Record) -> fx.Node:
         """An operand of which each row stands for its own expert."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.ir.ops.ops import key_place
 from autopar.ir.program import has_record, operand_nodes, record
 from autopar.passes.sorts.loop_masks import Loop, constant
 
@@ -127,7 +128,9 @@ def _find_families(loop: Loop, place: Places, found: Bodies) -> None:
             continue
         (owner[node],) = experts
         waiting.add(node)
-        args = fx.node.map_arg((node.args, dict(node.kwargs)), shown)
+        drawn = key_place(node.target)  # what a random op draws of its own is no difference
+        given = [one for i, one in enumerate(node.args) if i != drawn]
+        args = fx.node.map_arg((given, dict(node.kwargs)), shown)
         key = (node.target, repr(args), record(node).types, record(node).phase)
         seen[key, owner[node]] += 1
         at = slot[node] = slots.setdefault((key, seen[key, owner[node]]), len(slots) + 1)

@@ -30,6 +30,7 @@ class LoopRows:
         self.turn = _turn(loop.first)
         self.index: fx.Node = loop.first  # until `start`
         self.place = self.index
+        self._places: fx.Node | None = None
 
     def start(self, like: Record) -> fx.Node | None:
         """Compute the expert of each row, and give which rows have one; None if all do."""
@@ -96,6 +97,13 @@ class LoopRows:
         sizes = [*shape[: dim + 1], self.chosen, *shape[dim + 1 :]]
         apart = self.build.infer(aten.expand.default, apart, sizes, like=like)
         return shaped(self.build, apart, [*shape[:dim], shape[dim] * self.chosen, *shape[dim + 1 :]], like)
+
+    def places(self, like: Record) -> fx.Node:
+        """The place of each row in the mask, once."""
+        if self._places is None:
+            every = self.build.infer(aten.arange.start_step, 0, self.rows, like=like, dtype=torch.int64)
+            self._places = self.repeated(every, 0, like)
+        return self._places
 
     def turned(self, node: fx.Node, dim: int, like: Record, back: bool = False) -> fx.Node:
         """Rows of a mask [k, n] in the order of [n, k], in which those of a sample are beside each other; or back."""

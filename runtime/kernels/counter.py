@@ -105,10 +105,10 @@ class Counters:
                 yield slice(top, min(top + height, count)), slice(left, min(left + length, width))
 
     def bits(self, keys: tuple[Any, Any], rows: slice, columns: slice) -> torch.Tensor:
-        """int32 [rows, columns]: 32 random bits for each element, in memory of their own."""
+        """int32 [rows, columns]: 32 random bits for each element, in memory of their own. keys: may be [rows, 1]."""
         count = (rows.stop - rows.start) * (columns.stop - columns.start)
         alone = torch.get_num_threads() == 1 or count <= _GRAIN
-        if host.on_host(self.starts) and not self.runs.wide and alone:
+        if host.on_host(self.starts) and not self.runs.wide and alone and isinstance(keys[0], int):
             return self._bits_of_numpy(keys, rows, columns)
         return self._bits_of_torch(keys, rows, columns)
 
@@ -176,8 +176,9 @@ def _word(key: Any, device: torch.device) -> torch.Tensor:
     return key if isinstance(key, torch.Tensor) else torch.full((), key, dtype=torch.int32, device=device)
 
 
-def keys_of(seed: torch.Tensor, *numbers: int) -> tuple[Any, Any]:
-    """Two 32-bit keys: numbers on CPU; elsewhere tensors, because reading them would wait for the device."""
+def keys_of(seed: torch.Tensor, *numbers: Any) -> tuple[Any, Any]:
+    """Two 32-bit keys: numbers on CPU; elsewhere tensors, because reading them would wait for the device. numbers: may
+    be tensors, of a key for each element."""
     if host.on_host(seed):
         return _keys((*seed.tolist(), *numbers))
     return _keys((*seed.unbind(), *numbers))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,24 +46,59 @@ def _dropout(
     offsets: Sequence[int], out: torch.Tensor, kernels: Any,
 ) -> torch.Tensor:  # fmt: skip
     runs = PieceRuns.of(whole, local, offsets)
-    limit, scale = min(round((1 - p) * 2**31), 2**31 - 1), 1 / (1 - p)  # kept: the numbers below the limit, of 31 bits
+    limit, scale = _limit(p)
     kernels = kernels or triton_kernels(source.device)
     if kernels is not None and source.dtype.is_floating_point:
         kernels.dropout(source, seed, key, runs, limit, scale, out)
         return out
-    counters, keys = Counters.of(runs, source.device), keys_of(seed, key)
+    keys = keys_of(seed, key)
+    return _masked(source, Counters.of(runs, source.device), lambda rows: keys, limit, scale, out)
+
+
+def dropout_of_rows(
+    x: torch.Tensor, seed: torch.Tensor, key: int, step: int, p: float, place: torch.Tensor, which: torch.Tensor,
+    whole: Sequence[int], local: Sequence[int], offsets: Sequence[int],
+) -> torch.Tensor:  # fmt: skip
+    """Drop elements of rows as `dropout` does: row i is the one at place[i] of dims `whole`, and its key is that of
+    its expert, key + step * which[i]."""
+    if p <= 0 or x.numel() == 0:
+        return x.clone()
+    if p >= 1:
+        return torch.zeros_like(x)
+    source = x.contiguous()
+    one, width = PieceRuns.of(whole[1:], local, offsets), abs(math.prod(whole[1:]))
+    runs = replace(one, dims=((len(x), width), *one.dims), wide=whole[0] * width > 2**31)
+    starts = (place.unsqueeze(1) * width + Counters.of(one, x.device).starts.view(1, -1)).view(-1, 1)
+    words = key + step * which.repeat_interleave(one.count, output_size=runs.count).unsqueeze(1)
+    first, second = keys_of(seed, words)
+    limit, scale = _limit(p)
+    counters = Counters(runs, starts)
+    return _masked(source, counters, lambda rows: (first[rows], second[rows]), limit, scale, torch.empty_like(source))
+
+
+def _masked(
+    source: torch.Tensor, counters: Counters, keys: Callable[[slice], tuple[Any, Any]], limit: int, scale: float,
+    out: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """Write what is kept. keys: those of some rows of the counters."""
+    runs = counters.runs
     shape, integer, device = (runs.count, runs.width), _INTEGER[source.dtype.itemsize], source.device
     source_bits, out_bits = source.view(shape).view(integer), out.view(shape).view(integer)
     threshold = number(limit, device)
     one, low31, last = _numbers(device)
     for block in counters.blocks():
         # The top 31 bits as a number below 2^31, less the threshold: the sign says kept, in all bits of the mask.
-        state = counters.bits(keys, *block)
+        state = counters.bits(keys(block[0]), *block)
         kept = state.bitwise_right_shift_(one).bitwise_and_(low31).sub_(threshold).bitwise_right_shift_(last)
         part, result = (source_bits, out_bits) if kept.shape == shape else (source_bits[block], out_bits[block])
         torch.bitwise_and(part, kept if integer == torch.int32 else kept.to(integer), out=result)
         result.view(out.dtype).mul_(scale)
     return out
+
+
+def _limit(p: float) -> tuple[int, float]:
+    """Kept are the numbers of 31 bits below the limit, times the scale."""
+    return min(round((1 - p) * 2**31), 2**31 - 1), 1 / (1 - p)
 
 
 @functools.cache
@@ -70,4 +107,7 @@ def _numbers(device: torch.device) -> tuple[torch.Tensor, ...]:
 
 
 # Opaque to a compiler: 32-bit arithmetic wraps, which C++ leaves undefined in the code that Inductor would write.
-KERNELS = {"dropout": Kernel(dropout, in_place=((0, dropout_inplace),))}
+KERNELS = {
+    "dropout": Kernel(dropout, in_place=((0, dropout_inplace),)),
+    "dropout_of_rows": Kernel(dropout_of_rows),
+}

@@ -122,6 +122,7 @@ class DistributedDriver:
                     self.waits.seconds += perf_counter() - since
                     del request  # it holds a tensor that may die in the next step
             except StopIteration as done:
+                self.tier.finish()
                 return done.value
             except Exception as error:
                 self.tier.queues.end()
@@ -139,7 +140,7 @@ class DistributedDriver:
         if is_local(target):
             return local_answer(self.mesh, self.coord, target, args)
         if target in COPIES:
-            return self.tier.start(target, args[0])
+            return self.tier.start(target, *args)
         if target == WAIT and not isinstance(args[0], _Pending):
             return args[0].wait() if isinstance(args[0], Copying) else args[0]
         try:

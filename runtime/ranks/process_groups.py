@@ -139,8 +139,8 @@ def leave_at_exit(host: Known) -> None:
     Python to free it: once Python is being taken apart, that aborts the process ("terminate called without an active
     exception"). A group's threads end once nobody holds it; see `forget_at_exit`.
 
-    Groups that nobody destroyed are destroyed; of NCCL's none, which would wait for peers that may hang. host: gives
-    a group of Gloo's beside those of NCCL.
+    Groups that nobody destroyed are destroyed; of NCCL's none that has peers, for which it would wait and which may
+    hang. host: gives a group of Gloo's beside those of NCCL.
     """
     atexit.register(_leave, host)
 
@@ -156,7 +156,8 @@ def _forget(device_mesh: weakref.ref[DeviceMesh]) -> None:
 
 def _leave(host: Known) -> None:
     if dist.is_initialized():
-        ended = host if "nccl" in dist.get_backend_config() else default_group
+        has_peers = "nccl" in dist.get_backend_config() and dist.get_world_size() > 1
+        ended = host if has_peers else default_group
         leaving = threading.Thread(target=_end, args=(ended,), name="autopar-leave", daemon=True)
         leaving.start()
         leaving.join(_LEAVING_S)

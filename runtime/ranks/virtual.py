@@ -129,7 +129,7 @@ class VirtualMesh:
                     answer = [given.wait() if isinstance(given := request.args[0], Copying) else given]
                     del given
                 elif request.op in COPIES:
-                    answer = [self.tiers[rank].start(request.op, request.args[0])]
+                    answer = [self.tiers[rank].start(request.op, *request.args)]
                 elif is_local(request.op):
                     answer = [local_answer(self.mesh, self._coords[rank], request.op, request.args)]
                 else:

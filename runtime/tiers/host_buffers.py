@@ -13,6 +13,11 @@ from autopar.ir.pipeline import Pipeline
 from autopar.ir.program import Program
 
 
+def stays(node: fx.Node) -> bool:
+    """True for a copy into memory that the user has from the end of the step on, and no buffer."""
+    return node.target is TO_HOST and len(node.args) > 1 and bool(node.args[1])
+
+
 def moves_to_host(program: Program, pipeline: Pipeline | None = None) -> bool:
     """True for a step in which values wait in the host's memory."""
     graphs = [program] if pipeline is None else [one.program for one in pipeline.every_graph()]
@@ -47,15 +52,15 @@ def _of_graph(program: Program, frees: Iterable[str]) -> Iterator[tuple[int, int
     of another graph if it dies with this one."""
     last: dict[fx.Node, fx.Node] = {}
     dying = {node for node, entry in program.entries if entry.name in set(frees)}
-    leaving = set(program.results)
+    leaving, given = set(program.results), {node for node, _ in program.parameters()}
     for node in program.calls():
         if node.target is TO_DEVICE:
             (source,) = node.all_input_nodes
-            if source not in leaving and (source.op != "placeholder" or source in dying):
+            if source not in leaving and source not in given and (source.op != "placeholder" or source in dying):
                 last[source] = node
     ends = set(last.values())
     for node in program.calls():
-        if node.target is TO_HOST:
+        if node.target is TO_HOST and not stays(node):
             yield local_bytes(node, program.mesh), 1
         elif node.target is AWAITED and node.all_input_nodes[0] in ends:
             yield local_bytes(node, program.mesh), -1

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +27,7 @@ import torch
 
 from autopar.errors import PlanError
 from autopar.ir.ops.ops import TO_HOST
+from autopar.runtime.tiers.side_by_side import bytes_of, dense_strides, joined, side_by_side
 
 Make = Callable[[int], "torch.Tensor | None"]
 
@@ -34,23 +35,28 @@ Make = Callable[[int], "torch.Tensor | None"]
 class Queues(Protocol):
     """Where copies go on: out and back, each way in its own order. `copy` and `after` as of `CopyQueues`."""
 
-    def copy(self, way: str, move: Callable[[], None], after: Any) -> Any: ...
+    def copy(self, way: str, move: Callable[[], None], after: Iterable[Any] = ()) -> Any: ...
 
     def wait(self, event: Any) -> None: ...
 
     def end(self) -> None: ...
 
+    def finish(self) -> None: ...
+
 
 class AtOnce:
     """Copies that are done when they have started."""
 
-    def copy(self, way: str, move: Callable[[], None], after: Any) -> None:
+    def copy(self, way: str, move: Callable[[], None], after: Iterable[Any] = ()) -> None:
         move()
 
     def wait(self, event: None) -> None:
         return
 
     def end(self) -> None:
+        return
+
+    def finish(self) -> None:
         return
 
 
@@ -61,12 +67,12 @@ class CopyQueues:
         self.api, self.device = api, device
         self._streams = {way: api.Stream(device) for way in (OUT, BACK)}
 
-    def copy(self, way: str, move: Callable[[], None], after: Any) -> Any:
-        """Start a copy behind what is computed so far, and behind an event if one is given; the event of its end."""
+    def copy(self, way: str, move: Callable[[], None], after: Iterable[Any] = ()) -> Any:
+        """Start a copy behind what is computed so far, and behind the events that are given; the event of its end."""
         stream = self._streams[way]
         stream.wait_event(self.api.current_stream(self.device).record_event())
-        if after is not None:
-            stream.wait_event(after)
+        for event in after:
+            stream.wait_event(event)
         with self.api.stream(stream):
             move()
         return stream.record_event()
@@ -80,6 +86,11 @@ class CopyQueues:
         for stream in self._streams.values():
             self.wait(stream.record_event())
 
+    def finish(self) -> None:
+        """Let the host wait for all copies: of what it reads, or writes, itself."""
+        for stream in self._streams.values():
+            stream.synchronize()
+
 
 OUT, BACK = "out", "back"
 
@@ -90,6 +101,7 @@ class HostPool:
 
     held, peak: the bytes in use. made: of all buffers. missed: buffers that a step had to make, since the pool was not
     filled. moved: the bytes of copies, by their way. lasting: bytes that stay from step to step, and lie in no buffer.
+    is_read: whether this step copied what the host itself reads or writes between steps.
     """
 
     make: Make
@@ -99,6 +111,7 @@ class HostPool:
     missed: int = 0
     lasting: int = 0
     moved: dict[str, int] = field(default_factory=lambda: {OUT: 0, BACK: 0})
+    is_read: bool = False
     counts: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     _free: dict[int, list[torch.Tensor | None]] = field(default_factory=lambda: defaultdict(list))
 
@@ -139,8 +152,8 @@ class HostValue:
 
     def __init__(self, x: torch.Tensor, pool: HostPool) -> None:
         self.shape, self.dtype, self.device = tuple(x.shape), x.dtype, x.device
-        self.strides = _dense_strides(x)
-        self.size = x.numel() * x.element_size()
+        self.strides = dense_strides(x)
+        self.size = bytes_of(x)
         self.pool, self.buffer, self.stored = pool, pool.take(self.size), None
 
     def __del__(self) -> None:
@@ -151,17 +164,6 @@ class HostValue:
         if self.buffer is None or not self.size:
             return None
         return self.buffer.view(self.dtype).as_strided(self.shape, self.strides)
-
-
-def _dense_strides(x: torch.Tensor) -> tuple[int, ...]:
-    """The strides of a tensor, in which what is loaded again lies too, so that kernels do the same sums; those of a
-    contiguous one where memory between its elements is no part of it."""
-    expected = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size != 1):
-        if stride != expected:
-            return torch.empty(x.shape, device="meta").stride()
-        expected *= size
-    return x.stride()
 
 
 @dataclass(slots=True)
@@ -194,6 +196,7 @@ class HostTier:
 
     pool: HostPool
     queues: Queues
+    device: torch.device
     has_data: bool = True
 
     def fill(self, counts: Mapping[int, int], has: Callable[[], int] = free_bytes) -> None:
@@ -206,45 +209,72 @@ class HostTier:
             )
         self.pool.fill(counts)
 
-    def start(self, target: Any, value: Any) -> Copying:
-        """Start a copy out or back."""
-        return self._out(value) if target is TO_HOST else self._back(value)
+    def start(self, target: Any, value: Any, stays: bool = False) -> Copying:
+        """Start a copy out or back. stays: what is copied out is the user's from the end of the step on."""
+        if target is TO_HOST and not stays:
+            return self._out(value)
+        if isinstance(value, HostValue):
+            return self._back(value)
+        self.pool.is_read = True
+        if target is TO_HOST:
+            made = self._dense(value, None)
+            return Copying(self.queues, value, made, self._copied(OUT, [made], [value]))
+        made = torch.empty_strided(value.shape, dense_strides(value), dtype=value.dtype, device=self.device)
+        return Copying(self.queues, value, made, self._copied(BACK, [made], [value]))
 
-    def lasting(self, x: torch.Tensor) -> torch.Tensor:
-        """Memory of the host in which a tensor may stay from step to step; where tensors have no data one of its shape,
-        on another device than it."""
-        size, strides = x.numel() * x.element_size(), _dense_strides(x)
-        self.pool.lasting += size
-        buffer = self.pool.make(size)
-        if buffer is not None:
-            return buffer.view(x.dtype).as_strided(x.shape, strides)
-        return torch.empty((), dtype=x.dtype, device="meta" if x.device.type == "cpu" else "cpu").expand(x.shape)
+    def finish(self) -> None:
+        """Let the host wait for the copies of this step that it looks at: gradients that left, and parameters, which an
+        optimizer on the host writes next."""
+        if self.pool.is_read:
+            self.queues.finish()
+            self.pool.is_read = False
 
-    def store(self, x: torch.Tensor, to: torch.Tensor) -> Copying:
-        """Start to copy a tensor into lasting memory."""
-        self.pool.moved[OUT] += x.numel() * x.element_size()
-        return Copying(self.queues, x, to, self.queues.copy(OUT, lambda: self._move(to, x), None))
+    def lasting(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Memory of the host in which tensors may stay from step to step, side by side; where tensors have no data some
+        of their shapes, on another device than them."""
+        self.pool.lasting += sum(map(bytes_of, tensors))
+        found = side_by_side(tensors, self.pool.make) if tensors else []
+        return found or [without_memory(x.shape, x.dtype, x.device) for x in tensors]
 
-    def fetch(self, stored: torch.Tensor, like: torch.Tensor, after: Any) -> Copying:
-        """Start to copy lasting memory back. like: a tensor of the device. after: the end of its copy out."""
-        x = torch.empty_strided(stored.shape, _dense_strides(stored), dtype=stored.dtype, device=like.device)
-        self.pool.moved[BACK] += x.numel() * x.element_size()
-        return Copying(self.queues, stored, x, self.queues.copy(BACK, lambda: self._move(x, stored), after))
+    def _dense(self, x: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:
+        """Memory of the host for a tensor, in no buffer of the pool; contiguous without strides."""
+        buffer = self.pool.make(x.numel() * x.element_size())
+        if buffer is None:
+            return without_memory(x.shape, x.dtype, x.device)
+        made = buffer.view(x.dtype)
+        return made.view(x.shape) if strides is None else made.as_strided(x.shape, strides)
 
-    def _move(self, to: torch.Tensor, source: torch.Tensor) -> None:
+    def store(self, tensors: Sequence[torch.Tensor], to: Sequence[torch.Tensor]) -> Copying:
+        """Start to copy tensors into lasting memory, as one copy."""
+        return Copying(self.queues, tensors, to, self._copied(OUT, to, tensors))
+
+    def fetch(self, stored: Sequence[torch.Tensor], device: torch.device, after: Iterable[Any]) -> Copying:
+        """Start to copy lasting memory back to the device, as one copy. after: the ends of its copies out."""
+        made = side_by_side(stored, lambda size: torch.empty(size, dtype=torch.uint8, device=device))
+        return Copying(self.queues, stored, made, self._copied(BACK, made, stored, after))
+
+    def _copied(
+        self, way: str, to: Sequence[torch.Tensor], source: Sequence[torch.Tensor], after: Iterable[Any] = ()
+    ) -> Any:
+        """Start to copy some tensors into others; the event of its end."""
+        self.pool.moved[way] += sum(map(bytes_of, source))
+        return self.queues.copy(way, lambda: self._move(to, source), after)
+
+    def _move(self, to: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> None:
         if self.has_data:
-            _copy(to, source)
+            for pair in joined(to, source):
+                _copy(*pair)
 
     def _out(self, x: torch.Tensor) -> Copying:
         made = HostValue(x, self.pool)
         self.pool.moved[OUT] += made.size
-        made.stored = self.queues.copy(OUT, lambda: _copy(made.view(), x), None)
+        made.stored = self.queues.copy(OUT, lambda: _copy(made.view(), x))
         return Copying(self.queues, x, made, made.stored)
 
     def _back(self, value: HostValue) -> Copying:
         x = torch.empty_strided(value.shape, value.strides, dtype=value.dtype, device=value.device)
         self.pool.moved[BACK] += value.size
-        event = self.queues.copy(BACK, lambda: _copy(x, value.view()), value.stored)
+        event = self.queues.copy(BACK, lambda: _copy(x, value.view()), (value.stored,))
         return Copying(self.queues, value, x, event)
 
 
@@ -253,16 +283,26 @@ def _copy(to: torch.Tensor | None, source: torch.Tensor | None) -> None:
         to.copy_(source, non_blocking=True)
 
 
+def in_host(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor in memory of the host that copies to a device need no help to read."""
+    return x.cpu().pin_memory() if device.type == "cuda" else x
+
+
 def host_tier(device: torch.device) -> HostTier:
     """The host's memory for a rank that computes on a device."""
     if device.type == "cuda":
-        return HostTier(HostPool(_pinned), CopyQueues(torch.cuda, device))
-    return HostTier(HostPool(_plain), AtOnce())
+        return HostTier(HostPool(_pinned), CopyQueues(torch.cuda, device), device)
+    return HostTier(HostPool(_plain), AtOnce(), device)
 
 
-def without_data() -> HostTier:
-    """One for tensors without data: it counts, and has no memory."""
-    return HostTier(HostPool(lambda size: None), AtOnce(), has_data=False)
+def without_data(device: torch.device) -> HostTier:
+    """One for tensors without data of a device: it counts, and has no memory."""
+    return HostTier(HostPool(lambda size: None), AtOnce(), device, has_data=False)
+
+
+def without_memory(shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of a shape on another device than one, which takes no memory there."""
+    return torch.empty((), dtype=dtype, device="meta" if device.type == "cpu" else "cpu").expand(tuple(shape))
 
 
 def _pinned(size: int) -> torch.Tensor:

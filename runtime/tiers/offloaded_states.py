@@ -11,7 +11,7 @@ them back in the first hook behind it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from autopar.errors import PlanError
-from autopar.runtime.tiers.host_tier import HostTier
+from autopar.runtime.tiers.host_tier import Copying, HostTier
 from autopar.torch_compat import bare_step, hook_behind_step, local_of
 
 PARTS = 32  # of all states; two are on the device at a time, or those of two of the largest parameters
@@ -99,7 +99,7 @@ class OffloadedStates:
         known.hidden = [(p, p.grad) for p in parameters_of(optimizer) if p.grad is not None]
         self._inside = True
         try:
-            _show(known.hidden, ())
+            _hide(known.hidden)
             if not known.is_tried:
                 check_counts(optimizer)
                 known.is_tried = True
@@ -128,6 +128,7 @@ class OffloadedStates:
             chunk.left()
 
     def _stream(self, optimizer: Optimizer, known: _Known, tier: HostTier) -> None:
+        gradients = {id(p): gradient for p, gradient in known.hidden}
         moving = set(map(id, moving_of(parameters_of(optimizer), self.share, self.bytes_of)))
         parts = chunks_of([p for p, _ in known.hidden if id(p) in moving], self.bytes_of)
         rest = [p for p, _ in known.hidden if id(p) not in moving]
@@ -140,16 +141,12 @@ class OffloadedStates:
             if place + 1 < len(chunks):
                 chunks[place + 1].fetch()
             chunk.arrived()
-            _show(known.hidden, chunk.parameters)
-            bare_step(optimizer)
-            _show(known.hidden, ())
+            _step_with(optimizer, chunk.parameters, gradients)
             chunk.store()
         if chunks:
             chunks[-1].left()
         if rest:
-            _show(known.hidden, rest)
-            bare_step(optimizer)
-            _show(known.hidden, ())
+            _step_with(optimizer, rest, gradients)
 
 
 class _Chunk:
@@ -157,8 +154,8 @@ class _Chunk:
 
     def __init__(self, optimizer: Optimizer, parameters: Sequence[Any], known: _Known, tier: HostTier) -> None:
         self.optimizer, self.parameters, self.lasting, self.tier = optimizer, parameters, known.lasting, tier
-        self.coming: list[tuple[dict[str, Any], str, Any, Any]] = []
-        self.going: list[Any] = []
+        self.coming: tuple[list[tuple[dict[str, Any], str, Any]], Copying] | None = None
+        self.going: Copying | None = None
 
     def _states(self) -> Iterator[tuple[Any, dict[str, Any], str, Any]]:
         """(parameter, its states, the name of one, it): those that have dims. Counts of steps stay where they are."""
@@ -170,34 +167,47 @@ class _Chunk:
 
     def fetch(self) -> None:
         """Start to bring the states that wait."""
+        found, waiting = [], []
         for parameter, states, key, value in self._states():
             known = self.lasting.get((parameter, key))
             if known is not None and _part(value) is known.tensor:
-                copying = self.tier.fetch(known.tensor, _part(parameter), known.end)
-                self.coming.append((states, key, value, copying))
+                found.append((states, key, value))
+                waiting.append(known)
+        if waiting:
+            device, ends = _part(self.parameters[0]).device, {id(one.end): one.end for one in waiting}
+            self.coming = found, self.tier.fetch([one.tensor for one in waiting], device, ends.values())
 
     def arrived(self) -> None:
         """Wait for them."""
-        for states, key, value, copying in self.coming:
-            states[key] = _around(value, copying.wait())
-        self.coming.clear()
+        if self.coming is not None:
+            found, copying = self.coming
+            for (states, key, value), part in zip(found, copying.wait(), strict=True):
+                states[key] = _around(value, part)
+        self.coming = None
 
     def store(self) -> None:
         """Start to take the states back, and leave tensors of the host's memory in their place."""
-        for parameter, states, key, value in self._states():
-            part, known = _part(value), self.lasting.get((parameter, key))
-            if known is None or known.tensor.shape != part.shape or known.tensor.dtype != part.dtype:
-                known = self.lasting[parameter, key] = _Lasting(self.tier.lasting(part))
-            copying = self.tier.store(part, known.tensor)
-            known.end = copying.event
+        found = list(self._states())
+        new = {
+            (parameter, key): _part(value) for parameter, _, key, value in found if self._is_new(parameter, key, value)
+        }
+        self.lasting |= dict(zip(new, map(_Lasting, self.tier.lasting(list(new.values()))), strict=True))
+        lasting = [self.lasting[parameter, key] for parameter, _, key, _ in found]
+        self.going = self.tier.store([_part(value) for *_, value in found], [one.tensor for one in lasting])
+        for (_, states, key, value), known in zip(found, lasting, strict=True):
             states[key] = _around(value, known.tensor)
-            self.going.append(copying)
+            known.end = self.going.event
+
+    def _is_new(self, parameter: Any, key: str, value: Any) -> bool:
+        """Whether no memory is there for a state as it is now."""
+        known, part = self.lasting.get((parameter, key)), _part(value)
+        return known is None or known.tensor.shape != part.shape or known.tensor.dtype != part.dtype
 
     def left(self) -> None:
         """Wait until they are gone."""
-        for copying in self.going:
-            copying.wait()
-        self.going.clear()
+        if self.going is not None:
+            self.going.wait()
+        self.going = None
 
 
 def _part(value: Any) -> torch.Tensor:
@@ -214,11 +224,17 @@ def parameters_of(optimizer: Optimizer) -> list[Any]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _show(hidden: Sequence[tuple[Any, Any]], shown: Sequence[Any]) -> None:
-    """Let these alone have a gradient."""
-    seen = set(map(id, shown))
-    for parameter, gradient in hidden:
-        parameter.grad = gradient if id(parameter) in seen else None
+def _step_with(optimizer: Optimizer, shown: Sequence[Any], gradients: Mapping[int, Any]) -> None:
+    """Step while these alone have a gradient."""
+    for parameter in shown:
+        parameter.grad = gradients[id(parameter)]
+    bare_step(optimizer)
+    _hide((parameter, None) for parameter in shown)
+
+
+def _hide(gradients: Iterable[tuple[Any, Any]]) -> None:
+    for parameter, _ in gradients:
+        parameter.grad = None
 
 
 def moving_of(parameters: Sequence[Any], share: float, bytes_of: Callable[[Any], int] = whole_bytes) -> list[Any]:

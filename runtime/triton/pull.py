@@ -156,14 +156,17 @@ class Puller:
         assert strides is not None
         place = flat(index, strides)
         self._reads.setdefault(value.data, set()).add((flat(index, contiguous(value.shape)), bool(guard)))
-        axes = _axes(place) | _union(guard)
+        guarded = _union(guard)
+        axes = _axes(place) | guarded
         masks = [term.text for term in guard]
         if COLUMN in axes and self.is_padded:
             masks.insert(0, "inside" if ROW in axes else "columns_in")
         elif ROW in axes:
             masks.insert(0, "rows_in")
         mask = f", mask={' & '.join(masks)}, other=0" if masks else ""
-        text = f"tl.load(in{value.data} + {self.text(place)}{mask})"
+        # Triton masks a block of addresses alone: one address behind a guard is repeated.
+        again = f" + {min(guarded)} * 0" if guarded and not _axes(place) else ""
+        text = f"tl.load(in{value.data} + {self.text(place)}{again}{mask})"
         dtype = self.lowered.operands[value.data]
         assert dtype is not None
         if dtype.dtype == torch.bool:

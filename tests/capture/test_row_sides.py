@@ -99,10 +99,41 @@ def hit_number(m: Mixture, x: Tensor, weights: Tensor, hot: Tensor) -> Tensor:
     return out
 
 
+def hit_list(m: Mixture, x: Tensor, weights: Tensor, hot: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for e in hot.sum((-1, -2)).nonzero().flatten().tolist():
+        at, row = torch.where(hot[e])
+        out.index_add_(0, row, m.expert(e, x[row]) * weights[row, at, None])
+    return out
+
+
+def hit_lists(m: Mixture, x: Tensor, weights: Tensor, hot: Tensor) -> Tensor:
+    """Lists of one number, and rows by another mask than the one that is counted."""
+    out, chosen = torch.zeros_like(x), hot.argmax(0)
+    for (e,) in (hot.sum((-1, -2)) > 0).nonzero().tolist():
+        at, row = torch.where(chosen == e)
+        out.index_add_(0, row, m.expert(e, x[row]) * weights[row, at, None])
+    return out
+
+
 def twice(m: Mixture, x: Tensor, weights: Tensor, hot: Tensor) -> Tensor:
     y = numel(m, x, weights, hot)
     weights, chosen = m.router(y).softmax(-1).topk(2)
     return hit(m, y, weights, F.one_hot(chosen, EXPERTS).permute(2, 1, 0))
+
+
+def dropped(way: Way) -> Way:
+    """With dropout of the rows of each expert, of all before them and of all behind."""
+
+    def with_dropout(m: Mixture, x: Tensor, weights: Tensor, hot: Tensor) -> Tensor:
+        expert, m.expert = m.expert, lambda e, rows: F.dropout(Mixture.expert(m, e, F.dropout(rows, 0.3)), 0.2)  # type: ignore[method-assign]
+        try:
+            return F.dropout(way(m, F.dropout(x, 0.1), weights, hot), 0.3)
+        finally:
+            m.expert = expert  # type: ignore[method-assign]
+
+    with_dropout.__name__ = f"dropped {way.__name__}"
+    return with_dropout
 
 
 def counted(m: Mixture, x: Tensor, weights: Tensor, hot: Tensor) -> Tensor:
@@ -158,7 +189,7 @@ def otherwise(m: Mixture, x: Tensor, weights: Tensor, hot: Tensor) -> Tensor:
     return out
 
 
-LEFT_OUT: list[Way] = [numel, taken_before, in_place, hit, hit_number, twice]
+LEFT_OUT: list[Way] = [numel, taken_before, in_place, hit, hit_number, hit_list, hit_lists, twice]
 OTHER: list[Way] = [counted, numbered, balanced, listed, otherwise]
 
 
@@ -174,7 +205,11 @@ def batch(seed: int = 1) -> Tensor:
 CASES = [
     *((way, "dp=2", {}) for way in (*LEFT_OUT, *OTHER)),
     (twice, "pp=2", {"microbatches": 2}),
-    *((way, "ep=2", {}) for way in (taken_before, hit, twice)),
+    *((way, "ep=2", {}) for way in (taken_before, hit, hit_list, hit_lists, twice)),
+    (hit_list, "ep=2", {"microbatches": 2}),
+    *((dropped(way), "dp=2", {}) for way in (numel, hit, twice, listed)),
+    *((dropped(way), "ep=2", {"zero": 1}) for way in (in_place, hit_number, hit_list, twice)),
+    (dropped(hit), "pp=2", {"microbatches": 2, "recompute": "full"}),
     (numel, "fsdp=2,tp=2", {}),
     (hit, "dp=2", {"zero": 3, "recompute": "full"}),
 ]
@@ -218,8 +253,8 @@ def whole(tensor: Tensor) -> Tensor:
 def test_batches_of_each_rank() -> None:
     """As DistributedDataParallel: an expert that one rank uses has a gradient on all."""
     batches = [(batch(1)[:1],), (batch(2)[:1, :2],)]
-    for silent in (None, 2):
-        assert autopar.verify(Mixture(hit, silent), "dp=2", loss_fn=loss_fn, batch=batches, ddp=True).ok
+    for way, silent in ((hit, None), (hit, 2), (dropped(hit), None)):
+        assert autopar.verify(Mixture(way, silent), "dp=2", loss_fn=loss_fn, batch=batches, ddp=True).ok
 
 
 def test_nothing_is_read_where_nothing_hangs_on_it() -> None:

@@ -261,7 +261,7 @@ REFUSED: dict[str, tuple[Step, str]] = {
     "a branch on their number": (through(lambda y: y * 2 if len(y) > 20 else y), "how many rows a mask selects"),
     "a capacity": (capped, "here getitem"),
     "batch norm": (through(lambda y: F.batch_norm(y, None, None, training=True)), "here batch_norm"),
-    "dropout": (through(lambda y: F.dropout(y, 0.5)), "here dropout"),
+    "noise": (through(lambda y: F.alpha_dropout(y, 0.5, True)), "here alpha_dropout"),
     "a softmax over rows": (through(lambda y: y.softmax(0)), "here softmax"),
     "parts of the rows": (through(lambda y: torch.cat(y.split(6), 0)), "here split"),
     "sorted": (through(lambda y: y.sort(0)[0]), "here sort"),

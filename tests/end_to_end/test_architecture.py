@@ -159,7 +159,7 @@ MANY_ARGUMENTS = {
     ),
     "schemas of ops": (
         "attention_backward", "compared_attention_backward", "convolution_input_backward",
-        "convolution_weight_backward", "random", "forward",
+        "convolution_weight_backward", "random", "dropout_of_rows", "forward",
     ),
     "kernels of Triton, and calls of them": ("_dropout", "_bits", "_elements", "_random", "_layer_norm_backward"),
     "options": ("inspect", "plan_", "parallelize", "verify", "register_rule", "capture", "__init__", "compile_step"),

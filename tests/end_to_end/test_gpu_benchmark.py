@@ -13,7 +13,7 @@ from benchmarks.gpu.__main__ import page, run, title
 from benchmarks.gpu.sections import SECTIONS, Section
 
 # that make process groups or processes of their own, or say something in the environment
-IN_PROCESSES = ("nccl", "peers", "kernels")
+IN_PROCESSES = ("nccl", "peers", "kernels", "offload", "trainers")
 COMMANDS = {"tests": ("-m", "pytest"), "demo": ("-m", "autopar", "run"), "dropout": ("-m", "benchmarks.dropout")}
 
 

@@ -66,7 +66,8 @@ def accelerated(accelerator: Any, folder: Path, resume: Path | None = None) -> d
             found["rates"].append(scheduler.get_last_lr()[0])
         model.eval()
         seen = right = 0
-        for x, y in DataLoader(data(), batch_size=6):
+        for batch in DataLoader(data(), batch_size=6):
+            x, y = (leaf.to(accelerator.device) for leaf in batch)
             with torch.no_grad():
                 guess = model(x).argmax(-1)
             guess, y = accelerator.gather_for_metrics((guess, y))

@@ -65,8 +65,8 @@ def arguments(folder: Path, **more: Any) -> TrainingArguments:
     return TrainingArguments(
         str(folder), learning_rate=1e-2, weight_decay=0.1, warmup_steps=1, num_train_epochs=2, logging_steps=1,
         per_device_train_batch_size=4, per_device_eval_batch_size=4, gradient_accumulation_steps=2, report_to="none",
-        eval_strategy="epoch", save_strategy="epoch", load_best_model_at_end=True, disable_tqdm=True, use_cpu=True,
-        **more,
+        eval_strategy="epoch", save_strategy="epoch", load_best_model_at_end=True, disable_tqdm=True,
+        **{"use_cpu": True, **more},
     )  # fmt: skip
 
 

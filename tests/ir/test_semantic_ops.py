@@ -30,7 +30,7 @@ NO_GRADIENT = {
     "running_average": "of buffers",
     **dict.fromkeys(
         ("index_of_rows", "index_put_of_rows", "convolution", "pad_rows", "running_sum", "linear_scan",
-         "chain", "compared_attention"),
+         "chain", "compared_attention", "dropout_of_rows"),
         "a pass puts them in a graph that has its backward part",
     ),
 }  # fmt: skip

@@ -25,7 +25,8 @@ def test_four_machines_are_built_in():
 
 def test_what_is_written_is_read_again(machine: Machine, tmp_path: Path):
     odd = replace(machine.device, bandwidth=1.23456789e12 / 7, products=Curve(((1e6 / 3, 0.1), (1e9 / 7, 1 / 3))))
-    for each in (machine, replace(machine, device=odd, launch_us=1 / 3, is_host=not machine.is_host)):
+    other = replace(machine, device=odd, launch_us=1 / 3, is_host=not machine.is_host)
+    for each in (machine, other, replace(machine, to_host=4e10, host_memory=1.28e11, host_update=5e10)):
         path = tmp_path / f"{machine.name}.toml"
         write(each, path, ["Measured on a Monday.", "By hand."])
         assert read_machine(path) == each
@@ -71,6 +72,7 @@ WRONG = {
     "unknown at the top": ("ranks = 8", "ranks = 8\nrank = 8", f"nobody knows 'rank'. {SHOW}"),
     "unknown dtype": ("float32 = 2e13", "float32 = 2e13\nfloat8 = 2e13", f"nobody knows 'device.flops.float8'. {SHOW}"),
     "unknown curve": ("reached.any", "reached.all", f"nobody knows 'inside.reached.all'. {SHOW}"),
+    "GB of a host": ("ranks = 8", "ranks = 8\nhost_memory = 128", "'host_memory' is 128; it is 1e+07 to 1e+14 bytes."),
     "text": ("launch_us = 6", 'launch_us = "6"', "'launch_us' is '6'; it is a number, 0 to 1e+06 us."),
     "a flag": ("launch_us = 6", "launch_us = true", "'launch_us' is True; it is a number, 0 to 1e+06 us."),
     "no flag": ("ranks = 8", "ranks = 8\nis_host = 1", "'is_host' is 1; it is true or false."),

@@ -56,6 +56,9 @@ class Pretended:
     def launch_us(self) -> float:
         return self.machine.launch_us
 
+    def host(self) -> tuple[float, float] | None:
+        return None if self.machine.is_host else (self.machine.to_host, self.machine.host_update / self.machine.ranks)
+
     def largest(self, value: float) -> float:
         return value * self.slower
 
@@ -138,6 +141,24 @@ def test_a_machine_is_made_of_what_was_measured():
     )
     assert {kind: fit.mean < 0.15 for kind, fit in fits(found.machine, found.samples).items()} == dict.fromkeys(
         ("least", PRODUCT, *SHARED, STREAM, UPDATE, *KINDS), True
+    )
+
+
+def test_the_memory_of_the_host_is_measured_where_devices_have_their_own():
+    class OnDevices(Pretended):
+        def host(self) -> tuple[float, float]:
+            return 41.234567e9, 30e9
+
+    fake = OnDevices(named("cpu"))
+    found = measure_machine("mine", CPU, (RankGroup(2),), fake, fake, 1e4, lambda *_: None).machine
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert (found.to_host, found.host_update) == (41.23e9, 60e9)
+    assert found.host_memory == pytest.approx(memory, rel=1e-3)
+    alone = whole((RankGroup(2),)).machine
+    assert (alone.host_memory, alone.to_host, alone.host_update) == (
+        0.0,
+        named("cpu").to_host,
+        named("cpu").host_update,
     )
 
 

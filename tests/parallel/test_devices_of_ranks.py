@@ -12,7 +12,7 @@ from torch import nn
 
 from autopar.errors import AutoparError, RankError
 from autopar.parallel.session import session
-from autopar.parallel.session.devices import check_places, device_of_rank
+from autopar.parallel.session.devices import check_backend, check_places, device_of_rank
 from autopar.parallel.session.session import Requested, join
 from autopar.settings import Settings
 
@@ -49,9 +49,9 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpus]:
     yield made
 
 
-def joined(device: str | None) -> None:
+def joined(device: str | None, **step: Any) -> None:
     with pytest.raises(StopIteration):
-        join(Requested(nn.Linear(2, 2), "dp=2", {}, device=device))
+        join(Requested(nn.Linear(2, 2), "dp=2", step, device=device))
 
 
 def as_rank(patch: pytest.MonkeyPatch, local: int) -> None:
@@ -73,6 +73,26 @@ def test_the_process_computes_on_its_gpu(
     joined(device)
     group = [] if has_group else ["group nccl"]
     assert gpus.calls == [f"set_device {index}", *group, f"agree on cuda:{index}"]
+
+
+@pytest.mark.parametrize("offload", ["parameters", ["activations", "parameters"], {"parameters": 1.0}])
+def test_what_lies_in_the_hosts_memory_is_summed_there(gpus: Gpus, monkeypatch: pytest.MonkeyPatch, offload: Any):
+    """By a backend of its own, or the user's group is refused."""
+    as_rank(monkeypatch, 1)
+    joined("cuda", offload=offload)
+    assert "group cpu:gloo,cuda:nccl" in gpus.calls
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    for backends in ("cpu:gloo,cuda:nccl", "cuda:nccl"):
+        monkeypatch.setattr(dist, "get_backend_config", lambda said=backends: said)
+        if "gloo" in backends:
+            check_backend(torch.device("cuda", 1))
+    with pytest.raises(RankError) as refused:
+        check_backend(torch.device("cuda", 1))
+    assert str(refused.value) == (
+        'offload="parameters" keeps parameters and gradients in the host\'s memory, where clip_grad_norm_ and '
+        "optimizers sum them over ranks, and the process group has no backend there: it is 'cuda:nccl'. Make it with "
+        'dist.init_process_group("cpu:gloo,cuda:nccl"), or leave that to autopar.'
+    )
 
 
 def test_a_rank_on_the_cpu_touches_no_gpu(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,6 +42,7 @@ TABLE: list[tuple[str, Kind, dict[str, Any]]] = [
     ("ep=2,tp=2", Kind(skew=-1), {"sequence_parallel": True}),
     ("dp=2,ep=2", Kind(way="loop", chosen=3), {"zero": 2}),
     ("pp=2,ep=2", Kind(), {"microbatches": 2, "schedule": "1f1b"}),
+    ("dp=2,fsdp=2", Kind(aux=True), {"experts": "dp:fsdp"}),
 ]
 
 
@@ -87,11 +88,11 @@ def _chosen(kind: Kind) -> list[list[int]]:
     return rows
 
 
-def _leaving(kind: Kind, mesh: str) -> int:
+def _leaving(kind: Kind, mesh: str, axis: str) -> int:
     """The rows whose expert is on another rank, over all ranks and layers of a first step."""
     module, _, batch = _plain(kind)
     parsed, count = parse_mesh(mesh), 0
-    ranks, data = parsed["ep"], {axis: size for axis, size in parsed.axes if axis in ("dp", "fsdp", "ep")}
+    ranks, data = parsed[axis], {name: size for name, size in parsed.axes if name in ("dp", "fsdp", "ep")}
     parts = torch.tensor(list(data.values())).prod().item()
 
     def look(mixture: Mixture, args: tuple[Tensor], _: Any) -> None:
@@ -165,7 +166,9 @@ def test_steps_are_those_of_one_device(four: Ranks) -> None:
         assert all(one[0] == rows[0][0] for one in rows), mesh
         trips = 6 if options.get("recompute") == "full" else 4
         copies = dict(parse_mesh(mesh).axes).get("tp", 1)
-        assert sum(one[1] for one in rows) == trips * copies * _leaving(kind, mesh) * 12 * 8, (mesh, kind)
+        assert (
+            sum(one[1] for one in rows) == trips * copies * _leaving(kind, mesh, options.get("experts", "ep")) * 12 * 8
+        ), (mesh, kind)
         if "pp" not in mesh:
             assert [one[2] for one in rows] == [kind.blocks] * 4, (mesh, kind)
 

@@ -13,7 +13,8 @@ from processes import ranks_of
 from torch import Tensor, nn
 
 import autopar
-from autopar.errors import RankError
+from autopar.errors import PlanError, RankError
+from autopar.runtime.ranks import process_groups
 from autopar.runtime.ranks.process_groups import default_group
 
 HELD: list[Any] = []  # as the names of a script, which are there until Python ends
@@ -58,3 +59,31 @@ def test_no_thread_of_gloo_is_left(is_destroyed: bool) -> None:
     """Red before: all were, whether the script destroyed its groups or not."""
     with ranks_of(2) as ranks:
         ranks.run(_left, is_destroyed)
+
+
+def _refused(rank: int) -> None:
+    with pytest.raises(PlanError) as refused:
+        autopar.parallelize(nn.Linear(6, 8), "dp=2", loss_fn=loss_fn, offload="parameters", microbatches=2)
+    HELD.append(refused)
+    atexit._run_exitfuncs()
+    assert not _of_gloo(), f"{_of_gloo()} are left"
+
+
+@pytest.mark.gloo
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads have names in /proc alone")
+def test_no_thread_is_left_where_a_model_was_refused() -> None:
+    with ranks_of(2) as ranks:
+        ranks.run(_refused)
+
+
+@pytest.mark.parametrize(("backends", "size", "ended"), [("gloo", 2, "all"), ("nccl", 2, "host"), ("nccl", 1, "all")])
+def test_what_is_ended(backends: str, size: int, ended: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL waits for peers, and one rank has none; torch warns of a group that nobody ended."""
+    said: list[Any] = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: backends)
+    monkeypatch.setattr(dist, "get_world_size", lambda: size)
+    monkeypatch.setattr(dist, "destroy_process_group", said.append)
+    monkeypatch.setattr(process_groups, "default_group", lambda: "all")
+    process_groups._leave(lambda: "host")  # type: ignore[arg-type, return-value]
+    assert said == [ended]

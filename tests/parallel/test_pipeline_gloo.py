@@ -78,6 +78,7 @@ def _train(rank: int, mesh: str, options: dict[str, Any], *, smaller: bool = Tru
     [
         ("pp=2", {"microbatches": 4}),
         ("pp=2", {"microbatches": 2, "schedule": "zb-v"}),
+        ("pp=2", {"microbatches": 4, "schedule": "dualpipev"}),
         ("pp=2", {"microbatches": 2, "slices": 4, "schedule": "seq1f1b"}),
         ("pp=2", {"microbatches": 2, "slices": [4, 2, 1, 1], "schedule": "seq1f1b"}),
         ("dp=2", {"microbatches": 3}),

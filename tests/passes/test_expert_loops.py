@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import LayoutError
-from autopar.ir.ops.ops import op_name
+from autopar.ir.ops.ops import op, op_name
 from autopar.ir.program import Program, record
 from autopar.passes.sorts import loop_masks
+from autopar.runtime.executor import executor
+from autopar.runtime.kernels.dropout import dropout_of_rows
 from autopar.verification.verify import verify
 
 # (spelling, is_stacked, experts of a row, meshes with options)
@@ -34,6 +36,9 @@ DIVIDED: list[Way] = [
     (ways.switch, False, 1, [("dp=2,ep=2", {"zero": 1})]),
     (ways.flat, False, 2, [("ep=4", {}), ("ep=2", {"microbatches": 2})]),
     (ways.sorted_, True, 2, [("ep=4", {})]),
+    (ways.dropped, False, 2, [("ep=2,tp=2", {}), ("ep=2", {"microbatches": 2}), ("dp=2,ep=2", {"expert_rows": 2.0})]),
+    (ways.dropped_hit, False, 2, [("dp=2,ep=2", {"zero": 1}), ("ep=4", {"recompute": "full"})]),
+    (ways.dropped_mask, False, 2, [("pp=2,ep=2", {"microbatches": 4, "compile": "triton"})]),
 ]
 CASES = [(*way[:3], mesh, options) for way in DIVIDED for mesh, options in way[3]]
 
@@ -76,6 +81,21 @@ def test_what_moves_is_what_moves_of_grouped_products() -> None:
     assert loop == grouped == {"route": 1, "dispatch": 2, "combine": 2, "expert_mm": 4}
     apart = _count(autopar.compile(spelled(ways.mixtral), "ep=2", batch=batch()).program)
     assert apart["all_gather"] == 0 and apart["all_to_all"] == 10 and apart["expert_mm"] == 6
+
+
+@pytest.mark.parametrize("change", ["place", "which", "key"])
+def test_dropout_of_other_rows_is_found(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red on purpose: rows that draw as others do, or by the number of another expert."""
+
+    def wrong(
+        x: Tensor, seed: Tensor, key: int, step: int, p: float, place: Tensor, which: Tensor, *cut: Any
+    ) -> Tensor:
+        place, which = (one.flip(0) if name == change else one for name, one in (("place", place), ("which", which)))
+        return dropout_of_rows(x, seed, key + (change == "key"), step, p, place, which, *cut)
+
+    function_of, made = executor.function_of, op("dropout_of_rows")
+    monkeypatch.setattr(executor, "function_of", lambda target: wrong if target is made else function_of(target))
+    assert not verify(spelled(ways.dropped), "ep=2", batch=batch(), steps=1).ok
 
 
 def test_without_ep_a_loop_stays_a_loop() -> None:

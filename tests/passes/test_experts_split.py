@@ -49,6 +49,9 @@ MESHES: list[tuple[str, dict[str, Any]]] = [
     ("dp=2,fsdp=2", {"experts": "fsdp"}),
     ("dp=2,cp=2,tp=2", {"experts": "cp", "zero": 1}),
     ("pp=2,dp=2", {"experts": "dp", "microbatches": 4, "zero": 1}),
+    ("dp=2,fsdp=2", {"experts": "dp:fsdp"}),
+    ("dp=2,cp=2,tp=2", {"experts": "dp:cp", "zero": 1, "expert_rows": 4.0}),
+    ("pp=2,dp=2,cp=2", {"experts": "dp:cp", "microbatches": 2, "recompute": "full"}),
     ("ep=4", {"expert_rows": 4.0}),
     ("dp=2,ep=2", {"expert_rows": 2.0, "zero": 3, "compile": "triton"}),
     ("ep=2,tp=2", {"expert_rows": 2.0, "sequence_parallel": True}),
@@ -177,6 +180,16 @@ def test_two_trips_there_and_two_back_and_one_route_a_layer(options: dict[str, A
     assert _count(program, "route") == PLAIN.blocks, "also for the backward pass, and what is computed again"
     assert _count(program, "dispatch") == 2 * PLAIN.blocks + again
     assert _count(program, "combine") == 2 * PLAIN.blocks + again
+
+
+def test_rows_go_along_joined_axes_at_once() -> None:
+    """As over an axis of all these ranks: no row makes two trips."""
+    program = _program(PLAIN, "dp=2,fsdp=2", experts="dp:fsdp")
+    ways = tuple(op(f"{name}{half}") for name in ("dispatch", "combine") for half in ("", "_start"))
+    moved = [str(node.args[1]) for node in program.calls() if node.target in ways]
+    assert moved == ["dp:fsdp"] * 4 * PLAIN.blocks
+    layouts = {entry.name: str(record(node).layout) for node, entry in program.parameters()}
+    assert layouts["mixed.0.up"] == layouts["mixed.0.down"] == "[dp:fsdp,-,-]"
 
 
 def test_experts_over_an_axis_that_is_there_lie_as_over_one_of_their_own() -> None:
@@ -329,8 +342,14 @@ REFUSED: list[tuple[Kind, str, dict[str, Any], type[Exception], str]] = [
         "compile out, or leave experts out.",
     ),
     (
-        PLAIN, "dp=2,cp=2", {"experts": "dp:cp"}, PlanError,
-        "experts='dp:cp' joins axes, and rows go to experts along one. It may be dp or cp; or give all to one axis.",
+        PLAIN, "dp=2,cp=2,tp=2", {"experts": "dp:tp"}, PlanError,
+        "experts='dp:tp' is no axis of mesh 'dp=2,cp=2,tp=2' that splits rows. It may be dp or cp, or both, 'dp:cp'.",
+    ),
+    (
+        Kind(experts=6), "dp=2,cp=2", {"experts": "dp:cp"}, LayoutError,
+        "axis 'cp' (size 2) splits experts, and can split none of the model:\n"
+        "  cp=2 does not divide the 6 experts of mixed.0.up, 3 in each piece: cp may be 1 or 3\n"
+        "  cp=2 does not divide the 6 experts of mixed.0.down, 3 in each piece: cp may be 1 or 3",
     ),
     (
         PLAIN, "dp=2,tp=2", {"experts": "tp"}, PlanError,

@@ -43,6 +43,43 @@ TABLE: list[tuple[str, str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
+HOSTED: list[tuple[str, str, dict[str, Any]]] = [
+    ("deep", "dp=1", {}),
+    ("gpt", "dp=1", {"horizon": 2}),
+    ("gpt", "dp=2,tp=2", {"sequence_parallel": True}),
+    ("gpt", "dp=3", {"zero": 3, "recompute": "full"}),
+    ("gpt", "cp=2", {"zero": 3}),
+    ("gpt", "dp=1", {"offload": ["parameters", "activations"], "recompute": 0.3}),
+]
+
+
+@pytest.mark.parametrize(("name", "mesh", "options"), HOSTED, ids=str)
+def test_parameters_that_wait_are_the_same_step_to_the_bit(name: str, mesh: str, options: dict[str, Any]):
+    plain = {key: value for key, value in options.items() if key not in ("offload", "horizon")}
+    plain |= {"recompute": "none"} if isinstance(plain.get("recompute"), float) else {}
+    want = case.step(name, case.compiled(name, mesh, F64, **plain), F64)
+    found = case.compiled(name, mesh, F64, **{"offload": "parameters", **options})
+    got = case.step(name, found, F64)
+    assert got.keys() == want.keys() and not [key for key in want if not torch.equal(got[key], want[key])]
+    entries = dict(found.program.entries)
+    assert all((record(node).tier == HOST) == (entries[node].kind == "parameter") for node in entries)
+    left = [node for node, out in found.program.leaving if out.kind == "gradient" and node is not None]
+    assert left and all(record(node).tier == HOST for node in left)
+    text = print_program(found.program)
+    assert print_program(parse_program(text)) == text
+
+
+def test_of_parameters_that_wait_the_device_holds_two_layers():
+    """And their gradients; the others, all gradients and all states are the host's: 16 bytes a parameter in fp32."""
+    plain, found = case.compiled("deep", "dp=1"), case.compiled("deep", "dp=1", offload="parameters")
+    report, before = found.memory(device="cpu"), plain.memory(device="cpu")
+    every = before.states["parameters"]
+    layer = (every - 4 * (16 * 16 + 16)) / case.LAYERS
+    assert report.states["parameters"] == report.states["optimizer states"] == report.states["gradients"] == 0
+    assert report.host == 4 * every
+    assert report.step <= before.step - every - before.states["optimizer states"] + 2 * layer
+
+
 @pytest.mark.parametrize(("place", "name", "mesh", "options"), [(i, *row) for i, row in enumerate(TABLE)], ids=str)
 def test_it_is_the_same_step_to_the_bit(place: int, name: str, mesh: str, options: dict[str, Any]):
     horizon = ("auto", 1)[place % 2]
@@ -196,7 +233,10 @@ def test_what_verify_says_of_copies():
 
 # -- bad input --------------------------------------------------------------------------------------------------------
 
-WHAT = 'write activations or optimizer, a list of both, or parts from 0.0 to 1.0: {"activations": 0.5}.'
+WHAT = (
+    "write activations, optimizer or parameters, a list of them, or parts from 0.0 to 1.0: "
+    '{"activations": 0.5} (parameters: 1.0).'
+)
 REFUSED = [
     ({"offload": "weights"}, f"offload='weights': {WHAT}"),
     ({"offload": {"activations": 1.5}}, f"offload={{'activations': 1.5}}: {WHAT}"),
@@ -206,13 +246,42 @@ REFUSED = [
     ({"offload": ["activations", "disk"]}, f"offload=['activations', 'disk']: {WHAT}"),
     ({"horizon": 0}, 'horizon=0: write a number of 1 or more of layers, or "auto".'),
     ({"horizon": "early"}, "horizon='early': write a number of 1 or more of layers, or \"auto\"."),
-    ({"horizon": 2}, 'horizon=2 is of offload="activations", which is not asked for: write both, or none.'),
+    (
+        {"horizon": 2},
+        'horizon=2 is of offload="activations" or "parameters", neither of which is asked for: write both, or none.',
+    ),
+    ({"offload": {"parameters": 0.5}}, f"offload={{'parameters': 0.5}}: {WHAT}"),
+    (
+        {"offload": ["parameters", "optimizer"]},
+        "offload=['parameters', 'optimizer']: an optimizer makes its states where the parameters lie, which is the "
+        'host\'s memory. Write "parameters" without "optimizer".',
+    ),
+    (
+        {"offload": "parameters", "microbatches": 2},
+        "offload='parameters' with 2 micro-batches or slices: gradients would be added up on the device, all of them. "
+        "Write an axis of data with zero=3 in place of pp, and call forward_backward several times before a step in "
+        "place of micro-batches: gradients add up in the host's memory.",
+    ),
     (
         {**ON, "compile": "inductor"},
         "offload='activations' with compile=\"inductor\": its code holds no copies that go on beside it. "
         'Write compile="executor" or "triton", or leave offload out.',
     ),
 ]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "zero", "kept"),
+    [("dp=2", {"zero": 2}, "zero=2"), ("fsdp=2", {"reshard_after_forward": False}, "reshard_after_forward=False")],
+    ids=str,
+)
+def test_parameters_that_would_be_gathered_once(mesh: str, zero: dict[str, Any], kept: str):
+    with pytest.raises(PlanError) as caught:
+        case.compiled("deep", mesh, offload="parameters", **zero)
+    assert str(caught.value) == (
+        f"offload='parameters' with {kept} on mesh '{mesh}': every rank would gather all parameters and keep them for "
+        f"the step. Write zero=3, which gathers each layer for each use, or zero=0."
+    )
 
 
 @pytest.mark.parametrize(("options", "text"), REFUSED, ids=str)

@@ -28,6 +28,8 @@ MODELS = {**ZOO, **plain.MODELS}
         ("unused", "pp=2", 4, "1f1b"),
         ("hf_gpt2", "pp=3", 4, "interleaved-1f1b"),
         ("llama", "pp=2,dp=3", 2, "zb-v"),
+        ("gpt", "pp=2,tp=2", 6, "dualpipev"),
+        ("gpt", "pp=2", 2, "0F0,0F1,0I0,0W0,0B1\n1F0,1B0,1F1,1I1,1W1"),  # some backwards whole, some in halves
     ],
 )
 def test_models(name: str, mesh: str, microbatches: int, schedule: str):

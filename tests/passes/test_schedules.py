@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from pipelines import flow_of, on_numbers, on_one_device, plain_order
 from refusals import refused
+from torch.distributed.pipelining import schedules
 
 from autopar.errors import ScheduleError
 from autopar.ir.schedule import Action, Costs, Flow, Work
@@ -72,6 +74,10 @@ TEXTBOOK = {
         "0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2",
         "1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2",
     ],
+    ("dualpipev", 2, 4, 4): [
+        "0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3F2 0B0 3B2 3F3 0B1 3B3 0I2 0W2 0I3 0W3",
+        "1F0 2F0 1F1 2F1 1F2 2B0 2F2 1B0 1F3 2B1 2F3 1B1 2B2 1B2 2I3 1I3 2W3 1W3",
+    ],
 }
 
 
@@ -79,6 +85,18 @@ TEXTBOOK = {
 def test_textbook(case: tuple[str, int, int, int]) -> None:
     name, ranks, microbatches, stages = case
     assert lines(parse_schedule(name, ranks, microbatches, stages).orders) == TEXTBOOK[case]
+
+
+@pytest.mark.skipif(not hasattr(schedules, "ScheduleDualPipeV"), reason="this torch has no DualPipeV")
+@pytest.mark.parametrize("ranks", RANKS)
+def test_dualpipev_is_the_order_of_torch(ranks: int) -> None:
+    """Torch's own rows, each pair as a forward and a backward."""
+    for microbatches in (2 * ranks, 2 * ranks + 3, 4 * ranks):
+        of_torch = SimpleNamespace(pp_group_size=ranks, _n_microbatches=microbatches)
+        rows = [schedules.ScheduleDualPipeV._calculate_single_rank_operations(of_torch, r) for r in range(ranks)]  # type: ignore[arg-type]
+        table = "\n".join(",".join(map(str, row)) for row in rows) + "\n"
+        theirs = parse_schedule(table, ranks, microbatches, 2 * ranks)
+        assert theirs.orders == parse_schedule("dualpipev", ranks, microbatches).orders
 
 
 @pytest.mark.parametrize(("name", "ranks", "chunks"), CASES)
@@ -89,7 +107,7 @@ def test_runs_everywhere(name: str, ranks: int, chunks: int) -> None:
         schedule = parse_schedule(name, ranks, microbatches, ranks * chunks)
         flow = flow_for(schedule, microbatches)
         small = ranks * chunks * microbatches <= 16
-        wanted = on_one_device(flow, plain_order(flow)) if small else {}
+        wanted = on_one_device(flow, plain_order(flow, schedule.orders)) if small else {}
         for prefetch in (False, True):
             lists = with_transfers(schedule.orders, flow, costs, prefetch)
             check_schedule(lists, flow)
@@ -138,6 +156,8 @@ def test_memory(ranks: int) -> None:
             assert most["zb-h1"] == min(ranks, microbatches)
             assert most["zb-h2"] == min(2 * ranks - 1, microbatches)
             assert most["zb-v"] <= min(2 * ranks, 2 * microbatches)
+            assert most["dualpipev"] <= min(2 * ranks + 1, 2 * microbatches)
+            assert most["dualpipev"] == 2 * ranks + 1 or microbatches < 2 * ranks or ranks == 1
             assert in_flight(orders["zb-h1"][rank], until="I") == min(ranks - rank, microbatches)
             assert in_flight(orders["zb-v"][rank], stage=rank) <= min(2 * ranks, microbatches)
 
@@ -244,7 +264,7 @@ def test_function() -> None:
     check_schedule(with_transfers(schedule.orders, flow, Costs()), flow)
 
 
-NAMES = "gpipe, 1f1b, seq1f1b, interleaved-1f1b, zb-h1, zb-h2, zb-v"
+NAMES = "gpipe, 1f1b, seq1f1b, interleaved-1f1b, zb-h1, zb-h2, zb-v, dualpipev"
 REFUSALS = {
     "name": ("zero", None, f"schedule 'zero' is unknown. Known are {NAMES}; or give a function or a CSV file."),
     "file": ("no/such.csv", None, "schedule 'no/such.csv': there is no such file."),

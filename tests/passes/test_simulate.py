@@ -8,7 +8,7 @@ import torch
 from autopar.errors import ScheduleError
 from autopar.ir.program import TensorType
 from autopar.ir.schedule import Action, Costs, Flow, Instruction, Timeline, Work
-from autopar.passes.schedules import Walk, in_flight, parse_schedule, simulate, with_transfers
+from autopar.passes.schedules import Walk, in_flight, in_halves, parse_schedule, simulate, with_transfers
 
 HALF = TensorType((4,), torch.float16)  # 8 bytes
 
@@ -90,6 +90,21 @@ def test_formulas(ranks: int, microbatches: int) -> None:
         assert bubble_us("zb-v", even, 2, 6.0) == 0
 
 
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (2, 10), (4, 8), (4, 10), (4, 20), (8, 16), (8, 32)])
+@pytest.mark.parametrize("times", [(1.0, 1.0, 1.0), (1.0, 1.2, 0.8), (10.0, 12.0, 7.0)])
+def test_the_bubble_of_dualpipev(ranks: int, microbatches: int, times: tuple[float, float, float]) -> None:
+    """At most (PP/2 - 1)(F&B + B - 3 W) of PP half chunks with F&B = F + B, since nothing overlaps here (arXiv
+    2412.19437, table 2). That lets a pair send when both of it are done: what its first sends at once halves it."""
+    forward, input_grad, weight_grad = times
+    backward = input_grad + weight_grad
+    found = timeline("dualpipev", ranks, microbatches, costs_of(2 * ranks, *times), 2)
+    bubble = found.span_us - 2 * microbatches * (forward + backward)
+    published = (ranks - 1) * (forward + backward + backward - 3 * weight_grad)
+    assert bubble <= published
+    if len(set(times)) == 1:
+        assert bubble == pytest.approx(published / 2)
+
+
 def test_by_hand() -> None:
     """Two ranks, two micro-batches of 1F1B: F 1, B 2, a transfer 0.5 + 8 bytes / 16."""
     costs = Costs({(s, kind): t for s in (0, 1) for kind, t in (("F", 1.0), ("B", 2.0))}, 0.5, 16.0)
@@ -122,15 +137,16 @@ def test_by_hand() -> None:
     assert (found.bubble(0), found.bubble(1)) == (1 - 6 / 11, 1 - 6 / 11)
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v"])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "dualpipev"])
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 3), (2, 4), (4, 9)])
 def test_a_span_without_instructions(name: str, ranks: int, microbatches: int) -> None:
     schedule = parse_schedule(name, ranks, microbatches)
     flow = chain(schedule.ranks, microbatches)
     times = {(s, kind): 1.0 + 0.1 * s + 0.3 * i for s in range(flow.stages) for i, kind in enumerate("FIW")}
     costs = Costs(times, latency_us=0.7, bytes_per_us=10.0)
-    whole = simulate(with_transfers(schedule.orders, flow, costs), flow, costs)
-    walk = Walk.of(schedule.orders, flow)
+    orders = in_halves(schedule.orders)
+    whole = simulate(with_transfers(orders, flow, costs), flow, costs)
+    walk = Walk.of(orders, flow)
     assert walk.span_us(flow.types, costs) == pytest.approx(whole.span_us, rel=1e-12)
 
 

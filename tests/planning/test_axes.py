@@ -128,8 +128,8 @@ def test_what_cannot_be_decided(text: str) -> None:
     assert str(raised.value) == (
         f"--fix {text}: write dp=N, fsdp=N, cp=N, ulysses=N, tp=N, pp=N, zero=N, rows=N, microbatches=N, "
         f"chunks=N, recompute=none|selective|full|layers, schedule=1f1b|interleaved-1f1b|zb-h1|zb-h2|zb-v, "
-        f"sequence=true|false, reshard_after_forward=true|false or order=AXIS,AXIS,...; axes are pp, dp, fsdp, cp, "
-        f"ulysses, tp."
+        f"sequence=true|false, reshard_after_forward=true|false, offload=none|optimizer|parameters or "
+        f"order=AXIS,AXIS,...; axes are pp, dp, fsdp, cp, ulysses, tp."
     )
 
 

@@ -209,3 +209,19 @@ def test_a_pipeline_says_where_a_value_lies():
     assert "mb (2 micro-batches): replicated, decided by intent" in weight and "all_reduce  mb" not in weight
     assert "computed in forward_0" in str(found.explain("%einsum"))
     assert "blocks.1.attn" in str(found.explain("blocks.1.attn"))
+
+
+def test_what_waits_in_the_host_s_memory_is_told_with_its_bytes_and_its_time():
+    model = GPT(GPTConfig(vocabulary=64, context=16, layers=2, heads=4, width=32))
+    x = torch.zeros(8, 16, dtype=torch.long)
+    both = ["parameters", "activations"]
+    found = autopar.compile(model, "dp=2", loss_fn=loss_fn, batch=(x, x), zero=3, offload=both)
+    assert found.explain(UP).hosted == (
+        "16.4 kB come back in 2 copies a step, 0 us of the link: parameters wait in the host's memory",
+        "8.19 kB go there in 1 copy a step, 0 us of the link: gradients wait in the host's memory",
+    )
+    value = found.explain("%gelu").hosted
+    assert [line.split(" in ")[0] for line in value] == ["32.8 kB go there", "32.8 kB come back"]
+    assert "what of it waits in the host's memory\n  " in str(found.explain("blocks.0.mlp"))
+    staged = autopar.compile(model, "pp=2", loss_fn=loss_fn, batch=(x, x), microbatches=2, offload="activations")
+    assert len(staged.explain("%gelu").hosted) == 2 and not compiled_gpt().explain("%gelu").hosted

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +38,11 @@ Clock = dict[str, int]
 class Stream:
     name: str
     clock: Clock = field(default_factory=dict)
+    host: Stream | None = None
+
+    def synchronize(self) -> None:
+        assert self.host is not None
+        self.host.wait_event(self.record_event())
 
     def record_event(self) -> Clock:
         return dict(self.clock)
@@ -51,7 +56,7 @@ class Recorded:
     """In place of `torch.cuda`. races: what was found, each with the node at which it was."""
 
     def __init__(self) -> None:
-        self.main = Stream("compute")
+        self.main, self.host = Stream("compute"), Stream("host")
         self.current, self.made = self.main, 0
         self.node, self.races = "", list[str]()
 
@@ -60,7 +65,7 @@ class Recorded:
 
     def Stream(self, device: torch.device) -> Stream:
         self.made += 1
-        return Stream(("out", "back")[self.made - 1])
+        return Stream(("out", "back")[self.made - 1], host=self.host)
 
     @contextlib.contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
@@ -80,6 +85,7 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         stream = self.api.current
+        stream.wait_event(self.api.host.clock)  # the host has launched it
         stream.clock[stream.name] = stream.clock.get(stream.name, 0) + 1
         written = {id(x.untyped_storage()) for x in tree_leaves(out) if isinstance(x, Tensor)}
         if func._schema.is_mutable or func is torch.ops.aten.empty.memory_format:
@@ -107,7 +113,7 @@ class Watch(TorchDispatchMode):
     def _end(self, key: int) -> None:
         for access, (_, count, node) in self.last.pop(key, {}).items():
             name = access.split()[1]
-            if self.api.main.clock.get(name, 0) < count:
+            if name != "host" and self.api.main.clock.get(name, 0) < count:  # the host is done with what it lets go of
                 self.api.races.append(f"memory ends at %{self.api.node} that {name} still uses since %{node}")
 
 
@@ -117,7 +123,7 @@ def races_of(make: Callable[[Recorded], Queues], options: dict[str, Any], tier: 
     api = Recorded()
     pool = HostPool(lambda size: torch.empty(size, dtype=torch.uint8))
     pool.fill(host_buffers(found.program, found.pipeline, 0))
-    driver = DistributedDriver(found.mesh, {}, 0, tier=tier(pool, make(api)))
+    driver = DistributedDriver(found.mesh, {}, 0, tier=tier(pool, make(api), torch.device("cpu")))
 
     def enter(node: fx.Node) -> None:
         api.node = node.name
@@ -136,11 +142,18 @@ def races_of(make: Callable[[Recorded], Queues], options: dict[str, Any], tier: 
             return torch.zeros(2, dtype=torch.int64)
         return local_part(batch[0], layout, found.program.mesh, coord)
 
+    steps_on_host = "parameters" in found.plan.options.offloaded
     with Watch(api):
         for _ in range(2):
             outputs = runner.run(inputs_of(slots, value_of))
-            del outputs
-    assert not pool.missed and not pool.held and pool.moved["out"] == pool.moved["back"] > 0
+            with api.stream(api.host) if steps_on_host else contextlib.nullcontext():
+                for out, value in zip(found.program.outputs, outputs, strict=True):
+                    if out.kind == "gradient" and steps_on_host:
+                        api.node = out.name
+                        parameters[out.name].detach().sub_(value)
+                del outputs
+    assert not pool.missed and not pool.held and pool.moved["back"] > 0
+    assert steps_on_host or pool.moved["out"] == pool.moved["back"]
     return list(dict.fromkeys(api.races))
 
 
@@ -148,6 +161,26 @@ def races_of(make: Callable[[Recorded], Queues], options: dict[str, Any], tier: 
 @pytest.mark.parametrize("options", [{}, {"microbatches": 4}, {"recompute": "full"}], ids=str)
 def test_every_access_is_ordered(options: dict[str, Any], horizon: Any):
     assert not races_of(lambda api: CopyQueues(api, CPU), {"offload": "activations", "horizon": horizon, **options})
+
+
+@pytest.mark.parametrize("horizon", [1, "auto"])
+def test_every_access_of_parameters_that_wait_is_ordered(horizon: Any):
+    """The optimizer reads gradients and writes parameters on the host, which has waited for their copies."""
+    for offload in ("parameters", ["parameters", "activations"]):
+        assert not races_of(lambda api: CopyQueues(api, CPU), {"offload": offload, "horizon": horizon})
+
+
+class NeverDone(CopyQueues):
+    """The host does not wait for copies at the end of a step."""
+
+    def finish(self) -> None:
+        return
+
+
+def test_a_host_that_does_not_wait_is_found_by_name():
+    races = races_of(lambda api: NeverDone(api, CPU), {"offload": "parameters"})
+    assert any(race.startswith("host reads at %head.weight what out writes at %") for race in races), races[:3]
+    assert any(race.startswith("host writes at %") and " what back reads at %" in race for race in races), races[:3]
 
 
 class NoWait(CopyQueues):
@@ -160,17 +193,17 @@ class NoWait(CopyQueues):
 class TooSoon(CopyQueues):
     """A copy back does not wait for its copy out."""
 
-    def copy(self, way: str, move: Callable[[], None], after: Any) -> Any:
-        return super().copy(way, move, None)
+    def copy(self, way: str, move: Callable[[], None], after: Iterable[Any] = ()) -> Any:
+        return super().copy(way, move)
 
 
 class Ahead(CopyQueues):
     """A copy does not wait for what is computed."""
 
-    def copy(self, way: str, move: Callable[[], None], after: Any) -> Any:
+    def copy(self, way: str, move: Callable[[], None], after: Iterable[Any] = ()) -> Any:
         stream = self._streams[way]
-        if after is not None:
-            stream.wait_event(after)
+        for event in after:
+            stream.wait_event(event)
         with self.api.stream(stream):
             move()
         return stream.record_event()
@@ -193,7 +226,7 @@ def by_hand(make: Callable[[Recorded], CopyQueues], early: bool = False) -> list
     api = Recorded()
     pool = HostPool(lambda size: torch.empty(size, dtype=torch.uint8))
     pool.fill({64: 2})
-    tier = HostTier(pool, make(api))
+    tier = HostTier(pool, make(api), torch.device("cpu"))
     with Watch(api):
         api.node = "x_out"
         x = torch.ones(16)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from autopar.runtime.kernels.counter import Counters, PieceRuns, keys_of
-from autopar.runtime.kernels.dropout import dropout, dropout_inplace
+from autopar.runtime.kernels.dropout import dropout, dropout_inplace, dropout_of_rows
 
 pytestmark = pytest.mark.usefixtures("each_side")
 
@@ -37,6 +37,31 @@ def test_dropout_mask_does_not_depend_on_the_piece() -> None:
         offsets = [2 * cut[0], 3 * cut[1], 5 * cut[2]]
         got = dropout(piece, torch.tensor([1, 2]), 5, 0.3, [4, 6, 10], [2, 3, 5], offsets)
         assert torch.equal(got, want[2 * cut[0] :][:2, 3 * cut[1] :][:, :3, 5 * cut[2] :][..., :5])
+
+
+def test_rows_draw_as_they_would_in_their_places() -> None:
+    """Wherever they lie, in pieces of their columns, of a tensor of many elements; each with the key of its expert."""
+    seed, x = torch.tensor([1, 2]), torch.randn(7, 4, 10)
+    place, which = torch.tensor([5, 0, 11, 3, 3, 8, 1]), torch.tensor([0, 2, 1, 2, 0, 0, 1])
+    for rows in (12, 2**30):
+        every = [[rows, 4, 10], [1, 4, 10]]
+        want = torch.cat(
+            [
+                dropout(x[i : i + 1], seed, 5 + 3 * int(which[i]), 0.3, *every, [int(place[i]), 0, 0])
+                for i in range(len(x))
+            ]
+        )
+        got = dropout_of_rows(x, seed, 5, 3, 0.3, place, which, [rows, 4, 10], [4, 10], [0, 0])
+        assert torch.equal(got, want)
+        piece = dropout_of_rows(
+            x[2:, :, 5:], seed, 5, 3, 0.3, place[2:], which[2:], [rows, 4, 2, 5], [4, 1, 5], [0, 1, 0]
+        )
+        assert torch.equal(piece, want[2:, :, 5:])
+    assert dropout_of_rows(x[:0], seed, 5, 3, 0.3, place[:0], which[:0], [9, 4, 10], [4, 10], [0, 0]).shape == (
+        0,
+        4,
+        10,
+    )
 
 
 def test_dropout_pieces_longer_than_a_chunk() -> None:

@@ -261,7 +261,7 @@ def quantized(m: Any, x: Tensor) -> Tensor:
     return torch.quantize_per_tensor(m.linear(x), 0.1, 0, torch.qint8).dequantize()  # HERE
 
 
-@refused("a device that is not here", "autopar places the model")
+@refused("device", "autopar places the model")  # here it is unknown, or another than that of the model
 def to_cuda(m: Any, x: Tensor) -> Tensor:
     return m.linear(x.cuda())  # HERE
 

@@ -160,6 +160,41 @@ def switch(m: Spelled, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     return out * weights[:, :1]
 
 
+def _dropping(m: Spelled, e: int, x: Tensor) -> Tensor:
+    """An expert with dropout of what it takes, in its middle and of what it gives."""
+    expert, x = m.experts[e], F.dropout(x, 0.1) * 2
+    hidden = F.dropout(F.silu(expert.gate(x)) * expert.up(x), 0.3)
+    return F.dropout(expert.down(hidden), 0.2)
+
+
+def dropped(m: Spelled, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for e in range(EXPERTS):
+        rows, place = torch.where(chosen == e)
+        out.index_add_(0, rows, _dropping(m, e, x[rows]) * weights[rows, place, None])
+    return F.dropout(out, 0.1)
+
+
+def dropped_hit(m: Spelled, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """As Switch Transformers since transformers 5: experts without rows draw nothing."""
+    out = torch.zeros_like(x)
+    mask = F.one_hot(chosen, num_classes=EXPERTS).permute(2, 1, 0)
+    for e in torch.greater(mask.sum((-1, -2)), 0).nonzero():
+        place, rows = torch.where(mask[e].squeeze(0))
+        current = x[None, rows].reshape(-1, WIDTH)
+        out.index_add_(0, rows, _dropping(m, int(e), current) * weights[rows, place, None])
+    return F.dropout(out, 0.1)
+
+
+def dropped_mask(m: Spelled, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    by_expert = torch.zeros(len(x), EXPERTS, dtype=x.dtype).scatter(1, chosen, weights)
+    out = torch.zeros_like(x)
+    for e in range(EXPERTS):
+        mask = (chosen == e).any(-1)
+        out[mask] += _dropping(m, e, x[mask]) * by_expert[mask, e].unsqueeze(1)
+    return F.dropout(out, 0.1)
+
+
 def overwritten(m: Spelled, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     """Of two experts of a row the later one counts."""
     out = x.clone()

@@ -109,13 +109,16 @@ def on_one_device(flow: Flow, actions: Sequence[Action]) -> dict[str, int]:
     return {name: value for (name, k), value in memory.items() if k == ONCE}
 
 
-def plain_order(flow: Flow) -> list[Action]:
-    """Prologues, each micro-batch there and back, epilogues: what needs no schedule."""
+def plain_order(flow: Flow, orders: Sequence[Sequence[Action]] = ()) -> list[Action]:
+    """Prologues, each micro-batch there and back, epilogues: what needs no schedule. orders: which of B or I and W a
+    micro-batch has, where stages have all."""
+    of_stages = {action for order in orders for action in order}
     ranks, ks = range(flow.size), range(flow.microbatches)
     order = [Action(r, "P") for r in ranks]
     for k in ks:
         order += [Action(s, "F", k) for s in range(flow.stages)]
-        order += [Action(s, kind, k) for s in reversed(range(flow.stages)) for kind in "BIW"]
+        back = [Action(s, kind, k) for s in reversed(range(flow.stages)) for kind in "BIW"]
+        order += [action for action in back if not of_stages or action in of_stages]
     order += [Action(r, "E") for r in ranks]
     return [a for a in order if (a.stage, a.kind) in flow.works]
 
@@ -131,9 +134,9 @@ def on_numbers(lists: Sequence[Sequence[Instruction]], flow: Flow) -> dict[str, 
     at, found = [0] * len(lists), dict[str, int]()
     parts = {name: 0 for work in flow.works.values() for name in work.sums}
     needed = dict.fromkeys(parts, 0)
-    for work in flow.works.values():
-        for name in work.sums:
-            needed[name] += flow.microbatches
+    for line in (line for each in lists for line in each if line.op == "RUN"):
+        for name in flow.works.get((line.action.stage, line.action.kind), Work()).sums:
+            needed[name] += 1
 
     def key(name: str, line: Instruction) -> Key:
         return name, ONCE if is_step(flow, name) else line.action.microbatch

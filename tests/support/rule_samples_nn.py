@@ -311,6 +311,10 @@ def random_samples() -> Samples:
             sample(r(1, 12), seed, 0, 0.5, [1, 12], [1, 12], [0, 0]),
             sample(x, seed, 3, 0.0, [4, 6, 12], [4, 6, 12], [0, 0, 0]),
         ],
+        "autopar.dropout_of_rows.default": [
+            sample(r(4, 6, 12), seed, 3, 2, 0.4, n(9, 4), n(5, 4), [9, 6, 12], [6, 12], [0, 0]),
+            sample(r(12), seed, 0, 1, 0.5, n(20, 12), n(5, 12), [20], [], []),
+        ],
         "autopar.random.default": [
             sample(seed, 3, kind, shape, torch.float64, shape, shape, [0] * len(shape))
             for kind in ("uniform", "normal", "exponential") for shape in ([4, 6, 12], [1, 12], [])

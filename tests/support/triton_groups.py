@@ -264,6 +264,13 @@ CASES = (
          lambda b, t, d: [("x", (b, d)), ("x", (b, t, d))]),
     Case("pad_shift", "points", lambda x: F.pad(x, (0, 0, 1, -1)) + x, _x(1)),
     Case("flip_add", "points", lambda x: x.flip(1) + x, _x(1)),
+    Case(
+        "one_before", "points", lambda one, x: torch.cat([one.expand(*x.shape[:2], 1), x], -1) * 2,
+        lambda b, t, d: [("x", (1, 1, 1)), ("x", (b, t, d))],
+    ),
+    Case(
+        "stacked_numbers", "columns", lambda x, y: torch.stack([x, y]).sum(0), lambda b, t, d: [("x", ()), ("x", ())]
+    ),
     Case("stack", "points", lambda x, y: torch.stack([x + y, x - y], 2), _x(2)),
     Case("split_gate", "points", lambda x: torch.split(x, x.shape[-1] // 2, -1)[0] * torch.sigmoid(
          torch.split(x, x.shape[-1] // 2, -1)[1]), lambda b, t, d: [("x", (b, t, _even(d)))]),

@@ -26,6 +26,7 @@ TYPES = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.float64: "*fp64",
     torch.int64: "*i64", torch.int32: "*i32", torch.bool: "*i1",
 }  # fmt: skip
+NARROW = ("one_before", "stacked_numbers")  # rows of odd lengths, and groups of two numbers
 REGISTERS = 65_536  # of a multiprocessor
 WIDTHS = (8192, 16_384, 32_000)  # of rows that fill the registers, and of some that do not fit
 WIDE = ("rms_norm_backward", "layer_norm", "cross_entropy", "softmax_backward", "add_rms_norm")
@@ -80,6 +81,8 @@ def check(case: Case, width: int, dtype: torch.dtype, capability: int, folder: P
     name = f"{case.name} of {width} {dtype} on sm_{capability}: {code}"
     assert code.stack == 0, name
     assert code.registers * 32 * kernel.tile.warps * (1 if width > 4096 else 2) <= REGISTERS, name
+    if case.name in NARROW:
+        return
     main = sum("tl.load" in line and "column" in line for line in kernel.body)
     narrow = sum(("tl.load" in line and "column" not in line) or "key_of" in line for line in kernel.body)
     assert code.loads.count(128) >= main, name

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import linecache
 import os
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -19,12 +21,13 @@ from autopar.capture.data.coins import numbers_drawn
 from autopar.capture.data.foreign import foreign_state, kept, settings
 from autopar.capture.data.recorded_calls import RecordedCall, RecordedCalls, first_difference
 from autopar.capture.python.attributes import AttributeChange, Attributes
-from autopar.capture.refusals.constructs import DRAWN_NUMBER, UNSTEADY, Construct
+from autopar.capture.refusals.constructs import DRAWN_NUMBER, FIRST_CALL, UNSTEADY, Construct
 from autopar.capture.refusals.explain_failure import SPECIALIZE, line_of, refusal
-from autopar.capture.refusals.user_lines import Line, line_that_changes, quoted
+from autopar.capture.refusals.user_lines import Line, lines_that_change, quoted
 from autopar.errors import AutoparError, CaptureError
 
 _NAMED = 3  # changes that a message names
+_LIBRARIES = "site-packages"
 _MADE = {
     "parameter": Construct(
         "a parameter '{}' that is made or replaced while the model runs",
@@ -82,7 +85,7 @@ class Steady:
         for change in changes:
             if change.kind in _MADE:
                 made = _MADE[change.kind]
-                line = self._line_of(change)
+                ((_, line),) = self._lines_of([change])
                 raise refusal(Construct(made.name.format(change.name), made.instead), line)
         drawn = [name for name, state in foreign_state().items() if state != self.drawn[name]]
         with kept():
@@ -108,7 +111,7 @@ class Steady:
         return self._notes(changes)
 
     def _draws(self, name: str) -> HostDrawsFound:
-        line = self._again(partial(_state_of, name))
+        (line,) = self._again(partial(_state_of, name))
         where = f", at {quoted(line)}" if line else ". "
         return HostDrawsFound(f"the model draws numbers from {name} while it runs{where}{_DRAWN}")
 
@@ -200,24 +203,30 @@ class Steady:
                             f"the model computes with a float that it draws while it runs{where}{_FLOAT}"
                         )
 
-    def _again(self, state: Callable[[], object]) -> Line | None:
+    def _again(self, *states: Callable[[], object]) -> list[Line | None]:
+        """For each state the line that changes it, from another run."""
         self._start_anew()
-        return line_that_changes(lambda: self.run(RecordedCalls(), is_watched=False), state)
+        return lines_that_change(lambda: self.run(RecordedCalls(), is_watched=False), states) if states else []
 
-    def _line_of(self, change: AttributeChange) -> Line | None:
-        """The line that changes it; of what stands in for it while the model runs, the line that replaces that."""
+    def _lines_of(self, changes: Iterable[AttributeChange]) -> list[tuple[AttributeChange, Line | None]]:
+        """Changes, each with its line."""
+        found = _distinct(changes)
+        return list(zip(found, self._again(*map(self._state_of, found)), strict=True))
+
+    def _state_of(self, change: AttributeChange) -> Callable[[], object]:
+        """What another line makes another: the change, or of what stands in for it while the model runs, its object."""
         owner, _, name = change.name.rpartition(".")
         if change.name in self.standing:
-            return self._again(lambda: id(getattr(self.find(owner), name, None)))
-        return self._again(lambda: any(found.name == change.name for found in self.attributes.changes()))
+            return lambda: id(getattr(self.find(owner), name, None))
+        return self.attributes.watch(change.name)
 
     def _carried(self, changes: list[AttributeChange], line: Line | None, rest: str) -> CaptureError:
-        found = [(change, self._line_of(change)) for change in _distinct(changes)]
+        found = self._lines_of(changes)
         names = ", ".join(f"'{change.name}'{f' ({_short(at)})' if at else ''}" for change, at in found)
         where = f"at {quoted(line or next((at for _, at in found if at), None) or ('an unknown line', 0))}"
         return CaptureError(
             f"a second step would not be the same as the first{rest}, {where}"
-            f"It depends on what the model itself changed in the step before: {names}. {_STATE}"
+            f"It depends on what the model itself changed in the step before: {names}. {_STATE} {FIRST_CALL}"
         )
 
     def _unsteady(self, difference: tuple[RecordedCall | None, RecordedCall | None]) -> CaptureError:
@@ -245,15 +254,24 @@ class Steady:
         )
 
     def _notes(self, changes: list[AttributeChange]) -> list[str]:
-        """A cached tensor that is made of constants is made again or not, all the same."""
+        """A cached tensor that is made of constants is made again or not, all the same; and a library's own books
+        nobody would change."""
         told = [c for c in changes if c.name not in self.standing and not self._is_constant(c.new)]
-        found = [(change, self._line_of(change)) for change in _distinct(told)]
         return [
             f"'{change.name}' is changed at {_short(line)} while the model runs; a compiled step runs no Python, "
             f"so it stays as it is"
-            for change, line in found
-            if line and "site-packages" not in line[0]  # a library's own books: nobody would change them
+            for change, line in self._lines_of(c for c in told if not self._is_of_library(c))
+            if line and _LIBRARIES not in line[0]
         ]
+
+    def _is_of_library(self, change: AttributeChange) -> bool:
+        """True for the attribute of a module whose class a library has."""
+        path, found = change.name, None
+        while path and found is None:
+            path = path.rpartition(".")[0]
+            with suppress(KeyError):  # an attribute of what a module holds
+                found = self.find(path)
+        return found is not None and _LIBRARIES in str(getattr(sys.modules[type(found).__module__], "__file__", ""))
 
     def _is_constant(self, value: Any) -> bool:
         return hasattr(value, "grad_fn") and not self.first.comes_from_input(value)
@@ -263,7 +281,7 @@ def _state_of(name: str) -> object:
     return foreign_state()[name]
 
 
-def _distinct(changes: list[AttributeChange]) -> list[AttributeChange]:
+def _distinct(changes: Iterable[AttributeChange]) -> list[AttributeChange]:
     return list({change.name: change for change in changes}.values())[:_NAMED]
 
 

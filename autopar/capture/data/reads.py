@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from autopar.capture.data.so_far import STEADY, SoFar, is_steady
 from autopar.capture.ops.canonical import filled
 from autopar.capture.refusals.constructs import Construct
 from autopar.capture.refusals.explain_failure import refusal, wants_data
@@ -24,7 +25,6 @@ from autopar.capture.refusals.location import Line
 from autopar.capture.trace.tracer import Traced
 from autopar.errors import AutoparError, BatchError, CaptureError
 from autopar.ir.program import Input
-from autopar.torch_compat import FakeTensor
 
 Tensor = torch.Tensor
 Value = bool | int | float | complex | tuple[int, ...]
@@ -41,9 +41,6 @@ ROWS = "rows"  # how many each mask selects: of any number the program is right
 PLACES = "places"  # of a mask, which a loop goes through
 OWN_ROWS, FULL_LENGTH = "own rows", "full length"  # likewise: facts
 ANY_ROWS = "any rows"  # likewise: whether a mask selects any
-
-# What a value may depend on: what a step leaves as it is.
-STEADY = ("batch", "constant", "buffer")
 
 
 def not_steady(kind: str, name: str, function: Any) -> Construct:
@@ -245,25 +242,35 @@ class Reads:
     known: list[Read] = field(default_factory=list)
     tensors: list[Tensor | None] = field(default_factory=list)
     selected: set[Line | None] = field(default_factory=set)
+    so_far: SoFar | None = None  # the trace that goes on
+    state: SoFar | None = None  # the same, of what hangs on the model's own state alone
 
     def anew(self, known: Iterable[Read] = (), **changes: Any) -> Reads:
         """Begin the reads of other runs, of which so many are known."""
-        return replace(self, known=list(known), tensors=[], **changes)
+        return replace(self, known=list(known), tensors=[], so_far=None, state=None, **changes)
 
-    def start(self) -> None:
-        """A run begins."""
+    def start(self, *so_far: SoFar) -> None:
+        """A run begins. so_far: what it computes, if that can be known, of all its inputs and of the model's state."""
         self.tensors.clear()
+        self.so_far, self.state = so_far or (None, None)
 
     def take(self, function: Any, tensor: Tensor, line: Line | None) -> Value:
-        """The value of the next read. Raises Unknown if no trace has come this far."""
+        """The value of the next read. Raises Unknown if no trace has come this far, and this one cannot go on."""
         if len(self.tensors) == len(self.known):
-            if len(self.known) >= len(self.given):
+            is_told = len(self.known) < len(self.given)
+            value = self.given[len(self.known)] if is_told else self._found(function, tensor)
+            if value is None:
                 raise Unknown(function, tensor, line)
-            self.known.append(Read(function, line, self.given[len(self.known)]))
+            self.known.append(Read(function, line, value))
         return self._next(tensor)
 
+    def _found(self, function: Any, tensor: Tensor) -> Value | None:
+        """What a read gives for the example batch, if this trace can go on with it."""
+        return None if self.so_far is None else self.so_far.read(_reader(function)[1], tensor)
+
     def guard(self, tensor: Tensor, line: Line | None, guess: bool, function: Any = Tensor.__bool__) -> Value:
-        """The truth of a tensor. guess: it most likely is, where no step has told yet."""
+        """The truth of a tensor. guess: it most likely is, where no step has told yet, and no buffer of the model (a
+        flag that its first call sets), which all ranks have alike."""
         position = len(self.tensors)
         if position == len(self.known):
             if position >= _MOST:
@@ -275,12 +282,17 @@ class Reads:
             else:  # a model has its checks in each layer: each is as the last one was told, or had to be
                 here = [read.line == line for read in self.known]
                 told = [read for read, is_here in zip(self.known[: len(self.given)], here, strict=False) if is_here]
-                guess = bool(told[-1].value) if told else guess
+                guess = bool(told[-1].value) if told else self._stated(tensor, guess)
                 guess = guess if sum(here) - len(told) < _REPEATED else not guess  # as in a loop that has to end
             value = guess if position >= len(self.given) else self.given[position]
             value = AnyRows(bool(value)) if function is ANY_ROWS else value
             self.known.append(Read(function, line, value, position >= self.told, is_guard=True))
         return self._next(tensor)
+
+    def _stated(self, tensor: Tensor, guess: bool) -> bool:
+        """What buffers say of the truth of a tensor; a guess where they do not."""
+        found = None if self.state is None else self.state.read(bool, tensor)
+        return guess if found is None else bool(found)
 
     def guard_places(self, mask: Tensor, line: Line | None) -> tuple[int, ...]:
         """The places where a mask [n] is True, which a loop of the model goes through: all, where no step has told."""
@@ -339,13 +351,8 @@ def known_inputs(
     tensors: list[torch.Tensor | None] = [None] * len(given)
     for position in needed(traced):
         entry, tensor = given[position]
-        if entry.kind in STEADY and tensor is not None and not fake_like(tensor):
+        if tensor is not None and is_steady(entry, tensor):
             tensors[position] = tensor.to(device)  # the trace makes its own tensors there
             continue
         raise refusal(not_steady(entry.kind, entry.name, unknown.function), unknown.line)
     return traced, tensors
-
-
-def fake_like(value: Any) -> bool:
-    """True for a tensor that has no data."""
-    return isinstance(value, FakeTensor) or (isinstance(value, torch.Tensor) and value.device.type == "meta")

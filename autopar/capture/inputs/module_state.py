@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from autopar.capture.inputs import tables
-from autopar.capture.refusals.constructs import Construct
+from autopar.capture.refusals.constructs import FIRST_CALL, Construct
 from autopar.capture.refusals.explain_failure import refusal
 from autopar.capture.refusals.location import user_frame
 from autopar.capture.refusals.user_lines import line_that_changes
@@ -181,7 +181,7 @@ def buffer_fault(name: str, old: torch.Tensor, new: torch.Tensor) -> Construct |
         return Construct(
             f"a buffer '{name}' of another form ({was} before the step, {now} after it)",
             "A program is compiled for one form: make the buffer of its full size in __init__ and write into a part of "
-            "it, or pass it in with the batch.",
+            f"it, or pass it in with the batch. {FIRST_CALL}",
         )
     if new.grad_fn is not None and not old.requires_grad:  # a leaf is but marked, and holds what it held
         return Construct(

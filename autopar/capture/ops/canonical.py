@@ -109,6 +109,27 @@ def table_gradient(node: fx.Node) -> tuple[fx.Node, fx.Node, int] | None:
     return (values, index, rows) if rows and tuple(given.shape) == (*places.shape, *rest) else None
 
 
+def choice_by_mask(node: fx.Node) -> tuple[fx.Node, list[int], fx.Node, list[int]] | None:
+    """(mask, its shape, values, their shape) of `x[mask] = value`, as they broadcast with `x`: an `index_put` by one
+    mask, where all that it selects get the same, is a choice by element, and as many as it selects is nobody's to know.
+    None for another one."""
+    if node.target not in _INDEX_PUTS or (len(node.args) > 3 and node.args[3]):
+        return None
+    indices: Any = node.args[1]
+    masks = [(at, index) for at, index in enumerate(indices) if index is not None]
+    if len(masks) != 1 or _value(masks[0][1]).dtype != torch.bool or not _value(masks[0][1]).ndim:
+        return None
+    ((before, mask),) = masks
+    shape, given = list(_value(mask).shape), list(_value(node.args[2]).shape)
+    after = _value(node).ndim - before - len(shape)
+    count = len(given) - 1 - after  # the dim of the values that counts what the mask selects
+    if count >= 0 and given[count] != 1:
+        return None
+    wide = given if count < 0 else [*given[:count], *(1 for _ in shape), *given[count + 1 :]]
+    values: Any = node.args[2]
+    return mask, [*shape, *(1 for _ in range(after))], values, wide
+
+
 def joined(node: fx.Node) -> list[fx.Node] | None:
     """The operands of a `cat` that hold anything (a cache begins as an empty tensor); None if all do."""
     operands: Any = node.args[0] if node.args else ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -81,6 +81,19 @@ class Attributes:
         ]
         return [*modes, *(change for kept in self.kept.values() for change in _changes(kept))]
 
+    def watch(self, name: str) -> Callable[[], bool]:
+        """Whether one attribute or item is not as it was: asked at each line of a run, when all of them would take too
+        long."""
+        near = [kept for kept in self.kept.values() if name.startswith(_owner(kept))]
+        modes = [(module, mode) for path, module, mode in self.modes if path == name]
+
+        def is_changed() -> bool:
+            return any(module.training != mode for module, mode in modes) or any(
+                found.name == name for kept in near for found in _changes(kept, name)
+            )
+
+        return is_changed
+
     def restore(self) -> None:
         """Put everything back. Hooks too: a flag that says they are in place and the hooks go together."""
         for table, names in self.hooks:
@@ -111,15 +124,24 @@ def _hooks_of(module: nn.Module) -> Iterator[dict[Any, Any]]:
     return (value for name, value in vars(module).items() if "_hooks" in name and isinstance(value, dict))
 
 
-def _changes(kept: _Kept) -> Iterator[AttributeChange]:
+def _owner(kept: _Kept) -> str:
+    """What the names of all changes of these insides begin with."""
+    base, _, last = kept.name.rpartition(".")
+    return base if last in _TENSORS else kept.name
+
+
+def _changes(kept: _Kept, name: str | None = None) -> Iterator[AttributeChange]:
+    """What is not as it was. name: of the one that is asked for; others may be left out."""
     if isinstance(kept.holder, set):
         if kept.holder != kept.items:
             yield AttributeChange(kept.name, "value", kept.holder)
         return
-    old, new = dict(_items(kept.items)), dict(_items(kept.holder))
     base, _, last = kept.name.rpartition(".")
     kind = {"_parameters": "parameter", "_modules": "module", "_buffers": "buffer"}.get(last, "value")
-    for key in {**old, **new}:
+    old, new = (held if isinstance(held, dict) else dict(enumerate(held)) for held in (kept.items, kept.holder))
+    is_told = name is not None and (kept.is_object or kind != "value")
+    keys: Iterable[Any] = (str(name).rpartition(".")[2],) if is_told else {**old, **new}
+    for key in keys:
         before, after = old.get(key, _GONE), new.get(key, _GONE)
         if key in _OWN or before is after or _equal(before, after):
             continue

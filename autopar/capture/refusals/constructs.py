@@ -23,6 +23,8 @@ class Construct:
     instead: str
 
 
+# For what a module does at its first call alone: it sets itself up by its first batch.
+FIRST_CALL = "If only the first call does this, run the plain module once on a batch before it is compiled: model(x)."
 _WHERE = "Compute both sides and choose by element, e.g. torch.where(condition, a, b)"
 _LATER = "Return the tensor and read its value after the step"
 
@@ -124,6 +126,10 @@ OTHER_READ = Construct(
     "Use torch.where or a mask, or pass the value in as a Python number.",
 )
 
+CLASSES = Construct(
+    "one_hot with a number of classes that is a tensor",
+    "Give it a Python number, F.one_hot(index, n), or cut it to one at once: F.one_hot(index, count)[..., :n].",
+)
 _OWN_BACKWARD = Construct(
     "a backward pass of your own (.backward())",
     "Only return the loss: autopar runs the backward pass, and the optimizer's step and zero_grad() come after it. "
@@ -156,7 +162,7 @@ REFUSED: Mapping[Any, Construct] = {
     Tensor.data.__set__: Construct(  # type: ignore[attr-defined]
         "an assignment to .data",
         "A compiled step changes no weights, so it would be lost. Compute a new tensor and use that, or change the "
-        "weight after optimizer.step().",
+        f"weight after optimizer.step(). {FIRST_CALL}",
     ),
     **dict.fromkeys((*_all_of(Tensor, "to_sparse"), *_all_of(torch, "sparse_")), SPARSE),
     **dict.fromkeys(_all_of(torch, "quantize_per_"), _QUANTIZED),
@@ -201,7 +207,7 @@ FAILURES: tuple[tuple[re.Pattern[str], Construct], ...] = tuple(
         (r"a leaf Variable that requires grad|a view of a leaf Variable that requires grad", Construct(
             "a parameter that is changed in place",
             "Compute a new tensor (w = self.weight * 2) and use that; a lasting change belongs after optimizer.step(), "
-            "under torch.no_grad().")),
+            f"under torch.no_grad(). {FIRST_CALL}")),
         (r"unsupported format string passed to .*Tensor", READS[Tensor.__format__]),
         (r"modified by an inplace operation", Construct(
             "an in-place change of a tensor that the backward pass of this line needs",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import linecache
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import FrameType
 from typing import Any
@@ -14,22 +14,23 @@ from autopar.capture.refusals.location import Line, is_user_file
 
 def line_that_changes(run: Callable[[], object], state: Callable[[], object]) -> Line | None:
     """The first line of the user's that makes `state()` another. Slow: only for a message."""
-    lines: list[Line] = []
+    return lines_that_change(run, [state])[0]
+
+
+def lines_that_change(run: Callable[[], object], states: Sequence[Callable[[], object]]) -> list[Line | None]:
+    """For each of several states the first line of the user's that makes it another, from one run."""
+    lines: list[Line | None] = [None] * len(states)
     last: dict[FrameType, Line] = {}
-    seen: list[object] = []
+    seen: dict[int, object] = {}
 
     def look(frame: FrameType, event: str, _argument: Any) -> Any:
-        if lines or not is_user_file(frame.f_code.co_filename):
+        if all(lines) or not is_user_file(frame.f_code.co_filename):
             return None
-        now = state()
-        if seen and now != seen[-1]:  # by the line before, here or in the nearest caller
-            caller: FrameType | None = frame
-            while caller is not None and caller not in last:
-                caller = caller.f_back
-            if caller is not None:
-                lines.append(last[caller])
-                return None
-        seen[:] = [now]
+        for at, state in enumerate(states):
+            now = None if lines[at] else state()
+            if lines[at] is None and at in seen and now != seen[at]:  # by the line before
+                lines[at] = _before(frame, last)
+            seen[at] = now
         last[frame] = (frame.f_code.co_filename, frame.f_lineno)
         return look
 
@@ -40,7 +41,14 @@ def line_that_changes(run: Callable[[], object], state: Callable[[], object]) ->
             run()
     finally:
         sys.settrace(tracer)
-    return lines[0] if lines else None
+    return lines
+
+
+def _before(frame: FrameType | None, last: Mapping[FrameType, Line]) -> Line | None:
+    """The line that ran before, here or in the nearest caller."""
+    while frame is not None and frame not in last:
+        frame = frame.f_back
+    return None if frame is None else last[frame]
 
 
 def quoted(line: Line) -> str:

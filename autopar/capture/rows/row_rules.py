@@ -21,6 +21,7 @@ from autopar.capture.ops.functions import ExpertMM
 from autopar.capture.ops.raised_products import autocast
 from autopar.capture.refusals.location import Line
 from autopar.ir.ops.op_facts import NEUTRAL, facts_of, is_view
+from autopar.ir.ops.ops import op
 from autopar.ir.program import TensorType, is_getitem
 from autopar.passes.rules import TABLE
 from autopar.passes.rules.rule import Call
@@ -289,7 +290,8 @@ def follow_rows(nodes: Iterable[fx.Node], places: Mapping[Value, Split], count: 
             splits |= _repeated(node, count)
         if not known or (filled(node) is not None and not _is_alike(node)):
             continue
-        way = through(_call_of(node), known, TABLE, count)
+        # Rows that a mask selects stay at the places of the mask, by which dropout draws.
+        way = through(_call_of(node), known, TABLE, count, moves=node.target is not op("dropout"))
         if isinstance(way, str):
             raise Refused(way)
         if way.adds_up:

@@ -97,13 +97,19 @@ class RowSides:
 
 @dataclass(frozen=True, slots=True)
 class RowUses:
-    """Which parameters a step uses, by which masks have rows."""
+    """Which parameters a step uses, by which masks have rows. parts: what is left out where a mask has none."""
 
     uses: Uses
+    parts: Mapping[int, CoinJoin]
 
     def unused(self, counts: Tensor) -> frozenset[str]:
         """The parameters of which the plain module makes no call. counts: of the rows of each mask."""
         return self.uses.unused([count > 0 for count in counts.tolist()])
+
+    def skips(self, counts: Tensor) -> dict[int, int]:
+        """The random ops that the plain module leaves out, by how many there were before."""
+        has = [count > 0 for count in counts.tolist()]
+        return {part.before: part.draws for part in self.parts.values() if part.draws and not has[part.coin]}
 
 
 def row_uses(run: Callable[[Has], RowSides], names: Sequence[str | None]) -> RowUses | None:
@@ -118,7 +124,7 @@ def row_uses(run: Callable[[Has], RowSides], names: Sequence[str | None]) -> Row
         if all(part.start == part.end for part in parts.values()):
             return None
     parts = {mask: part for mask, part in parts.items() if part.start != part.end}
-    return RowUses(Uses.of(whole.trail, parts, names)) if parts else None
+    return RowUses(Uses.of(whole.trail, parts, names), parts) if parts else None
 
 
 def _all(mask: int) -> bool:
@@ -168,10 +174,10 @@ def _part(whole: RowSides, mask: int, start: int, end: int) -> CoinJoin:
             pairs += [(("call", mask + 1, number, i), base) for i in range(_RESULTS)]
         elif not all(part.has(place) for place in steps[number].written):
             raise UnfitRows
-    draws = [step.draws for step in (*steps[start:end], *steps[max(start - 1, 0) : start])]
-    if len({*draws}) > 1:
-        raise UnfitRows  # other random numbers behind it
-    return replace(part, pairs=tuple(pairs))
+    earlier = [step.draws for segment in whole.trail.segments[: mask + 1] for step in segment[-1:]]
+    before = steps[start - 1].draws if start else max(earlier, default=0)
+    draws = steps[end - 1].draws - before if end > start else 0
+    return replace(part, pairs=tuple(pairs), before=before, draws=draws)
 
 
 def _is_same(step: TrailStep, found: TrailStep, instead: Mapping[Place, Place], parts: Mapping[int, CoinJoin]) -> bool:

@@ -25,6 +25,7 @@ from autopar.capture.data.row_counts import RowCount, counted, counts_in, sizes_
 from autopar.capture.refusals.constructs import SIZES, Construct
 from autopar.capture.refusals.explain_failure import size_refusal, wants_data
 from autopar.capture.refusals.location import Line, Locator
+from autopar.capture.rows.row_draws import RowDraws
 from autopar.capture.rows.row_rules import (
     AddedRows,
     Guard,
@@ -42,6 +43,7 @@ from autopar.capture.rows.row_rules import (
     source_of,
     together,
 )
+from autopar.capture.rows.selections import NONZERO, mask_of, selecting
 from autopar.capture.rows.turns import MaskOrder
 from autopar.capture.trace.tracer import Tracer
 from autopar.errors import CaptureError
@@ -68,6 +70,7 @@ class Selected:
     taken: set[int] = field(default_factory=set)  # likewise, where rows are taken together
     decided: dict[tuple[int, int], tuple[Tensor, bool]] = field(default_factory=dict)  # masks, and if they select any
     is_inside: bool = False  # of a call that is followed: torch may spell it out in calls of its own
+    draws: RowDraws = field(default_factory=RowDraws)
 
     def __post_init__(self) -> None:
         self.order = MaskOrder(self.locator)
@@ -173,6 +176,12 @@ class Selected:
         elif isinstance(value, RowCount):
             yield value.rows
 
+    def saw(self, function: Any, args: Any, kwargs: Any, result: Any, computes: bool) -> None:
+        """A call with what it returned. computes: it is the model's."""
+        if computes and selecting(function, args, kwargs) is not None:
+            mine = None if self.row_of(args[0]) else next(self.rows_in(result), None)
+            self.draws.selected(None if mine is None else mine.valid)
+
     def call(self, run: Run, function: Any, args: Any, kwargs: Any) -> Any:
         """A call that takes such rows. Raises CaptureError unless it takes each by itself."""
         rows, name = list(self.rows_in((args, kwargs))), getattr(function, "__name__", str(function))
@@ -211,7 +220,7 @@ class Selected:
             return self._sized(like, run, function, args, kwargs)
         if puts_back(name) and not self._is_within(name, args):
             return self._added(name, like, *args, **kwargs)
-        if _mask_of(function, args, True) is not None and not puts_back(name):
+        if mask_of(function, args, True) is not None and not puts_back(name):
             return self._again(*args)
         if name in ("__getitem__", "index_select") and self.row_of(args[0]) is None:
             result, dim = (indexed if name == "__getitem__" else picked)(self, run, function, *args, **kwargs)
@@ -309,6 +318,7 @@ class Selected:
         result = run(function, *args, **kwargs)
         nodes = list(_since(last))
         found = follow_rows(nodes, places, count)
+        self.draws.saw(nodes, found, like.valid)
         made = _tensors_in(args[0] if name == "__setitem__" else result)
         if not made and name != "__get__":
             raise Refused("what it does with them is not known")
@@ -494,26 +504,6 @@ class Selected:
         return made
 
 
-def masked(function: Any, args: Any, is_first: bool = True) -> tuple[Any, Any, Tensor | None]:
-    """`x[mask]` or `x[mask] = rows` as a function and arguments, with the mask: None for another call, and in the run
-    that is captured for a mask of one element, for a second run would have as many rows."""
-    if function in (torch.masked_select, Tensor.masked_select) and len(args) == 2:
-        function, args = Tensor.__getitem__, torch.broadcast_tensors(*args)
-    return function, args, _mask_of(function, args, is_first)
-
-
-def _mask_of(function: Any, args: Any, is_first: bool) -> Tensor | None:
-    if function not in (Tensor.__getitem__, Tensor.__setitem__):
-        return None
-    key = args[1] if isinstance(args[1], tuple) else (args[1],)
-    mask = key[0] if key else None
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or not mask.ndim or (is_first and mask.numel() == 1):
-        return None
-    if args[0].shape[: mask.ndim] != mask.shape or any(isinstance(each, (Tensor, list)) for each in key[1:]):
-        return None
-    return mask
-
-
 def _of_none(function: Any, args: Any, mask: Tensor) -> tuple[Any, ...]:
     """The arguments of `x[mask]`, or of `x[mask] = rows`, for a mask that selects none: nothing hangs on the batch, but
     a gradient of zero."""
@@ -574,17 +564,3 @@ def _seen(rows: ValidRows, name: str, because: str) -> Construct:
         f"{known.instead} Where its places choose rows, only what takes each row by itself may follow (layers, "
         f"activations, weights by row) until index_add_ puts them back; here {seen} does not{why}.",
     )
-
-
-NONZERO = (torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere)
-
-
-def asks_for_places(func: Any, args: Any, kwargs: Any) -> bool:
-    """True where the places of a mask are asked for: a tensor a dim."""
-    if func is not torch.where and func not in NONZERO:
-        return False
-    if len(args) != 1 or not isinstance(args[0], Tensor) or args[0].ndim < 1 or args[0].numel() < 2:
-        return False
-    if func is torch.where:
-        return not kwargs
-    return kwargs == {"as_tuple": True} or (not kwargs and args[0].ndim == 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import ref
 
 import torch
 
@@ -63,7 +64,7 @@ class MaskOrder:
     def selected(self, number: int, places: Sequence[Tensor], mask: Tensor) -> None:
         """The places that a mask selects, a tensor for each dim."""
         if len(places) == 1:
-            self.places[id(places[0])] = places[0], mask
+            self._enter(places[0], mask)
         if self.sides is not None:
             self.sides.selected(number, places)
 
@@ -104,7 +105,8 @@ class MaskOrder:
         """What stands at the place of a turn, as an index of one place gives it; None for another call."""
         if self.turn is None or function is not Tensor.__getitem__ or args[1] is not self.turn.value:
             return None
-        return args[0][self.turn.place].unsqueeze(0).clone() if args[1].ndim else None
+        is_row = isinstance(args[1], Tensor) and args[1].ndim > 0
+        return args[0][self.turn.place].unsqueeze(0).clone() if is_row else None
 
     def saw(self, function: Any, args: Any, kwargs: Any, result: Any, written: list[Tensor]) -> None:
         """A call with what it returned, and what it wrote into."""
@@ -118,4 +120,11 @@ class MaskOrder:
         if mine is None or mine[0] is not args[0] or not isinstance(result, Tensor):
             return
         if storage_of(result) == storage_of(mine[0]) and result.numel() == mine[0].numel() == len(result):
-            self.places[id(result)] = result, mine[1]
+            self._enter(result, mine[1])
+
+    def _enter(self, places: Tensor, mask: Tensor) -> None:
+        """Note the places of a mask, whose list is asked for as that of any tensor: the one of a tensor without data
+        has a tolist() that goes through all of them at once."""
+        self.places[id(places)] = places, mask
+        own = ref(places)
+        places.tolist = lambda: Tensor.tolist(own())  # type: ignore[method-assign, assignment, arg-type, return-value]

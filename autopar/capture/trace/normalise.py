@@ -11,6 +11,7 @@ from torch.func import functionalize
 from torch.fx import traceback as fx_traceback
 
 from autopar.capture.ops.canonical import (
+    choice_by_mask,
     filled,
     joined,
     memory_of_operand,
@@ -161,7 +162,27 @@ class _Normaliser:
             values, index, rows = gradient
             place = self._place_in_table(node, index, rows)
             target, args, kwargs = op("embedding_backward"), (self.value[values], place, rows, -1), {}
+        choice = choice_by_mask(node)
+        if choice is not None:
+            mask, shape, given, sizes = choice
+            chosen = self._reshaped(node, mask, shape), self._reshaped(node, given, sizes)
+            target, args, kwargs = aten.where.self, (*chosen, args[0]), {}
         self.value[node] = self._make(node, target, args, kwargs, like=node)
+
+    def _reshaped(self, node: fx.Node, value: fx.Node, shape: list[int]) -> fx.Node:
+        """A value in another shape, for a call that stands in place of `node`."""
+        type_ = record(self.value[value]).type
+        if list(type_.shape) == shape:
+            return self.value[value]
+        args = (self.value[value], shape)
+        return self._of_type(TensorType(tuple(shape), type_.dtype), node, aten.reshape.default, args)
+
+    def _of_type(self, type_: TensorType, node: fx.Node, target: Any, args: Any) -> fx.Node:
+        """A call with one result of a type, which stands before `node`."""
+        phase, module, source = place_of(node)
+        made = self.graph.create_node("call_function", target, args, {}, name=target._opname)
+        set_record(made, Record((type_,), module=module, source=source, phase=phase, origin=made.name))
+        return made
 
     def _place_in_table(self, node: fx.Node, index: fx.Node, rows: int) -> fx.Node:
         """The rows to which `index_add` or `index_put` adds, from 0 on.
@@ -187,12 +208,9 @@ class _Normaliser:
             )
         if is_kept:
             return value
-        _, module, source = place_of(node)
-        made = self.graph.create_node("call_function", aten.permute.default, (value, order), {}, name="permute")
         type_ = record(value).type
         permuted = TensorType(tuple(type_.shape[dim] for dim in order), type_.dtype)
-        set_record(made, Record((permuted,), module=module, source=source, phase=place_of(node)[0], origin=made.name))
-        return made
+        return self._of_type(permuted, node, aten.permute.default, (value, order))
 
     def _make(self, typed: fx.Node, target: Any, args: Any, kwargs: Any, *, like: fx.Node) -> fx.Node:
         """A call whose results have the types of `typed`, in the place of `like`."""

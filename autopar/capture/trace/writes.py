@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from autopar.capture.refusals.constructs import COLLECTIVE, Construct
+from autopar.capture.refusals.constructs import COLLECTIVE, FIRST_CALL, Construct
 from autopar.capture.refusals.explain_failure import refusal
 from autopar.capture.refusals.location import Locator, place_of
 from autopar.capture.trace.tracer import Traced
@@ -19,7 +19,7 @@ _WEIGHT = (
     "a write to the parameter '{}'",
     "A compiled step gives gradients and changes no weights, so the write would be lost. Compute a new tensor instead "
     "(w = self.weight / self.weight.norm(), or torch.nn.utils.parametrizations), or change the weight after "
-    "optimizer.step().",
+    f"optimizer.step(). {FIRST_CALL}",
 )
 _KEPT = (
     "a write to {}, a tensor that is neither a buffer nor a parameter",

@@ -198,7 +198,7 @@ def moved_layout(name: str, args: tuple[object, ...], has: Layout) -> Layout | N
     if name == "order_by_owner" or (row is not None and row.to_one):
         return has
     if name in _TO_OWNERS:
-        return _with_owners(has, axes[0], _TO_OWNERS[name])
+        return _with_owners(has, axes, _TO_OWNERS[name])
     before, after = (row.has, row.gives) if row is not None else _LOCAL.get(name, (None, None))
     if row is not None and row.edges:  # each run of rows longer, or shorter: they must be split as it says
         for axis in reversed(axes):
@@ -223,13 +223,14 @@ def moved_layout(name: str, args: tuple[object, ...], has: Layout) -> Layout | N
     return Layout(tuple(tuple(dim) for dim in dims), tuple(partial))
 
 
-def _with_owners(has: Layout, axis: str, owned: bool) -> Layout | None:
-    """The layout with the rows of dim 0 at their owners on an axis, or at home; None if they were there before."""
-    if axis not in has.dims[0] or ((0, axis) in has.owned) == owned:
-        return None
+def _with_owners(has: Layout, axes: tuple[str, ...], owned: bool) -> Layout | None:
+    """The layout with the rows of dim 0 at their owners on some axes, or at home; None if they were there before."""
     factors = list(has.dims[0])
-    place = factors.index(axis)
-    factors[place - 1 + owned : place] = [OWNED] if owned else []
+    for axis in axes:
+        if axis not in factors or ((0, axis) in has.owned) == owned:
+            return None
+        place = factors.index(axis)
+        factors[place - 1 + owned : place] = [OWNED] if owned else []
     return Layout((tuple(factors), *has.dims[1:]), has.partial)
 
 

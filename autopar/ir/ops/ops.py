@@ -245,6 +245,20 @@ def dropout(
 
 
 @semantic(
+    "dropout_of_rows(Tensor x, Tensor seed, int key, int step, float p, Tensor place, Tensor which, int[] whole, "
+    "int[] local, SymInt[] offsets) -> Tensor",
+    random=True,
+)
+def dropout_of_rows(
+    x: torch.Tensor, seed: torch.Tensor, key: int, step: int, p: float, place: torch.Tensor, which: torch.Tensor,
+    whole: list[int], local: list[int], offsets: list[int],
+) -> torch.Tensor:  # fmt: skip
+    """Dropout of rows wherever they lie: row i draws as `place[i]` of the whole tensor with key + step * which[i].
+    local, offsets: as of `dropout`, without the dim of the rows."""
+    return torch.empty_like(x)
+
+
+@semantic(
     "random(Tensor seed, int key, str kind, int[] shape, ScalarType dtype, int[] whole, int[] local, "
     "SymInt[] offsets) -> Tensor",
     random=True,
@@ -284,8 +298,8 @@ def running_average(
 SEMANTIC = (
     einsum, attention, attention_backward, dropped_attention, dropped_attention_backward, logsumexp, checked_index,
     pick, pick_backward, cross_entropy_backward, embedding, embedding_backward, expert_mm, expert_mm_backward,
-    ctc_loss, ctc_loss_backward, index_of_rows, index_put_of_rows, dropout, random, rms_norm, rms_norm_backward,
-    *window_ops.SEMANTIC, *chain_step.SEMANTIC, compared_attention,
+    ctc_loss, ctc_loss_backward, index_of_rows, index_put_of_rows, dropout, dropout_of_rows, random, rms_norm,
+    rms_norm_backward, *window_ops.SEMANTIC, *chain_step.SEMANTIC, compared_attention,
     compared_attention_backward, checked_causal, in_groups, in_microbatches, running_average,
 )  # fmt: skip
 
@@ -301,8 +315,9 @@ LOCAL = (
     "owned_index(Tensor x, str axis, Tensor route, int bound=0) -> Tensor",
     # this rank's coordinate on an axis
     "coord(str axis) -> SymInt",
-    # a copy into the host's memory, and one back from there: each is done at its `wait`, until which it holds x
-    "to_host_start(Tensor x) -> Tensor",
+    # a copy into the host's memory, and one back from there: each is done at its `wait`, until which it holds x. What
+    # stays there behind the step is the user's
+    "to_host_start(Tensor x, bool stays=False) -> Tensor",
     "to_device_start(Tensor x) -> Tensor",
 )
 

@@ -54,10 +54,11 @@ class Running:
     """A program that is ready to run: where its inputs are read on this rank, and where its outputs go.
 
     `number`, `line`, `used`: what `Programs` knows it by: a count, what it read in Python beside the first of its
-    signature, and when it ran last.
+    signature, and when it ran last. `mask_rows`: how many rows each mask selected in the last step, where that matters.
     """
 
     number, line, used = 0, "", 0
+    mask_rows: torch.Tensor | None = None
 
     def __init__(
         self, built: Built, runner: Runner, slots: tuple[Slot, ...], store: ParameterStore, owners: Owners

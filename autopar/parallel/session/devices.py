@@ -46,6 +46,24 @@ def compute_on(device: torch.device, settings: Settings) -> None:
         keep_pages()
 
 
+def backend_for(device: torch.device, on_host: bool) -> str:
+    """The backend of a group that nobody made. on_host: what optimizers and clipping sum lies in the host's memory."""
+    if device.type != "cuda":
+        return "gloo"
+    return "cpu:gloo,cuda:nccl" if on_host else "nccl"
+
+
+def check_backend(device: torch.device) -> None:
+    """Raise RankError where the ranks of GPUs cannot sum what lies in the host's memory."""
+    backends = dist.get_backend_config()
+    if device.type == "cuda" and dist.get_world_size() > 1 and "gloo" not in backends:
+        raise RankError(
+            f'offload="parameters" keeps parameters and gradients in the host\'s memory, where clip_grad_norm_ and '
+            f"optimizers sum them over ranks, and the process group has no backend there: it is '{backends}'. Make it "
+            f'with dist.init_process_group("cpu:gloo,cuda:nccl"), or leave that to autopar.'
+        )
+
+
 def _own_index(settings: Settings) -> int:
     """By the launcher, unless it shows each process a GPU of its own; without one the current device is the user's."""
     if settings.local_rank is None:

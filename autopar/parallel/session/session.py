@@ -6,7 +6,7 @@ Each rank checks what it was given, all agree on it once, and then there are gro
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import KW_ONLY, dataclass, replace
 from datetime import timedelta
 from functools import cache, partial
@@ -28,19 +28,27 @@ from autopar.compiler.check_options import (
     check_offload,
     options_of,
 )
+from autopar.compiler.constraints import check_host
 from autopar.compiler.meshes import MeshLike, mesh_of
 from autopar.compiler.models import check_model
 from autopar.compiler.precision_check import check_device
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import TIMEOUT, StepKeywords, StepOptions
-from autopar.ir.plan import Fixed
+from autopar.ir.plan import Fixed, Plan
 from autopar.machines import DEVICES, named
 from autopar.parallel.agree.agreement import Agreement, Announcer, Phase, Watched
 from autopar.parallel.agree.pace import Pace
 from autopar.parallel.batches.local_batch import BatchWorld
 from autopar.parallel.session.auto_options import AUTO, check_open, check_own, machine_for
 from autopar.parallel.session.compilers import check_compiler, compiler_on
-from autopar.parallel.session.devices import check_places, compute_on, device_of_rank, place_of
+from autopar.parallel.session.devices import (
+    backend_for,
+    check_backend,
+    check_places,
+    compute_on,
+    device_of_rank,
+    place_of,
+)
 from autopar.parallel.session.loss_scale import LossScale
 from autopar.parallel.session.nonfinite import NonFinite
 from autopar.parallel.session.random_state import RandomState
@@ -90,6 +98,14 @@ class Requested:
         """How long a rank waits for another one; None for as long as the backend does."""
         return None if self.timeout is None else timedelta(seconds=self.timeout)
 
+    @property
+    def on_host(self) -> bool:
+        """Whether parameters are to wait in the host's memory, as far as the option can be read."""
+        wanted = self.step.get("offload")
+        return "parameters" in (
+            (wanted,) if isinstance(wanted, str) else wanted if isinstance(wanted, Collection) else ()
+        )
+
     def mesh_on(self, world: int) -> Mesh:
         """The mesh, until a plan says another one: all ranks split the batch."""
         return Mesh((("dp", world),)) if self.is_auto else mesh_of(self.mesh, world)
@@ -103,6 +119,9 @@ class Requested:
         options = compiler_on(options_of(**self.step), device)
         check_open(self.is_auto, self.step, self.batch, self.machine)
         check_own(self.batch, mesh, options)
+        check_host(Plan(mesh, options=options))
+        if self.on_host:
+            check_backend(device)
         if self.is_auto:
             phase.texts["machine"] = [str(machine_for(self.machine, device))]
         every_of(self.check_replicas)
@@ -194,7 +213,8 @@ def open_session(asked: Requested) -> Session:
     settings = replace(settings, is_handed=agreement.any("cores", settings.is_patient and _is_crowded()))
     announcer = Announcer(agreement)
     agreement.pace.lie_over(mesh)
-    store = ParameterStore(asked.model, Distributor(mesh, device_mesh, announcer.operation), place)
+    on_host = Plan(mesh, options=options).offloads("parameters")
+    store = ParameterStore(asked.model, Distributor(mesh, device_mesh, announcer.operation, on_host), place)
     replicas = Replicas(store, agreement, every_of(asked.check_replicas))
     nonfinite = NonFinite(agreement, asked.on_nonfinite)
     scale = LossScale() if options.precision == "fp16" else None
@@ -227,12 +247,13 @@ def join(asked: Requested) -> tuple[Agreement, Mesh, DeviceMesh, StepOptions]:
     compute_on(place, settings)
     is_ours = not dist.is_initialized()
     if is_ours:
-        backend = "nccl" if place.type == "cuda" else "gloo"
+        backend = backend_for(place, asked.on_host)
         if settings.world_size is None:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         else:
             _meet(backend, settings.keeps_store)
     agreement = Agreement(place, Pace())
+    leave_at_exit(lambda: agreement.host_group())  # also where ranks are refused below
     mesh, options = agreement.together("arguments", lambda phase: asked.check(phase, world, place))
     if place.type == "cuda" and world > 1:
         check_places(agreement.everyone("devices", place_of(place)))
@@ -242,7 +263,6 @@ def join(asked: Requested) -> tuple[Agreement, Mesh, DeviceMesh, StepOptions]:
         if is_ours:
             end_waits_after(timeout)
     device_mesh = asked.mesh if isinstance(asked.mesh, DeviceMesh) else mesh_over(mesh, place.type, timeout)
-    leave_at_exit(agreement.host_group)
     forget_at_exit(device_mesh)
     return agreement, mesh, device_mesh, options
 

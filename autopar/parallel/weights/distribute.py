@@ -18,6 +18,7 @@ from autopar.parallel.tensors.place import World
 from autopar.parallel.weights.identity import lay_out
 from autopar.passes.collectives.zero import stored_layout
 from autopar.runtime.ranks.wire import on_wire
+from autopar.runtime.tiers.host_tier import in_host
 from autopar.torch_compat import local_of
 
 SMALL = 1 << 16  # elements: a parameter with fewer waits whole, for a collective would cost more than its memory
@@ -27,10 +28,13 @@ class Distributor:
     """Makes DTensors of whole tensors, and whole tensors of DTensors.
 
     Layouts are over `inner`, the mesh without `pp`. `owner`: the stage where a value lies (its place on `pp`); None: on
-    each.
+    each. on_host: parts lie in the host's memory.
     """
 
-    def __init__(self, mesh: Mesh, device_mesh: DeviceMesh, announce: Callable[[str], None]) -> None:
+    def __init__(
+        self, mesh: Mesh, device_mesh: DeviceMesh, announce: Callable[[str], None], on_host: bool = False
+    ) -> None:  # fmt: skip
+        self.on_host = on_host
         self.mesh, self.device_mesh, self.world = mesh, device_mesh, World.of(mesh, device_mesh, announce)
         self.inner, self.coord = self.world.inner, self.world.coord
 
@@ -38,7 +42,11 @@ class Distributor:
         """A whole tensor, the same on every rank, in a layout."""
         place = self.world.place(layout, owner)
         part = tensor.detach().contiguous() if place.is_replicated else place.part(tensor.detach())
-        return parameter_tensor(part, place, tensor.shape)
+        return parameter_tensor(self.at_home(part), place, tensor.shape)
+
+    def at_home(self, part: torch.Tensor) -> torch.Tensor:
+        """A part of a parameter where it lies between steps: for a GPU in memory that copies need no help to read."""
+        return in_host(part, self.world.device) if self.on_host else part
 
     def waiting(self, shape: torch.Size, least: int = SMALL) -> Layout:
         """How a parameter of `shape` lies until the first program decides its layout: split over all axes.
@@ -61,11 +69,12 @@ class Distributor:
     def made_alike(self, part: torch.Tensor, layout: Layout, shape: torch.Size) -> ParameterTensor:
         """Make a parameter of a part that every rank made itself from one seed. Ranks that hold the same part take
         it from one of them: machines may differ in the last digit. Every rank must call this."""
+        part = part.to(self.world.device) if self.on_host else part
         for axis, size in self.mesh.axes:
             if size > 1 and axis not in layout.axes:
                 source = self.mesh.rank({**self.coord, axis: 0})
                 dist.broadcast(on_wire(part), src=source, group=self.device_mesh.get_group(axis))
-        return parameter_tensor(part, self.world.place(layout), shape)
+        return parameter_tensor(self.at_home(part), self.world.place(layout), shape)
 
     def parameter(self, tensor: torch.Tensor, layout: Layout, owner: int | None = None) -> nn.Parameter:
         """Split a tensor into a parameter that requires a gradient if `tensor` does."""
@@ -95,7 +104,7 @@ class Distributor:
             return value.cpu() if first else None
         if layout.is_replicated:
             return part.cpu().clone() if first else None
-        part = with_padding(part, tuple(shape), layout, self.mesh).contiguous()
+        part = with_padding(part.to(self.world.device), tuple(shape), layout, self.mesh).contiguous()
         splitting = Mesh(tuple(axis for axis in self.mesh.axes if axis[0] in layout.axes))
         parts = self._gather_along(part, splitting)
         return None if parts is None else beginning(combine(parts, layout, splitting), shape)

@@ -99,7 +99,7 @@ def multiply(gradients: Sequence[torch.Tensor | None], scale: torch.Tensor | Non
         return
     for gradient in gradients:
         if gradient is not None:
-            gradient.mul_(scale)
+            gradient.mul_(scale.to(gradient.device))
 
 
 _OUTPUT = (

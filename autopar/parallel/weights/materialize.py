@@ -50,7 +50,7 @@ def materialize(
     filled.take_from_first()
     made = agreement.together("model", filled.run)
     if made and weights is None and device.type != "meta":  # where a dry run has no values to look for
-        _check_filled(made, device)
+        _check_filled(made, where.world.device)
 
 
 class _Filling:
@@ -68,7 +68,7 @@ class _Filling:
         """Take from rank 0 which parameters and buffers have no values. (What is neither, each rank keeps alone.)"""
         names = [entry.name for entry, _ in self.entries if entry.kind != "constant"]
         if dist.get_world_size() > 1 and names:
-            found = torch.tensor([name in self.missing for name in names], dtype=torch.uint8, device=self.device)
+            found = torch.tensor([name in self.missing for name in names], dtype=torch.uint8, device=self.world.device)
             dist.broadcast(found, src=0)
             theirs = {name for name, is_missing in zip(names, found.tolist(), strict=True) if is_missing}
             self.missing = self.missing.difference(names) | theirs

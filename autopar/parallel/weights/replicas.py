@@ -140,6 +140,7 @@ class Replicas:
         if not 0 < value.numel() <= SMALL:
             return 0.0
         exact = value.to(torch.complex128 if value.is_complex() else torch.float64).contiguous()
+        exact = exact.to(self._agreement.device)
         real = torch.view_as_real(exact) if exact.is_complex() else exact
         both = torch.stack([real, -real])
         dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self._store.distributor.device_mesh.get_group(axis))
@@ -180,4 +181,4 @@ def _digests(parts: list[_Part], device: torch.device) -> torch.Tensor:
     most = max((part.value.numel() * (1 + part.value.is_complex()) for part in parts if part.axes), default=0)
     weights = weights_of(min(most, PIECE if host.on_host(device) else PIECE_ON_DEVICE), device)
     nothing = torch.zeros((), dtype=torch.int64, device=device)
-    return torch.stack([digest(part.value, weights) if part.axes else nothing for part in parts])
+    return torch.stack([digest(part.value.to(device), weights) if part.axes else nothing for part in parts])

@@ -55,7 +55,8 @@ class ParameterStore:
         weights: the files of what is on the meta device; None for `reset_parameters`.
         """
         self.told = tell_held(self.model) if dist.get_rank() == 0 else set()
-        materialize(self.model, self.distributor, self.device, agreement, seed, weights)
+        home = torch.device("cpu") if self.distributor.on_host else self.device
+        materialize(self.model, self.distributor, home, agreement, seed, weights)
         entries = self.entries()[::-1]
         while entries:  # taken off the list, so that nobody keeps a whole value whose part is taken
             entry, tensor = entries.pop()

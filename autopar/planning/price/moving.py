@@ -11,7 +11,7 @@ from autopar.ir.mesh import CONTEXT_AXES, SHARDED, Mesh, group_name
 from autopar.ir.ops.measure import group_of
 from autopar.machines import Machine
 from autopar.machines.model import RankGroup
-from autopar.passes.costs.streams import Streams
+from autopar.passes.costs.streams import BACK, OUT, Streams
 from autopar.passes.overlap.bucket import SCATTER, Buckets, Sum, bucket_limit
 from autopar.passes.overlap.coalesce import MovesNow, Together
 from autopar.passes.overlap.prefetch import Ahead, Gather, small_limit
@@ -22,6 +22,7 @@ ALONE = RankGroup(1)
 GATHER, SUM = "all_gather", "all_reduce"
 SHARDS, COPIES, TENSOR = "shards", "copies", "tp"
 BACKWARD, PART = "B", "part"
+GOING = 2  # layers whose gradients are on their way to the host's memory
 LOSS, LOSS_BYTES = "loss", 4  # what leaves beside the gradients
 Known = dict[tuple[str, float, RankGroup], float]
 
@@ -54,7 +55,8 @@ class Net:
 class Moving:
     """A rank at work. level: bytes of values of micro-batches that are alive; alive: of what moves, and of what it
     leaves behind; peak: of both at most. is_added: True if gradients that have moved are added to some that are there.
-    moves: all that was started and awaited, as (True if it starts, kind, bytes).
+    moves: all that was started and awaited, as (True if it starts, kind, bytes). leaves: True if gradients go to the
+    host's memory as they come, and parameters come from there for each use; loads: bytes of a rank's part of each.
     """
 
     net: Net
@@ -77,6 +79,10 @@ class Moving:
     peak: float = -math.inf
     before: float = -math.inf
     moves: list[tuple[bool, str, float]] = field(default_factory=list)
+    leaves: bool = False
+    loads: Mapping[ParameterPlace, float] = field(default_factory=dict)
+    # of gradients on the way out their layers, bytes, and us when they have gone
+    going: list[tuple[int, float, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.streams = Streams(self.net.machine)
@@ -128,6 +134,20 @@ class Moving:
                     self.give(self.sums[place], gradient.alive)
                 elif is_whole:
                     self.alive += gradient.alive
+                    if self.leaves:
+                        self._leave(place.layer, gradient.alive)
+
+    def _leave(self, layer: int, bytes_: float) -> None:
+        """A gradient of a layer starts to go; those of the layer before the last one have gone."""
+        self.going.append((layer, bytes_, self.streams.start(OUT, self.net.machine.copy_us(bytes_))))
+        while len({each[0] for each in self.going}) > GOING:
+            self._gone()
+
+    def _gone(self) -> None:
+        """Wait for the first gradient that is on the way out."""
+        _, bytes_, end = self.going.pop(0)
+        self.streams.wait(end, OUT)
+        self.alive -= bytes_
 
     def use(self, gather: Gather[ParameterPlace]) -> None:
         """Wait for a parameter that is gathered."""
@@ -137,6 +157,9 @@ class Moving:
                 self._gather(bundle)
             else:
                 self.streams.wait(self.ends.pop(bundle), bundle.members[0].over)
+                for member in bundle.members if self.loads else ():  # it is cast, and what came goes
+                    self._mark(member.bytes_)
+                    self._hold(member.of, member.bytes_)
                 self.moves.append((False, GATHER, bundle.bytes_))
 
     def give(self, coming: Sum[ParameterPlace], alive: float) -> None:
@@ -150,6 +173,8 @@ class Moving:
         """Start the sums that are left, and wait for all."""
         if self.buckets is not None:
             self._sum(self.buckets.flush())
+        while self.going:
+            self._gone()
 
     def lose(self) -> None:
         """Wait for the sum of the losses."""
@@ -167,22 +192,26 @@ class Moving:
         ranks = self.net.groups[over].size
         for member in bundle.members:
             again, part = member.of._replace(kind=BACKWARD), member.of._replace(kind=PART)
-            self._hold(member.of, member.bytes_)
+            self._hold(member.of, member.bytes_ if ranks > 1 else self.loads.get(member.of, member.bytes_))
             if member.of in self.made:
                 self.streams.compute(self.made[member.of], self.net.machine.launch_us)
-                if again in self.gathers:  # until it is gathered again a rank keeps its part of the cast
+                if (
+                    again in self.gathers and not self.leaves
+                ):  # until it is gathered again a rank keeps its part of the cast
                     self._hold(part, member.bytes_ / ranks)
             elif member.of == again:
                 self.let_go(part)
         if len(bundle.members) > 1:
             self._copy(bundle.bytes_ / ranks)
-        self.ends[bundle] = self.streams.start(over, self.net.us(GATHER, bundle.bytes_, over))
+        load = sum(self.loads.get(member.of, 0.0) for member in bundle.members)
+        us = self.net.us(GATHER, bundle.bytes_, over) + self.net.machine.copy_us(load)
+        self.ends[bundle] = self.streams.start(over if ranks > 1 or not load else BACK, us)
         self.moves.append((True, GATHER, bundle.bytes_))
         self._mark()
 
     def _hold(self, place: ParameterPlace, bytes_: float) -> None:
+        self.alive += bytes_ - self.held.get(place, 0.0)
         self.held[place] = bytes_
-        self.alive += bytes_
 
     def let_go(self, place: ParameterPlace, keeps: Collection[ParameterPlace] = ()) -> None:
         """What was read, or gathered, has no further use in this graph. keeps: what a later graph reads."""
@@ -202,7 +231,10 @@ class Moving:
             if not starts:
                 self.streams.wait(self.ends.pop(bucket), over)
                 if is_scattered:
-                    self.alive -= self.whole.pop(bucket) + self.is_added * bytes_ / self.net.groups[over].size
+                    part = bytes_ / self.net.groups[over].size
+                    self.alive -= self.whole.pop(bucket) + self.is_added * part
+                    if self.leaves:
+                        self._leave(first.of.layer, part)
                 continue
             lies_in = sum(self.lies_in.pop(each.of, each.bytes_) for each in bucket.members)
             if len(bucket.members) > 1:

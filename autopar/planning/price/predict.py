@@ -8,10 +8,14 @@ from dataclasses import dataclass
 
 from autopar.machines import Machine
 from autopar.machines.model import ADAMW
+from autopar.planning.price.cost import Cost
 from autopar.planning.price.layers import Layers
 from autopar.planning.price.pipelined import Pipelined, Stage, data_of, pipelined, step_us
+from autopar.planning.price.step_time import optimizer_us
 from autopar.planning.price.whole_step import StepPeaks
-from autopar.planning.space.candidates import Candidate
+from autopar.planning.shallow.held_bytes import MOMENTS
+from autopar.planning.space.candidates import STATES, Candidate
+from autopar.runtime.tiers.offloaded_states import PARTS
 
 Held = tuple[float, float, float, float, float]  # what `Moments` count
 
@@ -19,7 +23,8 @@ Held = tuple[float, float, float, float, float]  # what `Moments` count
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """us, and bytes of the fullest rank. bubble, exposed, data: the parts that are idle in the pipeline, that wait for
-    tp and cp, and for the data axes. is_emitted: True if these are of the emitted programs (report/emitted.py)."""
+    tp and cp, and for the data axes, or the host's memory. is_emitted: True if these are of the emitted programs
+    (report/emitted.py). host: bytes of the host's memory, of the rank that takes most."""
 
     candidate: Candidate
     total: float
@@ -29,6 +34,7 @@ class Prediction:
     data: float
     optimizer: float
     is_emitted: bool = False
+    host: float = 0.0
 
 
 def predict(
@@ -39,8 +45,9 @@ def predict(
     Raises AutoparError as `Micros.local`."""
     made = pipelined(candidate, layers)
     memory = max(rank_bytes(candidate, made, i) for i in range(candidate.pp))
+    host = max(_host_bytes(candidate, rank) for rank in made.ranks)
     if candidate.pp > 1 and memory > limit:
-        return Prediction(candidate, math.inf, memory, 0.0, 0.0, 0.0, 0.0)
+        return Prediction(candidate, math.inf, memory, 0.0, 0.0, 0.0, 0.0, host=host)
     ranks = [_ends(candidate, layers, rank, machine) for rank in made.ranks]
     m = candidate.microbatches
     floors = [m * rank.micro_us + sum(beside) for rank, beside in zip(made.ranks, ranks, strict=True)]
@@ -52,13 +59,24 @@ def predict(
     total = most
     if candidate.pp > 1 and most < slowest:
         total = step_us(candidate, made, [(before, after + optimizer) for before, after, optimizer in ranks], machine)
-    return Prediction(candidate, total, memory, total - most, exposed, max(0.0, data), optimizer)
+    return Prediction(candidate, total, memory, total - most, exposed, max(0.0, data), optimizer, host=host)
+
+
+def _host_bytes(candidate: Candidate, rank: Stage) -> float:
+    """Bytes of the host's memory that a rank takes between two steps, and in them."""
+    layers, cost = rank.share.stored.layers, rank.cost
+    states = cost.states(layers) / candidate.shards
+    if candidate.is_hosted:
+        return states + (cost.parameters(layers) + cost.gradients(layers)) / candidate.shards
+    return states if candidate.offload == STATES else 0.0
 
 
 def _ends(candidate: Candidate, layers: Layers, rank: Stage, machine: Machine) -> tuple[float, float, float]:
     """us of a rank before its first micro-batch, behind the last one, and of the optimizer."""
     stored, cost = rank.share.stored.layers, rank.cost
-    optimizer = machine.update_us(ADAMW * cost.trained(stored) / candidate.shards)
+    optimizer = optimizer_us(
+        machine, ADAMW * cost.trained(stored) / candidate.shards, candidate.offload, candidate.size
+    )
     once = cost.once(rank.share.time.layers)
     if rank.step is not None:
         return rank.step.before, rank.step.after, optimizer
@@ -75,9 +93,17 @@ def rank_bytes(candidate: Candidate, made: Pipelined, rank: int) -> float:
     """The bytes of a rank at its peak: in the step, or in the optimizer, which makes one value more of a parameter."""
     own, shards = made.ranks[rank], candidate.shards
     layers, cost = own.share.stored.layers, own.cost
-    trained, frozen = cost.trained(layers), cost.frozen(layers)
-    part = (trained + cost.states(layers)) / shards + frozen / candidate.frozen_shards
-    optimizer = part + (cost.gradients(layers) + trained) / shards
+    trained, frozen, gradients = cost.trained(layers), cost.frozen(layers), cost.gradients(layers) / shards
+    if candidate.is_hosted:
+        assert own.step is not None
+        return own.step.peaks.forward
+    part, stepping = trained / shards + frozen / candidate.frozen_shards, trained / shards
+    if candidate.offload == STATES:
+        largest, others = _chunk(cost, layers), cost.trained(layers) / PARTS
+        stepping = (largest * (1 + MOMENTS) + others * MOMENTS) / shards  # the states of the next ones come meanwhile
+    else:
+        part += cost.states(layers) / shards
+    optimizer = part + gradients + stepping
     if own.step is not None:
         peaks = own.step.peaks
         return max(part + _beside(candidate, own, peaks), part + peaks.once, optimizer)
@@ -86,6 +112,13 @@ def rank_bytes(candidate: Candidate, made: Pipelined, rank: int) -> float:
     peak = max(peak, _last(held) + _received(made, own) / candidate.parts)
     copies = _copies(candidate, own, made.stages[-1].cost.lent.outside)
     return max(part + copies + peak, optimizer)
+
+
+def _chunk(cost: Cost, layers: float) -> float:
+    """Bytes of the parameters that step at a time while the states of others wait in the host's memory: a part of all,
+    or one of those that are no layer's, if that is more."""
+    ends = cost.parameters.entry, cost.parameters.outside - cost.parameters.entry
+    return max(cost.trained(layers) / PARTS, *ends)
 
 
 def _beside(candidate: Candidate, rank: Stage, peaks: StepPeaks) -> float:

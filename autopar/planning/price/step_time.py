@@ -26,7 +26,12 @@ def step_time(compiled: Lowered, machine: Machine | None = None, imbalance: floa
     _check_has_flops(compiled)
     machine = machine or compiled.plan.fixed.machine
     mesh = compiled.mesh
-    optimizer = {place: _optimizer_us(compiled, machine, bytes_) for place, bytes_ in _states(compiled).items()}
+    offloaded = compiled.plan.options.offloaded
+    where = next((name for name in ("parameters", "optimizer") if offloaded.get(name)), "")
+    share = float(offloaded.get("optimizer", 0.0))
+    optimizer = {
+        place: optimizer_us(machine, bytes_, where, mesh.size, share) for place, bytes_ in _states(compiled).items()
+    }
     rows = compiled.plan.options.expert_rows or imbalance
     if compiled.pipeline is None:
         spent = run(compiled.program, machine, rows)
@@ -49,10 +54,12 @@ def _check_has_flops(compiled: Lowered) -> None:
         )
 
 
-def _optimizer_us(compiled: Lowered, machine: Machine, bytes_: float) -> float:
-    """The time in which AdamW reads and writes so many bytes; or in which its two moments come from the host's memory,
-    while others go there."""
-    moments = 2 * bytes_ / ADAMW * compiled.plan.options.offloaded.get("optimizer", 0.0)
+def optimizer_us(machine: Machine, bytes_: float, offload: str, ranks: int, share: float = 1.0) -> float:
+    """The time in which AdamW reads and writes so many bytes; or in which a share of its two moments come from the
+    host's memory while others go there ("optimizer"); or on the host ("parameters"), whose cores all ranks share."""
+    if offload == "parameters":
+        return machine.host_update_us(bytes_, ranks)
+    moments = 2 * bytes_ / ADAMW * share if offload == "optimizer" else 0.0
     return max(machine.update_us(bytes_), machine.copy_us(moments))
 
 

@@ -75,17 +75,22 @@ class _Asked:
 
     def alone(self, once: float) -> WholeStep:
         """A step of one micro-batch is one graph: all that it moves goes under its passes."""
-        candidate, moving, begun = self.candidate, Moving(self.net), 0.0
-        forward = list(self._gathers(FORWARD))
-        both = [*forward, *self._gathers(BACKWARD)] if candidate.gathers_again else forward
+        candidate, moving, begun = self.candidate, Moving(self.net, leaves=self.candidate.is_hosted), 0.0
+        forward, is_again = list(self._gathers(FORWARD)), candidate.gathers_again or candidate.is_hosted
+        back = list(self._gathers(BACKWARD)) if is_again else []
+        left = [pair for pair in back if candidate.is_hosted and _unit(pair) == _unit(forward[-1])]
+        back = [pair for pair in back if pair not in left]  # what the last layer reads in both passes comes once
+        both = [*forward, *back]
+        if candidate.is_hosted:  # what is cast lies there twice as long, in fp32
+            moving.loads = {one.of: one.bytes_ * (1 + read.is_cast) / candidate.shards for one, read in both}
         if both:
             moving.gather([gather for gather, _ in both], self._made(forward, once))
         elif once:
             moving.compute_once(once, sum(read.is_cast for _, read in self.roads[FORWARD].reads()))
             begun = moving.streams.device
         moving.sum(self._sums(self.roads[BACKWARD].gives(), over_data=True))
-        again = () if candidate.gathers_again else self.roads[BACKWARD].reads()
-        keeps = frozenset(place._replace(kind=FORWARD) for place, _ in again)
+        again = [place for place, _ in self.roads[BACKWARD].reads()] if not is_again else [one.of for one, _ in left]
+        keeps = frozenset(place._replace(kind=FORWARD) for place in again)
         moving.run(self.roads[FORWARD], keeps, is_whole=True)
         moving.lose()
         middle = moving.streams.device
@@ -143,17 +148,17 @@ class _Asked:
         return last_of(self.net, list(self._sums(self.roads[BACKWARD].gives(), over_data=not is_scattered)))
 
     def _gathers(self, *kinds: str) -> Iterator[tuple[Gather[ParameterPlace], ParameterRead]]:
-        """What graphs gather of the parameters that ZeRO splits, each value once."""
+        """What graphs gather of the parameters that ZeRO splits, each value once; or what comes from the host."""
         candidate, seen = self.candidate, set[ParameterPlace]()
-        if not candidate.zero or candidate.data == 1:
+        if (not candidate.zero or candidate.data == 1) and not candidate.is_hosted:
             return
         for kind in kinds:
             for place, read in self.roads[kind].reads():
                 one = place._replace(kind="")
-                if (read.trained or candidate.zero == 3) and one not in seen:
+                if (read.trained or candidate.zero == 3 or candidate.is_hosted) and one not in seen:
                     seen.add(one)
                     layer = kind, place.layer, read.unit if place.layer == OUTSIDE else ""
-                    yield Gather(place, layer, SHARDS, read.dtype, read.bytes_), read
+                    yield Gather(place, layer, SHARDS, read.dtype, read.bytes_, candidate.data == 1), read
 
     def _made(
         self, gathers: Iterable[tuple[Gather[ParameterPlace], ParameterRead]], once: float
@@ -168,3 +173,9 @@ class _Asked:
     ) -> Iterator[Sum[ParameterPlace]]:
         for place, one in gradients:
             yield from sums_of(self.candidate, place, one.bytes_, one.dtype, one.over, over_data, is_part)
+
+
+def _unit(gathered: tuple[Gather[ParameterPlace], ParameterRead]) -> tuple[int, str]:
+    """The layer for which a parameter comes."""
+    gather, read = gathered
+    return gather.of.layer, read.unit if gather.of.layer == OUTSIDE else ""

@@ -28,6 +28,8 @@ PIPELINES = (
 MOST_ROWS = HIGH  # of a micro-batch on one rank, where a batch has not many more
 SHORT = {"none": "", "selective": "selective", "full": "recompute", LAYERS: ""}
 RESHARD = "reshard_after_forward"
+OFFLOAD, NOTHING, STATES, HOSTED = "offload", "none", "optimizer", "parameters"
+OFFLOADS = (NOTHING, STATES, HOSTED)  # what may wait in the host's memory, with states all that is behind them
 DECIDES_ROWS = {"dp", "fsdp", CONTEXT, ULYSSES, "rows", "order"}
 
 
@@ -65,7 +67,7 @@ class Candidate(NamedTuple):  # of which there are a million: made and hashed in
     every row. microbatches: of a step. sequence: activations lie split over tp. fsdp: states are split over it, and
     replicated over dp. order: of the axes, outermost first. chunks: stages of each rank of a pipeline. again: how many
     layers are, of recompute="layers". ep: ranks of dp, over which experts are split as well. reshard_after_forward:
-    with zero=3, False gathers parameters once a step, as zero=2 does."""
+    with zero=3, False gathers parameters once a step, as zero=2 does. offload: what waits in the host's memory."""
 
     dp: int
     tp: int
@@ -84,6 +86,12 @@ class Candidate(NamedTuple):  # of which there are a million: made and hashed in
     reshard_after_forward: bool = True
     ulysses: int = 1
     ep: int = 1
+    offload: str = NOTHING
+
+    @property
+    def is_hosted(self) -> bool:
+        """True if parameters wait in the host's memory, with gradients and states."""
+        return self.offload == HOSTED
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
@@ -170,6 +178,11 @@ class Candidate(NamedTuple):  # of which there are a million: made and hashed in
         return self.shards if self.zero >= 2 or self.is_alone else 1
 
     @property
+    def size(self) -> int:
+        """All ranks."""
+        return self.data * self.tp * self.pp
+
+    @property
     def halves(self) -> bool:
         """True if gradients of weights are computed apart from those of inputs."""
         return self.schedule.startswith("zb")
@@ -189,6 +202,8 @@ class Candidate(NamedTuple):  # of which there are a million: made and hashed in
             options["chunks"] = self.chunks
         if self.tp > 1:
             options["sequence_parallel"] = self.sequence
+        if self.offload != NOTHING:
+            options["offload"] = self.offload
         return options
 
     def __str__(self) -> str:
@@ -198,6 +213,7 @@ class Candidate(NamedTuple):  # of which there are a million: made and hashed in
         words += ["whole sequences" if self.tp > 1 and not self.sequence else ""]
         words += [f"{self.microbatches} x {self.rows} rows", self.schedule if self.pp > 1 else ""]
         words += [f"{self.chunks} chunks" if self.chunks > 2 else ""]
+        words += [f"{self.offload} in host" if self.offload != NOTHING else ""]
         return " ".join(word for word in words if word)
 
 
@@ -328,7 +344,9 @@ class Space:
         context = sizes[CONTEXT] * sizes[ULYSSES]
         is_split = sizes["dp"] * context > 1
         zero = ZERO[1:] if sizes["fsdp"] > 1 else ZERO if is_split else ZERO[:1]
-        reshard = self._may(RESHARD, True)
+        reshard, offload = self._may(RESHARD, True), self.fixed.get(OFFLOAD, NOTHING)
+        if offload == HOSTED:  # gradients of several micro-batches would add up on the device
+            zero = (3,) if is_split else (0,)
         pipelines = PIPELINES if sizes["pp"] > 1 else PIPELINES[:1]
         of_axes = list(
             product(
@@ -341,12 +359,13 @@ class Space:
             if not self._may("microbatches", own // rows) or not self._is_best(rows, context):
                 continue
             for schedule, chunks in pipelines:
-                if self._fills(sizes["pp"], own // rows, schedule, chunks):
+                is_whole = sizes["pp"] == own // rows == 1
+                if self._fills(sizes["pp"], own // rows, schedule, chunks) and (offload != HOSTED or is_whole):
                     for zero_, recompute, sequence in of_axes:
                         yield Candidate(
                             sizes["dp"], sizes["tp"], sizes["pp"], zero_, recompute, rows, own // rows, schedule,
                             sequence, sizes["fsdp"], sizes[CONTEXT], order, chunks,
-                            self.model.again if recompute == LAYERS else None, reshard, sizes[ULYSSES],
+                            self.model.again if recompute == LAYERS else None, reshard, sizes[ULYSSES], 1, offload,
                         )  # fmt: skip
 
     def _may_mix(self, pp: int) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from autopar.errors import PlanError
 from autopar.planning.space.axis_orders import ORDER
-from autopar.planning.space.candidates import PIPELINES, RECOMPUTE, RESHARD
+from autopar.planning.space.candidates import OFFLOADS, PIPELINES, RECOMPUTE, RESHARD
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,7 @@ WAYS: Mapping[str, FieldText] = {
     _number), **dict.fromkeys(("rows", "microbatches", "chunks"), FieldText("N", _count)),
     "recompute": _word(*RECOMPUTE), "schedule": _word(*dict(PIPELINES)),
     **dict.fromkeys(("sequence", RESHARD), FieldText("true|false", {"true": True, "false": False}.get)),
+    "offload": _word(*OFFLOADS),
     "order": FieldText("AXIS,AXIS,...", _order),  # outermost first; axes that are not named lie anywhere
 }  # fmt: skip
 

@@ -45,6 +45,10 @@ def _dropout_inplace(x: torch.Tensor, seed: torch.Tensor, key: int, p: float, *r
     return _masked(x, x)
 
 
+def _dropout_of_rows(x: torch.Tensor, seed: torch.Tensor, key: int, step: int, p: float, *_: Any) -> torch.Tensor:
+    return _dropout(x, seed, key, p)
+
+
 def _masked(source: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     bits = _bits(source)
     if source.dtype.itemsize != bits.dtype.itemsize:
@@ -77,6 +81,7 @@ ON_CPU: Mapping[Any, Callable[..., Any]] = MappingProxyType(
     {
         dropout_kernel.dropout: _dropout,
         dropout_kernel.dropout_inplace: _dropout_inplace,
+        dropout_kernel.dropout_of_rows: _dropout_of_rows,
         random: _random,
         compared_attention: _UNDECIDED,
         compared_attention_backward: _UNDECIDED_BACKWARD,

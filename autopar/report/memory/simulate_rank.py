@@ -21,7 +21,7 @@ import autopar.runtime.executor.kernel_table  # noqa: F401  registers the kernel
 from autopar.compiler.lowered import Lowered
 from autopar.ir.layout import Layout, local_part, local_shape
 from autopar.ir.mesh import PIPELINE, Mesh
-from autopar.ir.program import Input, record
+from autopar.ir.program import PARTNER, Input, record
 from autopar.report.memory.assumed_rows import RowCounts
 from autopar.report.memory.meta_kernels import ON_CPU, ON_GPU, unlaunched, value_read
 from autopar.report.memory.position import BETWEEN, OPTIMIZER, Position, RankPosition
@@ -34,7 +34,7 @@ from autopar.runtime.executor.outputs import own_memory, shared_outputs
 from autopar.runtime.ranks.distributed import DistributedDriver
 from autopar.runtime.ranks.process_groups import Group
 from autopar.runtime.ranks.runner import executor_runner
-from autopar.runtime.tiers.host_tier import without_data
+from autopar.runtime.tiers.host_tier import without_data, without_memory
 from autopar.runtime.tiers.offloaded_states import OffloadedStates
 from autopar.torch_compat import FakeTensor, FakeTensorMode
 
@@ -75,7 +75,10 @@ def simulate(
     counts = counts or RowCounts(compiled.plan.layout_mesh, compiled.mesh.coord(rank))
     study = _Rank(compiled, rank, "cpu" if device == CPU_DEVICE else "meta", grain or _GRAINS[device], counts)
     with fake, study.tracker:
-        return study.run(make)
+        trace = study.run(make)
+    if compiled.plan.offloads("parameters"):
+        trace.host_states = study.on_host(make)
+    return trace
 
 
 class _Shapes(Tracker):
@@ -122,7 +125,7 @@ class _Rank:
         self.position = Position(compiled, self.coord, self.tracker)
         self.trace = Trace(self.tracker, saved=self.position.saved)
         groups = fake_groups(compiled.mesh, rank, compiled.axes, copies=device == "cpu")
-        self.tier = without_data()
+        self.tier = without_data(self.device)
         driver = DistributedDriver(compiled.mesh, groups, rank, tier=self.tier)
         study = Study(self.position.enter, ON_CPU if device == "cpu" else ON_GPU)
         processors = compiled.plan.fixed.machine.device.processors
@@ -137,7 +140,8 @@ class _Rank:
         trace.parameters = tuple(parameter.numel() for parameter in self.state.parameters.values())
         wanted = {out.name for out in self.compiled.program.outputs if out.kind == "gradient"}
         trained = [parameter for name, parameter in self.state.parameters.items() if name in wanted]
-        optimizer = self._optimizer(make, trained)
+        on_host = self.compiled.plan.offloads("parameters")
+        optimizer = None if on_host else self._optimizer(make, trained)
         shared = self._shared()
         trace.start = len(tracker.events)
         loss = self._step(shared)
@@ -167,13 +171,35 @@ class _Rank:
     def _shared(self) -> frozenset[int]:
         """The outputs that are copied. A rank knows them after its first step, and so does this."""
         inputs = self.state.inputs()
-        shared = shared_outputs(self._outputs(inputs), inputs.values())
+        outputs = self._outputs(inputs)
+        shared = shared_outputs(outputs, inputs.values())
         self.trace.saved.clear()
-        return shared
+        here = (i for i in shared if (out := outputs[i]) is not None and out.device.type == self.device.type)
+        return frozenset(here)  # what waits in the host's memory lies alone
 
     def _outputs(self, inputs: StepInputs) -> Outputs:
         self.position.start()
         return self.runner.run(inputs)
+
+    def on_host(self, make: OptimizerMaker) -> int:
+        """Bytes of the host that parameters take, their gradients, and the states of an optimizer that steps there."""
+        every, wanted = (
+            self.state.parameters,
+            {out.name for out in self.compiled.program.outputs if out.kind == "gradient"},
+        )
+        own = [
+            nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta")) for n, p in every.items() if n in wanted
+        ]
+        states = 0
+        if own:
+            optimizer = make(own)
+            self.trace.optimizer_name = type(optimizer).__name__
+            for parameter in own:
+                parameter.grad = torch.empty_like(parameter)
+            optimizer.step()
+            made = (value for state in optimizer.state.values() for value in state.values())
+            states = sum(x.nbytes for x in made if isinstance(x, torch.Tensor) and x.ndim)
+        return states + sum(parameter.nbytes for parameter in (*own, *every.values()))
 
     def _optimizer(self, make: OptimizerMaker, trained: list[Any]) -> torch.optim.Optimizer | None:
         """The optimizer after its first step."""
@@ -215,6 +241,7 @@ class StateBefore:
         self.program, self.device = compiled.program, device
         self.slots = slots_of(compiled.program, compiled.pipeline, coord)
         self.parameters: dict[str, torch.Tensor] = {}
+        on_host = compiled.plan.offloads("parameters")
         self.held: dict[str, torch.Tensor] = {}
         owners, here = compiled.owners, (None, coord.get(PIPELINE, 0))
         for node, entry in self.program.entries:
@@ -223,7 +250,10 @@ class StateBefore:
             if entry.kind == "parameter":
                 is_here = owners[entry.name] in here
                 shape = local_shape(shape, known.layout, self.program.mesh) if is_here else (0,) * len(shape)
-                part = torch.empty(shape, dtype=dtype, device=device)
+                is_there = on_host and not entry.name.startswith(PARTNER)
+                part = (
+                    without_memory(shape, dtype, device) if is_there else torch.empty(shape, dtype=dtype, device=device)
+                )
                 made: torch.Tensor = nn.Parameter(part, requires_grad=dtype.is_floating_point)
                 self.parameters[entry.name] = made
             elif entry.kind == "seed":

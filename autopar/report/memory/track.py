@@ -50,6 +50,7 @@ class Tracker(TorchDispatchMode):
         super().__init__()
         self.device, self.grain = device, grain
         self.place: Any = None
+        self.looks = True  # False while what is made does not count
         self.total = 0
         self.events: list[BlockEvent] = []
         self._blocks: dict[int, tuple[StorageBlock, Any]] = {}
@@ -108,7 +109,7 @@ class Tracker(TorchDispatchMode):
 
     def _see(self, tensor: torch.Tensor, kind: str = "", name: str = "") -> None:
         tensor = local_of(tensor) if isinstance(tensor, DTensor) else tensor
-        if tensor.device.type != self.device or tensor.layout is not torch.strided:
+        if not self.looks or tensor.device.type != self.device or tensor.layout is not torch.strided:
             return
         storage = tensor.untyped_storage()
         if id(storage) in self._others:

@@ -9,6 +9,7 @@ from benchmarks.libraries.models import (
     medicine,
     science,
     series,
+    single_file,
     sound,
     text,
     vision,
@@ -27,4 +28,5 @@ TABLE: Table = {
     **series.TABLE,
     **graphs.TABLE,
     **science.TABLE,
+    **single_file.TABLE,
 }
