@@ -30,7 +30,8 @@ app = typer.Typer(
 machine_app = typer.Typer(no_args_is_help=True, help="Show the machines that plans are made for, and measure this one.")
 app.add_typer(machine_app, name="machine")
 
-Target = Annotated[str, typer.Argument(metavar="TARGET", help="file.py:function or package.module:function")]
+_TARGET = typer.Argument(metavar="TARGET", help="file.py:function or package.module:function")
+Target = Annotated[str, _TARGET]
 MeshOption = Annotated[str, typer.Option("--mesh", help="axis=size pairs, e.g. dp=2,tp=2; one size may be -1")]
 RunMesh = Annotated[
     str, typer.Option("--mesh", help="axis=size pairs, e.g. dp=2,tp=2; one size may be -1; auto; or several: A|B")
@@ -262,8 +263,17 @@ def estimate(
 @app.command("plan")
 @takes_options("cuda_graphs", "check_replicas", "on_nonfinite", "timeout", "stages", *PLANNED)
 def plan_(
-    target: Target,
     gpus: Annotated[str, typer.Option(metavar="N|N,N,...", help="devices; of several, how the best plans scale")],
+    target: Annotated[str | None, _TARGET] = None,
+    hf: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="CONFIG.json", help="plan the language model of a transformers configuration, in place of TARGET"
+        ),
+    ] = None,
+    sequence: Annotated[
+        int | None, typer.Option(metavar="N", help="tokens of a row, with --hf; by default 4096 at most", min=1)
+    ] = None,
     batch: Annotated[
         str | None,
         typer.Option(
@@ -300,8 +310,8 @@ def plan_(
     options: CommandOptions,
 ) -> None:
     """Find the fastest plan that fits: sizes and order of axes, ZeRO, recomputation, micro-batches, schedule."""
-    wanted = Wanted(gpus, batch, machine, memory, top, fix or (), out_file, html, tokens, check, as_json)
-    wanted.check_words()
+    wanted = Wanted(gpus, batch, machine, memory, top, fix or (), out_file, html, tokens, check, as_json, hf, sequence)
+    wanted.check_words(target)
     from autopar.cli.planning import plan_target
 
     plan_target(target, wanted, options)

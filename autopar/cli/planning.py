@@ -11,6 +11,7 @@ from typing import TypeVar
 from rich.progress import Progress
 
 from autopar.cli.arguments.command_options import CommandOptions
+from autopar.cli.arguments.configured import job_of_config
 from autopar.cli.arguments.wanted_plans import Wanted
 from autopar.cli.show import out, show, show_aside, show_json, write_text
 from autopar.errors import TargetError
@@ -31,11 +32,12 @@ T = TypeVar("T")
 SECONDS = 10  # from one line of progress to the next
 
 
-def plan_target(target: str, wanted: Wanted, options: CommandOptions) -> None:
-    """Find the plans of the TARGET's step, show them, and write what is asked for."""
+def plan_target(target: str | None, wanted: Wanted, options: CommandOptions) -> None:
+    """Find the plans of a step, of the TARGET or of a configuration, show them, and write what is asked for."""
     sizes, amount, rows = wanted.sizes, wanted.trained, _rows(wanted)
     fixed = dict(read_fixed(text) for text in wanted.fix)
-    job = options.job(target)
+    job = options.over(job_of_config(wanted.hf, rows[0], wanted.sequence)) if wanted.hf else options.job(target or "")
+    source = target or f"--hf {wanted.hf}" + (f" --sequence {wanted.sequence}" if wanted.sequence else "")
     asked = Asked(sizes[0], rows_of_batch(job.batch), named(wanted.machine), wanted.bytes, fixed, wanted.top)
     layers = layers_of(job, asked.machine)
     each = [replace(asked, gpus=size) for size in sizes]
@@ -52,7 +54,7 @@ def plan_target(target: str, wanted: Wanted, options: CommandOptions) -> None:
     if not wanted.as_json:
         show(planned_text(found))
     if wanted.out_file is not None:  # before the page, which takes longer than the plan
-        command = f"autopar plan {target} --gpus {wanted.gpus} --batch {each[0].batch} --machine {wanted.machine}"
+        command = f"autopar plan {source} --gpus {wanted.gpus} --batch {each[0].batch} --machine {wanted.machine}"
         _write(wanted.out_file, found, command, wanted.fix)
     lost = _with_bar("other plans", lambda _: list(reasons(found)))
     if wanted.as_json:
@@ -61,9 +63,9 @@ def plan_target(target: str, wanted: Wanted, options: CommandOptions) -> None:
         for line in lost:
             show(f"  {line}")
     if wanted.html is not None:
-        write_text(wanted.html, _with_bar("page", lambda _: plans_page(found, target, lost)))
+        write_text(wanted.html, _with_bar("page", lambda _: plans_page(found, source, lost)))
     if wanted.out_file is not None:
-        tell(f"{wanted.out_file}: autopar run {target} --plan {wanted.out_file}")
+        tell(f"{wanted.out_file}: autopar run {target or 'TARGET'} --plan {wanted.out_file}")
 
 
 def _rows(wanted: Wanted) -> Sequence[int]:

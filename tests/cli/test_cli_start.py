@@ -55,6 +55,20 @@ ANSWERS = {
     f"inspect {JOB}": (1, f"autopar: inspect '{JOB}': a TARGET needs --mesh"),
     f"run {JOB} --mesh dp=0": (1, "autopar: mesh 'dp=0': axis 'dp' has size 0"),
     f"estimate {JOB} --mesh dp=2 --machine tpu": (1, "autopar: machine 'tpu': there is a100-80g"),
+    "plan --gpus 8": (
+        1,
+        "autopar: write a TARGET, file.py:function or package.module:function, or --hf CONFIG.json in ",
+    ),
+    f"plan {JOB} --gpus 8 --hf x.json": (
+        1,
+        f"package.module:function, or --hf CONFIG.json in its place; there are both, '{JOB}'",
+    ),
+    "plan --gpus 8 --hf none.json": (1, "autopar: --hf none.json: it has no batch of its own: write --batch N, the "),
+    "plan --gpus 8 --hf none.json --batch 8": (1, "autopar: --hf none.json: there is no such file. Name the "),
+    f"plan {JOB} --gpus 8 --sequence 9": (
+        1,
+        "autopar: --sequence 9: it is of --hf; a TARGET's batch has its own length.",
+    ),
     f"plan {JOB} --gpus many": (1, "autopar: --gpus many: write a number of 1 or more, or several with commas"),
     f"plan {JOB} --gpus 8 --tokens 1.2.3T": (1, "autopar: --tokens 1.2.3T: write a number above 0, such as 15T"),
     f"plan {JOB} --gpus 8 --memory 1.2.3GiB": (1, "autopar: --memory 1.2.3GiB: write a number of bytes, or one"),

@@ -88,8 +88,12 @@ class CommandOptions:
 
     def job(self, target: str) -> Job:
         """The TARGET's job, with what the command line says of it."""
-        own = {name: value for name, value in self._said().items() if name in OWN}
-        return replace(load_job(target, own.pop("seed", 0)), **own, **self._step())
+        return self.over(load_job(target, self._said().get("seed", 0)))
+
+    def over(self, job: Job) -> Job:
+        """A job, with what the command line says of it."""
+        own = {name: value for name, value in self._said().items() if name in OWN and name != "seed"}
+        return replace(job, **own, **self._step())
 
     def arguments(self) -> list[str]:
         """The same options for the process of a rank."""
@@ -144,8 +148,9 @@ def takes_options(*without: str, run: bool = False) -> Callable[[Callable[..., N
             found = {name: given.pop(name) for name, *_ in taken}
             path, options = given.pop("plan", None), CommandOptions(**found)
             options.check()
-            if not Path(given["target"]).is_dir():  # what `autopar compile` wrote
-                check_target(given["target"])
+            named = given["target"]
+            if named is not None and not Path(named).is_dir():  # what `autopar compile` wrote
+                check_target(named)
             if path is not None:
                 from autopar.cli.arguments.beside_plan import mesh_beside, read_beside
 

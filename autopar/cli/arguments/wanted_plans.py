@@ -30,9 +30,25 @@ class Wanted:
     tokens: str | None
     check: bool
     as_json: bool = False
+    hf: Path | None = None
+    sequence: int | None = None
 
-    def check_words(self) -> None:
+    def check_words(self, target: str | None) -> None:
         """Raise TargetError or MachineError for what cannot be read, or written."""
+        if (target is None) == (self.hf is None):
+            raise TargetError(
+                "write a TARGET, file.py:function or package.module:function, or --hf CONFIG.json in its place"
+                + (f"; there are both, '{target}' and --hf {self.hf}." if self.hf is not None else ".")
+            )
+        if self.hf is not None and self.batch is None:
+            raise TargetError(f"--hf {self.hf}: it has no batch of its own: write --batch N, the rows of a step.")
+        if self.hf is not None and not self.hf.exists():
+            raise TargetError(
+                f"--hf {self.hf}: there is no such file. Name the config.json of a model, or its folder; nothing is "
+                f"downloaded."
+            )
+        if self.hf is None and self.sequence is not None:
+            raise TargetError(f"--sequence {self.sequence}: it is of --hf; a TARGET's batch has its own length.")
         sizes, _, _ = self.sizes, self.trained, self.bytes
         if self.as_json and (len(sizes) > 1 or self.tokens is not None or not (self.batch or "0").isdecimal()):
             raise TargetError("--json is of one number of devices and one batch: leave out --tokens and what is more.")

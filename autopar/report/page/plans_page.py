@@ -25,7 +25,8 @@ LABEL = 90  # pixels of the longest one beside the limit
 
 
 def plans_page(planned: Planned, title: str, reasons: Sequence[str]) -> str:
-    """The whole page; it needs no network and no script. reasons: why other plans lost, a line each."""
+    """The whole page; it needs no network, and its script only to sort and to point. reasons: why other plans lost, a
+    line each."""
     best, line = planned.found.best, frontier(planned)
     shown = list(dict.fromkeys([*best, *line]))
     places = {made: f"plan-{i}" for i, made in enumerate(shown)}
@@ -39,8 +40,12 @@ def plans_page(planned: Planned, title: str, reasons: Sequence[str]) -> str:
         "REASONS": "\n".join(f"<li>{escape(reason)}</li>" for reason in reasons),
         "TIMELINES": "\n".join(_timeline(planned, made, place) for made, place in places.items()),
     }
-    page = resources.files(__package__).joinpath("plans.html").read_text(encoding="utf-8")
+    parts["SCRIPT"], page = (_file(name) for name in ("plans.js", "plans.html"))
     return re.sub(r"\{([A-Z]+)\}", lambda match: parts[match[1]], page)  # at once: a title may hold anything
+
+
+def _file(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
 def _table(planned: Planned, shown: Sequence[Prediction], places: dict[Prediction, str]) -> Iterator[str]:

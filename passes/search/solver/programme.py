@@ -18,12 +18,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, linprog, milp
-from scipy.sparse import csr_array
 
 from autopar.passes.search.solver.problem import Edge, Problem
+
+if TYPE_CHECKING:  # scipy takes half a second to load, and a program that is read from a cache needs no search
+    from scipy.sparse import csr_array
 
 OPTIMAL, INFEASIBLE = 0, 2  # what scipy says
 WHOLE = 1 - 1e-5  # a share above this is 1, within the solver's tolerance
@@ -64,6 +66,8 @@ class Programme:
     def relax(self, closed: Collection[int] = ()) -> ProgrammeSolution | None:
         """The optimum of the linear relaxation."""
         equal, at_most = np.flatnonzero(self.low == self.high), np.flatnonzero(self.low != self.high)
+        from scipy.optimize import linprog
+
         result = linprog(
             self.costs,
             A_eq=self.matrix[equal] if equal.size else None,
@@ -134,6 +138,8 @@ class Programme:
         integrality = np.zeros(len(self.costs))
         for item in whole:
             integrality[self.chosen[item]] = 1
+        from scipy.optimize import Bounds, LinearConstraint, milp
+
         result = milp(
             self.costs,
             constraints=LinearConstraint(self.matrix, self.low, self.high),
@@ -156,6 +162,8 @@ def programme_of(problem: Problem) -> tuple[Programme, np.ndarray]:
     """The programme of a problem, and the item that each variable belongs to: a move is its source's."""
     rows = _Rows(problem)
     shape = (len(rows.low), len(rows.costs))
+    from scipy.sparse import csr_array
+
     matrix = csr_array((rows.values, (rows.rows, rows.columns)), shape=shape)
     costs = np.array(rows.costs) / (max(max(rows.costs, default=1.0), 1e-9) / LARGEST)
     chosen = [np.array(variables) for variables in rows.chosen]

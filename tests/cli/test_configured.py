@@ -1,0 +1,81 @@
+"""`autopar plan --hf`: a configuration of transformers is enough; nothing is downloaded, and nothing allocated."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import __version__
+
+from autopar.cli import commands as cli
+from autopar.cli.arguments.configured import job_of_config
+from autopar.errors import TargetError
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100,
+    "max_position_embeddings": 64, "torch_dtype": "bfloat16",
+}  # fmt: skip
+BERT = {
+    "architectures": ["BertForMaskedLM"], "model_type": "bert", "hidden_size": 32, "intermediate_size": 64,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 50, "max_position_embeddings": 16,
+}  # fmt: skip
+
+
+def written(folder: Path, says: Any) -> Path:
+    file = folder / "config.json"
+    file.write_text(says if isinstance(says, str) else json.dumps(says))
+    return file
+
+
+@pytest.mark.parametrize(("says", "length", "found"), [(LLAMA, None, 64), (LLAMA, 8, 8), (BERT, None, 16)])
+def test_a_job_of_a_configuration(tmp_path: Path, says: Any, length: int | None, found: int) -> None:
+    job = job_of_config(written(tmp_path, says), 6, length)
+    assert type(job.model).__name__ == says["architectures"][0]
+    assert {p.device.type for p in job.model.parameters()} == {"meta"}
+    assert {p.dtype for p in job.model.parameters()} == {torch.float32}, "as it is trained"
+    assert [tuple(one.shape) for one in job.batch] == [(6, found)] * 2
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "text": ("{", "it cannot be read as JSON: Expecting property name enclosed in double quotes: line 1 column 2 "
+                  "(char 1). Name the config.json of a model, or its folder."),
+    "list": ("[1]", "it is no configuration, but a JSON list."),
+    "kind": ({**LLAMA, "model_type": "lama"}, f"model_type 'lama' is none that transformers {__version__} knows. Write "
+                                              "a TARGET with the model instead."),
+    "head": ({**LLAMA, "architectures": ["LlamaForSequenceClassification"]},
+             "LlamaForSequenceClassification is none of ...ForCausalLM, ...ForMaskedLM, whose batch and loss are "
+             "known. Write a TARGET with its batch and its loss instead."),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_language_model_is_refused(tmp_path: Path, name: str) -> None:
+    says, why = REFUSED[name]
+    file = written(tmp_path, says)
+    with pytest.raises(TargetError) as refused:
+        job_of_config(file, 4, None)
+    assert str(refused.value) == f"--hf {file}: {why}"
+
+
+def test_more_tokens_than_positions(tmp_path: Path) -> None:
+    file = written(tmp_path, LLAMA)
+    with pytest.raises(TargetError) as refused:
+        job_of_config(file, 4, 65)
+    assert str(refused.value) == f"--sequence 65: the model has 64 positions (max_position_embeddings in {file})."
+
+
+def test_it_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    written(tmp_path, LLAMA)
+    plan = tmp_path / "plan.toml"
+    words = f"plan --hf {tmp_path} --gpus 2 --batch 8 --machine h100-80g --top 1 --fix dp=2 --no-check --out {plan}"
+    monkeypatch.setattr("sys.argv", ["autopar", *words.split()])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    shown = capsys.readouterr()
+    assert not ended.value.code, shown.err
+    assert "2 devices of h100-80g, 8 rows (512 tokens) a step" in shown.out and "\ndp=2" in shown.out
+    assert f"# autopar plan --hf {tmp_path} --gpus 2 --batch 8" in plan.read_text()
