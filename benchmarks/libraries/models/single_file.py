@@ -31,6 +31,10 @@ def _words(length: int = 16) -> tuple[Any]:
     return (tokens(length),)
 
 
+def _masked() -> tuple[Any, Any]:
+    return tokens(16), torch.ones(ROWS, 16, dtype=torch.bool)
+
+
 def _mogrified() -> tuple[Any, Any]:
     return sequence(8, 32), sequence(8, 32)
 
@@ -82,7 +86,7 @@ TABLE: Table = {
     },
     "fast-transformer-pytorch": {
         "model": _of("fast_transformer_pytorch", "FastTransformer",
-                     {**WORDS, **HEADS, "depth": 2, "max_seq_len": 16, "absolute_pos_emb": True}, _words),
+                     {**WORDS, **HEADS, "depth": 2, "max_seq_len": 16, "absolute_pos_emb": True}, _masked),
     },
     "feedback-transformer-pytorch": {
         "model": _of("feedback_transformer_pytorch", "FeedbackTransformer",
