@@ -196,6 +196,30 @@ def test_what_was_written_into_since_is_read_anew() -> None:
     assert taken == ["1", "3", "1", "2"]
 
 
+@pytest.mark.parametrize("options", [{}, {"specialize": True}], ids=str)
+def test_nothing_of_the_users_is_written_into(options: Any) -> None:
+    class Counts(nn.Module):
+        count: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+            self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count.add_(1)
+            x.mul_(2)
+            if self.count > 3:
+                return self.inner(x) * 2
+            return self.inner(x) if (x[0] == x[0]).all() else x
+
+    model, x = Counts(), data(12, 8)
+    report = verify(model, "dp=2", loss_fn=squares, batch=x, steps=5, **options)
+    assert report.ok and model.count == 0 and torch.equal(x, data(12, 8)), str(report)
+    compiled(model, "dp=2", loss_fn=squares, batch=x, **options)
+    assert model.count == 0 and torch.equal(x, data(12, 8))
+
+
 # --- the line of a change
 
 
