@@ -352,7 +352,7 @@ def known_inputs(
     for position in needed(traced):
         entry, tensor = given[position]
         if tensor is not None and is_steady(entry, tensor):
-            tensors[position] = tensor.to(device)  # the trace makes its own tensors there
+            tensors[position] = tensor.to(device, copy=True)  # where the trace makes its own; it may write into it
             continue
         raise refusal(not_steady(entry.kind, entry.name, unknown.function), unknown.line)
     return traced, tensors

@@ -57,7 +57,7 @@ class SoFar:
                 self._look()
                 self._compute(node)
                 return reader(self._values[node])
-        except _Unfit:
+        except Exception:  # what fails on data is told where the trace ends
             return None
 
     def _compute(self, wanted: fx.Node) -> None:
@@ -96,6 +96,8 @@ class SoFar:
             if type(value) is not Tensor or value.device.type == "meta":
                 raise _Unfit
             return value
+        if is_mutable(node) or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            raise _Unfit  # it would write into the user's own, or draw
         call = filled(node)
         if call is not None:
             return call[0](*call[1], **{**call[2], "device": node.meta["val"].device})

@@ -31,6 +31,10 @@ def _words(length: int = 16) -> tuple[Any]:
     return (tokens(length),)
 
 
+def _masked() -> tuple[Any, Any]:
+    return tokens(16), torch.ones(ROWS, 16, dtype=torch.bool)
+
+
 def _mogrified() -> tuple[Any, Any]:
     return sequence(8, 32), sequence(8, 32)
 
@@ -48,7 +52,8 @@ def _video() -> tuple[Any]:
 
 
 def _frames() -> dict[str, Any]:
-    return {"single_repr": sequence(8), "pairwise_repr": torch.randn(ROWS, 8, 8, 16)}
+    frames = {"rotations": torch.linalg.qr(torch.randn(ROWS, 8, 3, 3)).Q, "translations": torch.randn(ROWS, 8, 3)}
+    return {"x": sequence(8), "pairwise_repr": torch.randn(ROWS, 8, 8, 16), **frames}
 
 
 SEGFORMER = {
@@ -82,7 +87,7 @@ TABLE: Table = {
     },
     "fast-transformer-pytorch": {
         "model": _of("fast_transformer_pytorch", "FastTransformer",
-                     {**WORDS, **HEADS, "depth": 2, "max_seq_len": 16, "absolute_pos_emb": True}, _words),
+                     {**WORDS, **HEADS, "depth": 2, "max_seq_len": 16, "absolute_pos_emb": True}, _masked),
     },
     "feedback-transformer-pytorch": {
         "model": _of("feedback_transformer_pytorch", "FeedbackTransformer",
@@ -100,14 +105,8 @@ TABLE: Table = {
         "model": _of("infini_transformer_pytorch", "InfiniTransformer", {**WORDS, **HEADS, "depth": 2}, _words),
     },
     "invariant-point-attention": {
-        "model": _of("invariant_point_attention", "IPATransformer",
-                     {"dim": 32, "depth": 2, "heads": 2, "require_pairwise_repr": True, "pairwise_repr_dim": 16},
-                     _frames),
-    },
-    "long-short-transformer": {
-        "model": _of("long_short_transformer", "LongShortTransformer",
-                     {**WORDS, **HEADS, "depth": 2, "max_seq_len": 16, "window_size": 4, "segment_size": 4, "r": 2},
-                     _words),
+        "block": _of("invariant_point_attention", "IPABlock",
+                     {"dim": 32, "heads": 2, "require_pairwise_repr": True, "pairwise_repr_dim": 16}, _frames),
     },
     "MEGABYTE-pytorch": {"model": _of("MEGABYTE_pytorch", "MEGABYTE", MEGABYTE, _words, return_loss=True)},
     "memory-efficient-attention-pytorch": {
