@@ -290,7 +290,7 @@ def test_numbers_of_a_list_stay_tensors(body: Body) -> None:
 
 
 def test_a_list_of_draws_that_are_not_ours_is_refused() -> None:
-    with pytest.raises(CaptureError, match="'aten.poisson.default' at test_constants.py"):
+    with pytest.raises(CaptureError, match=r"'aten.poisson.default' at test_constants\.py"):
         autopar.compile(made(by_other_chance), "dp=2", loss_fn=loss_fn, batch=(rows(),))
 
 

@@ -165,3 +165,10 @@ def test_what_stays_whole_beside_experts_that_are_divided_is_noted_with_its_shar
             one for one in autopar.compile(both, "ep=2", batch=batch()).program.notes if "leaves experts whole" in one
         )
         assert note.startswith(f"axis 'ep' (size 2) leaves experts whole, {share} % of the work: {why}")
+
+
+@pytest.mark.parametrize(("mesh", "options"), [("dp=2", {}), ("dp=2,tp=2", {"zero": 3}), ("dp=1", {"microbatches": 2})])
+def test_experts_that_are_passed_over_by_a_list_of_counts(mesh: str, options: dict[str, Any]) -> None:
+    """`counts = bincount(chosen).tolist()`: a program for each answer, on axes of data and on tp."""
+    report = verify(spelled(ways.counted, False, 2), mesh, batch=batch(), **options)
+    assert report.ok and report.max_error < 1e-10, report

@@ -213,6 +213,18 @@ def flat(m: Spelled, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     return (y.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(1)
 
 
+def counted(m: Spelled, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """Experts without rows are passed over by their counts, as DeepSeek-V3's own code does."""
+    counts = torch.bincount(chosen.flatten(), minlength=EXPERTS).tolist()
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        if counts[e] == 0:
+            continue
+        rows, place = torch.where(chosen == e)
+        out[rows] += expert(x[rows]) * weights[rows, place, None]
+    return out
+
+
 # -- without a loop over rows ------------------------------------------------------------------------------------------
 
 
