@@ -330,10 +330,9 @@ class Raise(TorchFunctionMode):
         if call.function not in READERS or not self._is_forward():
             return NotImplemented
         may_specialize, line = not call.before.kinds & ~STEADY, call.line
-        who, is_listed = asker(call.frame)
-        is_item = call.function is Tensor.item and is_user_code(who)
+        is_users, is_listed = asker(call.frame)
         asked = (call.args[0], line, may_specialize, self._guard, is_listed)
-        number = self.items.number(*asked) if is_item else NotImplemented
+        number = self.items.number(*asked) if is_users and call.function is Tensor.item else NotImplemented
         is_known = self.permitted is not None and may_specialize
         if number is not NotImplemented and not is_known:
             return number

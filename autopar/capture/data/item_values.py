@@ -18,7 +18,7 @@ import torch
 from autopar.capture.python.stand_in import Misuse, Scalar
 from autopar.capture.refusals.constructs import READS, TOLIST, Construct
 from autopar.capture.refusals.explain_failure import read_refusal
-from autopar.capture.refusals.location import Line
+from autopar.capture.refusals.location import Line, is_user_code
 from autopar.errors import CaptureError
 from autopar.torch_compat import FakeTensor
 
@@ -47,12 +47,13 @@ class _Item(Misuse):
         self.made.append(weakref.ref(number))
 
 
-def asker(frame: FrameType) -> tuple[FrameType, bool]:
-    """Who asks for a number, and whether by `.tolist()`: that of tensors without data is Python, and asks for each."""
+def asker(frame: FrameType) -> tuple[bool, bool]:
+    """Whether the user's code asks for a number, and whether by `.tolist()`: that of tensors without data is Python's,
+    and asks for each."""
     own = frame
     while own.f_code.co_filename == _TOLIST.co_filename and own.f_back is not None:
         own = own.f_back
-    return own, own is not frame
+    return is_user_code(own), own is not frame
 
 
 @dataclass(slots=True)
