@@ -59,8 +59,8 @@ def measure(model: ParallelModule, optimizer: torch.optim.Optimizer | None, *arg
     del loss
     step, end = tracker.peak_bytes(start, middle), tracker.peak_bytes(middle)
     tracker.close()
-    for pool, before in told:
-        pool.told = before
+    for pool, own in told:
+        pool.told = own
     return Measured(before, step, end)
 
 

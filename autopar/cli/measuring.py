@@ -96,7 +96,7 @@ def _group(rows: list[range]) -> Group:
     """Every rank takes part in the making of every group, in the same order."""
     made = {row: dist.new_group(list(row)) for row in rows}
     mine = next(row for row in rows if dist.get_rank() in row)
-    return Group(made[mine], len(mine), None)
+    return Group.of(made[mine], len(mine), None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ def test_what_has_left_is_let_go(monkeypatch: pytest.MonkeyPatch):
         return works[-1]
 
     monkeypatch.setattr(dist, "isend", isend)
-    peers = Peers(Group(None, 8, (6, 7)), torch.device("cpu"))  # type: ignore[arg-type]
+    peers = Peers(Group(lambda: None, 8, (6, 7)), torch.device("cpu"))  # type: ignore[arg-type]
     message = Send(Instruction("SEND", Action(0, "F", 0), 1), (torch.ones(3, 2).t(), torch.ones(2)))
     for sent in range(1, 20):
         peers.send(message)

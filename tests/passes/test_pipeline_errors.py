@@ -40,7 +40,7 @@ def compiled(mesh: str = "pp=2", model: nn.Module | None = None, **options: obje
         (LayoutError, "16 stages need 15 cuts, but the forward pass has only 9 places to cut: fewer stages (a smaller "
                       "pp, or fewer chunks a rank) would do.", {"mesh": "pp=16"}),
         (ScheduleError, "schedule '2f2b' is unknown. Known are gpipe, 1f1b, seq1f1b, interleaved-1f1b, zb-h1, zb-h2, "
-                        "zb-v; or give a function or a CSV file.", {"schedule": "2f2b"}),
+                        "zb-v, dualpipev; or give a function or a CSV file.", {"schedule": "2f2b"}),
         (ScheduleError, "stages= names 3 stages, but pp=2 has as many on each rank: 2, 4, ...",
          {"stages": ["0", "2", "4"]}),
         (ScheduleError, "stages= names 2 stages, but pp=2 has 4: 2 on each rank.",

@@ -265,13 +265,14 @@ class Steady:
         ]
 
     def _is_of_library(self, change: AttributeChange) -> bool:
-        """True for the attribute of a module whose class a library has."""
+        """True for the attribute of a module whose class a library has. Those of torch's own modules a user sets."""
         path, found = change.name, None
         while path and found is None:
             path = path.rpartition(".")[0]
             with suppress(KeyError):  # an attribute of what a module holds
                 found = self.find(path)
-        return found is not None and _LIBRARIES in str(getattr(sys.modules[type(found).__module__], "__file__", ""))
+        home = "torch." if found is None else type(found).__module__
+        return not home.startswith("torch.") and _LIBRARIES in str(getattr(sys.modules[home], "__file__", ""))
 
     def _is_constant(self, value: Any) -> bool:
         return hasattr(value, "grad_fn") and not self.first.comes_from_input(value)
