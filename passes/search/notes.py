@@ -15,6 +15,7 @@ from autopar.passes.search.whole_experts import whole_experts
 
 SHOWN = 3  # products in a note
 FEW = 0.05  # the share of the work that may stay whole without a word on why
+HALF = 0.5  # of the work of a batch at once, above which its micro-batches say so
 
 
 def axis_notes(search: AxisSearch, solution: Solution) -> list[str]:
@@ -41,8 +42,8 @@ def axis_notes(search: AxisSearch, solution: Solution) -> list[str]:
     if search.intent.weights_split:
         notes += _whole_weights(search.classes, search.axis, search.size)
     if search.axis != MICROBATCH:  # what micro-batches share is computed once
-        notes += _whole_products(search, solution)
-    return notes
+        return notes + _whole_products(search, solution)
+    return notes + _at_once(search, solution)
 
 
 def _whole_weights(classes: Classes, axis: str, size: int) -> list[str]:
@@ -110,14 +111,35 @@ def _sizes_line(item: Item, size: int) -> str:
     return f"  '{item.role.entry.name}' {list(item.types[0].shape)}: " + "; ".join(dims)
 
 
+def _work_whole(search: AxisSearch, solution: Solution) -> dict[int, float]:
+    """The products that the axis does not divide, each with its share of the work."""
+    total = operations(search.classes.items)
+    return {
+        number: item.rule.flops * item.count / total
+        for number, item in enumerate(search.classes.items)
+        if item.rule and item.rule.flops and solution.strategy(number).choice is None
+    }
+
+
+def _at_once(search: AxisSearch, solution: Solution) -> list[str]:
+    """The products of the whole batch, where most of the work is theirs: micro-batches save no memory then."""
+    work = _work_whole(search, solution)
+    if sum(work.values()) <= HALF:
+        return []
+    largest = sorted(work, key=lambda number: (-work[number], number))
+    named = [_product(search.classes.items[number], work[number]) for number in largest[:SHOWN]]
+    more = f" and {len(work) - SHOWN} more" if len(work) > SHOWN else ""
+    return [
+        f"microbatches={search.size} divide little: {_share(sum(work.values()))} of the work is done at once, for the "
+        f"whole batch, and what it keeps is kept whole: {', '.join(named)}{more}. What stands before it "
+        f"mixes samples, or has none"
+    ]
+
+
 def _whole_products(search: AxisSearch, solution: Solution) -> list[str]:
     """The products that every rank of the axis computes, with their share of the work: the largest first."""
     classes, total = search.classes, operations(search.classes.items)
-    work = {
-        number: item.rule.flops * item.count / total
-        for number, item in enumerate(classes.items)
-        if item.rule and item.rule.flops and solution.strategy(number).choice is None
-    }
+    work = _work_whole(search, solution)
     is_slice = search.axis == SLICE
     axis = f"slices={search.size}" if is_slice else f"axis '{search.axis}' (size {search.size})"
     each = f"is done {'again for' if is_slice else 'by'} each of its {search.size} {'slices' if is_slice else 'ranks'}"

@@ -92,3 +92,30 @@ def test_an_axis_that_finds_nothing_to_divide() -> None:
 
     found = compiled(Cheap(), "tp=2", torch.randn(6, 4), torch.randn(6, 4))
     assert found.notes == ("axis 'tp' (size 2) divides nothing: all work is done by each of its 2 ranks",)
+
+
+class Mixing(nn.Module):
+    """Layers behind an op that mixes samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.one, self.two = nn.BatchNorm1d(6), nn.Linear(6, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(torch.tanh(self.one(self.norm(x).sort(0)[0])))
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_micro_batches_that_divide_little_say_so(zero: int) -> None:
+    """Red before: the whole batch was computed at once, and nothing was said."""
+    found = autopar.compile(
+        Mixing(), "dp=1", loss_fn=lambda model, x: model(x).square().mean(), batch=(torch.randn(6, 6),),
+        microbatches=2, zero=zero,
+    )  # fmt: skip
+    (note,) = found.notes
+    assert note.startswith(
+        "microbatches=2 divide little: 100 % of the work is done at once, for the whole batch, and what it keeps is "
+        "kept whole: %einsum"
+    )
+    assert " at test_whole_products.py:" in note
+    assert note.endswith(" and 2 more. What stands before it mixes samples, or has none")
