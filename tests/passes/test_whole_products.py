@@ -118,4 +118,4 @@ def test_micro_batches_that_divide_little_say_so(zero: int) -> None:
         "kept whole: %einsum"
     )
     assert " at test_whole_products.py:" in note
-    assert note.endswith(" and 2 more. What stands before it mixes samples, or has none")
+    assert note.endswith(" and 3 more. What stands before it mixes samples, or has none")
