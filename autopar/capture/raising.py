@@ -429,8 +429,8 @@ class Raise(TorchFunctionMode):
         return (call.function, args) if found is None else (function, found)
 
     def _seen(self, known: list[Tensor], tensor: Tensor) -> Tensor:
-        """Enter a tensor that has data, the first time that it is met."""
-        if type(tensor) in _REAL and not any(tensor is each for each in known):
+        """Enter a tensor that has data, the first time that it is met. Those that `torch.vmap` makes seem to."""
+        if type(tensor) in _REAL and not in_transform() and not any(tensor is each for each in known):
             known.append(tensor)
             if self.coins.trail is not None:
                 self.coins.trail.joined(tensor, ("host", len(known)))

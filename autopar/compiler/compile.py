@@ -11,6 +11,7 @@ from torch import nn
 
 from autopar.capture import Captured, Earlier, LossFn, capture, dims_of_call
 from autopar.capture.data.reads import Answers
+from autopar.capture.draws.host_draws import generators, set_generators
 from autopar.capture.inputs.batch_dims import Dims
 from autopar.compiler.constraints import (
     batch_ranks,
@@ -124,7 +125,10 @@ def capture_step(
     dims = None if dealing is None else dealing.dims
     dims = dims_of_call(options.batch_dims, args, kwargs, function, behind) if dims is None else dims
 
+    start = generators()
+
     def captured_for(count: int) -> Captured:
+        set_generators(start)  # the step is the same one, whatever an earlier capture drew on the host
         earlier = None if dealing is None or dealing.earlier is None else dealing.earlier[count]
         return capture(
             model, loss_fn, args, kwargs, specialize=options.specialize, precision=options.precision,

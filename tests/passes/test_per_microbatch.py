@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -167,3 +168,31 @@ def test_what_is_refused(loss_fn: Any, kind: type[AutoparError], words: str) -> 
 def test_a_plan_cannot_choose_their_number() -> None:
     with pytest.raises(MeshError, match="Write a mesh and microbatches= in place of a plan"):
         autopar.parallelize(copy.deepcopy(NET), "auto", loss_fn=of_tokens).forward_backward(X, Y)
+
+
+class Drawing(nn.Module):
+    """Numbers of numpy in each step, and layers that a coin leaves out."""
+
+    def __init__(self, drops: bool) -> None:
+        super().__init__()
+        self.drops, self.layers = drops, nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * torch.tensor(np.random.rand(6) > 0.5)
+        for layer in self.layers:
+            if not (self.drops and torch.rand([]) < 0.5):
+                x = torch.tanh(layer(x))
+        return x
+
+
+@pytest.mark.parametrize(("mesh", "drops"), [("dp=2", True), ("pp=2", False)])
+def test_draws_of_the_host_and_coins_stay_those_of_the_step(mesh: str, drops: bool) -> None:
+    """Red before: what vmap makes was taken for numbers of the host, and left-out weights had gradients of zeros; a
+    capture for another number of micro-batches drew other numbers."""
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Any:
+        return autopar.per_microbatch(lambda y: y.square().mean().square(), model(x))
+
+    torch.manual_seed(0)
+    report = autopar.verify(Drawing(drops), mesh, loss_fn=loss_fn, batch=(torch.randn(12, 6),))
+    assert report.ok, report
