@@ -69,7 +69,7 @@ SECTIONS = {
         Section("memory", "Estimates of memory", 60, memory),
         Section("peers", "FSDP2 and DDP on one device", 60, peers),
         Section("experts", "Mixtures of experts", 120, experts),
-        Section("offload", "What waits in the host's memory", 150, offload),
+        Section("offload", "What waits in the host's memory", 240, offload),
         Section("trainers", "Loops of other libraries on one rank over NCCL", 90, trainers),
         Section("dropout", "Dropout", 60, dropout),
         Section("demo", "The demo's job on one rank", 60, demo),

@@ -45,6 +45,11 @@ def test_exact_kernels_have_the_bits_of_eager(tmp_path: Path) -> None:
     assert said == "output True gradient True\noutput False gradient False\n"
 
 
+def test_exact_kernels_have_the_same_bits_where_activations_wait_on_the_host(tmp_path: Path) -> None:
+    said = _run("offload", TRITON_INTERPRET="1", AUTOPAR_KERNELS=str(tmp_path))
+    assert said == "exact True\nrounded once False\n"
+
+
 def test_a_training_step_runs_its_groups_as_kernels(tmp_path: Path) -> None:
     assert _run("step", TRITON_INTERPRET="1", AUTOPAR_KERNELS=str(tmp_path)).endswith("a step of kernels\n")
     texts = [path.read_text() for path in tmp_path.glob("kernels_*.py")]  # one, and those for operands of other strides

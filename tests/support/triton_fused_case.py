@@ -299,6 +299,31 @@ def _chain() -> None:
     print("output", torch.equal(got, want), "gradient", torch.equal(parallel.full_gradients()["y"], gradient))
 
 
+def offload() -> None:
+    """Whether steps with activations in the host's memory have the bits of those without. AUTOPAR_EXACT_KERNELS decides:
+    a copy ends a group of calls."""
+    for flag in ("1", "0"):
+        os.environ["AUTOPAR_EXACT_KERNELS"] = flag
+        plain, moved = (_trained(each) for each in (None, "activations"))
+        print("exact" if flag == "1" else "rounded once", all(map(torch.equal, plain, moved)))
+
+
+def _trained(where: str | None) -> list[torch.Tensor]:
+    import offload_case
+
+    import autopar
+
+    torch.manual_seed(0)
+    model = autopar.parallelize(
+        offload_case.Deep(2), "dp=1", loss_fn=offload_case.squares, compile="triton", precision="bf16", offload=where
+    )
+    optimizer, x = torch.optim.AdamW(model.parameters(), lr=1e-2), torch.randn(64, 16)
+    for _ in range(2):
+        model.forward_backward(x)
+        optimizer.step()
+    return list(model.full_state_dict().values())
+
+
 # -- faults that the checks must see -----------------------------------------------------------------------------------
 
 
@@ -357,4 +382,4 @@ if __name__ == "__main__":
     elif what in ("interpret", "programs"):
         {"interpret": interpret, "programs": programs}[what](is_every)
     else:
-        {"faults": faults, "step": step, "exact": exact}[what]()
+        {"faults": faults, "step": step, "exact": exact, "offload": offload}[what]()

@@ -23,7 +23,7 @@ from autopar.errors import CaptureError
 from autopar.torch_compat import FakeTensor
 
 Tensor = torch.Tensor
-_TOLIST = FakeTensor.tolist.__code__
+_TOLIST = frozenset((FakeTensor.tolist.__code__, *FakeTensor.tolist.__code__.co_consts))  # and what it nests
 Take = Callable[[Tensor, Line | None, Callable[[Any], Any]], Any]
 
 
@@ -51,7 +51,7 @@ def asker(frame: FrameType) -> tuple[bool, bool]:
     """Whether the user's code asks for a number, and whether by `.tolist()`: that of tensors without data is Python's,
     and asks for each."""
     own = frame
-    while own.f_code.co_filename == _TOLIST.co_filename and own.f_back is not None:
+    while own.f_code in _TOLIST and own.f_back is not None:
         own = own.f_back
     return is_user_code(own), own is not frame
 

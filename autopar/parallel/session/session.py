@@ -100,7 +100,7 @@ class Requested:
 
     @property
     def on_host(self) -> bool:
-        """Whether parameters are to wait in the host's memory, as far as the option can be read."""
+        """Whether parameters are to wait in the host's memory, before ranks check it together."""
         wanted = self.step.get("offload")
         return "parameters" in (
             (wanted,) if isinstance(wanted, str) else wanted if isinstance(wanted, Collection) else ()
@@ -119,8 +119,9 @@ class Requested:
         options = compiler_on(options_of(**self.step), device)
         check_open(self.is_auto, self.step, self.batch, self.machine)
         check_own(self.batch, mesh, options)
-        check_host(Plan(mesh, options=options))
-        if self.on_host:
+        plan = Plan(mesh, options=options)
+        check_host(plan)
+        if plan.offloads("parameters"):
             check_backend(device)
         if self.is_auto:
             phase.texts["machine"] = [str(machine_for(self.machine, device))]
