@@ -300,8 +300,7 @@ def _chain() -> None:
 
 
 def offload() -> None:
-    """Whether steps with activations in the host's memory have the bits of those without. AUTOPAR_EXACT_KERNELS decides:
-    a copy ends a group of calls."""
+    """Whether activations in the host's memory change no bit. AUTOPAR_EXACT_KERNELS decides: a copy ends a group."""
     for flag in ("1", "0"):
         os.environ["AUTOPAR_EXACT_KERNELS"] = flag
         plain, moved = (_trained(each) for each in (None, "activations"))
