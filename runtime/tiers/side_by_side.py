@@ -23,7 +23,8 @@ def dense_strides(x: torch.Tensor) -> tuple[int, ...]:
 
 
 def side_by_side(tensors: Sequence[torch.Tensor], make: Callable[[int], torch.Tensor | None]) -> list[torch.Tensor]:
-    """Memory for tensors like these, of one block. make: gives one of so many bytes; without it there is no result."""
+    """Memory for tensors like these, of one block. make: gives one of so many bytes;
+    where it gives none there is no result."""
     starts, end = [], 0
     for x in tensors:
         starts.append(end)

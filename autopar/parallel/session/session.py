@@ -119,8 +119,7 @@ class Requested:
         options = compiler_on(options_of(**self.step), device)
         check_open(self.is_auto, self.step, self.batch, self.machine)
         check_own(self.batch, mesh, options)
-        plan = Plan(mesh, options=options)
-        check_host(plan)
+        check_host(plan := Plan(mesh, options=options))
         if plan.offloads("parameters"):
             check_backend(device)
         if self.is_auto:
