@@ -1,13 +1,14 @@
 """What the ranks of a pipeline do, in order: actions, instructions, and what a simulation says of their times.
 
 An *action* is one graph of one stage on one micro-batch, written as in torch.distributed.pipelining: `2F5` is the
-forward graph of stage 2 on micro-batch 5. An *instruction* of a rank runs an action, sends values or receives them.
+forward graph of stage 2 on micro-batch 5. A *turn* of a rank is an action, or a pair of them that run side by side:
+`(2F5;1B3)OVERLAP_F_B`. An *instruction* of a rank runs a turn, sends values or receives them.
 `rank` in this file is a coordinate on the axis "pp"; ranks that differ on other axes do the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -28,6 +29,7 @@ KINDS: Mapping[str, str] = {
     "E": "epilogue",
 }
 ONCE_KINDS = "PME"  # once a step
+BESIDE = " beside "  # between the actions of a pair, in texts of instructions
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -41,8 +43,40 @@ class Action:
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.microbatch if self.microbatch != ONCE else ''}"
 
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        return (self,)
 
-Orders = tuple[tuple[Action, ...], ...]  # the actions of each rank
+
+@dataclass(frozen=True, slots=True, order=True)
+class Pair:
+    """Two actions that a rank runs side by side: each goes on while the other waits for what other ranks send. Neither
+    reads what the other makes."""
+
+    first: Action
+    second: Action
+
+    def __str__(self) -> str:
+        return f"({self.first};{self.second})OVERLAP_F_B"
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        return self.first, self.second
+
+
+Turn = Action | Pair
+Orders = tuple[tuple[Turn, ...], ...]  # the turns of each rank
+
+
+def turns_of(actions: Iterable[Action]) -> tuple[Turn, ...]:
+    """The turn that runs up to two actions; nothing where there are none."""
+    found = tuple(actions)
+    return (Pair(*found),) if len(found) > 1 else found
+
+
+def actions_of(order: Iterable[Turn]) -> Iterator[Action]:
+    """The actions of a rank, those of a pair one behind the other."""
+    return (action for turn in order for action in turn.actions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +84,8 @@ class Instruction:
     """One line of a rank's list.
 
     op: RUN, SEND or RECV. action: what is run, or after which the values exist. peer: the other rank. values, types:
-    what is sent or received, with one rank's shapes. frees: the values that nothing needs afterwards.
+    what is sent or received, with one rank's shapes. frees: the values that nothing needs afterwards. beside: of a
+    pair the RUN of its second action, which begins and ends with this one.
     """
 
     op: str
@@ -59,10 +94,23 @@ class Instruction:
     values: tuple[str, ...] = ()
     types: tuple[TensorType, ...] = ()
     frees: tuple[str, ...] = ()
+    beside: Instruction | None = None
+
+    @property
+    def runs(self) -> tuple[Instruction, ...]:
+        """The RUN of each action of a turn; nothing of a message."""
+        if self.op != "RUN":
+            return ()
+        return (self,) if self.beside is None else (replace(self, beside=None), self.beside)
+
+    @property
+    def turn(self) -> Turn:
+        """What is run."""
+        return self.action if self.beside is None else Pair(self.action, self.beside.action)
 
     def __str__(self) -> str:
         if self.op == "RUN":
-            return str(self.action)
+            return str(self.action) if self.beside is None else f"{self.action}{BESIDE}{self.beside.action}"
         way = "to" if self.op == "SEND" else "from"
         return f"{self.op} {self.action} {way} rank {self.peer}: {', '.join(f'%{name}' for name in self.values)}"
 
@@ -141,15 +189,20 @@ class Flow:
         works = self.works.values()
         return frozenset(self.owners).union(*((*work.sums, *work.step_reads, *work.step_writes) for work in works))
 
+    def reads_of(self, action: Action) -> list[tuple[str, int]]:
+        """What an action reads: values, each with its micro-batch or ONCE."""
+        work = self.works[action.stage, action.kind]
+        return [(name, action.microbatch) for name in work.reads] + [(name, ONCE) for name in work.step_reads]
+
     def rank_of(self, action: Action) -> int:
         """Who runs an action."""
         return self.ranks[action.stage] if action.kind in "FBIW" else action.stage
 
 
 class Times(Protocol):
-    """What an action and a transfer take: all that a simulation asks."""
+    """What a turn and a transfer take: all that a simulation asks."""
 
-    def time_us(self, action: Action) -> float: ...
+    def time_us(self, turn: Turn) -> float: ...
 
     def transfer_us(self, types: tuple[TensorType, ...]) -> float: ...
 
@@ -157,6 +210,7 @@ class Times(Protocol):
 @dataclass(frozen=True, slots=True)
 class Costs:
     """times_us: of a graph on one micro-batch, by (stage, kind); B is I + W where it is not given, anything else 0.
+    pairs_us: of a pair, by the (stage, kind) of both; as long as both alone where it is not given.
     A transfer takes latency_us and its bytes at bytes_per_us. growing_us: the part of a time, on average over the
     `slices` of a sequence, that grows with the place of the slice: attention to what lies before it. lengths: of the
     slices, if they differ; the times are then those of a slice of mean length."""
@@ -167,8 +221,16 @@ class Costs:
     growing_us: Mapping[tuple[int, str], float] = field(default_factory=dict)
     slices: int = 1
     lengths: tuple[int, ...] = ()
+    pairs_us: Mapping[tuple[tuple[int, str], tuple[int, str]], float] = field(default_factory=dict)
 
-    def time_us(self, action: Action) -> float:
+    def time_us(self, turn: Turn) -> float:
+        if isinstance(turn, Action):
+            return self._action_us(turn)
+        first, second = ((one.stage, one.kind) for one in turn.actions)
+        known = self.pairs_us.get((first, second))
+        return known if known is not None else sum(map(self._action_us, turn.actions))
+
+    def _action_us(self, action: Action) -> float:
         known = self.times_us.get((action.stage, action.kind))
         if known is None and action.kind == "B":
             return self.times_us.get((action.stage, "I"), 0.0) + self.times_us.get((action.stage, "W"), 0.0)

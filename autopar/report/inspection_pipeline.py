@@ -135,10 +135,11 @@ def _held(pipeline: Pipeline, place: int) -> Iterator[int]:
     saved = {(stage, i): saved_bytes(pipeline, stage, i) for stage in pipeline.stages_of(place) for i in range(slices)}
     held = 0
     for line in pipeline.lists[place]:
-        action = line.action
-        if line.op == "RUN" and action.kind in "FBW":
-            held += saved[action.stage, action.microbatch % slices] * (1 if action.kind == "F" else -1)
-            yield held
+        for run in sorted(line.runs, key=lambda run: run.action.kind != "F"):  # of a pair both are there at once
+            action = run.action
+            if action.kind in "FBW":
+                held += saved[action.stage, action.microbatch % slices] * (1 if action.kind == "F" else -1)
+                yield held
 
 
 def memory_text(compiled: Lowered, rank: int = 0) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Generator, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import fx
 
+from autopar.ir.in_turns import in_turns
 from autopar.ir.mesh import is_in_time
 from autopar.ir.ops.ops import COPIES, TO_DEVICE, TO_HOST, is_collective, op
 from autopar.ir.ops.storage import is_view
@@ -59,6 +61,25 @@ def run(program: Program, machine: Machine, rows: float = 1.0) -> StreamTimes:
     return run_launches(
         launches_of(program), list(node_times(program, machine, adds=True, rows=rows).values()), machine
     )
+
+
+def run_pair(first: Program, second: Program, machine: Machine, rows: float = 1.0) -> StreamTimes:
+    """Run two LOCAL graphs side by side, as `in_turns` lets them change places at each wait."""
+    streams = Streams(machine)
+    calls = _calls(first, machine, rows, 0), _calls(second, machine, rows, len(first.nodes))
+    for place, launch, time in in_turns(calls, lambda call: call[1].awaits >= 0):
+        streams.launch(place, launch, time)
+    return streams.ran()
+
+
+def _calls(
+    program: Program, machine: Machine, rows: float, start: int
+) -> Generator[tuple[int, StreamCall, float], Any, None]:
+    """What a graph launches, its calls numbered from `start` on."""
+    times = node_times(program, machine, adds=True, rows=rows).values()
+    for place, (launch, time) in enumerate(zip(launches_of(program), times, strict=True), start):
+        if launch is not None:
+            yield place, replace(launch, awaits=launch.awaits + start if launch.awaits >= 0 else -1), time
 
 
 def launches_of(program: Program) -> list[StreamCall | None]:

@@ -21,7 +21,7 @@ _EINSUM = op("einsum")
 _MOVES = frozenset(op(one.name) for one in COLLECTIVES if one.halves and not one.to_one)
 
 
-def overlap(program: Program, plan: Plan) -> Program:
+def overlap(program: Program, plan: Plan, beside: bool = False) -> Program:
     """LOCAL -> LOCAL. A collective is started as soon as its operand is there, and awaited where it is used.
 
         machine: 1e3 1e2 1e1 1 0.1
@@ -51,14 +51,15 @@ def overlap(program: Program, plan: Plan) -> Program:
     What stands between the two is computed while it moves. Gradients of weights are read by nothing before the end of
     the step: where too little stands between, those of before are computed after the start. This is the overlap that
     Megatron-LM writes by hand for tensor parallel layers (arXiv 2205.05198, section 4.2.2, and its option
-    `async_tensor_model_parallel_allreduce`). A collective that nothing could hide stays as it is.
+    `async_tensor_model_parallel_allreduce`). A collective that nothing could hide stays as it is; beside another graph
+    (`beside`), which goes on at each wait of this one, every collective is started.
     """
-    return _Overlap(program, plan).run() if any(map(_moves, program.nodes)) else program
+    return _Overlap(program, plan, beside).run() if any(map(_moves, program.nodes)) else program
 
 
 class _Overlap:
-    def __init__(self, program: Program, plan: Plan) -> None:
-        self.program = program
+    def __init__(self, program: Program, plan: Plan, beside: bool) -> None:
+        self.program, self.beside = program, beside
         self.build = Builder(MADE_BY)
         self.flat = Coalesced(self.build, program.mesh)
         self.nodes = program.nodes
@@ -108,7 +109,7 @@ class _Overlap:
             if _moves(node) and node not in self.sums:
                 begin, hidden = self._begin(node)
                 weights, more = self._sinkable(node, passed[-WINDOW], begin, self.times[node] - hidden)
-                if hidden + more > self.least:
+                if self.beside or hidden + more > self.least:
                     self._plan_start(node, begin, weights)
                 passed.append(self.position[node])
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from autopar.errors import CoupledError, LayoutError, ScheduleError
 from autopar.ir.check.check_levels import verify_pipeline
 from autopar.ir.ops.measure import human
+from autopar.ir.ops.ops import AWAITED
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, record
+from autopar.ir.schedule import Pair, Turn, actions_of
+from autopar.passes.costs.streams import run, run_pair
 from autopar.passes.fuse import fuse
 from autopar.passes.offload.offload_stages import offload_stages
 from autopar.passes.overlap.bucket import bucket
@@ -24,6 +27,7 @@ from autopar.passes.pipeline.stages import split_into_stages
 from autopar.passes.pipeline.with_lengths import slice_lengths, with_lengths
 from autopar.passes.schedules import (
     Schedule,
+    apart,
     check_schedule,
     forward_only,
     in_flight,
@@ -94,6 +98,7 @@ def make_pipeline(program: Program, plan: Plan, explicit: Program | None = None)
     wanted, stages = plan.options.schedule, _stages(plan)
     _check_count(program, stages or ranks)  # before there is an order of them all
     schedule = parse_schedule(wanted, ranks, plan.parts, stages, slices=plan.slices)
+    beside = _in_pairs(schedule, plan)
     if plan.slices > 1 and schedule.kinds & {"I", "W"}:
         raise ScheduleError(
             f"slices={plan.slices}: schedule '{schedule.name}' runs the gradients of weights (W) apart from those of "
@@ -116,6 +121,7 @@ def make_pipeline(program: Program, plan: Plan, explicit: Program | None = None)
         # once more, now that the times are known
         orders = in_halves(parse_schedule(wanted, ranks, plan.parts, stages, pipeline.costs, plan.slices).orders)
         orders = orders if trains or coupling else forward_only(orders)
+        orders = apart(orders, lambda turn: _hides(pipeline, turn))
         # posted early, a receive goes on beside the graph before it; Gloo moves nothing that nobody has asked for
         return with_transfers(orders, pipeline.flow, pipeline.costs, prefetch=True)
 
@@ -125,21 +131,54 @@ def make_pipeline(program: Program, plan: Plan, explicit: Program | None = None)
         if lengths:
             plan = replace(plan, slice_lengths=lengths)
             pipeline = with_lengths(split_into_stages(program, plan, places), plan, explicit)
-    pipeline = _rewritten(offload_stages(pipeline, program, plan, places.in_flight), plan)
+    pipeline = _rewritten(offload_stages(pipeline, program, plan, places.in_flight), plan, beside)
     for graphs in (pipeline.graphs, *({**pipeline.graphs, **sized} for sized in pipeline.sized.values())):
         verify_pipeline(pipeline.with_(graphs=graphs), program)
+    pipeline = _with_pairs(pipeline, plan, beside)
     lists = lists_of(pipeline)
     check_schedule(lists, pipeline.flow)
     notes = (*pipeline.notes, *((_held_note(pipeline, coupling),) if coupling else ()))
     return pipeline.with_(lists=lists, schedule=schedule.name, notes=notes)
 
 
-def _rewritten(pipeline: Pipeline, plan: Plan) -> Pipeline:
+def _in_pairs(schedule: Schedule, plan: Plan) -> frozenset[tuple[Key, Key]]:
+    """Find the graphs that run side by side: none where a compiler's code has the collectives in it."""
+    if plan.options.compile == "inductor":
+        return frozenset()
+    turns = (turn.actions for order in in_halves(schedule.orders) for turn in order if isinstance(turn, Pair))
+    return frozenset(((one.stage, one.kind), (other.stage, other.kind)) for one, other in turns)
+
+
+def _hides(pipeline: Pipeline, turn: Turn) -> bool:
+    """True for a pair in which one waits for what the other can hide."""
+    return isinstance(turn, Pair) and any(_waits(pipeline.graph(action)) for action in turn.actions)
+
+
+def _waits(graph: Program) -> bool:
+    return any(node.target is AWAITED for node in graph.calls())
+
+
+def _with_pairs(pipeline: Pipeline, plan: Plan, beside: Collection[tuple[Key, Key]]) -> Pipeline:
+    """A pipeline whose costs say what a pair takes: less than both alone by what streams hide."""
+    machine, times = plan.fixed.machine, pipeline.costs.times_us
+    pairs: dict[tuple[Key, Key], float] = {}
+    for keys in sorted(beside):
+        first, second = (pipeline.graphs.get(key) for key in keys)
+        if first is not None and second is not None:
+            both_us = run(first, machine).total + run(second, machine).total
+            hidden = max(0.0, both_us - run_pair(first, second, machine).total)
+            pairs[keys] = max(0.0, sum(times[key] for key in keys) - hidden)
+    return pipeline.with_(costs=replace(pipeline.costs, pairs_us=pairs))
+
+
+def _rewritten(pipeline: Pipeline, plan: Plan, beside: Collection[tuple[Key, Key]]) -> Pipeline:
     """Rewrite the graphs of a pipeline by the passes that come after the cut."""
+    paired = {key for keys in beside for key in keys}
 
     def rewritten(graphs: Mapping[Key, Program]) -> dict[Key, Program]:
-        rewritten = dict(graphs)
-        for step in (prefetch, overlap, decompose, bucket, fuse):
+        rewritten = {key: prefetch(graph, plan) for key, graph in graphs.items()}
+        rewritten = {key: overlap(graph, plan, beside=key in paired) for key, graph in rewritten.items()}
+        for step in (decompose, bucket, fuse):
             rewritten = {key: step(graph, plan) for key, graph in rewritten.items()}
         return rewritten
 
@@ -162,7 +201,8 @@ def _check_middle(pipeline: Pipeline, coupling: Coupling) -> None:
 
 def _all_forward_first(schedule: Schedule) -> bool:
     """True if each rank lets all micro-batches come forward before the first goes back."""
-    orders = ("".join("F" if action.kind == "F" else "B" for action in order) for order in schedule.orders)
+    kinds = ([action.kind for action in actions_of(order)] for order in schedule.orders)
+    orders = ("".join("F" if kind == "F" else "B" for kind in each) for each in kinds)
     return all("BF" not in order for order in orders)
 
 

@@ -5,7 +5,7 @@ a name, a function or a table -> parse_schedule -> with_transfers -> check_sched
 
 from autopar.ir.schedule import Orders
 from autopar.passes.schedules.check import check_schedule
-from autopar.passes.schedules.orders import SCHEDULES, Entry, forward_only, in_halves
+from autopar.passes.schedules.orders import SCHEDULES, Entry, apart, forward_only, in_halves
 from autopar.passes.schedules.parse_schedule import Schedule, check_schedule_name, parse_schedule
 from autopar.passes.schedules.simulate import in_flight, simulate
 from autopar.passes.schedules.span import Walk
@@ -17,6 +17,7 @@ __all__ = [
     "Orders",
     "Schedule",
     "Walk",
+    "apart",
     "check_schedule",
     "check_schedule_name",
     "forward_only",

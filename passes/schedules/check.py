@@ -106,14 +106,25 @@ class _Run:
         return other.peer == rank and other.op == ("RECV" if line.op == "SEND" else "SEND")
 
     def run(self, rank: int, line: Instruction) -> None:
-        action = line.action
+        """Run a turn. What is read must be there before it begins: an action of a pair has nothing of the other."""
+        known = [run for run in line.runs if self.begin(rank, run.action)]
+        for run in known:
+            self.end(rank, run)
+        for run in known:  # when both have ended
+            if run.frees:
+                self.free(rank, run, self.values[rank][run.action.microbatch], self.values[rank][ONCE])
+
+    def begin(self, rank: int, action: Action) -> bool:
+        """Whether there is such an action; with what it reads."""
         found = self.todo.get((action.stage, action.kind))
         if found is None:
-            return self.fault(rank, "the flow has no such action")
+            self.fault(rank, "the flow has no such action")
+            return False
         owner, work, done = found
         k = action.microbatch
         if k != ONCE if action.kind in ONCE_KINDS else not 0 <= k < len(done):
-            return self.fault(rank, "the flow has no such micro-batch")
+            self.fault(rank, "the flow has no such micro-batch")
+            return False
         if owner != rank:
             self.fault(rank, f"this is an action of rank {owner}")
         if done[k]:
@@ -123,7 +134,6 @@ class _Run:
         if before is not None and not done[before.microbatch]:
             carried = ", ".join(f"%{name}" for name in work.carries)
             self.fault(rank, f"it takes over {carried} of the slice that {before} computes, which runs later")
-        done[k] = 1
         # Values of the micro-batch, and those that stand once a step.
         here, step = self.values[rank][k], self.values[rank][ONCE]
         for name in work.reads:
@@ -132,6 +142,16 @@ class _Run:
         for name in work.step_reads:
             if not step.get(name):
                 self.fault(rank, f"it reads %{name}, which {self.state(step, name)}")
+        return True
+
+    def end(self, rank: int, line: Instruction) -> None:
+        """What an action makes is there."""
+        action = line.action
+        _, work, done = self.todo[action.stage, action.kind]
+        here, step = self.values[rank][action.microbatch], self.values[rank][ONCE]
+        if done[action.microbatch]:  # beside itself
+            self.fault(rank, "this action is run twice")
+        done[action.microbatch] = 1
         for name in work.writes:
             self.put(rank, here, name)
         for name in work.step_writes:
@@ -141,8 +161,6 @@ class _Run:
             self.parts[name] -= 1
             if not self.parts[name]:
                 self.put(rank, step, name)
-        if line.frees:
-            self.free(rank, line, here, step)
 
     def transfer(self, source: int, send: Instruction, target: int, recv: Instruction) -> bool:
         """Whether it was one message on both ranks, so that what follows means anything."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
-from autopar.ir.schedule import Action, Costs, Orders
+from autopar.ir.schedule import Action, Costs, Orders, Turn, actions_of, turns_of
 from autopar.passes.schedules.chunks import chunks_of
 
 # The orders of slices of sequences: forwards in the order of a sequence, backwards in reverse.
@@ -224,11 +224,11 @@ def dualpipev(stages: int, ranks: int, microbatches: int, costs: Costs) -> Order
 
     Two ranks, four micro-batches:
 
-        0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3F2 0B0 3B2 3F3 0B1 3B3 0I2 0W2 0I3 0W3
-        1F0 2F0 1F1 2F1 1F2 2B0 2F2 1B0 1F3 2B1 2F3 1B1 2B2 1B2 2I3 1I3 2W3 1W3
+        0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3|3B1 3F2|0B0 3B2 3F3|0B1 3B3 0I2 0W2 0I3 0W3
+        1F0 2F0 1F1 2F1 1F2 2B0 2F2|1B0 1F3|2B1 2F3|1B1 2B2 1B2 2I3 1I3 2W3 1W3
 
-    Rank i has the stages i and 2p - 1 - i. From the middle on pairs of a forward and a backward follow one another, of
-    different micro-batches, in which one may compute while values of the other are on their way. A rank holds the
+    Rank i has the stages i and 2p - 1 - i. From the middle on a forward and a backward of different micro-batches run
+    side by side (0F3|3B1), in which one computes while values of the other are on their way. A rank holds the
     activations of 2p + 1 of these smaller stages, one more than with ZB-V.
 
     Fewer micro-batches than fill the warm-up are filled up with ones that are left out afterwards (see `interleaved`).
@@ -237,54 +237,78 @@ def dualpipev(stages: int, ranks: int, microbatches: int, costs: Costs) -> Order
     return tuple(_dualpipev_of(rank, ranks, microbatches) for rank in range(ranks))
 
 
-def _dualpipev_of(rank: int, ranks: int, microbatches: int) -> tuple[Action, ...]:
+def _dualpipev_of(rank: int, ranks: int, microbatches: int) -> tuple[Turn, ...]:
     down, up = rank, 2 * ranks - 1 - rank
     below = ranks - rank - 1  # ranks between this one and the turn of the V
     counts = {(stage, is_forward): count() for stage in (down, up) for is_forward in (True, False)}
     late: deque[Action] = deque()  # gradients of weights, which wait
-    order: list[Action] = []
+    order: list[Turn] = []
+
+    def add(*actions: Action) -> None:
+        order.extend(turns_of(action for action in actions if action.microbatch < microbatches))
 
     def run(times: int, *kinds: tuple[int, str]) -> None:
         for stage, kind in kinds * times:
             if kind == "W":
-                order.extend([late.popleft()] if late else ())
+                add(*[late.popleft()] if late else ())
                 continue
             k = next(counts[stage, kind == "F"])
-            order.append(Action(stage, kind, k))
+            add(Action(stage, kind, k))
             if kind == "I":
                 late.append(Action(stage, "W", k))
+
+    def run_beside(there: int, back: int) -> None:
+        add(Action(there, "F", next(counts[there, True])), Action(back, "B", next(counts[back, False])))
 
     run(2 * below, (down, "F"))
     run(rank + 1, (down, "F"), (up, "F"))
     run(below, (up, "I"), (up, "W"), (up, "F"))
     steady = max(microbatches, 2 * ranks) - 2 * ranks + rank + 1  # until the first stage has no forward left
-    run(steady, (down, "F"), (up, "B"), (up, "F"), (down, "B"))
-    run(below, (up, "B"), (up, "F"), (down, "B"))
+    for turn in range(steady):
+        if turn or below:
+            run_beside(down, up)
+        else:  # at the turn of the V the others wait for what the first pair makes
+            run(1, (down, "F"), (up, "B"))
+        run_beside(up, down)
+    for _ in range(below):
+        run(1, (up, "B"))
+        run_beside(up, down)
     # Half of what is left keeps the gradients of weights for when there is nothing else to do.
     for place, stage in enumerate((up, down) * (rank + 1)):
         run(1, (stage, "B" if place <= rank else "I"))
     run(below, (down, "W"), (down, "I"))
     run(len(late), (down, "W"))
-    return tuple(action for action in order if action.microbatch < microbatches)
+    return tuple(order)
 
 
-def forward_only(orders: Sequence[Sequence[Action]]) -> Orders:
+def forward_only(orders: Sequence[Sequence[Turn]]) -> Orders:
     """The forwards of any schedule, in its order: for `model(x)`.
 
     No forward waits for a backward, so what is left of an order without circular waits has none.
     """
-    return tuple(tuple(action for action in order if action.kind == "F") for order in orders)
-
-
-def in_halves(orders: Sequence[Sequence[Action]]) -> Orders:
-    """A schedule in which some backwards are whole and some in halves, with all of them in halves: stages are cut into
-    graphs of one kind."""
-    split = any(action.kind == "I" for order in orders for action in order)
-    halves = {"B": "IW"} if split else {}
     return tuple(
-        tuple(replace(action, kind=kind) for action in order for kind in halves.get(action.kind, action.kind))
+        tuple(one for turn in order for one in turns_of(action for action in turn.actions if action.kind == "F"))
         for order in orders
     )
+
+
+def in_halves(orders: Sequence[Sequence[Turn]]) -> Orders:
+    """A schedule in which some backwards are whole and some in halves, with all of them in halves: stages are cut into
+    graphs of one kind. Of a pair what stands beside the other action is the gradients of inputs, which others wait
+    for; those of weights follow it."""
+    if not any(action.kind == "I" for order in orders for action in actions_of(order)):
+        return tuple(map(tuple, orders))
+    return tuple(tuple(one for turn in order for one in _halves_of(turn)) for order in orders)
+
+
+def _halves_of(turn: Turn) -> tuple[Turn, ...]:
+    firsts = (replace(action, kind="I") if action.kind == "B" else action for action in turn.actions)
+    return *turns_of(firsts), *(replace(action, kind="W") for action in turn.actions if action.kind == "B")
+
+
+def apart(orders: Sequence[Sequence[Turn]], pairs: Callable[[Turn], bool]) -> Orders:
+    """A schedule with the pairs for which `pairs` is true; the actions of all others run one behind the other."""
+    return tuple(tuple(one for turn in order for one in ((turn,) if pairs(turn) else turn.actions)) for order in orders)
 
 
 def in_rounds(stages: int, ranks: int) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from autopar.errors import ScheduleError, one_of
 from autopar.ir.options import ScheduleLike
-from autopar.ir.schedule import Action, Costs, Orders
+from autopar.ir.schedule import Action, Costs, Orders, Pair, Turn, actions_of
 from autopar.passes.schedules.orders import SCHEDULES, Entry
 from autopar.text_files import read_text
 
@@ -35,7 +35,7 @@ class Schedule:
     @property
     def kinds(self) -> frozenset[str]:
         """The kinds of its actions: which graphs a stage has to be cut into."""
-        return frozenset(action.kind for order in self.orders for action in order)
+        return frozenset(action.kind for order in self.orders for action in actions_of(order))
 
 
 def parse_schedule(
@@ -119,11 +119,11 @@ def _read(name: str, spots: Iterable[Iterable[tuple[str, object]]]) -> Orders:
     faults: list[str] = []
     orders = []
     for row in spots:
-        order: list[Action] = []
+        order: list[Turn] = []
         for where, cell in row:
-            actions = list(_actions(cell))
-            order += [action for action in actions if action is not None]
-            if None in actions:
+            turns = list(_turns(cell))
+            order += [turn for turn in turns if turn is not None]
+            if None in turns:
                 faults.append(
                     f"{where}: {_short(cell)} is not an action such as '0F1' (stage, F, B, I or W, micro-batch)"
                 )
@@ -137,24 +137,24 @@ def _short(cell: object) -> str:
     return text if len(text) <= 60 else f"{text[:50]}... ({len(text)} characters)"
 
 
-def _actions(cell: object) -> Iterator[Action | None]:
-    """The actions of a cell; None for what does not read."""
-    if isinstance(cell, Action):
+def _turns(cell: object) -> Iterator[Turn | None]:
+    """The turn of a cell, if it has one; None for what does not read."""
+    if isinstance(cell, (Action, Pair)):
         yield cell
     elif not isinstance(cell, str):
         yield None
     elif found := _ACTION.fullmatch(cell.strip()):
         yield Action(int(found[1]), found[2], int(found[3]))
     elif found := _BOTH.fullmatch(cell.strip()):
-        yield from _actions(found[1])
-        yield from _actions(found[2])
+        both = [one for half in found.groups() for one in _turns(half) if isinstance(one, Action)]
+        yield Pair(*both) if len(both) == 2 else None
     elif cell.strip() and not _DERIVED.fullmatch(cell.strip()):
         yield None
 
 
 def _placed(name: str, orders: Orders, microbatches: int, stages: int | None) -> tuple[int, ...]:
     """The rank of each stage: the one that runs its forwards. All actions must be there, once."""
-    found = Counter(action for order in orders for action in order)
+    found = Counter(action for order in orders for action in actions_of(order))
     stages = stages or 1 + max((action.stage for action in found), default=0)
     faults = []
     if stages > len(found):  # each has an action at least: the last one is a slip of the pen
@@ -179,7 +179,7 @@ def _placed(name: str, orders: Orders, microbatches: int, stages: int | None) ->
                 faults.append(f"{stage}{'W' if backward[1] else 'I'}{k} is missing")
     owners: dict[int, list[int]] = {}
     for rank, order in enumerate(orders):
-        for stage in {action.stage for action in order}:
+        for stage in {action.stage for action in actions_of(order)}:
             owners.setdefault(stage, []).append(rank)
     faults += [f"stage {s} is on ranks {_and(at)}" for s, at in sorted(owners.items()) if len(at) > 1]
     _raise(name, faults)

@@ -6,14 +6,14 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from autopar.errors import ScheduleError
-from autopar.ir.schedule import ONCE, Action, Flow, Instruction, Span, Timeline, Times
+from autopar.ir.schedule import ONCE, Action, Flow, Instruction, Span, Timeline, Times, Turn
 
 
 def simulate(lists: Sequence[Sequence[Instruction]], flow: Flow, costs: Times) -> Timeline:
     """Replay checked lists (`check_schedule`) with asynchronous transfers.
 
     A SEND starts when its action has ended and arrives `transfer_us` later, beside all other transfers; neither rank
-    stands still for it. An action starts when the one before it has ended and all it reads has arrived.
+    stands still for it. A turn starts when the one before it has ended and all it reads has arrived.
     """
     step = flow.step_values()
     spans: list[list[Span]] = [[] for _ in lists]
@@ -29,13 +29,12 @@ def simulate(lists: Sequence[Sequence[Instruction]], flow: Flow, costs: Times) -
             line = lists[rank][at[rank]]
             action = line.action
             if line.op == "RUN":
-                work = flow.works[action.stage, action.kind]
-                start = clock[rank]
+                start, turn = clock[rank], line.turn
                 if arrived[rank]:
-                    reads = [(name, action.microbatch) for name in work.reads]
-                    reads += [(name, ONCE) for name in work.step_reads]
+                    reads = (key for one in turn.actions for key in flow.reads_of(one))
                     start = max(start, *(arrived[rank].get(key, 0.0) for key in reads), 0.0)
-                clock[rank] = ended[rank][action] = start + costs.time_us(action)
+                clock[rank] = start + costs.time_us(turn)
+                ended[rank].update(dict.fromkeys(turn.actions, clock[rank]))
                 spans[rank].append(Span(line, start, clock[rank]))
             elif line.op == "SEND":
                 start = ended[rank].get(action, 0.0)  # what was there before the step is sent at its beginning
@@ -58,19 +57,20 @@ def simulate(lists: Sequence[Sequence[Instruction]], flow: Flow, costs: Times) -
     return Timeline(tuple(tuple(sorted(found, key=lambda span: span.start_us)) for found in spans))
 
 
-def in_flight(order: Iterable[Action | Instruction], stage: int | None = None, until: str = "W") -> int:
+def in_flight(order: Iterable[Turn | Instruction], stage: int | None = None, until: str = "W") -> int:
     """The most micro-batches of a rank (or of one stage) whose forward has run and whose backward has not.
 
     until: of split backwards, the part that ends it. The zero-bubble paper counts activations to the end of W; "I"
-    counts to the end of the gradient of inputs.
+    counts to the end of the gradient of inputs. In a pair they are there until both have ended.
     """
     now = most = 0
     for entry in order:
         if isinstance(entry, Instruction):
             if entry.op != "RUN":
                 continue
-            entry = entry.action
-        if stage in (None, entry.stage):
-            now += (entry.kind == "F") - (entry.kind in ("B", until))
-            most = max(most, now)
+            entry = entry.turn
+        mine = [action.kind for action in entry.actions if stage in (None, action.stage)]
+        now += mine.count("F")
+        most = max(most, now)
+        now -= sum(kind in ("B", until) for kind in mine)
     return most

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from autopar.errors import ScheduleError
 from autopar.ir.program import TensorType
-from autopar.ir.schedule import Action, Flow, Times
+from autopar.ir.schedule import Action, Flow, Times, Turn, actions_of, turns_of
 
 Kind = tuple[int, str]  # a stage, and what is run of it
 Message = tuple[str, ...]  # the names of the values in it; none on one rank
@@ -17,22 +17,23 @@ Step = tuple[int, int, tuple[tuple[int, int], ...]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Walk:
-    """All actions of a schedule of values of the micro-batch alone, without slices, each behind those that it waits
-    for, however long they take. steps: of each its rank, the number of its kind, and the numbers of the actions that it
-    waits for, each with the number of the message from there. firsts: the first action of each rank."""
+    """All turns of a schedule of values of the micro-batch alone, without slices, each behind those that it waits for,
+    however long they take. kinds: of turns, with two entries for a pair. steps: of each turn its rank, the number of
+    its kind, and the numbers of the turns that it waits for, each with the number of the message from there. firsts:
+    the first turn of each rank."""
 
-    kinds: Sequence[Kind]
+    kinds: Sequence[tuple[Kind, ...]]
     messages: Sequence[Message]
     steps: Sequence[Step]
     firsts: Sequence[int]
 
     @classmethod
-    def of(cls, orders: Sequence[Sequence[Action]], flow: Flow) -> Walk:
+    def of(cls, orders: Sequence[Sequence[Turn]], flow: Flow) -> Walk:
         """Raises ScheduleError for ranks that wait in a circle."""
         assert flow.slices == 1 and not flow.step_values(), "slices, and values of the step, are left to simulate"
-        kinds = list(dict.fromkeys((action.stage, action.kind) for order in orders for action in order))
+        kinds = list(dict.fromkeys((one.stage, one.kind) for order in orders for one in actions_of(order)))
         waits, messages = _waits(flow, kinds)
-        number_of = {kind: i for i, kind in enumerate(kinds)}
+        number_of: dict[tuple[Kind, ...], int] = {}
         place: dict[Kind, dict[int, int]] = {kind: {} for kind in kinds}  # of each micro-batch
         waiting: dict[Kind, dict[int, list[int]]] = {kind: defaultdict(list) for kind in kinds}  # ranks
         steps, at, firsts = list[Step](), [0] * len(orders), dict[int, int]()
@@ -40,27 +41,30 @@ class Walk:
         while ready:
             rank = ready.pop()
             while at[rank] < len(orders[rank]):
-                action = orders[rank][at[rank]]
-                kind, microbatch = (action.stage, action.kind), action.microbatch
-                missing = next((source for source, _ in waits[kind] if microbatch not in place[source]), None)
+                turn = [((one.stage, one.kind), one.microbatch) for one in orders[rank][at[rank]].actions]
+                asked = [(source, message, k) for kind, k in turn for source, message in waits[kind]]
+                missing = next(((source, k) for source, _, k in asked if k not in place[source]), None)
                 if missing is not None:
-                    waiting[missing][microbatch].append(rank)
+                    waiting[missing[0]][missing[1]].append(rank)
                     break
                 firsts.setdefault(rank, len(steps))
-                place[kind][microbatch] = len(steps)
-                needs = tuple((place[source][microbatch], message) for source, message in waits[kind])
-                steps.append((rank, number_of[kind], needs))
-                ready += waiting[kind].pop(microbatch, ())
+                needs = tuple((place[source][k], message) for source, message, k in asked)
+                for kind, k in turn:
+                    place[kind][k] = len(steps)
+                    ready += waiting[kind].pop(k, ())
+                kinds_of = tuple(kind for kind, _ in turn)
+                steps.append((rank, number_of.setdefault(kinds_of, len(number_of)), needs))
                 at[rank] += 1
         if stuck := [rank for rank, order in enumerate(orders) if at[rank] < len(order)]:
             raise ScheduleError(f"rank {stuck[0]} waits for ever at {orders[stuck[0]][at[stuck[0]]]}.")
-        return cls(kinds, messages, steps, list(firsts.values()))
+        return cls(list(number_of), messages, steps, list(firsts.values()))
 
     def span_us(self, types: Mapping[str, TensorType], costs: Times) -> float:
         """What `simulate(with_transfers(orders, flow, costs), flow, costs).span_us` is, in a small part of the time:
-        transfers go beside everything, so an action starts when the one before it on its rank has ended and what it
+        transfers go beside everything, so a turn starts when the one before it on its rank has ended and what it
         reads has arrived. types: of the values that are sent."""
-        took = [costs.time_us(Action(*kind, 0)) for kind in self.kinds]
+        turns = (turns_of(Action(*kind, 0) for kind in kinds) for kinds in self.kinds)
+        took = [costs.time_us(turn) for (turn,) in turns]
         sent = [costs.transfer_us(tuple(types[name] for name in names)) if names else 0.0 for names in self.messages]
         clock, ends = defaultdict[int, float](float), list[float]()
         for rank, kind, needs in self.steps:

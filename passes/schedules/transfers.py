@@ -1,14 +1,14 @@
-"""with_transfers: the actions of each rank -> its instructions, with sends, receives and the ends of values."""
+"""with_transfers: the turns of each rank -> its instructions, with sends, receives and the ends of values."""
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from autopar.errors import ScheduleError
-from autopar.ir.schedule import ONCE, Action, Costs, Flow, Instruction, Work
+from autopar.ir.schedule import ONCE, Action, Costs, Flow, Instruction, Turn, Work, actions_of, turns_of
 from autopar.passes.schedules.flows import check_flow
 
 Lists = tuple[tuple[Instruction, ...], ...]
@@ -18,7 +18,7 @@ _EVEN = {"F": 1.0, "I": 1.0, "W": 1.0, "B": 2.0}  # the times where none are kno
 _END, _START = 0, 1  # events at the same time go in this order: what has ended is sent before anything starts
 
 
-def with_transfers(orders: Sequence[Sequence[Action]], flow: Flow, costs: Costs, prefetch: bool = False) -> Lists:
+def with_transfers(orders: Sequence[Sequence[Turn]], flow: Flow, costs: Costs, prefetch: bool = False) -> Lists:
     """Derive from the flow of data what is sent when; two ranks, one micro-batch:
 
         0F0 0B0
@@ -29,11 +29,11 @@ def with_transfers(orders: Sequence[Sequence[Action]], flow: Flow, costs: Costs,
 
     The prologue (P) and the epilogue (E) of each rank are put in. An action without work is left out.
 
-    The orders are replayed in simulated time. What an action wrote and others read is sent at its end: a SEND is then
+    The orders are replayed in simulated time. What a turn wrote and others read is sent at its end: a SEND is then
     appended to the list of its rank, and the RECV to that of the other. So the lists are parts of one sequence in
     which each instruction has what it needs, and nobody waits in a circle even if all sends and receives block: of
-    all unfinished instructions the first in the sequence can proceed. This holds whether an action has its place in
-    the sequence at its start or at its end. prefetch: at its end, so that a RECV stands before the action that its
+    all unfinished instructions the first in the sequence can proceed. This holds whether a turn has its place in
+    the sequence at its start or at its end. prefetch: at its end, so that a RECV stands before the turn that its
     rank is busy with when the value is sent.
     """
     check_flow(flow)
@@ -46,14 +46,14 @@ def with_transfers(orders: Sequence[Sequence[Action]], flow: Flow, costs: Costs,
 class _Replay:
     """The state of all ranks at one time."""
 
-    def __init__(self, orders: Sequence[Sequence[Action]], flow: Flow, costs: Costs, prefetch: bool) -> None:
+    def __init__(self, orders: Sequence[Sequence[Turn]], flow: Flow, costs: Costs, prefetch: bool) -> None:
         self.flow, self.prefetch = flow, prefetch
         self.costs = (
             costs if costs.times_us else replace(costs, times_us={key: _EVEN.get(key[1], 0) for key in flow.works})
         )
         self.step = flow.step_values()
-        self.orders = [_all_actions(rank, order, flow) for rank, order in enumerate(orders)]
-        self.at = [0] * len(orders)  # the place of the first action that has not started
+        self.orders = [_all_turns(rank, order, flow) for rank, order in enumerate(orders)]
+        self.at = [0] * len(orders)  # the place of the first turn that has not started
         self.busy = [False] * len(orders)
         self.clock = [0.0] * len(orders)
         self.lists: list[list[Instruction]] = [[] for _ in orders]
@@ -62,10 +62,9 @@ class _Replay:
         self.parts: Counter[str] = Counter()  # of sums, that are not added yet
         self.events: list[tuple[float, int, int]] = []
         for rank, order in enumerate(self.orders):
-            for action in order:
-                work = self.work(action)
-                self.parts.update(work.sums)
-                for key in _reads(action, work):
+            for action in actions_of(order):
+                self.parts.update(self.work(action).sums)
+                for key in flow.reads_of(action):
                     ranks = self.readers.setdefault(key, [])
                     if not ranks or ranks[-1] != rank:
                         ranks.append(rank)
@@ -79,22 +78,22 @@ class _Replay:
             self.start(rank)
         while self.events:
             time_us, event, rank = heapq.heappop(self.events)
-            action = self.orders[rank][self.at[rank] - 1]
+            turn = self.orders[rank][self.at[rank] - 1]
             if event == (_END if self.prefetch else _START):
-                self.lists[rank].append(Instruction("RUN", action))
+                self.lists[rank].append(_run(turn))
             if event == _START:
-                heapq.heappush(self.events, (time_us + self.costs.time_us(action), _END, rank))
+                heapq.heappush(self.events, (time_us + self.costs.time_us(turn), _END, rank))
             else:
                 self.clock[rank], self.busy[rank] = time_us, False
-                self.end(rank, action)
+                self.end(rank, turn)
         self.check_finished()
 
     def start(self, rank: int) -> None:
-        """Plan the next action of a rank if all it reads is there or on its way."""
+        """Plan the next turn of a rank if all it reads is there or on its way."""
         if self.busy[rank] or self.at[rank] == len(self.orders[rank]):
             return
-        action, known, time_us = self.orders[rank][self.at[rank]], self.arrival[rank], self.clock[rank]
-        for key in _reads(action, self.work(action)):
+        turn, known, time_us = self.orders[rank][self.at[rank]], self.arrival[rank], self.clock[rank]
+        for key in self.reads(turn):
             arrival = known.get(key)
             if arrival is None:
                 return
@@ -103,7 +102,16 @@ class _Replay:
         self.at[rank] += 1
         heapq.heappush(self.events, (time_us, _START, rank))
 
-    def end(self, rank: int, action: Action) -> None:
+    def reads(self, turn: Turn) -> Iterator[Key]:
+        return (key for action in turn.actions for key in self.flow.reads_of(action))
+
+    def end(self, rank: int, turn: Turn) -> None:
+        reached = [target for action in turn.actions for target in self.send_all(rank, action)]
+        for woken in dict.fromkeys((rank, *reached)):
+            self.start(woken)
+
+    def send_all(self, rank: int, action: Action) -> list[int]:
+        """Send what an action made to all who read it, and say who they are."""
         work = self.work(action)
         made = [*work.writes, *work.step_writes]
         for name in work.sums:
@@ -120,8 +128,7 @@ class _Replay:
                     messages.setdefault((target, name in self.step), []).append(name)
         for (target, _), names in sorted(messages.items()):
             self.send(rank, target, action, names)
-        for woken in (rank, *dict.fromkeys(target for target, _ in messages)):
-            self.start(woken)
+        return [target for target, _ in messages]
 
     def send_homes(self) -> None:
         """What lies on another rank from the start is sent first of all."""
@@ -160,36 +167,38 @@ class _Replay:
         path: list[int] = []
         says: list[str] = []
         while rank not in path:
-            action = stuck[rank]
-            missing = next(key for key in _reads(action, self.work(action)) if key not in self.arrival[rank])
+            turn = stuck[rank]
+            missing = next(key for key in self.reads(turn) if key not in self.arrival[rank])
             wanted = self.maker(missing)
             if wanted is None:
                 of = "" if missing[1] == ONCE else f" of micro-batch {missing[1]}"
-                raise ScheduleError(f"rank {rank} waits at {action} for %{missing[0]}{of}, which no action makes.")
+                raise ScheduleError(f"rank {rank} waits at {turn} for %{missing[0]}{of}, which no action makes.")
             path.append(rank)
-            says.append(f"rank {rank} waits at {action} for {wanted[1]} of rank {wanted[0]}")
+            says.append(f"rank {rank} waits at {turn} for {wanted[1]} of rank {wanted[0]}")
             rank = wanted[0]
         raise ScheduleError(f"the schedule cannot be run: {', '.join(says[path.index(rank) :])}.")
 
     def maker(self, key: Key) -> tuple[int, Action] | None:
         """The first action to come that makes a value, or a part of it; and its rank."""
         for rank, (order, at) in enumerate(zip(self.orders, self.at, strict=True)):
-            for action in order[at:]:
+            for action in actions_of(order[at:]):
                 work = self.work(action)
                 if key[0] in (*work.writes, *work.sums, *work.step_writes) and key[1] in (ONCE, action.microbatch):
                     return rank, action
         return None
 
 
-def _all_actions(rank: int, order: Sequence[Action], flow: Flow) -> list[Action]:
-    between = next((at for at, action in enumerate(order) if action.kind != "F"), len(order))
+def _all_turns(rank: int, order: Sequence[Turn], flow: Flow) -> list[Turn]:
+    """With what is done once a step, and without actions that have no work."""
+    between = next((at for at, turn in enumerate(order) if any(one.kind != "F" for one in turn.actions)), len(order))
     every = (Action(rank, "P"), *order[:between], Action(rank, "M"), *order[between:], Action(rank, "E"))
-    return [action for action in every if (action.stage, action.kind) in flow.works]
+    works = flow.works
+    return [one for turn in every for one in turns_of(a for a in turn.actions if (a.stage, a.kind) in works)]
 
 
-def _reads(action: Action, work: Work) -> list[Key]:
-    microbatch = action.microbatch
-    return [(name, microbatch) for name in work.reads] + [(name, ONCE) for name in work.step_reads]
+def _run(turn: Turn) -> Instruction:
+    first, *rest = (Instruction("RUN", action) for action in turn.actions)
+    return replace(first, beside=rest[0]) if rest else first
 
 
 def _with_frees(
@@ -197,9 +206,10 @@ def _with_frees(
 ) -> tuple[Instruction, ...]:
     """Free each value with the last instruction that names it; what is at their owner here stays."""
     seen: set[Key] = set()
-    result = []
-    for line in reversed(lines):
+
+    def freeing(line: Instruction) -> Instruction:
         names: Iterable[str] = line.values
+        beside = freeing(line.beside) if line.beside is not None else None
         if line.op == "RUN":
             work = flow.works[line.action.stage, line.action.kind]
             names = (*work.reads, *work.writes, *work.sums, *work.step_reads, *work.step_writes)
@@ -210,7 +220,6 @@ def _with_frees(
                 seen.add(key)
                 if (name, rank) not in owners:
                     frees.append(name)
-        result.append(
-            Instruction(line.op, line.action, line.peer, line.values, line.types, tuple(frees)) if frees else line
-        )
-    return tuple(reversed(result))
+        return replace(line, frees=tuple(frees), beside=beside) if frees or beside else line
+
+    return tuple(reversed([freeing(line) for line in reversed(lines)]))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 from torch import fx
 
 from autopar.ir.pipeline import Graph, Pipeline
+from autopar.ir.schedule import Instruction
 from autopar.runtime.executor.lifetime import is_dense, lifetimes
 
 
@@ -34,8 +36,15 @@ def owned(pipeline: Pipeline, one: Graph) -> frozenset[fx.Node]:
 def _dying(pipeline: Pipeline, one: Graph) -> set[str]:
     """The values that die each time when a graph has run."""
     lines = pipeline.lists[pipeline.place_of(one.key)]
-    frees = [set(line.frees) for line in lines if line.op == "RUN" and (line.action.stage, line.action.kind) == one.key]
+    runs = [_alone(run, line, pipeline) for line in lines for run in line.runs]
+    frees = [set(run.frees) for run in runs if (run.action.stage, run.action.kind) == one.key]
     return set.intersection(*frees) if frees else set()
+
+
+def _alone(run: Instruction, line: Instruction, pipeline: Pipeline) -> Instruction:
+    """A run of a line, which frees what the run beside it does not read."""
+    read = {key for one in line.runs if one.action != run.action for key in pipeline.flow.reads_of(one.action)}
+    return replace(run, frees=tuple(name for name in run.frees if (name, run.action.microbatch) not in read))
 
 
 def _own_values(pipeline: Pipeline, one: Graph, names: set[str]) -> set[str]:

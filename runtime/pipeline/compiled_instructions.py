@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -43,23 +44,37 @@ class Count:
 
 
 @dataclass(frozen=True, slots=True)
+class GraphRun:
+    """The run of an action's graph. reads: of its placeholders, with True if the value dies in it. writes: of its
+    results. The sums that it adds to by itself are the graph's."""
+
+    action: Action
+    graph: StageGraph
+    reads: tuple[tuple[Key, bool], ...]
+    writes: tuple[Write, ...]
+    count: Count | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Line:
     """An instruction, ready to run.
 
-    reads: of the graph's placeholders, or of what is sent, or received; with True if the value dies here. sums: what
-    the graph adds to by itself. awaits: the places of the receives that it is the first to need. totals: the sums that
-    are whole and are read for the first time. frees: what else dies here.
+    runs: of a turn, one or two that go side by side. reads: of what is sent, or received; with True if the value dies
+    here. awaits: the places of the receives that it is the first to need. totals: the sums that are whole and are read
+    for the first time. frees: what else dies here.
     """
 
     instruction: Instruction
-    graph: StageGraph | None = None
+    runs: tuple[GraphRun, ...] = ()
     reads: tuple[tuple[Key, bool], ...] = ()
-    sums: tuple[str, ...] = ()
-    writes: tuple[Write, ...] = ()
     awaits: tuple[int, ...] = ()
     totals: tuple[str, ...] = ()
     frees: tuple[Key, ...] = ()
-    count: Count | None = None
+
+    @property
+    def keys(self) -> list[Key]:
+        """All that it reads."""
+        return [key for reads in (self.reads, *(run.reads for run in self.runs)) for key, _ in reads]
 
 
 @dataclass(frozen=True)
@@ -116,45 +131,42 @@ def sums_of(program: Program, pipeline: Pipeline) -> dict[str, fx.Node]:
 def _line(
     pipeline: Pipeline, graphs: Mapping[Place, StageGraph], steps: frozenset[str], instruction: Instruction
 ) -> Line:
-    action = instruction.action
+    def keys_of(names: Iterable[str], action: Action) -> tuple[Key, ...]:
+        return tuple((name, ONCE if name in steps else action.microbatch) for name in names)
 
-    def key(name: str) -> Key:
-        return name, ONCE if name in steps else action.microbatch
-
-    frees = {key(name) for name in instruction.frees}
     # A message reads what it sends; what dies with a SEND is freed when the message has left.
     if instruction.op != "RUN":
-        keys = tuple(key(name) for name in instruction.values)
+        frees = set(keys_of(instruction.frees, instruction.action))
         dying = frees if instruction.op == "SEND" else set()
-        return Line(instruction, reads=tuple((k, k in dying) for k in keys), frees=tuple(sorted(frees - dying)))
-    program = pipeline.graph(action)
-    keys = _inputs(program, action.microbatch)
-    graph = graphs[_place(pipeline, action)]
-    writes = tuple(_write(out.kind, out.name, action, graph.sums) for out in program.outputs)
+        reads = tuple((key, key in dying) for key in keys_of(instruction.values, instruction.action))
+        return Line(instruction, reads=reads, frees=tuple(sorted(frees - dying)))
+    frees = {key for run in instruction.runs for key in keys_of(run.frees, run.action)}
+    inputs = [_inputs(pipeline.graph(run.action), run.action.microbatch) for run in instruction.runs]
+    readers = Counter(key for keys in inputs for key in set(keys))
+    dying = {key for key in frees if readers[key] == 1}  # what both of a pair read dies behind them
+    runs = tuple(
+        _graph_run(pipeline, graphs, run.action, tuple((key, key in dying) for key in keys))
+        for run, keys in zip(instruction.runs, inputs, strict=True)
+    )
+    return Line(instruction, runs, frees=tuple(sorted(frees - dying)))
+
+
+def _graph_run(
+    pipeline: Pipeline, graphs: Mapping[Place, StageGraph], action: Action, reads: tuple[tuple[Key, bool], ...]
+) -> GraphRun:
+    graph = graphs[pipeline.graph_place(action)]
+    writes = tuple(_write(out.kind, out.name, action, graph.sums) for out in pipeline.graph(action).outputs)
     # P begins by counting: the graph C of each micro-batch, side by side, whose sums (tokens, say) P reads.
     count = None
     if action.kind == "P" and (action.stage, "C") in pipeline.graphs:
         counts = [Action(action.stage, "C", microbatch) for microbatch in range(pipeline.microbatches)]
         counting = pipeline.graphs[action.stage, "C"]
         count = Count(
-            tuple(_executable(graphs[_place(pipeline, each)]) for each in counts),
+            tuple(_executable(graphs[pipeline.graph_place(each)]) for each in counts),
             tuple(_inputs(counting, each.microbatch) for each in counts),
             tuple((out.name, ONCE) for out in counting.outputs),
         )
-    return Line(
-        instruction,
-        graph,
-        tuple((k, k in frees) for k in keys),
-        graph.sums,
-        writes,
-        frees=tuple(sorted(frees.difference(keys))),
-        count=count,
-    )
-
-
-def _place(pipeline: Pipeline, action: Action) -> Place:
-    """The graph that an action runs."""
-    return action.stage, action.kind, pipeline.length_of(action)
+    return GraphRun(action, graph, reads, writes, count)
 
 
 def _executable(graph: StageGraph) -> Executable:
@@ -183,17 +195,18 @@ def _write(kind: str, name: str, action: Action, sums: tuple[str, ...]) -> Write
 def _with_waits(lines: list[Line]) -> tuple[Line, ...]:
     """With what each line is the first to need: what was received, and what the micro-batches add up to."""
     coming: dict[Key, int] = {}
-    parts = {write.key[0] for line in lines for write in line.writes if write.place in (PART, TOTAL)}
+    writes = (write for line in lines for run in line.runs for write in run.writes)
+    parts = {write.key[0] for write in writes if write.place in (PART, TOTAL)}
     found = []
     for place, line in enumerate(lines):
-        keys = [key for key, _ in line.reads]
+        keys = line.keys
         if line.instruction.op == "RECV":
             coming.update(dict.fromkeys(keys, place))
             found.append(line)
             continue
         awaits = sorted({coming[key] for key in keys if key in coming})
         coming = {key: receive for key, receive in coming.items() if receive not in awaits}
-        totals = [name for name, microbatch in keys if microbatch == ONCE and name in parts]
+        totals = dict.fromkeys(name for name, microbatch in keys if microbatch == ONCE and name in parts)
         parts.difference_update(totals)
         found.append(replace(line, awaits=tuple(awaits), totals=tuple(totals)))
     return tuple(found)

@@ -62,7 +62,9 @@ class Totals:
         return self.parts.pop(name, None)
 
     def put(self, name: str, total: torch.Tensor) -> None:
-        self.parts[name] = total
+        """Of two graphs side by side that add to the same sum, the second had nothing to begin with."""
+        before = self.parts.get(name)
+        self.parts[name] = total if before is None else before + total
 
     def take(self, name: str) -> torch.Tensor:
         """The whole, which is then no longer here."""

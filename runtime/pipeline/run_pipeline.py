@@ -7,17 +7,29 @@ memory kept until it has left. What the micro-batches add up to is kept by name 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from autopar.ir.in_turns import in_turns
 from autopar.ir.program import Output
 from autopar.ir.schedule import ONCE, Action, Instruction, Span
-from autopar.runtime.executor.executor import Outputs, run
+from autopar.runtime.collectives.mesh_ops import WAIT
+from autopar.runtime.executor.executor import Outputs, Request, run
 from autopar.runtime.executor.inputs import Key, StepInputs
-from autopar.runtime.pipeline.compiled_instructions import PART, TOTAL, VALUE, Count, Line, RankCode, compile_rank
+from autopar.runtime.pipeline.compiled_instructions import (
+    PART,
+    TOTAL,
+    VALUE,
+    Count,
+    GraphRun,
+    Line,
+    RankCode,
+    Write,
+    compile_rank,
+)
 from autopar.runtime.pipeline.microbatches import GraphTurn, Totals, side_by_side
 from autopar.runtime.pipeline.slices import Carried
 
@@ -71,15 +83,13 @@ def steps_of(code: RankCode, inputs: StepInputs, watch: Watch | None = None) -> 
             step.values[name, ONCE] = step.totals.take(name)
         start = time.perf_counter() if watch is not None else 0.0
         instruction = line.instruction
-        if line.graph is not None:
-            if line.count is not None:
-                step.counted(line.count, (yield from side_by_side(step.counts(line.count), step.time)))
-            action, carried = instruction.action, step.carried_by(instruction.action)
-            turn = GraphTurn(action.microbatch, step.time, carried)
-            step.write(line, (yield from line.graph.steps(step.read(line), turn)))
-            carried.end(action.kind, action.microbatch, goes_back=step.goes_back(action))
+        if len(line.runs) == 2:
+            first, second = map(step.run, line.runs)
+            yield from in_turns((first, second), _is_wait)
+        elif line.runs:
+            yield from step.run(line.runs[0])
         elif instruction.op == "SEND":
-            yield Send(instruction, tuple(step.read(line)))
+            yield Send(instruction, tuple(step.take(line.reads)))
         else:
             step.posted[place] = (yield Receive(instruction)).pop(), instruction
         for key in line.frees:
@@ -87,6 +97,10 @@ def steps_of(code: RankCode, inputs: StepInputs, watch: Watch | None = None) -> 
         if watch is not None:
             watch(Span(instruction, start * 1e6, time.perf_counter() * 1e6))
     return step.finals
+
+
+def _is_wait(request: Any) -> bool:
+    return isinstance(request, Request) and request.op == WAIT
 
 
 class _Step:
@@ -100,15 +114,25 @@ class _Step:
         self.totals = Totals(code.pipeline.reductions, self.time)
         self.finals: Finals = {}
 
-    def read(self, line: Line) -> list[Any]:
-        """What a line reads. Whoever gets the list has the only reference to what dies here."""
-        values = self.values
-        found = [values.pop(key) if dies else values[key] for key, dies in line.reads]
-        found += [self.totals.so_far(name) for name in line.sums]
-        return found
+    def run(self, run: GraphRun) -> Generator[Any, Any, None]:
+        """Run the graph of an action."""
+        if run.count is not None:
+            self.counted(run.count, (yield from side_by_side(self.counts(run.count), self.time)))
+        action, carried = run.action, self.carried_by(run.action)
+        turn = GraphTurn(action.microbatch, self.time, carried)
+        self.write(run.writes, (yield from run.graph.steps(self.read(run), turn)))
+        carried.end(action.kind, action.microbatch, goes_back=self.goes_back(action))
 
-    def write(self, line: Line, outputs: tuple[Any, ...]) -> None:
-        for write, value in zip(line.writes, outputs, strict=True):
+    def read(self, run: GraphRun) -> list[Any]:
+        """What a graph is given. Whoever gets the list has the only reference to what dies here."""
+        return [*self.take(run.reads), *map(self.totals.so_far, run.graph.sums)]
+
+    def take(self, reads: Iterable[tuple[Key, bool]]) -> list[Any]:
+        values = self.values
+        return [values.pop(key) if dies else values[key] for key, dies in reads]
+
+    def write(self, writes: Iterable[Write], outputs: tuple[Any, ...]) -> None:
+        for write, value in zip(writes, outputs, strict=True):
             name, microbatch = write.key
             if write.place == VALUE:
                 self.values[name, microbatch] = value

@@ -43,8 +43,9 @@ def _changes(program: Program, pipeline: Pipeline | None, place: int) -> Iterato
         yield from _of_graph(program, ())
         return
     for line in pipeline.lists[place]:
-        if line.op == "RUN":
-            yield from _of_graph(pipeline.graph(line.action), line.frees)
+        changes = [one for run in line.runs for one in _of_graph(pipeline.graph(run.action), run.frees)]
+        # of a pair, at worst, all is taken before any of it is free again
+        yield from changes if line.beside is None else sorted(changes, key=lambda change: -change[1])
 
 
 def _of_graph(program: Program, frees: Iterable[str]) -> Iterator[tuple[int, int]]:

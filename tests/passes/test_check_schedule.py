@@ -283,9 +283,13 @@ def test_500_breaks() -> None:
     That does not ask the checker: it moves real numbers between memories, and forgets what is freed.
     """
     rng = random.Random(SEED)
-    cases = [("1f1b", 3, 4, False), ("interleaved-1f1b", 2, 3, True), ("zb-h1", 3, 3, False), ("zb-v", 2, 3, True)]
+    cases = [
+        ("1f1b", 3, 4, False), ("interleaved-1f1b", 2, 3, True), ("zb-h1", 3, 3, False), ("zb-v", 2, 3, True),
+        ("dualpipev", 2, 4, True),
+    ]  # fmt: skip
     bases = [lists_of(*case) for case in cases]
-    wanted = [on_one_device(flow, plain_order(flow)) for _, flow in bases]
+    turns = [[[line.turn for line in each if line.op == "RUN"] for each in lists] for lists, _ in bases]
+    wanted = [on_one_device(flow, plain_order(flow, order)) for order, (_, flow) in zip(turns, bases, strict=True)]
     tally: Counter[str] = Counter()
     missed, unnamed = [], []
     while sum(tally.values()) < 500:

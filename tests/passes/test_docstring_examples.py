@@ -197,7 +197,8 @@ def test_a_schedule_prints_its_order(name: str) -> None:
     *words, order = _ORDER.search(cleandoc(entry.order.__doc__ or "")).groups()  # type: ignore[union-attr]
     chunks, ranks, microbatches = (_NUMBERS[word.lower()] if word else entry.chunks for word in words)
     found = parse_schedule(name, ranks, microbatches, chunks * ranks)
-    assert unindented(order).splitlines() == [" ".join(map(str, actions)) for actions in found.orders]
+    rows = [" ".join("|".join(map(str, turn.actions)) for turn in turns) for turns in found.orders]
+    assert unindented(order).splitlines() == rows
 
 
 def test_transfers_are_those_of_the_docstring() -> None:

@@ -35,7 +35,8 @@ CASES = [
 
 
 def lines(orders: Orders) -> list[str]:
-    return [" ".join(map(str, order)) for order in orders]
+    """Each rank's turns, the actions of a pair with | between."""
+    return [" ".join("|".join(map(str, turn.actions)) for turn in order) for order in orders]
 
 
 def flow_for(schedule: Schedule, microbatches: int) -> Flow:
@@ -75,8 +76,8 @@ TEXTBOOK = {
         "1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2",
     ],
     ("dualpipev", 2, 4, 4): [
-        "0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3F2 0B0 3B2 3F3 0B1 3B3 0I2 0W2 0I3 0W3",
-        "1F0 2F0 1F1 2F1 1F2 2B0 2F2 1B0 1F3 2B1 2F3 1B1 2B2 1B2 2I3 1I3 2W3 1W3",
+        "0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3|3B1 3F2|0B0 3B2 3F3|0B1 3B3 0I2 0W2 0I3 0W3",
+        "1F0 2F0 1F1 2F1 1F2 2B0 2F2|1B0 1F3|2B1 2F3|1B1 2B2 1B2 2I3 1I3 2W3 1W3",
     ],
 }
 
@@ -90,7 +91,7 @@ def test_textbook(case: tuple[str, int, int, int]) -> None:
 @pytest.mark.skipif(not hasattr(schedules, "ScheduleDualPipeV"), reason="this torch has no DualPipeV")
 @pytest.mark.parametrize("ranks", RANKS)
 def test_dualpipev_is_the_order_of_torch(ranks: int) -> None:
-    """Torch's own rows, each pair as a forward and a backward."""
+    """Torch's own rows, with its pairs."""
     for microbatches in (2 * ranks, 2 * ranks + 3, 4 * ranks):
         of_torch = SimpleNamespace(pp_group_size=ranks, _n_microbatches=microbatches)
         rows = [schedules.ScheduleDualPipeV._calculate_single_rank_operations(of_torch, r) for r in range(ranks)]  # type: ignore[arg-type]
@@ -235,7 +236,7 @@ def test_value_that_nobody_makes() -> None:
 TABLE = """0F0,0SEND_F0,0F1,,,0RECV_B0,0B0,,0B1,0REDUCE_GRAD
 1UNSHARD,1RECV_F0,1F0,1I0,(1F1;1W0)OVERLAP_F_B,1B1,1RESHARD
 """
-READ = ["0F0 0F1 0B0 0B1", "1F0 1I0 1F1 1W0 1B1"]
+READ = ["0F0 0F1 0B0 0B1", "1F0 1I0 1F1|1W0 1B1"]
 
 
 def test_table(tmp_path: Path) -> None:

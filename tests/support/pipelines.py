@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from autopar.ir.program import TensorType
-from autopar.ir.schedule import ONCE, Action, Flow, Instruction, Work
+from autopar.ir.schedule import ONCE, Action, Flow, Instruction, Turn, Work, actions_of
 
 Key = tuple[str, int]
 PRIME = (1 << 61) - 1
@@ -109,10 +109,10 @@ def on_one_device(flow: Flow, actions: Sequence[Action]) -> dict[str, int]:
     return {name: value for (name, k), value in memory.items() if k == ONCE}
 
 
-def plain_order(flow: Flow, orders: Sequence[Sequence[Action]] = ()) -> list[Action]:
+def plain_order(flow: Flow, orders: Sequence[Sequence[Turn]] = ()) -> list[Action]:
     """Prologues, each micro-batch there and back, epilogues: what needs no schedule. orders: which of B or I and W a
     micro-batch has, where stages have all."""
-    of_stages = {action for order in orders for action in order}
+    of_stages = {action for order in orders for action in actions_of(order)}
     ranks, ks = range(flow.size), range(flow.microbatches)
     order = [Action(r, "P") for r in ranks]
     for k in ks:
@@ -134,8 +134,8 @@ def on_numbers(lists: Sequence[Sequence[Instruction]], flow: Flow) -> dict[str, 
     at, found = [0] * len(lists), dict[str, int]()
     parts = {name: 0 for work in flow.works.values() for name in work.sums}
     needed = dict.fromkeys(parts, 0)
-    for line in (line for each in lists for line in each if line.op == "RUN"):
-        for name in flow.works.get((line.action.stage, line.action.kind), Work()).sums:
+    for run in (run for each in lists for line in each for run in line.runs):
+        for name in flow.works.get((run.action.stage, run.action.kind), Work()).sums:
             needed[name] += 1
 
     def key(name: str, line: Instruction) -> Key:
@@ -158,14 +158,19 @@ def on_numbers(lists: Sequence[Sequence[Instruction]], flow: Flow) -> dict[str, 
     def step(rank: int) -> bool:
         line = lists[rank][at[rank]]
         if line.op == "RUN":
-            work = flow.works.get((line.action.stage, line.action.kind))
-            if work is None or flow.rank_of(line.action) != rank:
-                raise Wrong(f"rank {rank} has no {line.action}")
-            for name in work.step_reads:
-                complete(name)
-            run_action(memories[rank], work, line.action)
-            for name in work.sums:
-                parts[name] += 1
+            there = set(memories[rank])
+            for run in line.runs:
+                work = flow.works.get((run.action.stage, run.action.kind))
+                if work is None or flow.rank_of(run.action) != rank:
+                    raise Wrong(f"rank {rank} has no {run.action}")
+                if not there.issuperset(flow.reads_of(run.action)):
+                    raise Wrong(f"{run.action} reads what is not there, or what the action beside it makes")
+                for name in work.step_reads:
+                    complete(name)
+                run_action(memories[rank], work, run.action)
+            for run in line.runs:
+                for name in flow.works[run.action.stage, run.action.kind].sums:
+                    parts[name] += 1
         elif line.op == "RECV" or not 0 <= line.peer < len(lists) or at[line.peer] == len(lists[line.peer]):
             return False  # a message is the act of its sender
         else:
@@ -182,7 +187,8 @@ def on_numbers(lists: Sequence[Sequence[Instruction]], flow: Flow) -> dict[str, 
                 memories[line.peer][key(arriving, other)] = memories[rank][key(name, line)]
             forget(line.peer, other)
             at[line.peer] += 1
-        forget(rank, line)
+        for one in line.runs or (line,):
+            forget(rank, one)
         at[rank] += 1
         return True
 

@@ -10,12 +10,12 @@ from autopar.ir.mesh import PIPELINE, Mesh
 from autopar.ir.ops.measure import group_of
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.program import Program, TensorType
-from autopar.ir.schedule import ONCE, Action, Timeline
+from autopar.ir.schedule import ONCE, Action, Timeline, Turn
 from autopar.machines import Machine
 from autopar.machines.model import RankGroup
 from autopar.passes.collectives.carried import sees_before
 from autopar.passes.costs.node_costs import node_times
-from autopar.passes.costs.streams import StreamTimes, run
+from autopar.passes.costs.streams import StreamTimes, run, run_pair
 from autopar.passes.schedules.simulate import simulate
 
 
@@ -40,7 +40,7 @@ def pipeline_time(
     timeline = simulate(pipeline.lists, pipeline.flow, emitted)
     ends = {rank: max((span.end_us for span in spans), default=0.0) for rank, spans in enumerate(timeline.ranks)}
     last = max(ends, key=lambda rank: ends[rank] + optimizer.get(rank, 0.0))
-    spent = _sum(emitted.ran(span.instruction.action) for span in timeline.runs(last))
+    spent = _sum(emitted.ran(span.instruction.turn) for span in timeline.runs(last))
     return PipelineTime(ends[last], spent, ends[last] - spent.total, optimizer.get(last, 0.0), timeline)
 
 
@@ -48,8 +48,8 @@ def pipeline_time(
 class Emitted:
     """What the actions of a pipeline take on a machine: `Times` of the emitted graphs.
 
-    graphs: by (stage, kind, length). growing: the part of each that grows with the place of a slice: attention to what
-    lies before it. Its FLOPs are those of a slice in the middle of the sequence.
+    graphs: by (stage, kind, length); pairs: of two that run side by side. growing: the part of each that grows with the
+    place of a slice: attention to what lies before it. Its FLOPs are those of a slice in the middle of the sequence.
     """
 
     pipeline: Pipeline
@@ -57,22 +57,29 @@ class Emitted:
     link: RankGroup
     graphs: Mapping[tuple[int, str, int], StreamTimes]
     growing: Mapping[tuple[int, str, int], float]
+    pairs: Mapping[tuple[tuple[int, str, int], ...], StreamTimes]
 
-    def time_us(self, action: Action) -> float:
-        return self.ran(action).total
+    def time_us(self, turn: Turn) -> float:
+        return self.ran(turn).total
 
     def transfer_us(self, types: tuple[TensorType, ...]) -> float:
         return self.machine.message_us(sum(type_.bytes_ for type_ in types), self.link)
 
-    def ran(self, action: Action) -> StreamTimes:
+    def ran(self, turn: Turn) -> StreamTimes:
+        """A turn, with all graphs that it runs."""
+        if isinstance(turn, Action):
+            return self._ran(turn)
+        return self.pairs[tuple(map(self.pipeline.graph_place, turn.actions))]
+
+    def _ran(self, action: Action) -> StreamTimes:
         """An action, with all graphs that it runs: the prologue begins with the counts of every micro-batch."""
-        key = action.stage, action.kind, self.pipeline.length_of(action)
+        key = self.pipeline.graph_place(action)
         more = (self._place(action) - 1) * self.growing.get(key, 0.0)
         own = self.graphs[key]
         own = replace(own, total=own.total + more, computed=own.computed + more)
         if action.kind != "P" or (action.stage, "C", 0) not in self.graphs:
             return own
-        counts = (self.ran(Action(action.stage, "C", i)) for i in range(self.pipeline.microbatches))
+        counts = (self._ran(Action(action.stage, "C", i)) for i in range(self.pipeline.microbatches))
         return _sum((*counts, own))
 
     def _place(self, action: Action) -> float:
@@ -91,7 +98,10 @@ def emitted_costs(pipeline: Pipeline, machine: Machine, rows: float = 1.0) -> Em
     ran = {place: run(graph, machine, rows) for place, graph in graphs.items()}
     sliced = graphs if pipeline.flow.slices > 1 else {}
     growing = {place: _growing(graph, machine) for place, graph in sliced.items()}
-    return Emitted(pipeline, machine, group_of(pipeline.mesh, PIPELINE, machine.ranks), ran, growing)
+    turns = {line.turn for lines in pipeline.lists for line in lines if line.beside is not None}
+    both_of = {tuple(map(pipeline.graph_place, turn.actions)) for turn in turns}
+    pairs = {both: run_pair(graphs[both[0]], graphs[both[1]], machine, rows) for both in both_of}
+    return Emitted(pipeline, machine, group_of(pipeline.mesh, PIPELINE, machine.ranks), ran, growing, pairs)
 
 
 def _placed(graph: Program, mesh: Mesh) -> Program:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from autopar.errors import ArtifactError, AutoparError
@@ -20,7 +21,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.ops.names import DTYPES, dtype_name
 from autopar.ir.pipeline import Join, Pipeline, Reduction, graph_name
 from autopar.ir.program import Program, TensorType
-from autopar.ir.schedule import KINDS, ONCE, ONCE_KINDS, Action, Costs, Flow, Instruction, Work
+from autopar.ir.schedule import BESIDE, KINDS, ONCE, ONCE_KINDS, Action, Costs, Flow, Instruction, Work
 from autopar.passes.schedules import check_schedule
 
 _FIELDS = ("reads", "writes", "sums", "step_reads", "step_writes", "carries")
@@ -57,6 +58,9 @@ def pipeline_json(pipeline: Pipeline) -> dict[str, Any]:
         "costs": {
             "times_us": {f"{place}{kind}": time for (place, kind), time in costs.times_us.items()},
             "growing_us": {f"{place}{kind}": time for (place, kind), time in costs.growing_us.items()},
+            "pairs_us": {
+                BESIDE.join(f"{place}{kind}" for place, kind in keys): time for keys, time in costs.pairs_us.items()
+            },
             "latency_us": costs.latency_us,
             "bytes_per_us": None if math.isinf(costs.bytes_per_us) else costs.bytes_per_us,
         },
@@ -71,21 +75,37 @@ def _types_json(types: Mapping[str, TensorType]) -> dict[str, str]:
 
 
 def print_instruction(line: Instruction) -> str:
-    """`SEND 0F3 to rank 1: %x; free %x`: an instruction with the values that it ends."""
-    return f"{line}; free {', '.join(f'%{name}' for name in line.frees)}" if line.frees else str(line)
+    """`SEND 0F3 to rank 1: %x; free %x`: an instruction with the values that it ends. Of a pair `0F3; free %x beside
+    1B1`."""
+    return BESIDE.join(f"{one}{_freeing(one)}" for one in line.runs or (line,))
+
+
+def _freeing(line: Instruction) -> str:
+    return f"; free {', '.join(f'%{name}' for name in line.frees)}" if line.frees else ""
 
 
 def parse_instruction(text: str, flow: Flow) -> Instruction:
     """The inverse of `print_instruction`; raises ValueError for what is no instruction."""
     body, _, frees = text.partition("; free ")
-    gone = _names(frees) if frees else ()
     if not (match := _MESSAGE.match(body)):
-        return Instruction("RUN", parse_action(body), frees=gone)
+        return parse_run(text)
+    gone = _names(frees) if frees else ()
     values, action = _names(match[4]), parse_action(match[2])
     unknown = [name for name in values if name not in flow.types]
     if unknown:
         raise ValueError(f"'{text}': '%{unknown[0]}' has no type")
     return Instruction(match[1], action, int(match[3]), values, flow.types_of(action, values), gone)
+
+
+def parse_run(text: str) -> Instruction:
+    """`0F3; free %x`, or two of them with " beside " between; raises ValueError for what does not read."""
+    runs = []
+    for one in text.split(BESIDE):
+        body, _, frees = one.partition("; free ")
+        runs.append(Instruction("RUN", parse_action(body), frees=_names(frees) if frees else ()))
+    if len(runs) > 2:
+        raise ValueError(f"'{text}': a pair is of two actions")
+    return replace(runs[0], beside=runs[1]) if len(runs) == 2 else runs[0]
 
 
 def parse_pipeline(content: Any, mesh: Mesh, graphs: Graphs, program: Program) -> Pipeline:
@@ -129,6 +149,7 @@ def _parse(content: Any, mesh: Mesh, graphs: Graphs) -> Pipeline:
         {_key(text): float(time) for text, time in content["costs"]["growing_us"].items()},
         flow.slices,
         lengths,
+        {_keys(text): float(time) for text, time in content["costs"]["pairs_us"].items()},
     )
     lists = tuple(
         tuple(parse_instruction(line, flow) for line in content["instructions"][str(rank)])
@@ -183,6 +204,11 @@ def _check_work(text: str, work: Work, graph: Program) -> None:
         actual = sorted(entry.name for entry in has if entry.kind == kind)
         if sorted(names) != actual:
             raise ValueError(f"the flow of {text} has {sorted(names)}, but its graph {actual}")
+
+
+def _keys(text: str) -> tuple[Key, Key]:
+    first, second = map(_key, text.split(BESIDE))
+    return first, second
 
 
 def _key(text: str) -> Key:

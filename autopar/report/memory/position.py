@@ -9,6 +9,7 @@ from torch import fx
 
 from autopar.compiler.lowered import STEP, Lowered
 from autopar.ir.mesh import PIPELINE
+from autopar.ir.pipeline import graph_name
 from autopar.ir.program import record
 from autopar.ir.schedule import Span
 from autopar.report.memory.track import StorageBlock, Tracker
@@ -53,8 +54,10 @@ class Position:
     def ended(self, span: Span) -> None:
         """An instruction of a pipeline has ended: what a forward graph leaves is there for a backward one."""
         done = span.instruction
-        if done.op != "SEND" and done.action.kind == "F":
-            self._save()
+        turn = [done.action] if done.op == "RECV" else [run.action for run in done.runs]
+        forward = [action for action in turn if action.kind == "F"]
+        if forward:
+            self._save("" if len(forward) == len(turn) else graph_name(forward[0].stage, "F"))
         self.line += 1
         self._begin()
 
@@ -63,6 +66,8 @@ class Position:
         self.action = self.actions[self.line] if self.line < len(self.actions) else ""
         self.tracker.place = RankPosition(BETWEEN, self.action)
 
-    def _save(self) -> None:
+    def _save(self, graph: str = "") -> None:
+        """Keep what was made here and is alive. graph: that made it; "" where all that ran is a forward pass."""
         born = (event.block for event in self.tracker.events[self.begun :])
-        self.saved.update(block for block in born if block.end is None and block.born >= self.begun)
+        alive = (block for block in born if block.end is None and block.born >= self.begun)
+        self.saved.update(block for block in alive if not graph or block.place.graph.startswith(graph))

@@ -24,7 +24,8 @@ Colour = tuple[int, int, int]
 @dataclass(frozen=True, slots=True)
 class TimeBlock:
     """An action, or a message, in time. chunk: which of its rank's stages it is of, of `chunks`. slices: into how many
-    its micro-batch is cut. length: of its slice, where they differ."""
+    its micro-batch is cut. length: of its slice, where they differ. row, rows: of a pair, whose blocks lie one above
+    the other."""
 
     action: Action
     start_us: float
@@ -34,6 +35,8 @@ class TimeBlock:
     chunks: int = 1
     slices: int = 1
     length: int = 0
+    row: int = 0
+    rows: int = 1
 
     @property
     def label(self) -> str:
@@ -129,15 +132,15 @@ def _lanes(pipeline: Pipeline, timeline: Timeline, measured: bool) -> Iterator[L
         stages = pipeline.stages_of(rank)
         blocks, messages = [], []
         for span in spans:
-            action = span.instruction.action
-            start, end = span.start_us - first, span.end_us - first
-            if span.instruction.op == "RUN":
+            line, start, end = span.instruction, span.start_us - first, span.end_us - first
+            for row, run in enumerate(line.runs if end > start else ()):
+                action = run.action
                 chunk = stages.index(action.stage) if action.kind in "FBIW" else 0
-                if end > start:
-                    slices, length = pipeline.flow.slices, pipeline.flow.length_of(action)
-                    blocks.append(TimeBlock(action, start, end, "", chunk, len(stages), slices, length))
-            elif span.instruction.op == "RECV":
-                messages.append(TimeBlock(action, start, end, _message(span)))
+                slices, length = pipeline.flow.slices, pipeline.flow.length_of(action)
+                more = (chunk, len(stages), slices, length, row, len(line.runs))
+                blocks.append(TimeBlock(action, start, end, "", *more))
+            if line.op == "RECV":
+                messages.append(TimeBlock(line.action, start, end, _message(span)))
         yield Lane(rank, tuple(blocks), tuple(messages), timeline.bubble(rank), measured)
 
 

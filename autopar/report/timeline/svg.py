@@ -93,6 +93,7 @@ def _block(
     block: TimeBlock, left: float, scale: float, y: int, height: int, letters: bool, all_labels: bool
 ) -> Iterator[str]:
     x, width = left + block.start_us * scale, (block.end_us - block.start_us) * scale
+    y, height = y + height * block.row // block.rows, height // block.rows
     name = f"{block.action.kind}{block.chunk}"
     round_ = ' rx="2"' if width > 6 else ""
     seen = max(width - 0.8, 0.3) if width > 3 else max(width, 0.3)

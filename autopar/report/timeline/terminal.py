@@ -52,6 +52,8 @@ def _cells(lane: Lane, end_us: float, count: int) -> list[TimeBlock | None]:
     shares: list[dict[int, float]] = [{} for _ in range(count)]
     size = end_us / count if end_us else 1.0
     for i, block in enumerate(lane.blocks):
+        if block.row:  # of a pair the first is shown
+            continue
         first, last = int(block.start_us / size), min(int(block.end_us / size), count - 1)
         for cell in range(first, last + 1):
             share = min(block.end_us, (cell + 1) * size) - max(block.start_us, cell * size)

@@ -20,8 +20,8 @@ from autopar.compiler.lowered import Lowered
 from autopar.errors import TargetError
 from autopar.ir.mesh import PIPELINE, Mesh
 from autopar.ir.pipeline import Pipeline
-from autopar.ir.schedule import KINDS, ONCE, Costs, Instruction, Span, Timeline
-from autopar.report.artifact.pipeline_json import parse_action, parse_instruction
+from autopar.ir.schedule import KINDS, ONCE, Costs, Span, Timeline
+from autopar.report.artifact.pipeline_json import parse_instruction, parse_run
 from autopar.runtime.ranks.recorder import RUN, WAITED, Event, Recorder
 
 MERGED = "trace.json"
@@ -104,13 +104,16 @@ def read_events(folder: Path, compiled: Lowered) -> list[dict[str, Any]]:
 
 
 def measured_costs(pipeline: Pipeline, measured: Timeline) -> Costs:
-    """The times that actions really took, in the median; of transfers the estimate."""
-    found: dict[tuple[int, str], list[float]] = {}
+    """The times that actions and pairs really took, in the median; of transfers the estimate."""
+    found: dict[tuple[tuple[int, str], ...], list[float]] = {}
     for rank in range(len(measured.ranks)):
         for span in measured.runs(rank):
-            action = span.instruction.action
-            found.setdefault((action.stage, action.kind), []).append(span.end_us - span.start_us)
-    return replace(pipeline.costs, times_us={key: statistics.median(times) for key, times in found.items()})
+            keys = tuple((run.action.stage, run.action.kind) for run in span.instruction.runs)
+            found.setdefault(keys, []).append(span.end_us - span.start_us)
+    times = {keys: statistics.median(times) for keys, times in found.items()}
+    alone = {keys[0]: us for keys, us in times.items() if len(keys) == 1}
+    pairs = {(keys[0], keys[1]): us for keys, us in times.items() if len(keys) == 2}
+    return replace(pipeline.costs, times_us={**pipeline.costs.times_us, **alone}, pairs_us=pairs)
 
 
 def timeline_of(recorders: Sequence[Recorder], step: int = 0) -> Timeline:
@@ -120,8 +123,7 @@ def timeline_of(recorders: Sequence[Recorder], step: int = 0) -> Timeline:
 
 
 def _span(event: Event) -> Span:
-    assert event.action is not None
-    return Span(Instruction("RUN", event.action), event.start_us, event.end_us)
+    return Span(parse_run(event.name), event.start_us, event.end_us)
 
 
 def _steps(events: Sequence[Mapping[str, Any]], ranks: list[int], pipeline: Pipeline) -> list[Timeline]:
@@ -133,8 +135,8 @@ def _steps(events: Sequence[Mapping[str, Any]], ranks: list[int], pipeline: Pipe
         if event["cat"] == WAITED:
             line = parse_instruction(event["args"]["instruction"], pipeline.flow)
         else:
-            line = Instruction("RUN", parse_action(event["name"]))
-            if (line.action.stage, line.action.kind) not in pipeline.flow.works:
+            line = parse_run(event["name"])
+            if any((run.action.stage, run.action.kind) not in pipeline.flow.works for run in line.runs):
                 raise ValueError(f"'{line}' is no action of this pipeline")
         spans[ranks.index(event["pid"])].append(
             Span(line, float(event["ts"]), float(event["ts"]) + float(event["dur"]))
