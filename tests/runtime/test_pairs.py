@@ -159,11 +159,13 @@ def test_a_pair_reads_nothing_of_itself():
         check_schedule([lines], pipeline.flow)
 
 
-def test_two_of_one_stage_add_to_the_same_sums():
-    """Backwards of two micro-batches side by side: both begin with no sum, and nothing of either is lost."""
+@pytest.mark.parametrize("options", [{}, {"precision": "bf16"}], ids=str)
+def test_two_of_one_stage_add_to_the_same_sums(options: dict[str, Any]):
+    """Backwards of two micro-batches side by side: both begin with no sum, and nothing of either is lost. What both
+    read for the last time (parameters that were cast once) is there for both."""
     table = "0F0,0F1,(0B0;0B1)OVERLAP_F_B\n"
     model, batch = mixture_case(Kind(blocks=2, experts=4))
-    report = autopar.verify(model, "ep=2", batch=batch, microbatches=2, schedule=table, steps=2)
+    report = autopar.verify(model, "ep=2", batch=batch, microbatches=2, schedule=table, steps=2, **options)
     assert report.ok, report
 
 
