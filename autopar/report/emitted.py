@@ -23,11 +23,13 @@ from autopar.planning.others import best_with
 from autopar.planning.planner import Planned, Tell
 from autopar.planning.price.predict import Prediction
 from autopar.planning.price.step_time import step_time, tokens_of
+from autopar.planning.space.candidates import PAIRED
 from autopar.report.memory.estimate import memory_report
 
 NEAR_LIMIT = 0.03  # of the memory: the model of a plan is not surer
 NEAR_FIRST = 0.01  # of the time of the fastest
 MUCH_LESS = 0.1  # of the memory of the fastest
+MUCH_WAITING = 0.05  # of a step: what a pair could hide
 FOLDED = 2  # of the fastest plans, and sizes of ep, that are tried with experts over ranks of dp
 _EXPERT_MM = op("expert_mm")
 LARGER = "larger than the memory as emitted"
@@ -59,13 +61,14 @@ class _Check:
             self.known[wanted] = self._emitted(wanted)
             shown = self._shown()
         shown, experts = self._with_experts(shown)
+        shown, pairs = self._with_pairs(shown)
         found = self.planned.found
         counts = found.counts + self.dropped
         counts["simulated"] -= sum(self.dropped.values())
         if not shown:
             raise self._none_fits()
         shown, choice = light_first(shown) if self.of_time else (shown, "")
-        more = "; ".join(filter(None, (choice, experts)))
+        more = "; ".join(filter(None, (choice, experts, pairs)))
         return replace(self.planned, found=replace(found, best=shown, counts=+counts), experts=more)
 
     def _with_experts(self, shown: list[Prediction]) -> tuple[list[Prediction], str]:
@@ -90,6 +93,28 @@ class _Check:
         if change > 0 and chosen >= folded.candidate.ep:
             text += f": a token takes {chosen} experts, of {folded.candidate.ep} ranks all; tp moves fewer bytes then"
         return best, text
+
+    def _with_pairs(self, shown: list[Prediction]) -> tuple[list[Prediction], str]:
+        """The plans, among them the fastest pipeline with forwards and backwards side by side (PAIRED), if it waits
+        much in its graphs: compiled, since what hides what is in no formula. And what that brings."""
+        asked = self.planned.asked
+        plain = next((each for each in shown if each.candidate.pp > 1), None)
+        if plain is None or not asked.fixed.keys().isdisjoint(("schedule", "chunks")):
+            return shown, ""
+        one = plain.candidate
+        waits = plain.exposed + (plain.data if one.ep > 1 or one.zero > 1 else 0.0)
+        if (
+            waits < MUCH_WAITING * plain.total
+            or 2 * one.pp > self.planned.model.layers
+            or one.microbatches < 2 * one.pp
+        ):
+            return shown, ""
+        self.tell(len(self.known), len(self.known) + 1)
+        paired = self._emitted(replace(plain, candidate=one._replace(schedule=PAIRED, chunks=2), is_emitted=False))
+        if paired is None:
+            return shown, ""
+        best = sorted([*shown, paired], key=lambda each: each.total)[: asked.top]
+        return best, f"{PAIRED} in place of {one.schedule}: {paired.total / plain.total - 1:+.1%} ({paired.candidate})"
 
     def _shown(self) -> list[Prediction]:
         """The plans of the table as far as is known, the fastest first."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import torch
 from mixtures import Kind, Mixtures
+from plan_jobs import llama_job
 
 import autopar
 from autopar.compiler.meshes import mesh_of
@@ -39,4 +41,18 @@ def test_where_tokens_take_as_many_experts_as_there_are_ranks_tp_is_said_to_be_b
     )
     assert re.search(
         r"experts over ep=(\d) in place of dp: \+.*: a token takes 4 experts, of \1 ranks all; tp moves fewer", text
+    )
+
+
+def test_forwards_beside_backwards_are_tried_where_a_pipeline_waits_much() -> None:
+    """Sums of tp over a slow link, which another micro-batch hides."""
+    near = replace(named("h100-80g"), ranks=1)
+    layers = layers_of(llama_job(layers=4, width=4096, hidden=8192, words=256, length=2048), near)
+    fixed = {"pp": 2, "tp": 2, "rows": 1, "recompute": "none", "sequence": True}
+    found = checked(planned(layers, Asked(4, 8, near, fixed=fixed, top=2)))
+    best, text = found.found.best[0], planned_text(found)
+    assert best.candidate.schedule == "dualpipev" and best.is_emitted
+    assert re.search(r"; dualpipev in place of \S+: -\d+\.\d%", text)
+    assert "dualpipev" not in planned_text(
+        checked(planned(layers, Asked(4, 8, near, fixed=fixed | {"schedule": "zb-v"})))
     )

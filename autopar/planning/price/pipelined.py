@@ -15,7 +15,7 @@ from autopar.ir.ops.measure import group_of
 from autopar.ir.program import TensorType
 from autopar.ir.schedule import Action, Costs, Flow, Timeline, Work, actions_of
 from autopar.machines import Machine
-from autopar.passes.schedules import Schedule, Walk, parse_schedule, simulate, with_transfers
+from autopar.passes.schedules import Schedule, Walk, in_halves, parse_schedule, simulate, with_transfers
 from autopar.planning.price.cost import Cost
 from autopar.planning.price.data_streams import Data, WeightSlot, slots_of
 from autopar.planning.price.layers import Layers
@@ -218,6 +218,7 @@ def _drawn(candidate: Candidate, stages: int) -> tuple[str, int, int, int, bool]
 def _schedule(name: str, ranks: int, count: int, stages: int, has_more: bool) -> tuple[Schedule, tuple[Moments, ...]]:
     """has_more: further micro-batches follow."""
     schedule = parse_schedule(name, ranks, count, stages)
+    schedule = replace(schedule, orders=in_halves(schedule.orders))
     return schedule, tuple(Moments.of(list(actions_of(order)), has_more) for order in schedule.orders)
 
 

@@ -25,6 +25,7 @@ ZERO = (0, 1, 2, 3)
 PIPELINES = (
     ("1f1b", 1), *(("interleaved-1f1b", chunks) for chunks in (2, 3, 4)), ("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2),
 )  # fmt: skip
+PAIRED = "dualpipev"  # is tried on what was found (`report/emitted.py`)
 MOST_ROWS = HIGH  # of a micro-batch on one rank, where a batch has not many more
 SHORT = {"none": "", "selective": "selective", "full": "recompute", LAYERS: ""}
 RESHARD = "reshard_after_forward"
@@ -185,7 +186,7 @@ class Candidate(NamedTuple):  # of which there are a million: made and hashed in
     @property
     def halves(self) -> bool:
         """True if gradients of weights are computed apart from those of inputs."""
-        return self.schedule.startswith("zb")
+        return self.schedule.startswith("zb") or self.schedule == PAIRED
 
     def options(self) -> dict[str, Any]:
         """The options of `parallelize` beside the mesh."""
