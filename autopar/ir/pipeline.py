@@ -130,7 +130,7 @@ class Pipeline:
         return length if (action.stage, action.kind) in self.sized.get(length, {}) else 0
 
     def graph_place(self, action: Action) -> tuple[int, str, int]:
-        """Of the graph that an action runs what tells it from all others, as `Graph.place`."""
+        """What tells the graph that an action runs from all others, as `Graph.place`."""
         return action.stage, action.kind, self.length_of(action)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:

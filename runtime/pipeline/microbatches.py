@@ -62,7 +62,8 @@ class Totals:
         return self.parts.pop(name, None)
 
     def put(self, name: str, total: torch.Tensor) -> None:
-        """Of two graphs side by side that add to the same sum, the second had nothing to begin with."""
+        """Take a total back. Of two graphs side by side that add to the same one, the second had nothing to begin
+        with."""
         before = self.parts.get(name)
         self.parts[name] = total if before is None else before + total
 
