@@ -8,29 +8,23 @@ from __future__ import annotations
 
 import dis
 import inspect
-import os
 from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
-import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch.utils.data import DataLoader
 
 from autopar.compiler.meshes import MeshLike
 from autopar.errors import AutoparError
-from autopar.integrations.accelerate import StepAsked
-from autopar.integrations.prepare import SameBatches
+from autopar.integrations.fabric import REST, OnePlace, own_device, refuse_precision
+from autopar.integrations.models import StepAsked, rest_of, take_up
 from autopar.parallel.module import ParallelModule
 from autopar.parallel.saving import whole_values
 
-_KEY = "autopar"  # of a checkpoint's entry that Lightning does not know
 
-
-class AutoparStrategy(SingleDeviceStrategy):
+class AutoparStrategy(OnePlace, SingleDeviceStrategy):
     """A strategy of Lightning's Trainer, on every rank of torchrun:
 
         trainer = L.Trainer(strategy=AutoparStrategy(mesh="dp=2,tp=2"), devices=1, max_epochs=3)
@@ -45,9 +39,8 @@ class AutoparStrategy(SingleDeviceStrategy):
     strategy_name = "autopar"
 
     def __init__(self, mesh: MeshLike, options: dict[str, Any] | None = None, device: Any = None) -> None:
-        local = int(os.environ.get("LOCAL_RANK", 0))
-        super().__init__(device or (torch.device("cuda", local) if torch.cuda.is_available() else "cpu"))
-        self.global_rank, self.local_rank = int(os.environ.get("RANK", 0)), local
+        super().__init__(device or own_device())
+        self.take_ranks()
         self._step = _Step()
         self._made: ParallelModule | None = None
         self._asked = StepAsked(mesh, self._step.loss, dict(options or {}))
@@ -77,13 +70,7 @@ class AutoparStrategy(SingleDeviceStrategy):
                 f"training_loss, without this strategy."
             )
         if type(self.precision_plugin) is not Precision:
-            raise AutoparError(
-                f'Trainer(precision="{self.precision_plugin.precision}") is said to autopar: leave it out, and give '
-                f'AutoparStrategy(..., options={{"precision": "bf16"}}), or "fp16".'
-            )
-
-    def process_dataloader(self, dataloader: object) -> object:
-        return SameBatches(dataloader) if isinstance(dataloader, DataLoader) else dataloader
+            refuse_precision("Trainer", self.precision_plugin.precision, "AutoparStrategy")
 
     def teardown(self) -> None:
         assert self.accelerator is not None
@@ -111,23 +98,6 @@ class AutoparStrategy(SingleDeviceStrategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         return self.model.predict_step(*args, **kwargs)  # type: ignore[union-attr, operator]
 
-    # -- ranks: one place for data, many processes -----------------------------------------------------------------
-
-    @property
-    def is_global_zero(self) -> bool:
-        return self.global_rank == 0
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        if dist.is_initialized():
-            dist.barrier()
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not dist.is_initialized():
-            return obj
-        said = [obj]
-        dist.broadcast_object_list(said, src)
-        return said[0]
-
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -140,18 +110,14 @@ class AutoparStrategy(SingleDeviceStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         assert isinstance(self.model, ParallelModule)
-        scale = self.model.loss_scale
-        checkpoint[_KEY] = [self.model.random_state.state_dict(), scale and scale.state_dict()]
+        checkpoint[REST] = rest_of(self.model)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert isinstance(self.model, ParallelModule)
         self.model.load_state_dict(checkpoint["state_dict"], strict=strict)
-        random, scale = checkpoint.get(_KEY, (None, None))
-        if random is not None:
-            self.model.random_state.load_state_dict(random)
-        if scale is not None and self.model.loss_scale is not None:
-            self.model.loss_scale.load_state_dict(scale)
+        if REST in checkpoint:
+            take_up(self.model, checkpoint[REST])
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):

@@ -22,12 +22,11 @@ from autopar.errors import AutoparError
 from autopar.integrations.accelerate import (
     Accelerator,
     AsOneProcess,
-    StepAsked,
     load_rest,
-    on_first,
     save_rest,
     with_precision,
 )
+from autopar.integrations.models import StepAsked, on_first
 from autopar.parallel.module import ParallelModule
 from autopar.parallel.saving import save_file
 
