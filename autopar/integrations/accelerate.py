@@ -44,7 +44,7 @@ class AsOneProcess:
     """What a loss function may ask of an Accelerator while it is captured: all of it is that of one process."""
 
     num_processes, process_index, is_main_process, parallelism_config = 1, 0, True, None
-    distributed_type = DistributedType.NO
+    distributed_type, device = DistributedType.NO, torch.device("cpu")
 
     def unwrap_model(self, model: Any, *_: Any, **__: Any) -> Any:
         return model
