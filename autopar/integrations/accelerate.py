@@ -25,7 +25,7 @@ from autopar.capture.capture import LossFn
 from autopar.capture.inputs import tables
 from autopar.compiler.meshes import MeshLike
 from autopar.errors import AutoparError
-from autopar.integrations.models import StepAsked, on_first, rest_of, take_up
+from autopar.integrations.step_asked import StepAsked, on_first, rest_of, take_up
 from autopar.parallel.module import ParallelModule
 from autopar.parallel.saving import whole_values
 from autopar.torch_compat import tree_flatten

@@ -63,7 +63,7 @@ class Computing:
 
 
 class LoggedComputing(Computing):
-    """The same of a Trainer of TRL, whose `compute_loss` takes numbers for logs out of tensors.
+    """What a Trainer of TRL is while its loss is captured, which takes numbers for logs out of tensors.
 
     In a captured step these are NaN, and go nowhere; what the models gave leaves the step beside its loss. Of that the
     trainer's own code computes loss and logs once more, behind the step: the two losses must agree.

@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader
 from autopar.capture.capture import LossFn
 from autopar.compiler.meshes import MeshLike
 from autopar.errors import AutoparError
-from autopar.integrations.models import StepAsked, on_first, rest_of, take_up
 from autopar.integrations.prepare import SameBatches
+from autopar.integrations.step_asked import StepAsked, on_first, rest_of, take_up
 from autopar.parallel.module import ParallelModule
 from autopar.parallel.saving import whole_values
 

@@ -1,7 +1,8 @@
 """Lightning's Trainer on a mesh: a strategy whose training step is one compiled program, `self.log` included.
 
 To Lightning's own code one device trains: a batch is the whole one on every rank, and nothing is reduced. What
-`training_step` logs leaves the program beside the loss, and is logged behind it.
+`training_step` logs, and what it gives metrics of torchmetrics, leaves the program beside the loss, and is logged and
+counted behind it.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from torchmetrics import Metric, MetricCollection
 
 from autopar.compiler.meshes import MeshLike
 from autopar.errors import AutoparError
 from autopar.integrations.fabric import REST, OnePlace, own_device, refuse_precision
-from autopar.integrations.models import StepAsked, rest_of, take_up
+from autopar.integrations.step_asked import StepAsked, rest_of, take_up
 from autopar.parallel.module import ParallelModule
 from autopar.parallel.saving import whole_values
 
@@ -56,6 +58,9 @@ class AutoparStrategy(OnePlace, SingleDeviceStrategy):
         assert module is not None and self.accelerator is not None
         self._check(module)
         self.accelerator.setup(trainer)
+        for each in module.modules():
+            if isinstance(each, Metric):  # which counts the whole batch on every rank
+                each.distributed_available_fn = _has_ranks
         if self._made is None or vars(self._made.original) is not vars(module):  # fit() and then test() is one model
             self._made = self._asked.made(_logging_aside(module, self._step), self.root_device)
         self.model = self._made
@@ -84,8 +89,11 @@ class AutoparStrategy(OnePlace, SingleDeviceStrategy):
         model, module = self.model, self.lightning_module
         assert isinstance(model, ParallelModule) and module is not None
         loss = model.training_loss(batch, batch_idx if self._step.asks_number else 0, *args)
-        logged, more = model.last_aux
-        for name, value in logged.items():
+        logged, more, updates = model.last_aux
+        for key, (given, named) in updates.items():
+            _, metric, method = key.split()
+            getattr(getattr(module, metric), method)(*given, **named)
+        for name, value in {**logged, **{name: getattr(module, at) for name, at in self._step.metrics.items()}}.items():
             module.log(name, value, **self._step.options[name])
         return {"loss": loss, **more} if self._step.gives_dict else loss
 
@@ -127,27 +135,49 @@ class AutoparStrategy(OnePlace, SingleDeviceStrategy):
 class _Step:
     """The loss function that is captured, and what was found out of `training_step` meanwhile.
 
-    options: how each name is logged. asks_number: whether the code reads the number of the batch, which changes at each
-    step. gives_dict: whether the loss comes in a dict."""
+    options: how each name is logged. metrics: which metric of torchmetrics is logged under a name. asks_number: whether
+    the code reads the number of the batch, which changes at each step. gives_dict: whether the loss comes in a dict."""
 
     def __init__(self) -> None:
         self.options: dict[str, dict[str, Any]] = {}
         self.asks_number, self.gives_dict = False, False
+        self.metrics: dict[str, str] = {}
         self.logged: dict[str, Any] | None = None  # while a step is captured
+        self.updates: dict[str, Any] = {}  # with what a metric is called then: by order, name and method
 
     def loss(self, module: Any, batch: Any, number: int, *args: Any) -> Any:
-        """The loss, and what was logged and returned beside it."""
+        """The loss, what was logged and returned beside it, and what metrics were given."""
         self.logged = {}
         try:
             given = module.training_step(batch, number, *args) if _takes_number(module) else module.training_step(batch)
-            logged = dict(self.logged)
+            logged, updates = dict(self.logged), dict(self.updates)
         finally:
-            self.logged = None
+            self.logged, self.updates = None, {}
         self.gives_dict = isinstance(given, Mapping)
         if not self.gives_dict:
-            return given, (logged, {})
+            return given, (logged, {}, updates)
         more = {name: value for name, value in given.items() if name != "loss"}
-        return given["loss"], (logged, more)
+        return given["loss"], (logged, more, updates)
+
+
+class _HeardMetric:
+    """A metric of torchmetrics while a step is captured: what it is called with leaves the step beside the loss."""
+
+    def __init__(self, step: _Step, name: str) -> None:
+        self.step, self.name = step, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self._hear("__call__", args, kwargs)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        self._hear("update", args, kwargs)
+
+    def _hear(self, method: str, args: Any, kwargs: Any) -> None:
+        self.step.updates[f"{len(self.step.updates)} {self.name} {method}"] = (args, kwargs)
+
+
+def _has_ranks() -> bool:
+    return False
 
 
 def _takes_number(module: Any) -> bool:
@@ -165,13 +195,21 @@ def _asks_number(kind: type) -> bool:
 
 
 def _logging_aside(module: pl.LightningModule, step: _Step) -> Any:
-    """The module, of a class whose `log` keeps what is logged while a step is captured. All else is shared."""
+    """The module, of a class that keeps what is logged and what metrics are given while a step is captured. All else is
+    shared."""
     kind = type(module)
     step.asks_number = _asks_number(kind)
 
     def log(self: Any, name: str, value: Any, **options: Any) -> None:
         if step.logged is None:
             kind.log(self, name, value, **options)
+        elif isinstance(value, _HeardMetric):
+            step.metrics[name], step.options[name] = value.name, options
+        elif value is None:
+            raise AutoparError(
+                f"self.log('{name}', ...) in training_step is given None. A metric of torchmetrics has no value in a "
+                f"captured step: log the metric itself, self.log('{name}', self.metric), which is updated behind it."
+            )
         else:
             step.logged[name], step.options[name] = value, options
 
@@ -179,7 +217,18 @@ def _logging_aside(module: pl.LightningModule, step: _Step) -> Any:
         for name, value in dictionary.items():
             self.log(name, value, **options)
 
-    names = {"log": log, "log_dict": log_dict, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    def __getattr__(self: Any, name: str) -> Any:
+        value = kind.__getattr__(self, name)
+        is_heard = step.logged is not None and isinstance(value, (Metric, MetricCollection))
+        return _HeardMetric(step, name) if is_heard else value
+
+    names = {
+        "log": log,
+        "log_dict": log_dict,
+        "__getattr__": __getattr__,
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+    }
     made: Any = object.__new__(type(kind.__name__, (kind,), names))
     object.__setattr__(made, "__dict__", vars(module))
     return made

@@ -25,7 +25,7 @@ from autopar.integrations.accelerate import (
     with_precision,
 )
 from autopar.integrations.computing import LoggedComputing, compute_loss, computing_of
-from autopar.integrations.models import StepAsked, on_first
+from autopar.integrations.step_asked import StepAsked, on_first
 from autopar.parallel.module import ParallelModule
 from autopar.parallel.saving import save_file
 
