@@ -18,6 +18,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torchmetrics import Metric, MetricCollection
 
+from autopar.capture.inputs import tables
 from autopar.compiler.meshes import MeshLike
 from autopar.errors import AutoparError
 from autopar.integrations.fabric import REST, OnePlace, own_device, refuse_precision
@@ -58,7 +59,7 @@ class AutoparStrategy(OnePlace, SingleDeviceStrategy):
         assert module is not None and self.accelerator is not None
         self._check(module)
         self.accelerator.setup(trainer)
-        for each in module.modules():
+        for each in tables.modules(module):
             if isinstance(each, Metric):  # which counts the whole batch on every rank
                 each.distributed_available_fn = _has_ranks
         if self._made is None or vars(self._made.original) is not vars(module):  # fit() and then test() is one model
@@ -200,6 +201,7 @@ def _logging_aside(module: pl.LightningModule, step: _Step) -> Any:
     kind = type(module)
     step.asks_number = _asks_number(kind)
 
+    # Methods of a class that is made here, since a LightningModule finds its own `log` and metrics through its class.
     def log(self: Any, name: str, value: Any, **options: Any) -> None:
         if step.logged is None:
             kind.log(self, name, value, **options)
