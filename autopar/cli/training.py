@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -14,17 +16,21 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from autopar.api import parallelize
 from autopar.capture.inputs import tables
 from autopar.capture.inputs.containers import take_call_apart
 from autopar.checkpoint.checkpointer import Checkpointer
 from autopar.cli.arguments.command_options import CommandOptions
+from autopar.compiled import Compiled
 from autopar.compiler.compile import batch_arguments
+from autopar.errors import ArtifactError, MachineError
 from autopar.ir.mesh import AUTO
+from autopar.ir.ops.measure import human
 from autopar.ir.options import PLANNED
 from autopar.job import Job
+from autopar.machines.here import machine_here
 from autopar.parallel.module import ParallelModule
 from autopar.report.timeline.trace import write_trace
 from autopar.runtime.ranks.recorder import Recorder
@@ -41,6 +47,41 @@ class Outputs:
     log: Path | None = None
     tensorboard: Path | None = None
     trace: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Figures:
+    """The figures of a step. unit: what is counted, tokens or samples. mfu: None where nobody knows the machine's peak.
+    bytes_: the most that this rank has held so far: of the GPU, or of the process."""
+
+    step: int
+    loss: float
+    seconds: float
+    count: int
+    unit: str
+    mfu: float | None
+    bytes_: int
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """By name, as TensorBoard shows them."""
+        share = {} if self.mfu is None else {"MFU": self.mfu}
+        return {
+            "ms/step": 1e3 * self.seconds, f"{self.unit}/s": self.count / self.seconds, **share, "memory": self.bytes_
+        }  # fmt: skip
+
+    @property
+    def line(self) -> dict[str, Any]:
+        """What `--losses` writes."""
+        share = {} if self.mfu is None else {"mfu": self.mfu}
+        return {
+            "step": self.step, "loss": self.loss, "seconds": self.seconds, self.unit: self.count, **share,
+            "memory_bytes": self.bytes_,
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        share = "" if self.mfu is None else f"MFU {self.mfu:.1%}  "
+        return f"loss {self.loss:.4f}  {self.count / self.seconds:,.0f} {self.unit}/s  {share}{human(self.bytes_)}"
 
 
 def train(
@@ -72,7 +113,9 @@ def train(
         console.print(
             f"resumed from step {done} of {options.checkpoint}", markup=False, highlight=False, soft_wrap=True
         )
-    write, close = _writer(to, done) if first else (lambda figures: None, lambda: None)
+    write, close = _writer(to, done) if first else (lambda figures, more: None, lambda: None)
+    device = next(iter(tables.parameters(model))).device
+    mfu = _mfu_on(compiled, device) if first else (lambda seconds: None)
     with _bar(console, steps, str(compiled.mesh)) as show:
         for step in numbers:
             start = time.perf_counter()
@@ -89,14 +132,31 @@ def train(
                 optimizer.zero_grad()
             seconds = time.perf_counter() - start
             count, unit = _amount([tensor for _, tensor in take_call_apart(args, kwargs).tensors()])
-            show(step, loss, seconds, count / seconds, unit)
+            figures = _Figures(step, loss, seconds, count, unit, mfu(seconds), _most_bytes(device))
+            show(figures)
             layers = model.last.imbalance if to.log is not None else {}
-            imbalance = {"imbalance": layers} if layers else {}
-            write({"step": step, "loss": loss, "seconds": seconds, unit: count, **imbalance})
+            write(figures, {"imbalance": layers} if layers else {})
     close()
     if trace is not None:
         console.print(f"trace: {write_trace(trace, compiled, recorder)}", markup=False, highlight=False)
     _show_after(job, model, console)
+
+
+def _mfu_on(compiled: Compiled, device: torch.device) -> Callable[[float], float | None]:
+    """A function of a step's seconds to the share of this machine's peak that the model's own FLOPs took; to None where
+    there is no built-in machine of its name, or the programs are read from a cache and tell no FLOPs."""
+    try:
+        step = compiled.time(machine_here(device))
+    except (MachineError, ArtifactError):
+        return lambda seconds: None
+    return lambda seconds: step.mfu_of(1e6 * seconds)
+
+
+def _most_bytes(device: torch.device) -> int:
+    """The most bytes that this rank has held on its device so far."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _parallel(job: Job, mesh: str, options: CommandOptions, machine: str | None) -> ParallelModule:
@@ -129,7 +189,7 @@ def _numbers(options: CommandOptions, steps: int, model: Any, optimizer: Any) ->
     return checkpointer.steps(steps, model, optimizer, resume=resume), checkpointer.done
 
 
-def _writer(to: Outputs, done: int) -> tuple[Callable[[dict[str, Any]], None], Callable[[], None]]:
+def _writer(to: Outputs, done: int) -> tuple[Callable[[_Figures, dict[str, Any]], None], Callable[[], None]]:
     """A function that writes the figures of a step to where they are wanted, and one that closes the files."""
     lines = None if to.log is None else _opened(to.log, done)
     board = None
@@ -138,15 +198,12 @@ def _writer(to: Outputs, done: int) -> tuple[Callable[[dict[str, Any]], None], C
 
         board = SummaryWriter(str(to.tensorboard), purge_step=done or None)  # steps of a run that ended are done anew
 
-    def write(figures: dict[str, Any]) -> None:
+    def write(figures: _Figures, more: dict[str, Any]) -> None:
         if lines is not None:
-            lines.write(json.dumps(figures) + "\n")
+            lines.write(json.dumps({**figures.line, **more}) + "\n")
         if board is not None:
-            rates = {
-                f"{unit}/s": figures[unit] / figures["seconds"] for unit in ("tokens", "samples") if unit in figures
-            }
-            for name, value in {"loss": figures["loss"], "ms/step": 1e3 * figures["seconds"], **rates}.items():
-                board.add_scalar(name, value, figures["step"])
+            for name, value in {"loss": figures.loss, **figures.rates}.items():
+                board.add_scalar(name, value, figures.step)
 
     def close() -> None:
         if lines is not None:
@@ -189,20 +246,21 @@ def _amount(tensors: list[torch.Tensor]) -> tuple[int, str]:
 def _bar(console: Console, steps: int, mesh: str) -> Iterator[Any]:
     """A function that shows a step: a bar on a terminal, a line now and then elsewhere."""
     columns = (
-        TextColumn(mesh), BarColumn(), MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.4f}  {task.fields[rate]:,.0f} {task.fields[unit]}/s"),
-        TextColumn("{task.fields[ms]:.0f} ms/step"),
-        TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
+        TextColumn(mesh), BarColumn(None), MofNCompleteColumn(), TextColumn("{task.fields[figures]}", markup=False),
+        TimeRemainingColumn(), TextColumn("left"),
     )  # fmt: skip
     every = max(1, steps // 10)
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("", total=steps, loss=0.0, rate=0.0, unit="tokens", ms=0.0)
+    with Progress(*columns, console=console, disable=not console.is_terminal, expand=True) as progress:
+        bar = progress.add_task("", total=steps, figures="")
 
-        def show(step: int, loss: float, seconds: float, rate: float, unit: str) -> None:
-            progress.update(bar, advance=1, loss=loss, rate=rate, unit=unit, ms=1e3 * seconds)
+        def show(figures: _Figures) -> None:
+            progress.update(bar, advance=1, figures=figures)
+            step = figures.step
             if not console.is_terminal and (step % every == 0 or step == steps - 1):
-                pace = f"{rate:,.0f} {unit}/s  {1e3 * seconds:.0f} ms/step"
-                left = f"  {timedelta(seconds=round((steps - step - 1) * seconds))} left" if step < steps - 1 else ""
-                console.print(f"step {step + 1}/{steps}  loss {loss:.4f}  {pace}{left}")
+                seconds = round((steps - step - 1) * figures.seconds)
+                left = f"  {timedelta(seconds=seconds)} left" if step < steps - 1 else ""
+                console.print(
+                    f"step {step + 1}/{steps}  {figures}  {1e3 * figures.seconds:.0f} ms/step{left}", soft_wrap=True
+                )
 
         yield show

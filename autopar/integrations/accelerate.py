@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,11 @@ from accelerate.utils import DistributedType, recursively_apply
 from safetensors.torch import load_file
 from torch import nn
 
-from autopar.api import parallelize
 from autopar.capture.capture import LossFn
 from autopar.capture.inputs import tables
-from autopar.checkpoint.together import AllRanks
 from autopar.compiler.meshes import MeshLike
 from autopar.errors import AutoparError
+from autopar.integrations.step_asked import StepAsked, on_first, rest_of, take_up
 from autopar.parallel.module import ParallelModule
 from autopar.parallel.saving import whole_values
 from autopar.torch_compat import tree_flatten
@@ -42,23 +40,11 @@ _THEIRS = {
 _PLAIN = {"NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU"}
 
 
-@dataclass(frozen=True, slots=True)
-class StepAsked:
-    """What `autopar.parallelize` is asked for, of each model that is prepared."""
-
-    mesh: MeshLike
-    loss_fn: LossFn | None = None
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def made(self, model: nn.Module, device: torch.device) -> ParallelModule:
-        return parallelize(model, self.mesh, loss_fn=self.loss_fn, device=device, **self.options)
-
-
 class AsOneProcess:
     """What a loss function may ask of an Accelerator while it is captured: all of it is that of one process."""
 
     num_processes, process_index, is_main_process, parallelism_config = 1, 0, True, None
-    distributed_type = DistributedType.NO
+    distributed_type, device = DistributedType.NO, torch.device("cpu")
 
     def unwrap_model(self, model: Any, *_: Any, **__: Any) -> Any:
         return model
@@ -276,7 +262,7 @@ def with_precision(options: dict[str, Any], mixed_precision: str | None) -> dict
 def save_rest(models: list[ParallelModule], folder: Any) -> None:
     """Write what a checkpoint of a library has no place for: where random numbers and loss scales stand. Every rank
     must call it; the folder is whole when it returns."""
-    states = [[model.random_state.state_dict(), model.loss_scale and model.loss_scale.state_dict()] for model in models]
+    states = [rest_of(model) for model in models]
     on_first(models, lambda: torch.save(states, Path(folder) / _STATE), folder)
 
 
@@ -285,21 +271,5 @@ def load_rest(models: list[ParallelModule], folder: Any) -> None:
     file = Path(folder) / _STATE
     if not file.exists():
         return
-    for model, (random, scale) in zip(models, torch.load(file, weights_only=True), strict=True):
-        model.random_state.load_state_dict(random)
-        if model.loss_scale is not None and scale is not None:
-            model.loss_scale.load_state_dict(scale)
-
-
-def on_first(models: list[ParallelModule], write: Any, folder: Any) -> None:
-    """Let rank 0 write; all wait for it. An error there is one on every rank."""
-    ranks = AllRanks.of(models)
-
-    def work(_phase: Any) -> None:
-        try:
-            if ranks.rank == 0:
-                write()
-        except OSError as error:
-            raise AutoparError(f"'{folder}' cannot be written: {error}") from error
-
-    ranks.together(work)
+    for model, rest in zip(models, torch.load(file, weights_only=True), strict=True):
+        take_up(model, rest)

@@ -1,36 +1,33 @@
 """Lightning's Trainer on a mesh: a strategy whose training step is one compiled program, `self.log` included.
 
 To Lightning's own code one device trains: a batch is the whole one on every rank, and nothing is reduced. What
-`training_step` logs leaves the program beside the loss, and is logged behind it.
+`training_step` logs, and what it gives metrics of torchmetrics, leaves the program beside the loss, and is logged and
+counted behind it.
 """
 
 from __future__ import annotations
 
 import dis
 import inspect
-import os
 from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
-import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch.utils.data import DataLoader
+from torchmetrics import Metric, MetricCollection
 
+from autopar.capture.inputs import tables
 from autopar.compiler.meshes import MeshLike
 from autopar.errors import AutoparError
-from autopar.integrations.accelerate import StepAsked
-from autopar.integrations.prepare import SameBatches
+from autopar.integrations.fabric import REST, OnePlace, own_device, refuse_precision
+from autopar.integrations.step_asked import StepAsked, rest_of, take_up
 from autopar.parallel.module import ParallelModule
 from autopar.parallel.saving import whole_values
 
-_KEY = "autopar"  # of a checkpoint's entry that Lightning does not know
 
-
-class AutoparStrategy(SingleDeviceStrategy):
+class AutoparStrategy(OnePlace, SingleDeviceStrategy):
     """A strategy of Lightning's Trainer, on every rank of torchrun:
 
         trainer = L.Trainer(strategy=AutoparStrategy(mesh="dp=2,tp=2"), devices=1, max_epochs=3)
@@ -45,9 +42,8 @@ class AutoparStrategy(SingleDeviceStrategy):
     strategy_name = "autopar"
 
     def __init__(self, mesh: MeshLike, options: dict[str, Any] | None = None, device: Any = None) -> None:
-        local = int(os.environ.get("LOCAL_RANK", 0))
-        super().__init__(device or (torch.device("cuda", local) if torch.cuda.is_available() else "cpu"))
-        self.global_rank, self.local_rank = int(os.environ.get("RANK", 0)), local
+        super().__init__(device or own_device())
+        self.take_ranks()
         self._step = _Step()
         self._made: ParallelModule | None = None
         self._asked = StepAsked(mesh, self._step.loss, dict(options or {}))
@@ -63,6 +59,9 @@ class AutoparStrategy(SingleDeviceStrategy):
         assert module is not None and self.accelerator is not None
         self._check(module)
         self.accelerator.setup(trainer)
+        for each in tables.modules(module):
+            if isinstance(each, Metric):  # which counts the whole batch on every rank
+                each.distributed_available_fn = _has_ranks
         if self._made is None or vars(self._made.original) is not vars(module):  # fit() and then test() is one model
             self._made = self._asked.made(_logging_aside(module, self._step), self.root_device)
         self.model = self._made
@@ -77,13 +76,7 @@ class AutoparStrategy(SingleDeviceStrategy):
                 f"training_loss, without this strategy."
             )
         if type(self.precision_plugin) is not Precision:
-            raise AutoparError(
-                f'Trainer(precision="{self.precision_plugin.precision}") is said to autopar: leave it out, and give '
-                f'AutoparStrategy(..., options={{"precision": "bf16"}}), or "fp16".'
-            )
-
-    def process_dataloader(self, dataloader: object) -> object:
-        return SameBatches(dataloader) if isinstance(dataloader, DataLoader) else dataloader
+            refuse_precision("Trainer", self.precision_plugin.precision, "AutoparStrategy")
 
     def teardown(self) -> None:
         assert self.accelerator is not None
@@ -97,8 +90,11 @@ class AutoparStrategy(SingleDeviceStrategy):
         model, module = self.model, self.lightning_module
         assert isinstance(model, ParallelModule) and module is not None
         loss = model.training_loss(batch, batch_idx if self._step.asks_number else 0, *args)
-        logged, more = model.last_aux
-        for name, value in logged.items():
+        logged, more, updates = model.last_aux
+        for key, (given, named) in updates.items():
+            _, metric, method = key.split()
+            getattr(getattr(module, metric), method)(*given, **named)
+        for name, value in {**logged, **{name: getattr(module, at) for name, at in self._step.metrics.items()}}.items():
             module.log(name, value, **self._step.options[name])
         return {"loss": loss, **more} if self._step.gives_dict else loss
 
@@ -110,23 +106,6 @@ class AutoparStrategy(SingleDeviceStrategy):
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         return self.model.predict_step(*args, **kwargs)  # type: ignore[union-attr, operator]
-
-    # -- ranks: one place for data, many processes -----------------------------------------------------------------
-
-    @property
-    def is_global_zero(self) -> bool:
-        return self.global_rank == 0
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        if dist.is_initialized():
-            dist.barrier()
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not dist.is_initialized():
-            return obj
-        said = [obj]
-        dist.broadcast_object_list(said, src)
-        return said[0]
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -140,18 +119,14 @@ class AutoparStrategy(SingleDeviceStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         assert isinstance(self.model, ParallelModule)
-        scale = self.model.loss_scale
-        checkpoint[_KEY] = [self.model.random_state.state_dict(), scale and scale.state_dict()]
+        checkpoint[REST] = rest_of(self.model)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert isinstance(self.model, ParallelModule)
         self.model.load_state_dict(checkpoint["state_dict"], strict=strict)
-        random, scale = checkpoint.get(_KEY, (None, None))
-        if random is not None:
-            self.model.random_state.load_state_dict(random)
-        if scale is not None and self.model.loss_scale is not None:
-            self.model.loss_scale.load_state_dict(scale)
+        if REST in checkpoint:
+            take_up(self.model, checkpoint[REST])
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
@@ -161,27 +136,49 @@ class AutoparStrategy(SingleDeviceStrategy):
 class _Step:
     """The loss function that is captured, and what was found out of `training_step` meanwhile.
 
-    options: how each name is logged. asks_number: whether the code reads the number of the batch, which changes at each
-    step. gives_dict: whether the loss comes in a dict."""
+    options: how each name is logged. metrics: which metric of torchmetrics is logged under a name. asks_number: whether
+    the code reads the number of the batch, which changes at each step. gives_dict: whether the loss comes in a dict."""
 
     def __init__(self) -> None:
         self.options: dict[str, dict[str, Any]] = {}
         self.asks_number, self.gives_dict = False, False
+        self.metrics: dict[str, str] = {}
         self.logged: dict[str, Any] | None = None  # while a step is captured
+        self.updates: dict[str, Any] = {}  # with what a metric is called then: by order, name and method
 
     def loss(self, module: Any, batch: Any, number: int, *args: Any) -> Any:
-        """The loss, and what was logged and returned beside it."""
+        """The loss, what was logged and returned beside it, and what metrics were given."""
         self.logged = {}
         try:
             given = module.training_step(batch, number, *args) if _takes_number(module) else module.training_step(batch)
-            logged = dict(self.logged)
+            logged, updates = dict(self.logged), dict(self.updates)
         finally:
-            self.logged = None
+            self.logged, self.updates = None, {}
         self.gives_dict = isinstance(given, Mapping)
         if not self.gives_dict:
-            return given, (logged, {})
+            return given, (logged, {}, updates)
         more = {name: value for name, value in given.items() if name != "loss"}
-        return given["loss"], (logged, more)
+        return given["loss"], (logged, more, updates)
+
+
+class _HeardMetric:
+    """A metric of torchmetrics while a step is captured: what it is called with leaves the step beside the loss."""
+
+    def __init__(self, step: _Step, name: str) -> None:
+        self.step, self.name = step, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self._hear("__call__", args, kwargs)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        self._hear("update", args, kwargs)
+
+    def _hear(self, method: str, args: Any, kwargs: Any) -> None:
+        self.step.updates[f"{len(self.step.updates)} {self.name} {method}"] = (args, kwargs)
+
+
+def _has_ranks() -> bool:
+    return False
 
 
 def _takes_number(module: Any) -> bool:
@@ -199,13 +196,22 @@ def _asks_number(kind: type) -> bool:
 
 
 def _logging_aside(module: pl.LightningModule, step: _Step) -> Any:
-    """The module, of a class whose `log` keeps what is logged while a step is captured. All else is shared."""
+    """The module, of a class that keeps what is logged and what metrics are given while a step is captured. All else is
+    shared."""
     kind = type(module)
     step.asks_number = _asks_number(kind)
 
+    # Methods of a class that is made here, since a LightningModule finds its own `log` and metrics through its class.
     def log(self: Any, name: str, value: Any, **options: Any) -> None:
         if step.logged is None:
             kind.log(self, name, value, **options)
+        elif isinstance(value, _HeardMetric):
+            step.metrics[name], step.options[name] = value.name, options
+        elif value is None:
+            raise AutoparError(
+                f"self.log('{name}', ...) in training_step is given None. A metric of torchmetrics has no value in a "
+                f"captured step: log the metric itself, self.log('{name}', self.metric), which is updated behind it."
+            )
         else:
             step.logged[name], step.options[name] = value, options
 
@@ -213,7 +219,18 @@ def _logging_aside(module: pl.LightningModule, step: _Step) -> Any:
         for name, value in dictionary.items():
             self.log(name, value, **options)
 
-    names = {"log": log, "log_dict": log_dict, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    def __getattr__(self: Any, name: str) -> Any:
+        value = kind.__getattr__(self, name)
+        is_heard = step.logged is not None and isinstance(value, (Metric, MetricCollection))
+        return _HeardMetric(step, name) if is_heard else value
+
+    names = {
+        "log": log,
+        "log_dict": log_dict,
+        "__getattr__": __getattr__,
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+    }
     made: Any = object.__new__(type(kind.__name__, (kind,), names))
     object.__setattr__(made, "__dict__", vars(module))
     return made

@@ -48,6 +48,7 @@ class SameBatches:
     """A `DataLoader` whose random numbers are those of rank 0 on every rank, from each of its passes on."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
+        self.__dict__.update(vars(loader))  # of which Fabric makes a loader of its own
         self.loader = loader
 
     def __iter__(self) -> Iterator[Any]:

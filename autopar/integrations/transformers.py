@@ -16,24 +16,23 @@ import torch.distributed as dist
 import transformers
 from transformers.trainer import OPTIMIZER_NAME
 
-from autopar.capture.python.library_state import names_reached
 from autopar.compiler.meshes import MeshLike
 from autopar.errors import AutoparError
 from autopar.integrations.accelerate import (
     Accelerator,
-    AsOneProcess,
-    StepAsked,
     load_rest,
-    on_first,
     save_rest,
     with_precision,
 )
+from autopar.integrations.computing import LoggedComputing, compute_loss, computing_of
+from autopar.integrations.step_asked import StepAsked, on_first
 from autopar.parallel.module import ParallelModule
 from autopar.parallel.saving import save_file
 
 _INSTEAD = {  # arguments that say how to be parallel, or what of a step to keep, and what says it here
     "fsdp": "zero=3, or an axis 'fsdp' of the mesh", "deepspeed": "zero=1, 2 or 3", "parallelism_config": "the mesh",
     "torch_compile": "compile='inductor'", "gradient_checkpointing": "recompute='full' or 'selective'",
+    "activation_checkpointing": "recompute='full' or 'selective'",
     "save_on_each_node": "nothing: rank 0 writes", "neftune_noise_alpha": "nothing: it draws noise in a hook",
     "use_liger_kernel": "compile='triton' on a GPU",
 }  # fmt: skip
@@ -49,8 +48,8 @@ class ParallelTrainer:
     mesh, options: as of `autopar.parallelize`. `per_device_train_batch_size` is the size of the batch of all ranks
     together, as if they were one device, and so are losses, `eval_loss`, metrics, counts of steps and checkpoints,
     which a Trainer on one device goes on from, and the other way round. bf16 and fp16 are the precision of the step.
-    `trainer.model` is a `ParallelModule`. Raises AutoparError for a Trainer of TRL, and for arguments that ask for
-    another parallelism.
+    `trainer.model` is a `ParallelModule`. The trainers of TRL that learn from a data set (SFT, DPO) are such classes,
+    too. Raises AutoparError for arguments that ask for another parallelism.
     """
 
     args: Any
@@ -59,14 +58,7 @@ class ParallelTrainer:
     optimizer: Any
 
     def __init__(self, *args: Any, mesh: MeshLike, options: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        if found := [kind.__name__ for kind in type(self).__mro__ if kind.__module__.partition(".")[0] == "trl"]:
-            raise AutoparError(
-                f"{found[0]} of TRL takes numbers for its logs out of tensors inside of compute_loss, which a compiled "
-                f"step cannot do. Write its loss as a loss_fn and train with model.training_loss "
-                f"(benchmarks/ports/diffs/dpo.diff), or as compute_loss of transformers' Trainer, which gives the loss "
-                f"alone."
-            )
-        self._computing = _Computing(type(self))
+        self._computing = computing_of(type(self))
         self._asked = StepAsked(mesh, self._computing.loss, dict(options or {}))
         if taken := sorted(self._asked.options.keys() & {"loss_fn", "batch", "device"}):
             raise AutoparError(
@@ -75,6 +67,8 @@ class ParallelTrainer:
             )
         super().__init__(*args, **kwargs)
         self._set_signature_columns_if_needed()  # type: ignore[attr-defined]
+        if isinstance(self._computing, LoggedComputing):
+            self._computing.take_heads(self)
         self._computing.follow(self)
         self.compute_loss = self._loss  # around what all subclasses make of it
         self.model = self.model_wrapped = self.accelerator.prepare_model(self.model)
@@ -98,9 +92,8 @@ class ParallelTrainer:
     def _loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
         """The loss of a step for training, whose `backward()` Trainer calls; else what the Trainer computes."""
         if not isinstance(model, ParallelModule) or not model.training or return_outputs:
-            return _compute_loss(self)(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
-        self._computing.follow(self)
-        return model.training_loss(dict(inputs), num_items_in_batch)
+            return compute_loss(self)(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
+        return self._computing.step(self, model, inputs, num_items_in_batch)
 
     def _has_mixed_mesh_grads(self, model: Any) -> bool:
         return False  # the norm of `clip_grad_norm_` is over all stages as it is
@@ -132,32 +125,6 @@ class ParallelTrainer:
         super()._load_rng_state(checkpoint)  # type: ignore[misc]
         if checkpoint is not None:
             load_rest([self.model], checkpoint)
-
-
-class _Computing:
-    """What a Trainer is while its loss is captured: the attributes that `compute_loss` can read, and no more.
-
-    A program is compared with all that it may have read at each step, and a Trainer counts, logs and collects.
-    """
-
-    def __init__(self, kind: Any) -> None:
-        self.names = names_reached(kind, ["compute_loss"]) - {"accelerator", "model", "compute_loss"}
-        self.trainer: Any = object.__new__(kind)
-        self.trainer.accelerator = AsOneProcess()
-
-    def follow(self, trainer: Any) -> None:
-        """Take over what the trainer has now."""
-        self.trainer.__dict__.update({name: value for name, value in vars(trainer).items() if name in self.names})
-
-    def loss(self, model: Any, inputs: Any, num_items_in_batch: Any) -> Any:
-        """The loss function of the step, which is captured."""
-        self.trainer.model = model
-        return _compute_loss(self.trainer)(model, dict(inputs), num_items_in_batch=num_items_in_batch)
-
-
-def _compute_loss(trainer: Any) -> Any:
-    """The method of the trainer's class."""
-    return type(trainer).compute_loss.__get__(trainer)
 
 
 class Trainer(ParallelTrainer, transformers.Trainer):

@@ -136,7 +136,7 @@ def test_the_figures_for_tensorboard(places: dict[str, str], tmp_path: Path) -> 
     assert call(f"run {places['JOB']} --mesh dp=1 --steps 2 --tensorboard {tmp_path}")[0] == 0
     written = EventAccumulator(str(tmp_path))
     written.Reload()
-    assert written.Tags()["scalars"] == ["loss", "ms/step", "samples/s"]
+    assert written.Tags()["scalars"] == ["loss", "ms/step", "samples/s", "MFU", "memory"]
     assert [each.step for each in written.Scalars("loss")] == [0, 1]
 
 

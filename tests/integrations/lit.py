@@ -14,6 +14,8 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from loops import data
 from torch import nn
 from torch.utils.data import DataLoader
+from torchmetrics import SumMetric
+from torchmetrics.classification import MulticlassAccuracy
 
 
 class Classifier(L.LightningModule):
@@ -22,6 +24,7 @@ class Classifier(L.LightningModule):
         torch.manual_seed(3)
         self.model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.GELU(), nn.Linear(8, 4)).double()
         self.uses_number = uses_number
+        self.accuracy, self.seen = MulticlassAccuracy(4), SumMetric()
 
     def forward(self, x: Any) -> Any:
         return self.model(x)
@@ -32,6 +35,8 @@ class Classifier(L.LightningModule):
         loss = F.cross_entropy(output, y)
         self.log("train_loss", loss, on_step=True, on_epoch=True)
         self.log_dict({"right": (output.argmax(-1) == y).double().mean()}, on_step=False, on_epoch=True)
+        self.accuracy(output, y)
+        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
         return {"loss": loss, "norm": output.square().sum()}
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -39,6 +44,8 @@ class Classifier(L.LightningModule):
         output = self(x)
         self.log("val_loss", F.cross_entropy(output, y))
         self.log("val_acc", (output.argmax(-1) == y).double().mean(), sync_dist=True)
+        self.seen.update(float(len(x)))
+        self.log("seen", self.seen)
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         return self(batch[0]).argmax(-1)

@@ -38,12 +38,16 @@ class StepTime:
     @property
     def mfu(self) -> float:
         """The share of the peak that the model's own FLOPs take (arXiv 2205.05198, section 6)."""
-        return self.flops / self._peak
+        return self.mfu_of(self.total)
+
+    def mfu_of(self, us: float) -> float:
+        """The share of the peak that they take in a step of so many us."""
+        return self.flops / (self._peak * us)
 
     @property
     def hfu(self) -> float:
         """The share of the peak with what is computed again."""
-        return (self.flops + self.recomputed) / self._peak
+        return (self.flops + self.recomputed) / (self._peak * self.total)
 
     @property
     def tokens_per_second(self) -> float:
@@ -52,8 +56,9 @@ class StepTime:
 
     @property
     def _peak(self) -> float:
+        """FLOPs of all ranks in a us."""
         flops = self.machine.device.flops
-        return self.ranks * flops.get(self.dtype, flops["float32"]) * self.total / 1e6
+        return self.ranks * flops.get(self.dtype, flops["float32"]) / 1e6
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
