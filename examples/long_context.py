@@ -50,8 +50,8 @@ def kept(mesh: str, length: int, zero: int | None = None) -> int:
 def table() -> str:
     """What a rank holds: of a quarter of the sequence, of all of it, and of all of it on four."""
     cases = (("dp=1", SHORT, None), ("dp=1", LENGTH, None), (MESH, LENGTH, ZERO))
-    lines = (f"{length:6} letters on {mesh}: {kept(mesh, length, zero) / 2**20:6.1f} MiB" for mesh, length, zero in cases)
-    return "\n".join(["at most on a rank", *lines])
+    lines = (f"{length:6} letters on {mesh}: {kept(mesh, length, zero) / 2**20:6.1f}" for mesh, length, zero in cases)
+    return "\n".join(["MiB at most on a rank", *lines])
 
 
 def run(*arguments: str) -> None:

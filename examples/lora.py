@@ -61,7 +61,7 @@ def make_optimizer(model: nn.Module, lr: float = 5e-3) -> torch.optim.Optimizer:
 def pretrained(steps: int, batch: Callable[[int], tuple[Tensor, Tensor]]) -> nn.Module:
     """A model that has learnt something: the same on every rank."""
     torch.manual_seed(0)
-    shape = dict(vocab_size=128, hidden_size=128, intermediate_size=256, max_position_embeddings=LENGTH)
+    shape = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": LENGTH}
     model = LlamaForCausalLM(LlamaConfig(**shape, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2))
     one_device(model, loss_fn, make_optimizer(model, lr=2e-3), batch, steps)
     return model

@@ -67,14 +67,15 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     optimizer = task.make_optimizer(model.parameters())
     losses = []
     for step in range(args.steps):
-        losses.append(model.forward_backward(*task.data(step)).item())
+        losses.append(model.forward_backward(*task.batch_of(step)).item())
         optimizer.step()
         optimizer.zero_grad()
     if dist.get_rank() == 0:
         plain = job()
-        alone = one_device(plain.model, plain.loss_fn, plain.make_optimizer(plain.model.parameters()), plain.data, args.steps)
         print(model.compiled.timeline())
         print(compared(plain))
+        own_optimizer = plain.make_optimizer(plain.model.parameters())
+        alone = one_device(plain.model, plain.loss_fn, own_optimizer, plain.batch_of, args.steps)
         print(curve(losses, "loss"))
         print(beside(losses, alone))
     return losses

@@ -5,7 +5,7 @@
 Three things of a loop of reinforcement learning: episodes are played with the plain module (`gathered`), the same on
 every rank since all draw from one seed; the policy then learns from them in parallel steps, whose loss function takes
 more than a pair of tensors; and what it returns beside the loss is in `model.last_aux`. At the end the same is done on
-one device. It is in float64, where the last digit of a chance decides no draw: so all episodes are the same ones.
+one device. It is in float64, so that rounding decides no draw: in these 20 iterations all episodes are the same ones.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,14 +28,14 @@ def one_device(
 def beside(ours: Sequence[float], alone: Sequence[float], what: str = "loss") -> str:
     """One line: how far two runs are apart."""
     worst = max(abs(a - b) / abs(b) for a, b in zip(ours, alone, strict=True))
-    return f"{what} on one device, step by step: {alone[0]:.4f} to {alone[-1]:.4f}, largest relative difference {worst:.0e}"
+    return f"{what} on one device: {alone[0]:.4f} to {alone[-1]:.4f}, largest relative difference {worst:.0e}"
 
 
 def curve(values: Sequence[float], title: str, width: int = 64, height: int = 10) -> str:
     """Values over their numbers, as lines of text: each column is the mean of the values that it stands for."""
     width = min(width, len(values))
     edges = [len(values) * i // width for i in range(width + 1)]
-    columns = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    columns = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
     low, high = min(columns), max(columns)
     rows = [round((high - value) / ((high - low) or 1) * (height - 1)) for value in columns]
     lines = [f"{'':9}{title}"]

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 examples/train_llama.py --mesh tp=2 --steps 120
 
 The second command goes on where the first one ended (or was killed). It draws the whole curve, and trains the same 120
-steps on one device, without a stop: the losses are the same. A third command adds steps; another `--folder` begins anew.
+steps on one device, without a stop: the losses are the same. More `--steps` go on; another `--folder` begins anew.
 """
 
 from __future__ import annotations

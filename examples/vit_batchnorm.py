@@ -53,8 +53,8 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     centre = torch.randint(10, SIDE - 10, (2, ROWS, 1, 1), generator=random)
     y, x = torch.arange(SIDE)[:, None] - centre[0], torch.arange(SIDE) - centre[1]
     near = (x.abs() < 8) & (y.abs() < 8)
-    shapes = near & (x.abs() < 6) & (y.abs() < 6), x**2 + y**2 < 48, near & ((x.abs() < 2) | (y.abs() < 2)), near & (y % 4 < 2)
-    drawn = torch.stack(shapes, 1)[torch.arange(ROWS), label].double()
+    square, disc, cross = near & (x.abs() < 6) & (y.abs() < 6), x**2 + y**2 < 48, near & ((x.abs() < 2) | (y.abs() < 2))
+    drawn = torch.stack((square, disc, cross, near & (y % 4 < 2)), 1)[torch.arange(ROWS), label].double()
     return (drawn + 0.5 * torch.randn(drawn.shape, generator=random, dtype=torch.float64))[:, None], label
 
 
@@ -65,7 +65,7 @@ def make() -> ViT:
 
 def accumulated(steps: int, data_ranks: int, microbatches: int) -> tuple[list[float], dict[str, Tensor]]:
     """The losses and the buffers of a loop of plain PyTorch. Each data rank has a part of the batch, and runs its
-    micro-batches one after another; its running statistics begin where those of all ranks stood, and end in their mean."""
+    micro-batches one after another. Its running statistics begin where all ranks' stood, and end in their mean."""
     model, losses = make(), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(steps):
