@@ -16,6 +16,8 @@ from autopar.report.explanation import Explanation, explain
 from autopar.report.memory.estimate import memory_report
 from autopar.report.memory.report import MemoryReport
 from autopar.report.memory.simulate_rank import OptimizerMaker
+from autopar.report.timeline.show_timeline import picture_of
+from autopar.report.timeline.terminal import timeline_text
 
 
 class Compiled(Lowered):
@@ -52,6 +54,11 @@ class Compiled(Lowered):
         imbalance: of experts over ranks, the rows of the busiest one over the mean (`model.last`). Raises MachineError.
         """
         return step_time(self, named(machine) if isinstance(machine, str) else machine, imbalance)
+
+    def timeline(self, width: int = 100) -> str:
+        """When each rank of a pipeline does what, simulated, as lines of text: `autopar inspect --timeline`. Raises
+        TargetError if the step is one graph."""
+        return timeline_text(picture_of(self), width, colour=False).plain
 
     def save(self, directory: str | Path) -> None:
         """Write the programs of the distinct ranks as readable Python and JSON."""

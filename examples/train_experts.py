@@ -11,6 +11,8 @@ Names are those of gpt.py, and E experts, K of them for a token, N = B T tokens.
 from __future__ import annotations
 
 import argparse
+import copy
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -18,6 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import train_gpt
 from gpt import Attention, GPTConfig
+from show import beside, one_device
 from torch import Tensor, nn
 
 import autopar
@@ -90,31 +93,38 @@ def job() -> autopar.Job:
     return replace(train_gpt.job(), model=MixtureGPT(train_gpt.CONFIG), loss_fn=loss_fn, after=None)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> list[float]:
+    """Train, with a table of the tokens that each expert took; the losses."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mesh", default="ep=4")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--every", type=int, default=10, help="steps from one line of the table to the next")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     torch.manual_seed(0)
     task = job()
-    assert task.data is not None
-    model = autopar.parallelize(task.model, args.mesh, loss_fn=task.loss_fn)
+    plain = copy.deepcopy(task.model)
+    model = autopar.parallelize(task.model, args.mesh, loss_fn=loss_fn)
     optimizer = task.make_optimizer(model.parameters())
     is_first = dist.get_rank() == 0
     if is_first:
         named = "".join(f"{f'expert {expert}':>10}" for expert in range(EXPERTS))
         print(f"  step    loss  {'layer':16}{named}  imbalance")
+    losses = []
     for step in range(args.steps):
-        loss = model.forward_backward(*task.data(step)).item()
+        losses.append(model.forward_backward(*task.batch_of(step)).item())
         optimizer.step()
         optimizer.zero_grad()
         if step % args.every == 0 or step == args.steps - 1:
             for layer in model.last.experts:  # every rank asks: they tell one another
                 if is_first:
                     rows = "".join(f"{rows:10}" for rows in layer.by_expert)
-                    print(f"{step + 1:6}  {loss:6.3f}  {layer.module:16}{rows}  {layer.imbalance:9.2f}", flush=True)
-    dist.destroy_process_group()
+                    print(
+                        f"{step + 1:6}  {losses[-1]:6.3f}  {layer.module:16}{rows}  {layer.imbalance:9.2f}", flush=True
+                    )
+    if is_first:
+        alone = one_device(plain, loss_fn, task.make_optimizer(plain.parameters()), task.batch_of, args.steps)
+        print(beside(losses, alone))
+    return losses
 
 
 if __name__ == "__main__":

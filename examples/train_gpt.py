@@ -7,28 +7,17 @@ The model, the loss and the data are those of one device; the mesh is said on th
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 import torch.nn.functional as F
 from gpt import GPT, GPTConfig, sample
 from torch import Tensor, nn
+from verse import batches, decode, encode
 
 import autopar
 
-TEXT = Path(__file__).parent / "data" / "paradise_lost.txt"
 CONFIG = GPTConfig(vocabulary=128, context=48, layers=2, heads=4, width=128)
 BATCH = 24
 PROMPT = "Of Man's first disobedience"
-
-
-def encode(text: str) -> list[int]:
-    """Letters as numbers: the text is ASCII, so a letter's code is its token."""
-    return list(text.encode("ascii"))
-
-
-def decode(tokens: list[int]) -> str:
-    return bytes(tokens).decode("ascii")
 
 
 def loss_fn(model: nn.Module, x_BT: Tensor, y_BT: Tensor) -> Tensor:
@@ -37,15 +26,7 @@ def loss_fn(model: nn.Module, x_BT: Tensor, y_BT: Tensor) -> Tensor:
 
 
 def job() -> autopar.Job:
-    text = torch.tensor(encode(TEXT.read_text(encoding="ascii")))
-
-    def data(step: int) -> tuple[Tensor, Tensor]:
-        """The global batch of a step: depends on its number only, so that any mesh trains on the same."""
-        random = torch.Generator().manual_seed(step)
-        starts = torch.randint(len(text) - CONFIG.context, (BATCH,), generator=random).tolist()
-        x_BT = torch.stack([text[i : i + CONFIG.context] for i in starts])
-        y_BT = torch.stack([text[i + 1 : i + 1 + CONFIG.context] for i in starts])
-        return x_BT, y_BT
+    data = batches(BATCH, CONFIG.context)
 
     def after(model: nn.Module) -> str:
         """What the trained model makes of the poem's first words."""

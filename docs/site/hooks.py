@@ -24,6 +24,8 @@ OUTSIDE = (
     "benchmarks/*.md",
     "benchmarks/*.py",
     "examples/*.py",
+    "examples/*.md",
+    "examples/data/README.md",
 )
 LINK = re.compile(r"(\]\()([^)#\s]+)")
 

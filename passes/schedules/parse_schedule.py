@@ -60,19 +60,21 @@ def parse_schedule(
         return Schedule(wanted, orders, entry.place(stages, ranks))
     if callable(wanted):
         stages = stages or ranks
-        name = f"schedule '{getattr(wanted, '__name__', type(wanted).__name__)}'"
+        own = getattr(wanted, "__name__", type(wanted).__name__)
+        name = f"schedule '{own}'"
         rows: Any = wanted(stages, max(stages // ranks, 1), microbatches, costs)
         if not isinstance(rows, (list, tuple)) or not all(isinstance(row, (list, tuple)) for row in rows):
             raise ScheduleError(f"{name} gave a {type(rows).__name__}, not a list for each rank of its actions.")
         spots = [[(f"rank {r}, entry {i}", cell) for i, cell in enumerate(row)] for r, row in enumerate(rows)]
     else:
-        name, text = _table(wanted)
+        own, text = _table(wanted)
+        name = f"schedule '{own}'" if own else "the schedule"
         lines = _lines(name, text)
         spots = [[(f"row {r}, column {i}", cell) for i, cell in enumerate(row, 1)] for r, row in enumerate(lines, 1)]
     orders = _read(name, spots)
     if len(orders) != ranks:
         raise ScheduleError(f"{name} has rows for {len(orders)} ranks; the axis 'pp' has {ranks}.")
-    return Schedule(name, orders, _placed(name, orders, microbatches, stages))
+    return Schedule(own or "table", orders, _placed(name, orders, microbatches, stages))
 
 
 def _named(name: str, entry: Entry, stages: int, ranks: int, microbatches: int, slices: int, costs: Costs) -> Orders:
@@ -95,13 +97,13 @@ def check_schedule_name(wanted: object) -> None:
 
 
 def _table(wanted: str | Path) -> tuple[str, str]:
-    """A name for messages, and the text."""
+    """The name of a file, if it is one, and the text."""
     if isinstance(wanted, str) and ("\n" in wanted or "," in wanted):
-        return "the schedule", wanted
+        return "", wanted
     path = Path(wanted)
     with suppress(ValueError, OSError):  # a NUL, or a name that is too long for a file's
         if path.is_file():
-            return f"schedule '{wanted}'", read_text(path, "schedule", ScheduleError)
+            return str(wanted), read_text(path, "schedule", ScheduleError)
     if path.suffix == ".csv":
         raise ScheduleError(f"schedule '{wanted}': there is no such file.")
     known = ", ".join(SCHEDULES)

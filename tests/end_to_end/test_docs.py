@@ -13,7 +13,7 @@ import autopar
 from autopar.passes import PASSES
 
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "examples" / "README.md", *sorted(DOCS.rglob("*.md"))]
 DECISIONS = sorted(page for page in (DOCS / "decisions").glob("*.md") if page.name != "index.md")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
@@ -54,6 +54,7 @@ def test_the_menu_has_every_page() -> None:
     outside = {
         "index.md",
         *(f"{page}.md" for page in ("ARCHITECTURE", "CHANGELOG", "CONTRIBUTING", "SECURITY")),
+        "examples/README.md",
         *(f"benchmarks/{page}.md" for page in ("COVERAGE", "GPU", "LIBRARIES", "PORTS", "RESULTS")),
     }
     assert menu - outside == {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}

@@ -134,6 +134,27 @@ def test_the_state_by_hand(tmp_path: Path) -> None:
     dist.destroy_process_group()
 
 
+def _one_file_of_all(rank: int, folder: str) -> None:
+    """A script of one device that every rank runs: `torch.save` of `state_dict()`, read again."""
+    model, optimizer = _made("tp=2")
+    _steps(model, optimizer, 0, 1)
+    for name in (f"own{rank}.pt", "last.pt"):
+        if name != "last.pt" or rank == 1:  # who writes last, wins
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, Path(folder) / name)
+    dist.barrier()
+    own = torch.load(Path(folder) / f"own{rank}.pt")
+    model.load_state_dict(own["model"])
+    optimizer.load_state_dict(own["optimizer"])
+    _steps(model, optimizer, 1, 2)
+    model.load_state_dict(torch.load(Path(folder) / "last.pt")["model"])
+
+
+def test_the_part_of_another_rank_is_no_part_of_mine(two: Ranks, tmp_path: Path) -> None:
+    first = two.attempt(_one_file_of_all, str(tmp_path))[0]
+    assert first.error is not None
+    assert "the rank at tp=1 holds, and this rank is at tp=0" in first.error and "autopar.save_file" in first.error
+
+
 def test_a_state_without_all_its_numbers_is_refused() -> None:
     with pytest.raises(AutoparError) as caught:
         RandomState(3, 1, 2).load_state_dict({"seed": 3, "steps": 1})

@@ -25,7 +25,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ from autopar.ir.text.parse import BODY, OUTPUT_RECORD, parse_program, usual_orig
 
 __all__ = [
     "diff_programs",
+    "diffs",
     "dtype_name",
     "parse_program",
     "print_node",
@@ -233,9 +235,22 @@ def print_program(program: Program) -> str:
     return "\n".join(line for _, line in _lines(program)) + "\n"
 
 
-def diff_programs(a: Program, b: Program, context: int = 1) -> str:
+def diff_programs(a: Program, b: Program) -> str:
     """What changed from `a` to `b`, node by node: `-` and `+` lines with a little around them; "" if nothing did."""
-    old, new = dict(_lines(a)), dict(_lines(b))
+    return next(diffs((a, b)))
+
+
+def diffs(programs: Sequence[Program]) -> Iterator[str]:
+    """What changed from each program to the next one: each is printed once."""
+    old = dict(_lines(programs[0]))
+    for before, after in pairwise(programs):
+        new = old if after is before else dict(_lines(after))
+        yield "" if after is before else _diff(old, new)
+        old = new
+
+
+def _diff(old: dict[str, str], new: dict[str, str]) -> str:
+    """The same of two texts, as lines by key."""
     gone = iter([key for key in old if key not in new])
     place = {key: i for i, key in enumerate(old)}
     lines: list[str] = []
@@ -252,13 +267,13 @@ def diff_programs(a: Program, b: Program, context: int = 1) -> str:
     while removed is not None:
         lines.append(f"- {old[removed]}")
         removed = next(gone, None)
-    return _around_changes(lines, context)
+    return _around_changes(lines)
 
 
-def _around_changes(lines: list[str], context: int) -> str:
+def _around_changes(lines: list[str]) -> str:
     """The changed lines and their neighbours; `...` stands for the rest."""
     changed = [i for i, line in enumerate(lines) if not line.startswith("  ")]
-    keep = {j for i in changed for j in range(i - context, i + context + 1)}
+    keep = {j for i in changed for j in (i - 1, i, i + 1)}
     shown: list[str] = []
     for i, line in enumerate(lines):
         if i in keep:

@@ -119,6 +119,7 @@ def place_of(tensor: DTensor, world: World) -> Place | None:
     owner = _owner_of(spec.mesh, world)
     if isinstance(owner, str):
         return None
+    _check_rank(spec, world.device_mesh if owner is None else world.stages[owner])
     mesh = world.mesh if owner is None else world.inner
     dims: list[list[tuple[int, int]]] = [[] for _ in spec.shape]  # (the axis, how often its dim was split before)
     for index, placement in enumerate(spec.placements):
@@ -136,6 +137,24 @@ def place_of(tensor: DTensor, world: World) -> Place | None:
     here = place.is_here and local_shape(padded, layout, mesh)
     fits = not here or all(a <= b for a, b in zip(local_of(tensor).shape, here, strict=True))
     return place if fits else None
+
+
+def _check_rank(spec: Any, here: Any) -> None:
+    """Refuse another rank's part, as a file holds it that all ranks wrote with `torch.save`: it would be taken for this
+    rank's. A DTensor that was pickled knows where it was."""
+    mine, theirs = here.get_coordinate(), spec.mesh.get_coordinate()
+    if mine is None or theirs is None or tuple(mine) == tuple(theirs):
+        return
+    if not all(placement.is_replicate() for placement in spec.placements):
+        names = here.mesh_dim_names
+        said, wanted = (
+            ",".join(f"{name}={place}" for name, place in zip(names, coord, strict=True)) for coord in (theirs, mine)
+        )
+        raise AutoparError(
+            f"this is the part of a tensor that the rank at {said} holds, and this rank is at {wanted}: `torch.save` "
+            f"of `state_dict()` writes the parts of one rank, and here several ranks wrote to one file, or read one. "
+            f"Save with `autopar.save_file(state, path)` on every rank, which writes whole tensors, or `autopar.save`."
+        )
 
 
 def _factors(axes: list[tuple[int, int]], mesh: Any) -> tuple[Any, ...]:

@@ -1,7 +1,10 @@
 // The data are one rank's program (see program_page.py). Rows are made only when they are opened or scrolled to, and all text
 // goes in as text, never as HTML: a name may hold anything.
-const packed = Uint8Array.from(atob(document.getElementById("data").textContent), (one) => one.charCodeAt(0));
-const data = await new Response(new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"))).json();
+async function unpack(id) {
+  const packed = Uint8Array.from(atob(document.getElementById(id).textContent), (one) => one.charCodeAt(0));
+  return new Response(new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"))).json();
+}
+const data = await unpack("data");
 data.nodes = (data.nodes[0] || []).map((_, i) => data.nodes.map((column) => column[i]));
 const [NAME, TYPE, CALL, MODULE, SOURCE, PHASE, PASS, WHY, SHAPE, LAYOUT, STAGE] = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10];
 const CHUNK = 200, HITS = 60, LINE = 20;

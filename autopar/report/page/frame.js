@@ -4,7 +4,7 @@ const views = {
   ...(data.pipeline ? { schedule: ["Schedule", data.pipeline.microbatches, null] } : {}),
   collectives: ["Collectives", data.collectives.length, collectivesView],
   parameters: ["Parameters and inputs", data.inputs.length, parametersView],
-  passes: ["Passes", data.passes.length, passesView],
+  passes: ["Passes", data.passes, passesView],
 };
 function view(name) {
   $("summary").hidden = name === "passes" || name === "schedule";

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import gzip
-import itertools
 import json
 from collections.abc import Iterable, Iterator
 from importlib import resources
@@ -17,7 +16,7 @@ from autopar.ir.ops.measure import local_type
 from autopar.ir.ops.names import dtype_name
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.program import Program, record
-from autopar.ir.text.text import diff_programs, print_program, print_result
+from autopar.ir.text.text import diffs, print_program, print_result
 from autopar.passes.schedules import in_flight
 from autopar.report.inspection import Memory, memory_of
 from autopar.report.inspection_pipeline import memory_of_rank, saved_bytes
@@ -27,7 +26,7 @@ from autopar.report.timeline.timeline_page import timeline_file, timeline_html
 
 STYLE, SCRIPT = "/* STYLE */", "/* SCRIPT */"  # in page.html
 SCRIPTS = ("base.js", "tree.js", "panel.js", "tables.js", "passes.js", "search.js", "frame.js")  # one script, in order
-TITLE, DATA, TIMELINE = "TITLE", "DATA", "TIMELINE"
+TITLE, DATA, DIFFS, TIMELINE = "TITLE", "DATA", "DIFFS", "TIMELINE"
 SEPARATOR = "   # "  # before the comment of a line
 
 
@@ -38,15 +37,18 @@ def page_text(compiled: Lowered, title: str) -> str:
         style, script = style + timeline_style(compiled), script + timeline_script()
     page = _file("page.html").replace(STYLE, style).replace(SCRIPT, script)
     escaped = title.replace("&", "&amp;").replace("<", "&lt;")
-    # The passes of eighty equal layers say eighty times the same: a twentieth is left. No text ends the element.
     # In columns alike stands beside alike: a fifth of the nodes' bytes.
     found = page_data(compiled, title)
     found["nodes"] = list(zip(*found["nodes"], strict=True))
-    data = json.dumps(found, separators=(",", ":")).encode()
-    packed = base64.b64encode(gzip.compress(data, mtime=0)).decode()
     head, _, tail = page.partition(f"{{{DATA}}}")
     head = head.replace(f"{{{TITLE}}}", escaped).replace(f"{{{TIMELINE}}}", timeline_of_page(compiled))
-    return head + packed + tail
+    return head + _packed(found) + tail.replace(f"{{{DIFFS}}}", _packed(list(_passes(compiled))))
+
+
+def _packed(data: Any) -> str:
+    """What the browser unpacks. Passes of eighty equal layers say eighty times the same: a twentieth is left.
+    No text ends the element that it stands in."""
+    return base64.b64encode(gzip.compress(json.dumps(data, separators=(",", ":")).encode(), mtime=0)).decode()
 
 
 def _file(name: str) -> str:
@@ -83,7 +85,7 @@ def page_data(compiled: Lowered, title: str) -> dict[str, Any]:
             for row, name in collectives_with_names(compiled)
         ],
         "inputs": list(_inputs(program)),
-        "passes": list(_passes(compiled)),
+        "passes": len(compiled.history) - 1,
         "words": list(words.numbers),
     }  # fmt: skip
 
@@ -153,8 +155,9 @@ def _inputs(program: Program) -> Iterator[dict[str, Any]]:
 
 def _passes(compiled: Lowered) -> Iterator[dict[str, Any]]:
     """What each pass changed, as the lines of `autopar inspect --diff`."""
-    for (_, before), (name, after) in itertools.pairwise(compiled.history):
-        lines = diff_programs(before, after).split("\n")[:-1]  # a name may hold what `splitlines` splits at
+    names, programs = zip(*compiled.history, strict=True)
+    for name, after, text in zip(names[1:], programs[1:], diffs(programs), strict=True):
+        lines = text.split("\n")[:-1]  # a name may hold what `splitlines` splits at
         yield {"name": name, "level": after.level.name, "nodes": len(after.graph.nodes), "lines": lines}
 
 
