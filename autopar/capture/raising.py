@@ -346,8 +346,8 @@ class Raise(TorchFunctionMode):
         """The truth of data, of which each step checks that it is so; NotImplemented as long as nothing is guarded."""
         if read is not bool:
             return NotImplemented
-        is_counted = self.reads is not None and not self.reads.counts
-        asked = self.selected.order.asks(tensor, line) if is_counted else None
+        may_ask = self.reads is not None and not self.reads.counts and not self.reads.branches.is_off
+        asked = self.selected.order.asks(tensor, line) if may_ask else None
         if asked is not None:
             return asked
         side = self.forks.take(line, may_fork)

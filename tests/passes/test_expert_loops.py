@@ -37,6 +37,8 @@ DIVIDED: list[Way] = [
     (ways.counted, False, 2, [("dp=2,ep=2", {"zero": 3}), ("pp=2,ep=2", {"microbatches": 4})]),
     (ways.counted_hot, False, 2, [("ep=4", {}), ("ep=2", {"recompute": "full"})]),
     (ways.counted_items, True, 2, [("ep=4", {})]),
+    (ways.counted_table, False, 2, [("ep=4", {"recompute": "full"})]),
+    (ways.counted_masks, False, 2, [("dp=2,ep=2", {})]),
     (ways.flat, False, 2, [("ep=4", {}), ("ep=2", {"microbatches": 2})]),
     (ways.sorted_, True, 2, [("ep=4", {})]),
     (ways.dropped, False, 2, [("ep=2,tp=2", {}), ("ep=2", {"microbatches": 2}), ("dp=2,ep=2", {"expert_rows": 2.0})]),
@@ -170,7 +172,7 @@ def test_what_stays_whole_beside_experts_that_are_divided_is_noted_with_its_shar
         assert note.startswith(f"axis 'ep' (size 2) leaves experts whole, {share} % of the work: {why}")
 
 
-COUNTED = [ways.counted, ways.counted_hot, ways.counted_items]
+COUNTED = [ways.counted, ways.counted_hot, ways.counted_items, ways.counted_table, ways.counted_masks]
 
 
 @pytest.mark.parametrize("way", COUNTED)
@@ -190,7 +192,7 @@ def test_what_hangs_on_counts_otherwise_is_another_program() -> None:
     report = verify(module, "dp=2", batch=batch())
     assert report.ok and report.max_error < 1e-10, report
     guards = [out for out in autopar.compile(module, "dp=2", batch=batch()).program.outputs if out.kind == "guard"]
-    assert len(guards) == 2 * ways.EXPERTS, "each branch, and whether each mask selects rows"
+    assert len(guards) == ways.EXPERTS
 
 
 @pytest.mark.parametrize("change", ["place", "count"])

@@ -249,6 +249,33 @@ def counted_items(m: Spelled, x: Tensor, weights: Tensor, chosen: Tensor) -> Ten
     return out
 
 
+def counted_table(m: Spelled, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """A table of who chose whom, as in DeepSeek's models, added up."""
+    table = chosen.new_zeros((len(chosen), EXPERTS))
+    table.scatter_(1, chosen, 1)
+    out = torch.zeros_like(x)
+    for e, rows_of_it in enumerate(table.sum(0).tolist()):
+        if rows_of_it == 0:
+            continue
+        rows, place = torch.where(chosen == e)
+        out[rows] += m.experts[e](x[rows]) * weights[rows, place, None]
+    return out
+
+
+def counted_masks(m: Spelled, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """The mask of each expert is asked, in two ways."""
+    out = torch.zeros_like(x)
+    for e in range(EXPERTS):
+        mask = chosen == e
+        if mask.sum() == 0:
+            continue
+        if not mask.any():
+            continue
+        rows, place = torch.where(mask)
+        out[rows] += m.experts[e](x[rows]) * weights[rows, place, None]
+    return out
+
+
 def counted_otherwise(m: Spelled, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     """What an expert without rows leaves out is more than its rows."""
     counts = torch.bincount(chosen.flatten(), minlength=EXPERTS).tolist()

@@ -18,11 +18,15 @@ from autopar.ir.ops.ops import op_name
 
 aten = torch.ops.aten
 _Slice = tuple[fx.Node, int, int]  # a tensor, and how often it was written; a dim
+_ZEROS = (aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default)
 _WHOLE = ("view", "reshape", "_unsafe_view", "flatten")  # views that may keep their first dim
 
 
-def is_implied(mask: fx.Node, place: int, condition: fx.Node) -> bool:
-    """True if a condition holds nowhere where a mask [n] is False, or a number zero, at a place."""
+def is_implied(mask: fx.Node, place: int | None, condition: fx.Node) -> bool:
+    """True if a condition holds nowhere where a mask [n] is False, or a number zero, at a place; or (None) where no
+    element of a mask is True."""
+    if place is None:
+        return _all_of(_bare(mask)) == _all_of(_bare(condition)) or _compared(mask) == (_compared(condition) or ())
     counted, taken = _counted(mask), _taken(condition)
     if counted is not None and (*counted, place) == taken:
         return True
@@ -32,8 +36,9 @@ def is_implied(mask: fx.Node, place: int, condition: fx.Node) -> bool:
     return (*numbers, place) == (_compared(condition) if taken is None else _number(taken))
 
 
-def count_asked(truth: fx.Node) -> tuple[fx.Node, int, bool] | None:
-    """The numbers [n] of which a truth says whether the one at a place is zero, and True if it says that it is."""
+def count_asked(truth: fx.Node) -> tuple[fx.Node, int | None, bool] | None:
+    """The numbers [n] of which a truth says whether the one at a place is zero, or the mask (with None) whether it has
+    any place; and True for a truth that there is none."""
     is_none = truth.target is aten.eq.Scalar and truth.args[1] == 0
     node: Any = truth.args[0] if is_none else truth
     while True:
@@ -41,6 +46,8 @@ def count_asked(truth: fx.Node) -> tuple[fx.Node, int, bool] | None:
         if node.op != "call_function" or not isinstance(node.args[0], fx.Node):
             return None
         of: Any = node.args[0]
+        if op_name(node.target) in ("any", "sum") and _is_positive(of) and node.meta["val"].numel() == 1:
+            return of, None, is_none
         if node.target is operator.getitem and of.target is aten.unbind.int:
             of = of.args[0]
         elif node.target is not aten.select.int:
@@ -94,17 +101,28 @@ def _binned(node: fx.Node) -> _Numbers | None:
         return None
     zeros, numbers, ones = (node.args[i] for i in (0, 2, 3))
     is_one = isinstance(ones, fx.Node) and ones.target in (aten.ones_like.default, aten.ones.default)
-    is_zero = isinstance(zeros, fx.Node) and zeros.target is aten.zeros.default
+    is_zero = isinstance(zeros, fx.Node) and zeros.target in _ZEROS
     return _all_of(numbers) if is_one and is_zero else None
 
 
 def _numbers(found: _Slice) -> _Numbers | None:
-    """The numbers of a one-hot tensor, `numbers[..., None] == arange(n)`, along its last dim."""
+    """The numbers of a one-hot tensor, `numbers[..., None] == arange(n)`, along its last dim, or of one in which their
+    places along a dim were set."""
     node, _, dim = found
     args: Any = node.args
+    if _is_hot(node):
+        return _all_of(args[2]) if args[1] % node.meta["val"].ndim == dim else None
     if node.target is not aten.eq.Tensor or dim != node.meta["val"].ndim - 1:
         return None
     return _all_of(args[0]) if args[1].target is aten.arange.default else None
+
+
+def _is_hot(node: fx.Node) -> bool:
+    """True for zeros of which some have a number above zero instead."""
+    if node.target not in (aten.scatter.value, aten.scatter_.value):
+        return False
+    zeros, number = node.args[0], node.args[3]
+    return isinstance(zeros, fx.Node) and zeros.target in _ZEROS and isinstance(number, (int, float)) and number > 0
 
 
 def _number(taken: tuple[fx.Node, int, int, int]) -> tuple[fx.Node, int, int] | None:
@@ -161,6 +179,8 @@ def _is_positive(node: Any) -> bool:
     if dtype is torch.bool or node.op != "call_function" or operand is None:
         return dtype is torch.bool
     name = op_name(node.target)
+    if _is_hot(node):
+        return True
     if name in ("mul", "sum"):
         return all(_is_positive(one) for one in node.args[: len(node.all_input_nodes)])
     before = _dtype(operand)

@@ -50,7 +50,7 @@ class MaskOrder:
     sides: RowSides | None = None
     turn: RowTurn | None = None
     is_turned: bool = False
-    asked: tuple[int, tuple[fx.Node, int] | None] | None = None
+    asked: tuple[int, tuple[fx.Node, int | None] | None] | None = None
     places: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @property
