@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from autopar.capture.captured import Captured
-from autopar.capture.data.reads import AnyRows, Reads
+from autopar.capture.data.reads import AnyRows, Branches, Reads
 from autopar.capture.refusals.location import Line
 from autopar.errors import CaptureError
 from autopar.ir.text.text import print_program
@@ -62,7 +62,9 @@ def captured(run: Run, asked: Reads) -> Captured:
         try:
             return run(reads, forks)
         except CaptureError:
-            if not reads.selected <= reads.sized:  # what follows their rows in any number is at an end
+            if reads.branches.has_failed:
+                reads = reads.anew(branches=Branches(is_off=True))
+            elif not reads.selected <= reads.sized:  # what follows their rows in any number is at an end
                 reads = reads.anew(sized=reads.sized | reads.selected)
             elif reads.has_counted:
                 return _guarded(run, reads.anew(counts=True))
@@ -80,6 +82,9 @@ def _guarded(run: Run, asked: Reads) -> Captured:
         try:
             return run(reads, Forks())
         except CaptureError as error:
+            if reads.branches.has_failed:
+                reads = reads.anew(branches=Branches(is_off=True), given=asked.given)
+                continue
             if not reads.selected <= reads.sized:
                 reads = reads.anew(sized=reads.sized | reads.selected, given=asked.given)
                 continue

@@ -346,6 +346,10 @@ class Raise(TorchFunctionMode):
         """The truth of data, of which each step checks that it is so; NotImplemented as long as nothing is guarded."""
         if read is not bool:
             return NotImplemented
+        may_ask = self.reads is not None and not self.reads.counts and not self.reads.branches.is_off
+        asked = self.selected.order.asks(tensor, line) if may_ask else None
+        if asked is not None:
+            return asked
         side = self.forks.take(line, may_fork)
         if side is not None or self.reads is None or not self.reads.guards:
             return NotImplemented if side is None else side

@@ -93,7 +93,7 @@ def _probabilities(scores: Tensor, lse: Tensor, mask: Mask) -> Tensor:
     A mask of numbers comes with all keys of a row, so that each row adds up to 1, or to 0 where it sees none. One that
     torch.finfo(dtype).min hides entirely is uniform: beside such a number its logsumexp has lost log(n).
     """
-    weights = scores.sub_(lse.unsqueeze(-1)).exp_()
+    weights = host.exp_(scores.sub_(lse.unsqueeze(-1)))
     if mask is not None and mask.dtype != torch.bool:
         total = weights.sum(-1, keepdim=True)
         weights /= total.masked_fill_(total == 0, 1)

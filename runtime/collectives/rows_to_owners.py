@@ -3,11 +3,16 @@
 Rows leave in the order of their experts, which is that of the ranks, too, since each holds experts that follow each
 other. So those that come from a rank are sorted as well, and whose they are follows from how many there are of each:
 their indices are computed, not sent. The order is stable, the same in every run.
+
+In the memory of the host those of all ranks are put together by expert, once for all products, which take runs of rows
+there. Elsewhere they lie as they came: products place rows anew, at multiples of what a kernel wants.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import fx
@@ -15,6 +20,7 @@ from torch import fx
 from autopar.errors import BatchError
 from autopar.ir.ops.ops import NO_EXPERT
 from autopar.runtime.collectives.moves import Member, Move, Step
+from autopar.runtime.kernels import host
 
 Tensor = torch.Tensor
 
@@ -82,27 +88,35 @@ def owned_index(index: Tensor, size: int, place: int, counts: Tensor, bound: int
         places = torch.arange(bound, device=counts.device).expand(size, bound).contiguous()
         expert = torch.searchsorted(came.cumsum(1), places, right=True)
         return torch.where(expert < here, expert + place * here, size * here).view(-1).to(index.dtype)
-    here, came = counts.shape[1], counts[size:].reshape(-1)
-    experts = torch.arange(place * here, (place + 1) * here, device=counts.device).repeat(size)
+    here, came = counts.shape[1], counts[size:]
+    experts = torch.arange(place * here, (place + 1) * here, device=counts.device)
+    if host.on_host(index):
+        came = came.sum(0)
+    else:
+        experts, came = experts.repeat(size), came.reshape(-1)
     return torch.repeat_interleave(experts, came, output_size=int(came.sum())).to(index)
 
 
 def dispatch(x: Tensor, member: Member, owned: bool, order: Tensor, counts: Tensor, bound: int = 0) -> Step:
-    """Send each row to the rank of its expert: those of this rank's come, by source and then by expert."""
+    """Send each row to the rank of its expert: those of this rank's come, by source and then by expert, or on a host by
+    expert and then by source."""
     if bound:
         count = member.size * bound
         sent = x.new_zeros((count + 1, *x.shape[1:])).index_copy_(0, order, x)[:count]
         return Move("exchange", sent.unflatten(0, (member.size, bound)), _joined)
-    rows, received = _rows(counts, member)
-    return Move("rows", x[order[: sum(rows)]], _as_it_is, sent=rows, received=received)
+    sent, came = _rows(counts, member)
+    then = partial(_regrouped, runs=came) if host.on_host(x) else _as_it_is
+    rows = _sums(sent)
+    return Move("rows", x[order[: sum(rows)]], then, sent=rows, received=_sums(came))
 
 
 def combine(x: Tensor, member: Member, owned: bool, order: Tensor, counts: Tensor, bound: int = 0) -> Step:
     """Send each row back to where it came from, and to its place there. Those without an expert are zeros."""
     if bound:
         return Move("exchange", x.unflatten(0, (member.size, bound)), lambda rows: _padded_places(_joined(rows), order))
-    sent, received = _rows(counts, member)
-    return Move("rows", x, lambda rows: _in_places(rows, order), sent=received, received=sent)
+    sent, came = _rows(counts, member)
+    x = _regrouped(x, list(zip(*came, strict=True))) if host.on_host(x) else x
+    return Move("rows", x, lambda rows: _in_places(rows, order), sent=_sums(came), received=_sums(sent))
 
 
 def _in_places(rows: Tensor, order: Tensor) -> Tensor:
@@ -121,9 +135,26 @@ def _joined(rows: Tensor) -> Tensor:
     return rows.flatten(0, 1)
 
 
-def _rows(counts: Tensor, member: Member) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    rows = counts.sum(1).tolist()
-    return tuple(rows[: member.size]), tuple(rows[member.size :])
+Runs = Sequence[Sequence[int]]  # lengths of runs of rows, in the order in which they lie
+
+
+def _rows(counts: Tensor, member: Member) -> tuple[Runs, Runs]:
+    """What this rank sends to the experts of each rank, and what each rank sends to its own experts."""
+    rows = counts.tolist()
+    return rows[: member.size], rows[member.size :]
+
+
+def _sums(runs: Runs) -> tuple[int, ...]:
+    return tuple(map(sum, runs))
+
+
+def _regrouped(rows: Tensor, runs: Runs) -> Tensor:
+    """The runs of each column, one column after the other."""
+    columns = len(runs[0])
+    if columns == 1:
+        return rows
+    parts = rows.split([count for row in runs for count in row])
+    return torch.cat([part for column in range(columns) for part in parts[column::columns]])
 
 
 def _as_it_is(rows: Tensor) -> Tensor:

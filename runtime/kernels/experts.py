@@ -24,15 +24,22 @@ from autopar.torch_compat import GROUPED_MM
 ALIGNED = 8  # of bf16: rows, columns and an expert's rows start at multiples of 16 bytes, as grouped kernels want it
 
 
-ByExpert = Callable[[torch.Tensor, int], tuple[torch.Tensor, list[int]]]
+ByExpert = Callable[[torch.Tensor, int], tuple[torch.Tensor | None, list[int]]]
 
 
-def by_expert(own: torch.Tensor, groups: int) -> tuple[torch.Tensor, list[int]]:
-    """The rows of the experts that are here, in the order of these; where the rows of each expert end."""
-    own, order = torch.sort(own, stable=True)
+def in_order(own: torch.Tensor) -> bool:
+    """True if rows lie by expert, as those do that came from other ranks."""
+    return bool((own[1:] >= own[:-1]).all())
+
+
+def by_expert(own: torch.Tensor, groups: int) -> tuple[torch.Tensor | None, list[int]]:
+    """The rows of the experts that are here, in the order of these, None if they lie so; where those of each end."""
+    order = None
+    if not in_order(own):
+        own, order = torch.sort(own, stable=True)
     experts = torch.arange(groups, device=own.device, dtype=own.dtype)
     ends = torch.searchsorted(own, experts, right=True).tolist()
-    return order[: ends[-1]] if ends else order[:0], ends
+    return None if order is None else order[: ends[-1]] if ends else order[:0], ends
 
 
 def expert_mm(
@@ -129,20 +136,21 @@ def _dense(w: torch.Tensor) -> torch.Tensor:
     return w if w.is_contiguous() or w.mT.is_contiguous() else w.contiguous()
 
 
-def _loop(x: torch.Tensor, w: torch.Tensor, order: torch.Tensor, ends: list[int]) -> torch.Tensor:
-    rows, sums = x[order], x.new_empty((len(order), w.shape[2]))
+def _loop(x: torch.Tensor, w: torch.Tensor, order: torch.Tensor | None, ends: list[int]) -> torch.Tensor:
+    count = ends[-1] if ends else 0
+    out = x.new_zeros((x.shape[0], w.shape[2])) if count < x.shape[0] else x.new_empty((count, w.shape[2]))
+    rows, sums = (x, out) if order is None else (x[order], x.new_empty((count, w.shape[2])))
     start = 0
     for matrix, end in zip(w, ends, strict=True):
         torch.mm(rows[start:end], matrix, out=sums[start:end])
         start = end
-    out = x.new_zeros((x.shape[0], w.shape[2])) if len(order) < x.shape[0] else torch.empty_like(sums)
-    return out.index_copy_(0, order, sums)
+    return out if order is None else out.index_copy_(0, order, sums)
 
 
 def _loop_backward(
-    x: torch.Tensor, grad: torch.Tensor, groups: int, order: torch.Tensor, ends: list[int]
+    x: torch.Tensor, grad: torch.Tensor, groups: int, order: torch.Tensor | None, ends: list[int]
 ) -> torch.Tensor:
-    rows, grads = x[order], grad[order]
+    rows, grads = (x, grad) if order is None else (x[order], grad[order])
     out = x.new_empty((groups, x.shape[1], grad.shape[1]))
     start = 0
     for matrix, end in zip(out, ends, strict=True):

@@ -28,7 +28,7 @@ def logsumexp(x: torch.Tensor) -> torch.Tensor:
         piece = rows[start:stop]
         top = piece.amax(-1, keepdim=True).to(wide)
         top = top.masked_fill_(top.abs() == torch.inf, 0)
-        total = torch.sub(piece, top, out=buffer).exp_().sum(-1)
+        total = host.exp_(torch.sub(piece, top, out=buffer)).sum(-1)
         out[start:stop] = total.log_().add_(top.squeeze(-1))
     return out.view(x.shape[:-1])
 
@@ -84,7 +84,7 @@ def _cross_entropy_backward(
     taken = scale if picked is None else picked.reshape(-1, 1).to(wide)
     one_hot = taken.masked_fill(outside, 0).expand_as(column)
     for start, stop, buffer in _pieces(rows, wide, result):
-        piece = torch.sub(rows[start:stop], shift[start:stop], out=buffer).exp_().mul_(scale[start:stop])
+        piece = host.exp_(torch.sub(rows[start:stop], shift[start:stop], out=buffer)).mul_(scale[start:stop])
         place = column[start:stop]
         # Not scatter_add_, which has no order of its own on a GPU: torch refuses it where algorithms must have one.
         piece.scatter_(-1, place, piece.gather(-1, place).sub_(one_hot[start:stop]))

@@ -34,6 +34,11 @@ DIVIDED: list[Way] = [
     (ways.capacity, False, 1, [("dp=2,ep=2", {})]),
     (ways.masked, False, 2, [("fsdp=2,ep=2", {})]),
     (ways.switch, False, 1, [("dp=2,ep=2", {"zero": 1})]),
+    (ways.counted, False, 2, [("dp=2,ep=2", {"zero": 3}), ("pp=2,ep=2", {"microbatches": 4})]),
+    (ways.counted_hot, False, 2, [("ep=4", {}), ("ep=2", {"recompute": "full"})]),
+    (ways.counted_items, True, 2, [("ep=4", {})]),
+    (ways.counted_table, False, 2, [("ep=4", {"recompute": "full"})]),
+    (ways.counted_masks, False, 2, [("dp=2,ep=2", {})]),
     (ways.flat, False, 2, [("ep=4", {}), ("ep=2", {"microbatches": 2})]),
     (ways.sorted_, True, 2, [("ep=4", {})]),
     (ways.dropped, False, 2, [("ep=2,tp=2", {}), ("ep=2", {"microbatches": 2}), ("dp=2,ep=2", {"expert_rows": 2.0})]),
@@ -167,8 +172,43 @@ def test_what_stays_whole_beside_experts_that_are_divided_is_noted_with_its_shar
         assert note.startswith(f"axis 'ep' (size 2) leaves experts whole, {share} % of the work: {why}")
 
 
-@pytest.mark.parametrize(("mesh", "options"), [("dp=2", {}), ("dp=2,tp=2", {"zero": 3}), ("dp=1", {"microbatches": 2})])
-def test_experts_that_are_passed_over_by_a_list_of_counts(mesh: str, options: dict[str, Any]) -> None:
-    """`counts = bincount(chosen).tolist()`: a program for each answer, on axes of data and on tp."""
-    report = verify(spelled(ways.counted, False, 2), mesh, batch=batch(), **options)
+COUNTED = [ways.counted, ways.counted_hot, ways.counted_items, ways.counted_table, ways.counted_masks]
+
+
+@pytest.mark.parametrize("way", COUNTED)
+@pytest.mark.parametrize(("mesh", "options"), [("dp=2,tp=2", {"zero": 3}), ("dp=1", {"microbatches": 2})])
+def test_experts_that_are_passed_over_by_their_counts(way: Any, mesh: str, options: dict[str, Any]) -> None:
+    """One program for all answers, of which none is guarded: what an expert without rows leaves out is its rows."""
+    module = spelled(way, way is ways.counted_items, 2)
+    report = verify(module, mesh, batch=batch(), **options)
+    assert report.ok and report.max_error < 1e-10, report
+    guards = [out for out in autopar.compile(module, mesh, batch=batch()).program.outputs if out.kind == "guard"]
+    assert len(guards) == 1, "how many rows there are, for parameters of which no call is made"
+
+
+def test_what_hangs_on_counts_otherwise_is_another_program() -> None:
+    """A program for each answer, as before."""
+    module = spelled(ways.counted_otherwise, False, 2)
+    report = verify(module, "dp=2", batch=batch())
+    assert report.ok and report.max_error < 1e-10, report
+    guards = [out for out in autopar.compile(module, "dp=2", batch=batch()).program.outputs if out.kind == "guard"]
+    assert len(guards) == ways.EXPERTS
+
+
+@pytest.mark.parametrize("change", ["place", "count"])
+def test_counts_of_other_rows_are_not_taken_for_those_of_a_mask(change: str) -> None:
+    """The branch asks for a neighbour, or for the rows of another choice: no mask is known to be empty by that."""
+
+    def compute(m: Any, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        counts = torch.bincount((chosen if change == "place" else chosen[:8]).flatten(), minlength=ways.EXPERTS)
+        numbers = counts.tolist()
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(m.experts):
+            if numbers[e if change == "count" else e - 1] == 0:
+                continue
+            rows, place = torch.where(chosen == e)
+            out[rows] += expert(x[rows]) * weights[rows, place, None]
+        return out
+
+    report = verify(spelled(compute, False, 2), "dp=2", batch=batch())
     assert report.ok and report.max_error < 1e-10, report

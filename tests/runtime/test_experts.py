@@ -105,6 +105,26 @@ def test_without_data_the_shapes_are_known(dtype: torch.dtype) -> None:
     assert expert_mm_backward(x, grad, index, 4).shape == (4, 16, 8)
 
 
+def test_rows_that_lie_by_expert_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a host: also where the last of them, or the first, have no expert here."""
+    for index in ([0, 0, 1, 3], [2, 3, 3, 3], [0, 0, 0, 0], []):
+        own, count = torch.tensor(index, dtype=torch.int64), len(index)
+        x, w, grad, _ = _case(count, torch.float64)
+        want, want_grad = _wanted(x, w.clone(), grad, own)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "sort", None)
+            out = expert_mm(x, w[:2], own)
+            torch.testing.assert_close(expert_mm_backward(x, grad, own, 4), want_grad)
+        torch.testing.assert_close(out, want * (own < 2)[:, None])
+        torch.testing.assert_close(expert_mm(x, w[2:], own, offset=2), want * (own >= 2)[:, None])
+
+
+def test_powers_on_a_host_are_those_of_exp() -> None:
+    x = torch.tensor([0.0, -1e-8, -1.0, -20.0, -87.0, 5.0, -torch.inf, torch.nan])
+    torch.testing.assert_close(host.exp_(x.clone()), x.exp(), rtol=6e-6, atol=0, equal_nan=True)
+    torch.testing.assert_close(host.exp_(x.double()), x.double().exp(), rtol=1e-14, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("mesh", ["dp=2,tp=2", "tp=4"])
 def test_a_step_without_reads_is_that_of_one_device(mesh: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With experts split over ranks, whose rows fall behind the last offset elsewhere."""

@@ -15,6 +15,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.ops.ops import NO_EXPERT, op
 from autopar.runtime.collectives import mesh_ops
 from autopar.runtime.collectives.collectives import Member, Move, begin, together
+from autopar.runtime.kernels import host
 
 MESH = Mesh((("ep", 3),))
 EXPERTS, WIDTH = 6, 2
@@ -49,7 +50,11 @@ def _send(name: str, parts: list[Tensor], orders: list[Tensor], counts: list[Ten
 
 @pytest.mark.parametrize("way", ROUTINGS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int32, torch.bool])
-def test_every_row_goes_to_its_expert_and_back(way: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("is_host", [True, False])
+def test_every_row_goes_to_its_expert_and_back(
+    way: str, dtype: torch.dtype, is_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "on_host", lambda x: is_host)
     indices = [torch.tensor(rows, dtype=torch.int64) for rows in ROUTINGS[way]]
     orders, counts, owned = _routed(indices)
     parts = [(torch.arange(len(x) * WIDTH).view(-1, WIDTH) + 100 * place).to(dtype) for place, x in enumerate(indices)]
@@ -61,7 +66,12 @@ def test_every_row_goes_to_its_expert_and_back(way: str, dtype: torch.dtype) -> 
             rows.dtype == dtype and len(rows) == len(index) and all(expert // 2 == place for expert in index.tolist())
         )
         runs = [run for x, part in zip(indices, parts, strict=True) for run in _run(x, part, place)]
-        assert torch.equal(rows, torch.stack(runs) if runs else rows[:0]), "by source, then by expert, then in order"
+        came = torch.stack(runs) if runs else rows[:0]
+        if is_host:
+            owners = torch.tensor([expert for x in indices for expert in sorted(x.tolist()) if expert // 2 == place])
+            came, owners = came[owners.argsort(stable=True)], owners.sort().values
+            assert owners.tolist() == index.tolist()
+        assert torch.equal(rows, came), "by source, on a host by expert first, then in order"
     assert all(map(torch.equal, _send("combine", sent, orders, counts), parts))
     assert all(map(torch.equal, parts, before)), "the operands"
     assert all(count.shape == (6, 2) and count.device.type == "cpu" for count in counts)

@@ -225,6 +225,70 @@ def counted(m: Spelled, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     return out
 
 
+def counted_hot(m: Spelled, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """The same by the sum of a one-hot tensor, which stays a tensor, and with a mask of rows."""
+    counts = F.one_hot(chosen, EXPERTS).sum((0, 1))
+    by_expert = torch.zeros(len(x), EXPERTS, dtype=x.dtype).scatter(1, chosen, weights)
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        if counts[e] > 0:
+            mask = (chosen == e).any(-1)
+            out[mask] += expert(x[mask]) * by_expert[mask, e].unsqueeze(1)
+    return out
+
+
+def counted_items(m: Spelled, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """Numbers one at a time, of which Python asks for the truth."""
+    counts = torch.bincount(chosen.view(-1), minlength=EXPERTS)
+    out = torch.zeros_like(x)
+    for e in range(EXPERTS):
+        if not counts[e].item():
+            continue
+        place, rows = torch.where(chosen.t() == e)
+        out.index_add_(0, rows, F.relu(x[rows] @ m.up[e]) @ m.down[e] * weights[rows, place, None])
+    return out
+
+
+def counted_table(m: Spelled, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """A table of who chose whom, as in DeepSeek's models, added up."""
+    table = chosen.new_zeros((len(chosen), EXPERTS))
+    table.scatter_(1, chosen, 1)
+    out = torch.zeros_like(x)
+    for e, rows_of_it in enumerate(table.sum(0).tolist()):
+        if rows_of_it == 0:
+            continue
+        rows, place = torch.where(chosen == e)
+        out[rows] += m.experts[e](x[rows]) * weights[rows, place, None]
+    return out
+
+
+def counted_masks(m: Spelled, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """The mask of each expert is asked, in two ways."""
+    out = torch.zeros_like(x)
+    for e in range(EXPERTS):
+        mask = chosen == e
+        if mask.sum() == 0:
+            continue
+        if not mask.any():
+            continue
+        rows, place = torch.where(mask)
+        out[rows] += m.experts[e](x[rows]) * weights[rows, place, None]
+    return out
+
+
+def counted_otherwise(m: Spelled, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """What an expert without rows leaves out is more than its rows."""
+    counts = torch.bincount(chosen.flatten(), minlength=EXPERTS).tolist()
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        if counts[e] == 0:
+            continue
+        rows, place = torch.where(chosen == e)
+        out[rows] += expert(x[rows]) * weights[rows, place, None]
+        out = out + 0.1 * expert.gate.bias.sum()
+    return out
+
+
 # -- without a loop over rows ------------------------------------------------------------------------------------------
 
 

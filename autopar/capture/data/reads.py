@@ -220,6 +220,18 @@ _TOO_MANY = Construct(
 
 
 @dataclass(slots=True)
+class Branches:
+    """What the run that is captured found of branches by a number of rows, and others go by. zero: by line, True for
+    one that is taken where there are none. masks: the lines of those whose rows they are. is_off: of such a model they
+    decide more, so that they are branches on data like any others; has_failed: that was found."""
+
+    zero: dict[Line | None, bool] = field(default_factory=dict)
+    masks: set[Line | None] = field(default_factory=set)
+    is_off: bool = False
+    has_failed: bool = False
+
+
+@dataclass(slots=True)
 class Reads:
     """The reads of a model in their order. `tensors`: those of the run that goes on, as far as it has come; None for
     what is not checked.
@@ -242,6 +254,7 @@ class Reads:
     known: list[Read] = field(default_factory=list)
     tensors: list[Tensor | None] = field(default_factory=list)
     selected: set[Line | None] = field(default_factory=set)
+    branches: Branches = field(default_factory=Branches)
     so_far: SoFar | None = None  # the trace that goes on
     state: SoFar | None = None  # the same, of what hangs on the model's own state alone
 

@@ -1,11 +1,13 @@
 """Know of a loop through the places of a mask that what it selects there is nothing where the mask is False.
 
 `for e in (hot.sum((1, 2)) > 0).nonzero(): where(hot[e])`: the mask says of each place whether any element is not zero.
-Then the rows of a turn are those of `hot[e]` alone, and nothing that all samples decide stands before them.
+Then the rows of a turn are those of `hot[e]` alone, and nothing that all samples decide stands before them. So it is of
+`where(chosen == e)` behind `if bincount(chosen)[e] == 0: continue`.
 """
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -16,13 +18,45 @@ from autopar.ir.ops.ops import op_name
 
 aten = torch.ops.aten
 _Slice = tuple[fx.Node, int, int]  # a tensor, and how often it was written; a dim
+_ZEROS = (aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default)
 _WHOLE = ("view", "reshape", "_unsafe_view", "flatten")  # views that may keep their first dim
 
 
-def is_implied(mask: fx.Node, place: int, condition: fx.Node) -> bool:
-    """True if a condition holds nowhere where a mask [n] is False at a place."""
-    counted = _counted(mask)
-    return counted is not None and (*counted, place) == _taken(condition)
+def is_implied(mask: fx.Node, place: int | None, condition: fx.Node) -> bool:
+    """True if a condition holds nowhere where a mask [n] is False, or a number zero, at a place; or (None) where no
+    element of a mask is True."""
+    if place is None:
+        return _all_of(_bare(mask)) == _all_of(_bare(condition)) or _compared(mask) == (_compared(condition) or ())
+    counted, taken = _counted(mask), _taken(condition)
+    if counted is not None and (*counted, place) == taken:
+        return True
+    numbers = _binned(mask) if counted is None else _numbers(counted)
+    if numbers is None:
+        return False
+    return (*numbers, place) == (_compared(condition) if taken is None else _number(taken))
+
+
+def count_asked(truth: fx.Node) -> tuple[fx.Node, int | None, bool] | None:
+    """The numbers [n] of which a truth says whether the one at a place is zero, or the mask (with None) whether it has
+    any place; and True for a truth that there is none."""
+    is_none = truth.target is aten.eq.Scalar and truth.args[1] == 0
+    node: Any = truth.args[0] if is_none else truth
+    while True:
+        node = _bare(node)
+        if node.op != "call_function" or not isinstance(node.args[0], fx.Node):
+            return None
+        of: Any = node.args[0]
+        if op_name(node.target) in ("any", "sum") and _is_positive(of) and node.meta["val"].numel() == 1:
+            return of, None, is_none
+        if node.target is operator.getitem and of.target is aten.unbind.int:
+            of = of.args[0]
+        elif node.target is not aten.select.int:
+            if not is_view(node.target) or of.meta["val"].numel() != 1:
+                return None
+            node = of
+            continue
+        place: Any = node.args[-1]
+        return (of, place % len(of.meta["val"]), is_none) if of.meta["val"].ndim == 1 else None
 
 
 def _counted(node: fx.Node) -> _Slice | None:
@@ -57,6 +91,71 @@ def _taken(node: fx.Node) -> tuple[fx.Node, int, int, int] | None:
         node = args[0]
 
 
+_Numbers = tuple[fx.Node, int]  # a tensor, and how often it was written
+
+
+def _binned(node: fx.Node) -> _Numbers | None:
+    """The numbers of which each was counted: `zeros.index_add(0, numbers, ones)`."""
+    node = _bare(node)
+    if node.op != "call_function" or op_name(node.target) != "index_add" or node.args[1] != 0:
+        return None
+    zeros, numbers, ones = (node.args[i] for i in (0, 2, 3))
+    is_one = isinstance(ones, fx.Node) and ones.target in (aten.ones_like.default, aten.ones.default)
+    is_zero = isinstance(zeros, fx.Node) and zeros.target in _ZEROS
+    return _all_of(numbers) if is_one and is_zero else None
+
+
+def _numbers(found: _Slice) -> _Numbers | None:
+    """The numbers of a one-hot tensor, `numbers[..., None] == arange(n)`, along its last dim, or of one in which their
+    places along a dim were set."""
+    node, _, dim = found
+    args: Any = node.args
+    if _is_hot(node):
+        return _all_of(args[2]) if args[1] % node.meta["val"].ndim == dim else None
+    if node.target is not aten.eq.Tensor or dim != node.meta["val"].ndim - 1:
+        return None
+    return _all_of(args[0]) if args[1].target is aten.arange.default else None
+
+
+def _is_hot(node: fx.Node) -> bool:
+    """True for zeros of which some have a number above zero instead."""
+    if node.target not in (aten.scatter.value, aten.scatter_.value):
+        return False
+    zeros, number = node.args[0], node.args[3]
+    return isinstance(zeros, fx.Node) and zeros.target in _ZEROS and isinstance(number, (int, float)) and number > 0
+
+
+def _number(taken: tuple[fx.Node, int, int, int]) -> tuple[fx.Node, int, int] | None:
+    """The numbers and the one of which a piece of a one-hot tensor tells the places."""
+    numbers = _numbers(taken[:3])
+    return None if numbers is None else (*numbers, taken[3])
+
+
+def _compared(node: fx.Node) -> tuple[fx.Node, int, Any] | None:
+    """The numbers, and the one that any has where a condition holds: `numbers == e`, or any of some of these."""
+    while True:
+        node = _bare(node)
+        args: Any = node.args
+        if node.op != "call_function":
+            return None
+        if node.target is aten.eq.Scalar:
+            return (*_all_of(args[0]), args[1])
+        is_any = op_name(node.target) in ("any", "sum") and _is_positive(args[0])
+        if not is_any and not is_view(node.target):
+            return None
+        node = args[0]
+
+
+def _all_of(node: Any) -> _Numbers:
+    """What a tensor shows all elements of."""
+    while node.op == "call_function" and is_view(node.target):
+        before = node.args[0]
+        if before.meta["val"].numel() != node.meta["val"].numel():
+            break
+        node = before
+    return node, getattr(node.meta["val"], "_version", 0)
+
+
 def _bare(node: fx.Node) -> fx.Node:
     """A tensor without casts, copies and comparisons with zero, behind which the same elements are zero."""
     while node.op == "call_function" and isinstance(node.args[0], fx.Node):
@@ -80,6 +179,8 @@ def _is_positive(node: Any) -> bool:
     if dtype is torch.bool or node.op != "call_function" or operand is None:
         return dtype is torch.bool
     name = op_name(node.target)
+    if _is_hot(node):
+        return True
     if name in ("mul", "sum"):
         return all(_is_positive(one) for one in node.args[: len(node.all_input_nodes)])
     before = _dtype(operand)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.capture.data.reads import ANY_ROWS, Reads
+from autopar.capture.data.reads import ANY_ROWS, Branches, Reads
 from autopar.capture.data.row_counts import RowCount, counted, counts_in, sizes_in
 from autopar.capture.refusals.constructs import SIZES, Construct
 from autopar.capture.refusals.explain_failure import size_refusal, wants_data
@@ -73,7 +73,7 @@ class Selected:
     draws: RowDraws = field(default_factory=RowDraws)
 
     def __post_init__(self) -> None:
-        self.order = MaskOrder(self.locator)
+        self.order = MaskOrder(self.locator, Branches() if self.reads is None else self.reads.branches)
 
     def concerns(self, args: Any, kwargs: Any) -> bool:
         """True if a call takes such rows."""
@@ -89,7 +89,7 @@ class Selected:
     ) -> tuple[Tensor, ...]:
         """The places of all elements of a condition, in torch's order; none where it has no rows."""
         valid = (condition != 0).reshape(-1)
-        number, has_rows = self.order.begin(valid, line)
+        number, has_rows = self.order.begin(valid, line, condition)
         has_rows = self._has_rows(condition, function, line) and has_rows
         valid = self.order.narrowed(valid, condition)
         count = (valid.numel() if self.is_first else min(valid.numel(), 1)) if has_rows else 0

@@ -1,4 +1,5 @@
-"""Loops through the places of a mask, `for e in hit.nonzero()`, and the masks of a run in their order."""
+"""Loops through the places of a mask, `for e in hit.nonzero()`, branches by how many rows one selects, `if counts[e] ==
+0: continue`, and the masks of a run in their order."""
 
 from __future__ import annotations
 
@@ -8,9 +9,11 @@ from typing import Any
 from weakref import ref
 
 import torch
+from torch import fx
 
+from autopar.capture.data.reads import Branches
 from autopar.capture.refusals.location import Line, Locator
-from autopar.capture.rows.implied import is_implied
+from autopar.capture.rows.implied import count_asked, is_implied
 from autopar.capture.rows.row_sides import RowSides
 from autopar.capture.trace.tracer import Tracer
 from autopar.ir.ops.op_facts import QUERIES
@@ -34,25 +37,30 @@ class RowTurn:
 class MaskOrder:
     """The masks of one run. lines: of each. counts: of the rows of each, in a run that is to know them. sides: of a run
     in which some have no rows. turn: of the loop that goes on, in which masks are no more than parts of its own.
-    is_turned: there was one.
+    is_turned: there was one, or a branch. asked: the mask that the last branch stands for, by its number, with the node
+    and the place that say how many rows it has.
 
     places: of masks of one dim, by the id of their places, these and the mask."""
 
     locator: Locator | None = None
+    branches: Branches = field(default_factory=Branches)
     tracer: Tracer | None = None
     lines: list[Line | None] = field(default_factory=list)
     counts: list[Tensor] | None = None
     sides: RowSides | None = None
     turn: RowTurn | None = None
     is_turned: bool = False
+    asked: tuple[int, tuple[fx.Node, int | None] | None] | None = None
     places: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @property
     def is_forward(self) -> bool:
         return self.locator is None or self.locator.phase == "forward"
 
-    def begin(self, valid: Tensor, line: Line | None) -> tuple[int, bool]:
-        """The number of a mask, and whether it has rows in this run."""
+    def begin(self, valid: Tensor, line: Line | None, condition: Tensor | None = None) -> tuple[int, bool]:
+        """The number of a mask, and whether it has rows in this run. condition: what the model gave as a mask."""
+        if self.asked is not None and condition is not None and self._is_asked(condition, line):
+            return self.asked[0], True
         if self.turn is None and self.is_forward:  # what is computed again has its number
             self.lines.append(line)
             if self.counts is not None:
@@ -61,12 +69,39 @@ class MaskOrder:
                 return self.sides.begin()
         return len(self.lines) - 1, True
 
+    def asks(self, truth: Tensor, line: Line | None) -> bool | None:
+        """What a branch is told that asks for a number of rows whether it is zero; None for another one. It begins the
+        mask of these rows."""
+        node = None if self.tracer is None else self.tracer.node_of(truth)
+        found = None if node is None else count_asked(node)
+        if found is not None:
+            self.branches.zero[line] = found[2]
+        elif self.tracer is not None or line not in self.branches.zero:
+            return None
+        is_zero, self.is_turned = self.branches.zero[line], True
+        with no_function_modes():  # no call of the model's
+            holds = (truth == 0 if is_zero else truth != 0).reshape(1)
+            number, has_rows = self.begin(holds, line)
+        self.asked = number, None if found is None else found[:2]
+        return has_rows != is_zero
+
+    def _is_asked(self, condition: Tensor, line: Line | None) -> bool:
+        """True for a mask that has no rows where the last branch says so."""
+        if self.tracer is None:
+            return line in self.branches.masks
+        node = self.tracer.node_of(condition)
+        asked = self.asked[1] if self.asked is not None else None
+        if node is None or asked is None or not is_implied(*asked, node):
+            return False
+        self.branches.masks.add(line)
+        return True
+
     def selected(self, number: int, places: Sequence[Tensor], mask: Tensor) -> None:
         """The places that a mask selects, a tensor for each dim."""
         if len(places) == 1:
             self._enter(places[0], mask)
         if self.sides is not None:
-            self.sides.selected(number, places)
+            self.sides.selected(number, (*places, mask))  # by either of which rows are put back
 
     def narrowed(self, valid: Tensor, condition: Tensor) -> Tensor:
         """Which rows count in a turn: none where its mask is False, unless there is none anyhow."""

@@ -38,7 +38,9 @@ class RowCounts:
             return sum(map(sum, table[len(table) // 2 :]))
         if node.target not in _TRIPS:
             return None
-        return sum(self._table(node, operand_nodes(node)[0])[number])
+        table, route = self._table(node, operand_nodes(node)[0]), operand_nodes(node)[-1]
+        row, column = divmod(number, record(route).type.shape[1])
+        return table[row][column] if column < len(table[row]) else 0
 
     def copied(self, node: fx.Node | None, shape: Sequence[int]) -> torch.Tensor | None:
         """The counts that a route copies to the host, which end with three numbers of faults; None for any other

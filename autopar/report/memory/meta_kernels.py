@@ -25,7 +25,7 @@ from autopar.runtime.executor.executor import Kernels
 from autopar.runtime.executor.run_fused import plain
 from autopar.runtime.kernels import dropout as dropout_kernel
 from autopar.runtime.kernels.counter import PIECE, PieceRuns
-from autopar.runtime.kernels.experts import expert_mm, expert_mm_backward
+from autopar.runtime.kernels.experts import expert_mm, expert_mm_backward, in_order
 from autopar.runtime.kernels.random_kernels import random
 from autopar.runtime.triton.launch_kernel import FusedKernel
 
@@ -68,9 +68,9 @@ def _random(seed: torch.Tensor, key: int, kind: str, shape: Sequence[int], dtype
     return out
 
 
-def _all_of_one(own: torch.Tensor, groups: int) -> tuple[torch.Tensor, list[int]]:
+def _all_of_one(own: torch.Tensor, groups: int) -> tuple[torch.Tensor | None, list[int]]:
     """The rows by expert, as if one of them had all: their products take no memory but for results."""
-    return torch.sort(own, stable=True).indices, [len(own)] * groups
+    return None if in_order(own) else torch.sort(own, stable=True).indices, [len(own)] * groups
 
 
 # Which blocks are seen hangs on values: as if each were seen in part, which takes the most memory.
@@ -140,11 +140,15 @@ class _Unlaunched:
 
 
 _LOOKUPS = (op("embedding"), op("embedding_backward"))
+_PRODUCTS = (op("expert_mm"), op("expert_mm_backward"))
 
 
 def value_read(node: fx.Node | None) -> int:
     """What a kernel reads from a tensor, where it asks whether an index lies in the rows that this rank holds: it
-    does if the rank holds all of them; the values of a batch are not known."""
+    does if the rank holds all of them; the values of a batch are not known. Where it asks whether rows lie by expert:
+    those do that came from other ranks."""
+    if node is not None and node.target in _PRODUCTS:
+        return int(operand_nodes(node)[2].target is op("owned_index"))
     if node is not None and node.target in _LOOKUPS:
         table = node if node.target is op("embedding_backward") else operand_nodes(node)[0]
         return -1 if record(table).layout.dims[0] else 0
