@@ -109,7 +109,7 @@ def compile_(
 
 
 @app.command()
-@takes_options("cuda_graphs", "check_replicas", "on_nonfinite", "timeout")
+@takes_options("cuda_graphs", "check_replicas", "on_nonfinite", "timeout", "memory")
 def inspect(
     target: Annotated[str, typer.Argument(metavar="TARGET|DIR", help="a TARGET, or what `autopar compile` wrote")],
     mesh: Annotated[str | None, typer.Option(help="needed with a TARGET")] = None,
@@ -261,7 +261,7 @@ def estimate(
 
 
 @app.command("plan")
-@takes_options("cuda_graphs", "check_replicas", "on_nonfinite", "timeout", "stages", *PLANNED)
+@takes_options("cuda_graphs", "check_replicas", "on_nonfinite", "timeout", "stages", "memory", *PLANNED)
 def plan_(
     gpus: Annotated[str, typer.Option(metavar="N|N,N,...", help="devices; of several, how the best plans scale")],
     target: Annotated[str | None, _TARGET] = None,

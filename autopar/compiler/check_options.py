@@ -10,7 +10,7 @@ from typing import Literal, Unpack, get_args
 import torch
 
 from autopar.errors import AutoparError, CompileError, PlanError
-from autopar.ir.options import Offload, StepKeywords, StepOptions
+from autopar.ir.options import Offload, StepKeywords, StepOptions, read_bytes
 from autopar.passes.schedules import check_schedule_name
 
 Graphs = bool | Literal["dry-run"]
@@ -36,12 +36,21 @@ def options_of(**keywords: Unpack[StepKeywords]) -> StepOptions:
     offload = options.offload
     if offload is not None and not isinstance(offload, str):
         offload = dict(offload) if isinstance(offload, Mapping) else tuple(offload)
+    reshard, memory = options.reshard_after_forward, options.memory
+    reshard = dict(reshard) if isinstance(reshard, Mapping) else reshard
+    memory = read_bytes(memory) if isinstance(memory, str) else memory
+    options = replace(options, reshard_after_forward=reshard, memory=memory)
     return replace(options, shard=dict(options.shard or {}), stages=stages, slices=slices, offload=offload)
 
 
 def check_offload(options: StepOptions, graphs: Graphs = False) -> None:
     """Raise PlanError for what goes with nothing that waits in the host's memory."""
     offloaded = options.offloaded
+    if graphs and options.memory is not None:
+        raise PlanError(
+            f"memory={options.memory!r} with cuda_graphs={graphs!r}: values that it moves would be copied to the "
+            f"buffers of the recorded step. Write recompute= in place of memory=, or leave cuda_graphs out."
+        )
     if not offloaded.get("activations") and not offloaded.get("parameters"):
         if options.horizon != "auto":
             raise PlanError(

@@ -44,6 +44,9 @@ OFFLOADED = ("activations", "optimizer", "parameters")  # what may wait in the h
 Amount = int | float
 Offload = str | Sequence[str] | Mapping[str, Amount] | None
 Horizon = int | Literal["auto"]
+Reshard = bool | Mapping[str, bool]
+Memory = int | float | str | None
+UNITS = {"": 1, "MB": 1e6, "GB": 1e9, "MiB": 2**20, "GiB": 2**30}
 SequenceParallel = bool | Literal["auto"]
 Slices = int | Sequence[int] | Literal["auto"]
 # Of (stages, stages on a rank, micro-batches, costs): for each rank its actions, or their names.
@@ -76,15 +79,15 @@ def read_stages(entries: Sequence[str]) -> tuple[str, ...]:
 def read_recompute(text: str) -> Recompute:
     """`full`, `1000000`, `0.5` or `blocks.0-3=full,*=selective`."""
     if "=" not in text:
-        return _policy(text)
+        return _number(text)
     pairs = (entry.partition("=") for entry in text.split(","))
-    return {pattern.strip(): _policy(policy) for pattern, _, policy in pairs}
+    return {pattern.strip(): _number(policy) for pattern, _, policy in pairs}
 
 
 def read_offload(text: str) -> Offload:
     """`activations`, `activations=0.5`, or several with commas."""
     pairs = (entry.partition("=") for entry in text.split(","))
-    return {name.strip(): _policy(amount) if equals else 1.0 for name, equals, amount in pairs}  # type: ignore[misc]
+    return {name.strip(): _number(amount) if equals else 1.0 for name, equals, amount in pairs}  # type: ignore[misc]
 
 
 def read_slices(text: str) -> int | tuple[int, ...] | str:
@@ -102,7 +105,7 @@ def read_dims(text: str) -> Any:
     return text
 
 
-def _policy(text: str) -> Policy:
+def _number(text: str) -> Policy:
     for kind in (int, float):
         with suppress(ValueError):
             return kind(text)
@@ -185,6 +188,19 @@ def _is_policy(value: Any) -> bool:
     return isinstance(value, (int, float)) and 0 <= value <= (1 if isinstance(value, float) else math.inf)
 
 
+def read_bytes(text: str) -> int | None:
+    """`60GiB`, `70 GB` or `1000` as bytes; None if it is none of these."""
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([A-Za-z]*)", text)
+    return None if match is None or match[2] not in UNITS else int(float(match[1]) * UNITS[match[2]])
+
+
+def _is_memory(value: Any) -> bool:
+    if isinstance(value, float):
+        return 0 < value <= 1
+    found = read_bytes(value) if isinstance(value, str) else value
+    return _is_count(found)
+
+
 def _is_offload(value: Any) -> bool:
     if isinstance(value, Mapping):
         return all(name in OFFLOADED and _is_amount(name, amount) for name, amount in value.items())
@@ -244,7 +260,7 @@ class StepOptions:
       there is cp, over it too. With "dp=2,fsdp=4" they are split over fsdp and replicated over dp; an axis fsdp means
       zero=3 if nothing else is said. Parameters are DTensors of the parts: any element-wise optimizer works.
     reshard_after_forward: drop what zero=3 gathered after its use, and gather it again in the backward pass. False
-      keeps it until then.
+      keeps it until then. Or those by pattern of modules, `{"blocks.12-23": False}`: the first that fits, True else.
     recompute: what the backward pass computes again instead of keeping it: none, selective (arXiv 2205.05198), full,
       the bytes that a rank may keep (an int), or their part of what "none" keeps (a float). Or those by pattern of
       modules, e.g. `{"blocks.0-3": "full", "*": "selective"}`.
@@ -255,6 +271,10 @@ class StepOptions:
       value is kept, computed again or moved, whichever takes the least time (arXiv 2104.07857).
     horizon: layers by which activations, or parameters, are back before they are read: more hide slower copies, fewer
       need less memory. "auto" begins each copy as late as hides it, by two layers at most, and of parameters by one.
+    memory: bytes that a rank's device may hold at its peak (an int, or text as "60GiB"), parameters, gradients and
+      states of AdamW counted; or their part of what the step holds without this option (a float). Of the steps that
+      keep to it the fastest is taken, by the simulation of each: values are computed again (`recompute`), moved
+      (`offload`), and layers that zero=3 gathered stay (`reshard_after_forward`), as many of each as is worth it.
     precision: to compute in: bf16 or fp16, with parameters and norms, softmax and loss in fp32. None as the model is.
     reduce_dtype: of the sums of gradients over ranks and micro-batches.
     bucket_bytes: of gradients or parameters that move together. None leaves it to the sizes of the model.
@@ -312,7 +332,14 @@ class StepOptions:
         ),
         Flag(int, "0-3"),
     )
-    reshard_after_forward: bool = option(True, flag=Flag())
+    reshard_after_forward: Reshard = option(
+        True,
+        Valid(
+            lambda value: isinstance(value, bool), 'True or False, or those by pattern: {"blocks.12-23": False}',
+            parts=lambda value: value.values() if isinstance(value, Mapping) else (value,),
+        ),
+        Flag(),
+    )  # fmt: skip
     recompute: Recompute = option(
         "none",
         Valid(
@@ -334,7 +361,16 @@ class StepOptions:
     horizon: Horizon = option(
         "auto",
         Valid(lambda value: value == "auto" or _is_count(value), f'{_COUNT} of layers, or "auto"'),
-        Flag(str, "LAYERS|auto", _policy),
+        Flag(str, "LAYERS|auto", _number),
+    )
+    memory: Memory = option(
+        None,
+        Valid(
+            lambda value: _is_memory(value),
+            'bytes of 1 or more (an int, or text as "60GiB"), or a part of what the step holds without it (a float '
+            "from 0.0 to 1.0)",
+        ),
+        Flag(str, "60GiB|PART", _number),
     )
     precision: str | None = option(
         None,
@@ -366,7 +402,7 @@ class StepOptions:
             lambda value: value in ("auto", True, False) or _is_count(value),
             'True, False, "auto", or the bytes of a chunk',
         ),
-        Flag(str, "true|auto|BYTES", lambda text: {"true": True}.get(text.lower(), _policy(text))),
+        Flag(str, "true|auto|BYTES", lambda text: {"true": True}.get(text.lower(), _number(text))),
     )
     compile: Compiler = option(
         "auto",
@@ -431,10 +467,11 @@ class StepKeywords(TypedDict, total=False):
     chunks: int | None
     stage_memory: int | None
     zero: int | None
-    reshard_after_forward: bool
+    reshard_after_forward: Reshard
     recompute: Recompute
     offload: Offload
     horizon: Horizon
+    memory: Memory
     precision: str | None
     reduce_dtype: Dtype
     bucket_bytes: int | None

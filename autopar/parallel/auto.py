@@ -50,7 +50,7 @@ class Auto:
             device_mesh = mesh_over(mesh, session.settings.device.type, session.settings.timeout)
             session.agreement.pace.lie_over(mesh)
             session.store.move(Distributor(mesh, device_mesh, session.announcer.operation))
-        options = replace(session.settings.options, **{**PLANNED, **said})
+        options = replace(session.settings.options, memory=None, **{**PLANNED, **said})
         settings = replace(session.settings, options=options, fixed=Fixed(machine=self._machine))
         if made is not None:
             _log.warning("mesh '%s': %s", AUTO, reason_line(made))
@@ -64,7 +64,8 @@ class Auto:
             if dist.get_rank() != 0:
                 return None
             settings, model = self._session.settings, self._session.store.model
-            asked = Asked(dist.get_world_size(), rows, self._machine, top=SHOWN, may_offload=False)
+            limit = settings.options.memory
+            asked = Asked(dist.get_world_size(), rows, self._machine, limit, top=SHOWN, may_offload=False)
             layers = layers_of_call(model, settings.loss_fn, args, kwargs, settings.options, self._machine)
             return checked(planned(layers, asked), of_time=False)
         except AutoparError as error:

@@ -38,6 +38,11 @@ def check_open(is_auto: bool, step: Mapping[str, Any], batch: str, machine: str 
                 f"mesh '{AUTO}' decides {name} itself: leave out {name}={step[name]!r}, or write a mesh. "
                 f"(`autopar plan TARGET --gpus N --fix ...` plans around what is decided.)"
             )
+    if isinstance(memory := step.get("memory"), float):
+        raise MeshError(
+            f"mesh '{AUTO}' with memory={memory}: a part is of what the step holds on one mesh, and each that is "
+            f'planned has another. Write bytes, such as memory="60GiB".'
+        )
     if batch != "global":
         raise MeshError(
             f"mesh '{AUTO}' with batch=\"{batch}\": which part of the batch a rank passes follows from the mesh, which "
