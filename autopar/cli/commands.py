@@ -335,6 +335,7 @@ def measure(
     ranks: Annotated[int | None, typer.Option(metavar="N", help="processes; one a GPU, or a core up to 8")] = None,
     device: Annotated[str | None, typer.Option(metavar="cuda|cpu", help="by default what there is")] = None,
     seconds: Annotated[float, typer.Option(help="of all; more of them measure more often")] = 60.0,
+    disk: Annotated[Path | None, typer.Option(metavar="DIR", help="a folder whose disk is measured too")] = None,
     until: Annotated[float | None, typer.Option(hidden=True, help="what the launcher tells its ranks")] = None,
 ) -> None:
     """Measure this machine: products, memory and launches of a device, collectives and messages between its ranks."""
@@ -343,7 +344,7 @@ def measure(
         raise MachineError(f"--seconds {seconds:g}: write {SECONDS[0]:g} to {SECONDS[1]:g}.")
     from autopar.cli.machine import measure_machine
 
-    measure_machine(out_file, ranks, device, seconds, until)
+    measure_machine(out_file, ranks, device, seconds, until, disk)
 
 
 def main() -> None:

@@ -46,6 +46,11 @@ def options_of(**keywords: Unpack[StepKeywords]) -> StepOptions:
 def check_offload(options: StepOptions, graphs: Graphs = False) -> None:
     """Raise PlanError for what goes with nothing that waits in the host's memory."""
     offloaded = options.offloaded
+    if options.offload_dir is not None and not (offloaded.get("optimizer") or offloaded.get("parameters")):
+        raise PlanError(
+            f"offload_dir={str(options.offload_dir)!r} is of states that wait, and none do: write "
+            f'offload="optimizer" or "parameters" beside it, or leave it out.'
+        )
     if graphs and options.memory is not None:
         raise PlanError(
             f"memory={options.memory!r} with cuda_graphs={graphs!r}: values that it moves would be copied to the "

@@ -17,8 +17,8 @@ from autopar.capture.inputs.batch_dims import Dims
 from autopar.compiler.constraints import (
     batch_ranks,
     check_batch,
+    check_patterns,
     check_plan,
-    check_reshard,
     divides_batch,
     microbatches_of,
     parse_shard,
@@ -239,5 +239,5 @@ def make_plan(captured: Captured, mesh: Mesh, options: StepOptions, fixed: Fixed
         rules=CUSTOM_OPS.rows(),
     )
     check_plan(plan)
-    check_reshard(plan, program)
+    check_patterns(plan, program)
     return with_positions(plan, program)

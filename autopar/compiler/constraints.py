@@ -180,13 +180,17 @@ def check_zero(plan: Plan) -> None:
         )
 
 
-def check_reshard(plan: Plan, program: Program) -> None:
-    """Raise PlanError for patterns of reshard_after_forward that no module has."""
-    wanted = plan.options.reshard_after_forward
+def check_patterns(plan: Plan, program: Program) -> None:
+    """Raise PlanError for patterns of reshard_after_forward, or of optimizer states that wait, that no module has."""
+    wanted, states = plan.options.reshard_after_forward, plan.options.offloaded.get("optimizer")
+    said = dict[str, str]()
     if isinstance(wanted, Mapping):
+        said |= {f"reshard_after_forward={{{one!r}: {again}}}": one for one, again in wanted.items()}
+    if isinstance(states, Sequence):
+        said |= {f'offload={{"optimizer": [{one!r}]}}': one for one in states}
+    if said:
         paths = module_paths(program, program.calls())
-        faults = [f"reshard_after_forward={{{one!r}: {again}}}: {fault}" for one, again in wanted.items()
-                  if (fault := unknown_pattern(one, paths))]  # fmt: skip
+        faults = [f"{text}: {fault}" for text, one in said.items() if (fault := unknown_pattern(one, paths))]
         if faults:
             raise PlanError("\n".join(faults))
 

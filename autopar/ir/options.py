@@ -42,7 +42,7 @@ Shard = Mapping[str, "str | Layout"]
 BatchDims = Any  # a dim, None, or a tuple, list or dict of these
 OFFLOADED = ("activations", "optimizer", "parameters")  # what may wait in the host's memory
 Amount = int | float
-Offload = str | Sequence[str] | Mapping[str, Amount] | None
+Offload = str | Sequence[str] | Mapping[str, Amount | Sequence[str]] | None
 Horizon = int | Literal["auto"]
 Reshard = bool | Mapping[str, bool]
 Memory = int | float | str | None
@@ -85,9 +85,10 @@ def read_recompute(text: str) -> Recompute:
 
 
 def read_offload(text: str) -> Offload:
-    """`activations`, `activations=0.5`, or several with commas."""
+    """`activations`, `activations=0.5`, `optimizer=embed;blocks.0-7`, or several with commas."""
     pairs = (entry.partition("=") for entry in text.split(","))
-    return {name.strip(): _number(amount) if equals else 1.0 for name, equals, amount in pairs}  # type: ignore[misc]
+    read = {name.strip(): _number(amount) if equals else 1.0 for name, equals, amount in pairs}
+    return {name: tuple(part.split(";")) if isinstance(part, str) else part for name, part in read.items()}
 
 
 def read_slices(text: str) -> int | tuple[int, ...] | str:
@@ -209,6 +210,8 @@ def _is_offload(value: Any) -> bool:
 
 
 def _is_amount(name: str, amount: Any) -> bool:
+    if name == "optimizer" and _is_list(amount):
+        return len(amount) > 0
     is_number = isinstance(amount, float) or (name == "activations" and isinstance(amount, int))
     is_whole = name != "parameters" or amount == 1.0
     return is_number and not isinstance(amount, bool) and _is_policy(amount) and is_whole
@@ -267,8 +270,11 @@ class StepOptions:
     offload: what waits in the host's memory: "activations" for the backward pass, "optimizer" (states), "parameters"
       with gradients and states; or a list of them. States are on the device while their parameters step. Parameters
       come a layer before it computes, and the optimizer steps on the host. Or the parts that wait, of activations also
-      bytes: `{"activations": 0.5, "optimizer": 1.0}`. Where recompute= is a number, it is the budget of both: each
-      value is kept, computed again or moved, whichever takes the least time (arXiv 2104.07857).
+      bytes, of states also patterns of modules: `{"activations": 0.5, "optimizer": ["embed", "blocks.0-7"]}`. Where
+      recompute= is a number, it is the budget of both: each value is kept, computed again or moved, whichever takes the
+      least time (arXiv 2104.07857).
+    offload_dir: a folder of this node's disk: optimizer states that wait lie in files there, not in the host's memory,
+      with offload="parameters" too. The files have no names, so nothing is left of a run however it ends.
     horizon: layers by which activations, or parameters, are back before they are read: more hide slower copies, fewer
       need less memory. "auto" begins each copy as late as hides it, by two layers at most, and of parameters by one.
     memory: bytes that a rank's device may hold at its peak (an int, or text as "60GiB"), parameters, gradients and
@@ -354,9 +360,15 @@ class StepOptions:
         None,
         Valid(
             _is_offload,
-            f'{one_of(OFFLOADED)}, a list of them, or parts from 0.0 to 1.0: {{"activations": 0.5}} (parameters: 1.0)',
+            f'{one_of(OFFLOADED)}, a list of them, or parts from 0.0 to 1.0: {{"activations": 0.5}} (parameters: 1.0; '
+            "optimizer: also a list of patterns of modules)",
         ),
         Flag(str, "WHAT|WHAT=PART,...", read_offload),
+    )
+    offload_dir: str | Path | None = option(
+        None,
+        Valid(lambda value: isinstance(value, (str, Path)) and str(value) != "", "the path of a folder, or None"),
+        Flag(str, "DIR"),
     )
     horizon: Horizon = option(
         "auto",
@@ -426,8 +438,8 @@ class StepOptions:
         return [f"{name}={value}" for name, value in named.items()]
 
     @property
-    def offloaded(self) -> Mapping[str, Amount]:
-        """How much of what waits in the host's memory: a part (a float) or bytes (an int)."""
+    def offloaded(self) -> Mapping[str, Any]:
+        """How much of what waits in the host's memory: a part (a float), bytes (an int), or what patterns name."""
         wanted = (self.offload,) if isinstance(self.offload, str) else self.offload or ()
         return wanted if isinstance(wanted, Mapping) else dict.fromkeys(wanted, 1.0)
 
@@ -447,7 +459,7 @@ PLANNED: Mapping[str, Any] = {
     name: StepOptions.__dataclass_fields__[name].default
     for name in (
         "microbatches", "slices", "schedule", "chunks", "zero", "reshard_after_forward", "recompute",
-        "sequence_parallel", "stage_memory", "offload", "horizon",
+        "sequence_parallel", "stage_memory", "offload", "offload_dir", "horizon",
     )
 }  # fmt: skip
 
@@ -470,6 +482,7 @@ class StepKeywords(TypedDict, total=False):
     reshard_after_forward: Reshard
     recompute: Recompute
     offload: Offload
+    offload_dir: str | Path | None
     horizon: Horizon
     memory: Memory
     precision: str | None

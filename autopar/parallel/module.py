@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -27,7 +28,9 @@ from autopar.parallel.stepping import forward_step, train_step
 from autopar.parallel.tensors.likeness import Likeness
 from autopar.parallel.weights.optimizer_states import States
 from autopar.runtime.ranks.recorder import PROFILER, Recorder
-from autopar.runtime.tiers.offloaded_states import OffloadedStates
+from autopar.runtime.tiers.disk_tier import disk_tier
+from autopar.runtime.tiers.offloaded_states import OffloadedStates, moving_of
+from autopar.settings import Settings
 
 _LEFT_OUT = object()  # what a module returned beside its own loss
 
@@ -54,10 +57,25 @@ class ParallelModule(Likeness):
         self._become_like(asked.model)
         states = States(self._store, self._session.agreement, self._session.announcer.updating)
         states.watch(self)
-        if share := self._session.settings.options.offloaded.get("optimizer"):
-            OffloadedStates(states.is_ours, self._session.tier, float(share)).watch(self)
+        self._offload_states(states)
         # torch marks the functions of such hooks, which methods do not let it do
         self.register_load_state_dict_pre_hook(partial(self._store.refuse_assign))
+
+    def _offload_states(self, states: States) -> None:
+        """Let states of optimizers wait where the options say. Of parameters that wait in the host's memory their
+        optimizer makes the states there: only a disk is another place."""
+        options, tier = self._session.settings.options, self._session.tier
+        amount, folder = options.offloaded.get("optimizer"), options.offload_dir
+        if folder is not None:
+            on_host = options.offloaded.get("parameters")
+            amount = amount or 1.0
+            device = torch.device("cpu") if on_host else self._session.settings.device
+            tier = cache(partial(disk_tier, device, Path(folder)))
+        if amount:
+            names = {id(parameter): name for name, parameter in self.named_parameters()}
+            moving = partial(moving_of, amount=amount, name_of=lambda p: names[id(p)])
+            near = Settings.read().local_world_size or 1
+            OffloadedStates(states.is_ours, tier, moving, near=near).watch(self)
 
     # -- what the user calls ------------------------------------------------------------------------------------
 
