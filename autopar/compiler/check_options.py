@@ -10,7 +10,7 @@ from typing import Literal, Unpack, get_args
 import torch
 
 from autopar.errors import AutoparError, CompileError, PlanError
-from autopar.ir.options import Offload, StepKeywords, StepOptions, read_bytes
+from autopar.ir.options import StepKeywords, StepOptions, read_bytes
 from autopar.passes.schedules import check_schedule_name
 
 Graphs = bool | Literal["dry-run"]
@@ -78,15 +78,6 @@ def check_offload(options: StepOptions, graphs: Graphs = False) -> None:
         raise PlanError(
             f"{asked} with cuda_graphs={graphs!r}: a recording would copy to the buffers of its first step. Leave one "
             f"of them out."
-        )
-
-
-def check_unplanned(offload: Offload) -> None:
-    """Raise PlanError for what is to wait in the host's memory where a mesh is planned as ranks run."""
-    if offload:
-        raise PlanError(
-            f'offload={offload!r}: mesh="auto" puts nothing in the host\'s memory. Leave it out, or write a mesh: '
-            f"`autopar plan` finds one that does."
         )
 
 

@@ -55,13 +55,13 @@ class ParallelModule(Likeness):
         self._last: LastStep | None = None
         self._has_stepped = False
         self._become_like(asked.model)
-        states = States(self._store, self._session.agreement, self._session.announcer.updating)
-        states.watch(self)
-        self._offload_states(states)
+        self._states = States(self._store, self._session.agreement, self._session.announcer.updating)
+        self._states.watch(self)
+        self._offload_states()
         # torch marks the functions of such hooks, which methods do not let it do
         self.register_load_state_dict_pre_hook(partial(self._store.refuse_assign))
 
-    def _offload_states(self, states: States) -> None:
+    def _offload_states(self) -> None:
         """Let states of optimizers wait where the options say. Of parameters that wait in the host's memory their
         optimizer makes the states there: only a disk is another place."""
         options, tier = self._session.settings.options, self._session.tier
@@ -75,7 +75,7 @@ class ParallelModule(Likeness):
             names = {id(parameter): name for name, parameter in self.named_parameters()}
             moving = partial(moving_of, amount=amount, name_of=lambda p: names[id(p)])
             near = Settings.read().local_world_size or 1
-            OffloadedStates(states.is_ours, tier, moving, near=near).watch(self)
+            OffloadedStates(self._states.is_ours, tier, moving, near=near).watch(self)
 
     # -- what the user calls ------------------------------------------------------------------------------------
 
@@ -261,3 +261,4 @@ class ParallelModule(Likeness):
         if self._auto is not None:
             self._session = self._auto.decided(call, args, kwargs)
             self._programs, self._auto = Programs(self._session), None
+            self._offload_states()

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from autopar.compiler.check_options import check_unplanned
 from autopar.errors import AutoparError, BatchError, MeshError, PlanError
 from autopar.ir.mesh import AUTO, Mesh
 from autopar.ir.options import PLANNED, StepOptions
@@ -31,7 +30,6 @@ def check_open(is_auto: bool, step: Mapping[str, Any], batch: str, machine: str 
         if machine is not None:
             raise MeshError(f"machine='{machine}' is of mesh=\"{AUTO}\", which plans for it. Leave one of them out.")
         return
-    check_unplanned(step.get("offload"))
     for name, default in _CHOSEN.items():
         if step.get(name, default) != default:
             raise MeshError(

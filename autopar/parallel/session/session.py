@@ -101,9 +101,9 @@ class Requested:
 
     @property
     def on_host(self) -> bool:
-        """Whether parameters are to wait in the host's memory, before ranks check it together."""
+        """Whether parameters may wait in the host's memory, before ranks check it together."""
         wanted = self.step.get("offload")
-        return "parameters" in (
+        return self.is_auto or "parameters" in (
             (wanted,) if isinstance(wanted, str) else wanted if isinstance(wanted, Collection) else ()
         )
 
