@@ -22,7 +22,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.options import StepKeywords
 from autopar.parallel.module import ParallelModule
 from autopar.parallel.session.session import Requested
-from autopar.report.within_memory import compile_step
+from autopar.report.memory.within_memory import compile_step
 from autopar.settings import Settings
 
 Factory = Callable[..., nn.Module]

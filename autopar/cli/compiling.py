@@ -17,7 +17,7 @@ from autopar.ir.ops.measure import human
 from autopar.ir.plan import Fixed
 from autopar.job import Job
 from autopar.machines import Machine
-from autopar.report.within_memory import compile_step
+from autopar.report.memory.within_memory import compile_step
 from autopar.settings import Settings
 
 Tell = Callable[[str], None]

@@ -17,7 +17,7 @@ from autopar.machines import named
 from autopar.planning.space.batches import resized_call
 from autopar.planning.space.candidates import RESHARD
 from autopar.report.compare_plans import instead_text
-from autopar.report.within_memory import lower_within
+from autopar.report.memory.within_memory import lower_within
 
 REST = "dp"  # takes the ranks that the other axes leave
 

@@ -45,17 +45,8 @@ def options_of(**keywords: Unpack[StepKeywords]) -> StepOptions:
 
 def check_offload(options: StepOptions, graphs: Graphs = False) -> None:
     """Raise PlanError for what goes with nothing that waits in the host's memory."""
+    check_limits(options, graphs)
     offloaded = options.offloaded
-    if options.offload_dir is not None and not (offloaded.get("optimizer") or offloaded.get("parameters")):
-        raise PlanError(
-            f"offload_dir={str(options.offload_dir)!r} is of states that wait, and none do: write "
-            f'offload="optimizer" or "parameters" beside it, or leave it out.'
-        )
-    if graphs and options.memory is not None:
-        raise PlanError(
-            f"memory={options.memory!r} with cuda_graphs={graphs!r}: values that it moves would be copied to the "
-            f"buffers of the recorded step. Write recompute= in place of memory=, or leave cuda_graphs out."
-        )
     if not offloaded.get("activations") and not offloaded.get("parameters"):
         if options.horizon != "auto":
             raise PlanError(
@@ -78,6 +69,21 @@ def check_offload(options: StepOptions, graphs: Graphs = False) -> None:
         raise PlanError(
             f"{asked} with cuda_graphs={graphs!r}: a recording would copy to the buffers of its first step. Leave one "
             f"of them out."
+        )
+
+
+def check_limits(options: StepOptions, graphs: Graphs) -> None:
+    """Raise PlanError for a folder of states where none wait, and for a limit of memory beside recordings."""
+    offloaded = options.offloaded
+    if options.offload_dir is not None and not (offloaded.get("optimizer") or offloaded.get("parameters")):
+        raise PlanError(
+            f"offload_dir={str(options.offload_dir)!r} is of states that wait, and none do: write "
+            f'offload="optimizer" or "parameters" beside it, or leave it out.'
+        )
+    if graphs and options.memory is not None:
+        raise PlanError(
+            f"memory={options.memory!r} with cuda_graphs={graphs!r}: values that it moves would be copied to the "
+            f"buffers of the recorded step. Write recompute= in place of memory=, or leave cuda_graphs out."
         )
 
 

@@ -140,7 +140,7 @@ def lower(
     settings: Settings | None = None,
 ) -> Lowered:  # fmt: skip
     """Take a captured program through the passes. fixed: what is decided already. Of `memory=` it knows nothing: see
-    `report/within_memory.py`."""
+    `report/memory/within_memory.py`."""
     wanted, known = options or StepOptions(), fixed or Fixed()
     assert wanted.memory is None, "the limit is kept to by lower_within"
     if wanted.slices == "auto":

@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -26,11 +25,9 @@ from autopar.parallel.session.random_state import RandomState
 from autopar.parallel.session.session import Requested, open_session
 from autopar.parallel.stepping import forward_step, train_step
 from autopar.parallel.tensors.likeness import Likeness
+from autopar.parallel.waiting_states import let_states_wait
 from autopar.parallel.weights.optimizer_states import States
 from autopar.runtime.ranks.recorder import PROFILER, Recorder
-from autopar.runtime.tiers.disk_tier import disk_tier
-from autopar.runtime.tiers.offloaded_states import OffloadedStates, moving_of
-from autopar.settings import Settings
 
 _LEFT_OUT = object()  # what a module returned beside its own loss
 
@@ -57,25 +54,9 @@ class ParallelModule(Likeness):
         self._become_like(asked.model)
         self._states = States(self._store, self._session.agreement, self._session.announcer.updating)
         self._states.watch(self)
-        self._offload_states()
+        let_states_wait(self._session, self._states, self)
         # torch marks the functions of such hooks, which methods do not let it do
         self.register_load_state_dict_pre_hook(partial(self._store.refuse_assign))
-
-    def _offload_states(self) -> None:
-        """Let states of optimizers wait where the options say. Of parameters that wait in the host's memory their
-        optimizer makes the states there: only a disk is another place."""
-        options, tier = self._session.settings.options, self._session.tier
-        amount, folder = options.offloaded.get("optimizer"), options.offload_dir
-        if folder is not None:
-            on_host = options.offloaded.get("parameters")
-            amount = amount or 1.0
-            device = torch.device("cpu") if on_host else self._session.settings.device
-            tier = cache(partial(disk_tier, device, Path(folder)))
-        if amount:
-            names = {id(parameter): name for name, parameter in self.named_parameters()}
-            moving = partial(moving_of, amount=amount, name_of=lambda p: names[id(p)])
-            near = Settings.read().local_world_size or 1
-            OffloadedStates(self._states.is_ours, tier, moving, near=near).watch(self)
 
     # -- what the user calls ------------------------------------------------------------------------------------
 
@@ -261,4 +242,4 @@ class ParallelModule(Likeness):
         if self._auto is not None:
             self._session = self._auto.decided(call, args, kwargs)
             self._programs, self._auto = Programs(self._session), None
-            self._offload_states()
+            let_states_wait(self._session, self._states, self)

@@ -22,7 +22,7 @@ from autopar.ir.plan import Fixed
 from autopar.parallel.batches.local_batch import place_of
 from autopar.parallel.programs.own_batch import AveragedOutputs, seed_of
 from autopar.parallel.session.auto_options import check_own
-from autopar.report.within_memory import compile_step
+from autopar.report.memory.within_memory import compile_step
 from autopar.runtime.executor.executor import Outputs
 from autopar.verification.judge.comparison import Key
 

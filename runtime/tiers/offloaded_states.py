@@ -263,8 +263,8 @@ def moving_of(
     parameters: Sequence[Any], amount: float | Sequence[str], name_of: Callable[[Any], str],
     bytes_of: Callable[[Any], int] = whole_bytes,
 ) -> list[Any]:  # fmt: skip
-    """Those whose states wait: of patterns all that they name, of a share the first ones by which so much of the bytes
-    of all is reached."""
+    """The parameters whose states wait: all that patterns name, or the first ones by which a share of the bytes of all
+    is reached."""
     if not isinstance(amount, (int, float)):
         return [p for p in parameters if any(is_named(name_of(p), pattern) for pattern in amount)]
     share = float(amount)

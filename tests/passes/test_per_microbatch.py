@@ -17,7 +17,7 @@ from autopar.compiler.check_options import options_of
 from autopar.compiler.meshes import mesh_of
 from autopar.errors import AutoparError, BatchError, CaptureError, MeshError
 from autopar.ir.ops.ops import op
-from autopar.report.within_memory import compile_step
+from autopar.report.memory.within_memory import compile_step
 from autopar.verification.plain import Plain
 
 torch.manual_seed(0)

@@ -28,7 +28,7 @@ from autopar.planning.price.moving import DataGroups
 from autopar.planning.price.predict import predict
 from autopar.planning.price.step_time import step_time
 from autopar.planning.space.candidates import Candidate, Model, Space
-from autopar.report.within_memory import compile_step
+from autopar.report.memory.within_memory import compile_step
 
 WIDE = named("h100-80g")
 SMALL = replace(WIDE, ranks=2)  # of a node

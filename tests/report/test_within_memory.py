@@ -20,7 +20,7 @@ from autopar.ir.options import read_bytes
 from autopar.ir.plan import Fixed
 from autopar.machines import Machine
 from autopar.parallel.session.auto_options import check_open
-from autopar.report.within_memory import lower_within
+from autopar.report.memory.within_memory import lower_within
 
 F64 = torch.float64
 FLAT = replace(Machine.flat(1e6, 1e5, 1e3, 2.0, 1.0), to_host=2e9)  # computes fast, and launches for nothing

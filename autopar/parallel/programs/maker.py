@@ -15,7 +15,7 @@ from autopar.capture.data.reads import Answers
 from autopar.capture.python.guards import Change, Guards
 from autopar.capture.python.scalars import NumberPlace, Scalars, places_of
 from autopar.capture.python.spots import Numbers, Spot
-from autopar.compiler.compile import Dealing, capture_step
+from autopar.compiler.compile import Dealing, capture_step, lower
 from autopar.compiler.lowered import Lowered
 from autopar.errors import AutoparError, CaptureError
 from autopar.ir.mesh import PIPELINE, group_name
@@ -31,7 +31,7 @@ from autopar.parallel.programs.program_cache import HandedPrograms, ProgramCache
 from autopar.parallel.programs.running import Built, Running
 from autopar.parallel.session.session import Session
 from autopar.parallel.weights.owners import Joined, Owners, as_trained, check_partners
-from autopar.report.within_memory import lower_within
+from autopar.report.memory.within_memory import lower_within
 from autopar.runtime.executor.inputs import slots_of
 from autopar.runtime.ranks.process_groups import Group, connect, has_queues, make_groups
 
@@ -60,6 +60,7 @@ class Maker:
         self._joined = Joined(session.settings.device)
         self._groups: dict[str, Group] = {}
         self._tier = session.tier
+        self._lower = lower if session.settings.options.memory is None else lower_within
         self._recordings = recordings(session.settings.graphs, session.settings.device)
         self._said: set[str] = set()
 
@@ -158,7 +159,7 @@ class Maker:
         check_partners(captured, model, mesh, settings.options)
         owners = Owners.of(self._store, captured.partners)
         with naming_parts(given):
-            compiled = lower_within(as_trained(captured), mesh, *owners.bind(options, fixed))
+            compiled = self._lower(as_trained(captured), mesh, *owners.bind(options, fixed))
         rows = self._followed.rows(compiled, given, train)
         structure, decided = compiled.decided
         self._decided.setdefault(structure, decided)

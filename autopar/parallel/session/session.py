@@ -123,7 +123,7 @@ class Requested:
         check_host(plan := Plan(mesh, options=options))
         if plan.offloads("parameters"):
             check_backend(device)
-        if options.offload_dir is not None:
+        if options.offload_dir is not None:  # each rank its own node's, before any state is made
             check_folder(Path(options.offload_dir))
         if self.is_auto:
             phase.texts["machine"] = [str(machine_for(self.machine, device))]

@@ -17,7 +17,7 @@ from autopar.report.memory.formula import Sizes, activation_formulas, states_for
 from autopar.report.memory.report import ranks_text
 from autopar.report.memory.saved import saved_text
 from autopar.report.memory.simulate_rank import GPU_DEVICE, OptimizerMaker
-from autopar.report.within_memory import compile_step
+from autopar.report.memory.within_memory import compile_step
 
 
 def memory_texts(compiled: Lowered, rank: int, optimizer: OptimizerMaker | None, device: str | None) -> Iterator[str]:
