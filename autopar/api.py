@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.capture.capture import LossFn
 from autopar.compiled import Compiled
 from autopar.compiler.check_options import CHECK_EVERY, Graphs, OnNonFinite, options_of
-from autopar.compiler.compile import batch_arguments, compile_step
+from autopar.compiler.compile import batch_arguments
 from autopar.compiler.meshes import MeshLike, mesh_of
 from autopar.compiler.models import check_model
 from autopar.errors import MeshError
@@ -22,6 +22,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.options import StepKeywords
 from autopar.parallel.module import ParallelModule
 from autopar.parallel.session.session import Requested
+from autopar.report.memory.within_memory import compile_step
 from autopar.settings import Settings
 
 Factory = Callable[..., nn.Module]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from autopar.ir.check.check_levels import verify
 from autopar.ir.plan import Plan
@@ -80,11 +80,15 @@ OF_GRAPHS: frozenset[Pass] = frozenset({offload, prefetch, overlap, decompose, b
 __all__ = ["PASSES", "Pass", "make_pipeline", "run_passes"]
 
 
-def run_passes(program: Program, plan: Plan) -> tuple[tuple[str, Program], ...]:
-    """The program after each pass, by its name, from "capture" on. What a pass made is verified at its level."""
-    verify(program, Level.CAPTURED)
-    history = [("capture", program)]
-    for step, level in PASSES:
+def run_passes(
+    program: Program, plan: Plan, begun: Sequence[tuple[str, Program]] = ()
+) -> tuple[tuple[str, Program], ...]:
+    """The program after each pass, by its name, from "capture" on. What a pass made is verified at its level. begun:
+    the history up to a program that went through some passes already."""
+    if not begun:
+        verify(program, Level.CAPTURED)
+    history = list(begun) or [("capture", program)]
+    for step, level in PASSES[len(history) - 1 :]:
         if step in OF_GRAPHS and plan.is_staged:
             continue  # they come after the cut
         before, program = program, step(program, plan)

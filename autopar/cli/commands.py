@@ -109,7 +109,7 @@ def compile_(
 
 
 @app.command()
-@takes_options("cuda_graphs", "check_replicas", "on_nonfinite", "timeout")
+@takes_options("cuda_graphs", "check_replicas", "on_nonfinite", "timeout", "memory")
 def inspect(
     target: Annotated[str, typer.Argument(metavar="TARGET|DIR", help="a TARGET, or what `autopar compile` wrote")],
     mesh: Annotated[str | None, typer.Option(help="needed with a TARGET")] = None,
@@ -261,7 +261,7 @@ def estimate(
 
 
 @app.command("plan")
-@takes_options("cuda_graphs", "check_replicas", "on_nonfinite", "timeout", "stages", *PLANNED)
+@takes_options("cuda_graphs", "check_replicas", "on_nonfinite", "timeout", "stages", "memory", *PLANNED)
 def plan_(
     gpus: Annotated[str, typer.Option(metavar="N|N,N,...", help="devices; of several, how the best plans scale")],
     target: Annotated[str | None, _TARGET] = None,
@@ -335,6 +335,7 @@ def measure(
     ranks: Annotated[int | None, typer.Option(metavar="N", help="processes; one a GPU, or a core up to 8")] = None,
     device: Annotated[str | None, typer.Option(metavar="cuda|cpu", help="by default what there is")] = None,
     seconds: Annotated[float, typer.Option(help="of all; more of them measure more often")] = 60.0,
+    disk: Annotated[Path | None, typer.Option(metavar="DIR", help="a folder whose disk is measured too")] = None,
     until: Annotated[float | None, typer.Option(hidden=True, help="what the launcher tells its ranks")] = None,
 ) -> None:
     """Measure this machine: products, memory and launches of a device, collectives and messages between its ranks."""
@@ -343,7 +344,7 @@ def measure(
         raise MachineError(f"--seconds {seconds:g}: write {SECONDS[0]:g} to {SECONDS[1]:g}.")
     from autopar.cli.machine import measure_machine
 
-    measure_machine(out_file, ranks, device, seconds, until)
+    measure_machine(out_file, ranks, device, seconds, until, disk)
 
 
 def main() -> None:

@@ -10,13 +10,14 @@ from autopar.cli.preflight import check_options, idle_options
 from autopar.cli.show import out, show, show_notes
 from autopar.compiled import Compiled
 from autopar.compiler.check_options import options_of
-from autopar.compiler.compile import batch_arguments, compile_step
+from autopar.compiler.compile import batch_arguments
 from autopar.compiler.meshes import mesh_of
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops.measure import human
 from autopar.ir.plan import Fixed
 from autopar.job import Job
 from autopar.machines import Machine
+from autopar.report.memory.within_memory import compile_step
 from autopar.settings import Settings
 
 Tell = Callable[[str], None]

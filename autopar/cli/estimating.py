@@ -29,6 +29,8 @@ def estimate_target(
     show(f"  at most {human(largest.peak)} of {human(machine.device.memory)} a device, on rank {largest.rank}{more}")
     if largest.host:
         show(f"  {human(largest.host)} of the host's memory for that rank")
+    if largest.disk:
+        show(f"  {human(largest.disk)} of the disk for that rank")
     show_notes(compiled)
 
 
@@ -60,4 +62,5 @@ def _fields(found: StepTime, largest: MemoryReport) -> dict[str, Any]:
         "peak_bytes": largest.peak,
         "peak_rank": largest.rank,
         "host_memory_bytes": largest.host,
+        "disk_bytes": largest.disk,
     }

@@ -8,7 +8,7 @@ from typing import Any
 
 from autopar.cli.arguments.command_options import STEP, CommandOptions
 from autopar.compiler.check_options import options_of
-from autopar.compiler.compile import batch_arguments, capture_step, lower
+from autopar.compiler.compile import batch_arguments, capture_step
 from autopar.compiler.meshes import AXES, mesh_of
 from autopar.errors import TargetError, divisors, one_of
 from autopar.ir.mesh import GRADIENT_AXES, PIPELINE, SHARDED, Mesh
@@ -17,6 +17,7 @@ from autopar.machines import named
 from autopar.planning.space.batches import resized_call
 from autopar.planning.space.candidates import RESHARD
 from autopar.report.compare_plans import instead_text
+from autopar.report.memory.within_memory import lower_within
 
 REST = "dp"  # takes the ranks that the other axes leave
 
@@ -37,7 +38,7 @@ def compared(
     if changes.get(RESHARD) is False:
         _check_gathers(steps[1].zero, other)
     captured = capture_step(job.model, job.loss_fn, args, kwargs, steps[0])
-    before, after = (lower(captured, *pair) for pair in zip((first, other), steps, strict=True))
+    before, after = (lower_within(captured, *pair) for pair in zip((first, other), steps, strict=True))
     words = " ".join(f"{name}={value}" for name, value in changes.items() if value is not None)
     return instead_text(before, after, chosen, words)
 

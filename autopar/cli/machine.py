@@ -26,18 +26,22 @@ from autopar.settings import Settings
 AFTER_S, LEAST_S = 10.0, 5.0  # to start, to fit and to end; to measure, however long the ranks took to start
 
 
-def measure_machine(out_file: Path, ranks: int | None, device: str | None, seconds: float, until: float | None) -> None:
-    """Measure this machine and write it. until: the time at which all ranks end."""
+def measure_machine(
+    out_file: Path, ranks: int | None, device: str | None, seconds: float, until: float | None, disk: Path | None = None
+) -> None:
+    """Measure this machine and write it. until: the time at which all ranks end. disk: a folder whose disk is measured
+    too."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     count = ranks_asked(ranks, device, Settings.read())
     until = until or time.time() - time.process_time() + seconds  # this process has taken a while to start
     arguments = ["machine", "measure", "--out", str(out_file), "--device", device, "--until", str(until)]
+    arguments += [] if disk is None else ["--disk", str(disk)]
 
     def measure_as_rank() -> None:
         first = (Settings.read().rank or 0) == 0
         left = max(LEAST_S, until - time.time() - AFTER_S)
         with _bar(Console(quiet=not first)) as told:
-            found = measure_here(device, out_file.stem, left, told)
+            found = measure_here(device, out_file.stem, left, told, disk)
         if first:
             _report(found, out_file, count, device)
 

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from autopar.machines.measure_calls import Alone, Meter, Ranks
 from autopar.machines.measurement_plan import MeasuredMachine, measure_machine
 from autopar.machines.model import MESSAGE
 from autopar.machines.model import RankGroup as Members
-from autopar.machines.runners import CudaRunner, HostRunner
+from autopar.machines.runners import CudaRunner, HostRunner, disk_speed
 from autopar.machines.samples import Item, MeasuredTransfer
 from autopar.parallel.session.devices import compute_on, device_of_rank
 from autopar.runtime.collectives.collectives import Member
@@ -48,8 +49,11 @@ def ranks_asked(ranks: int | None, device: str, settings: Settings) -> int:
     return ranks or (devices if device == "cuda" else min(MOST_CORES, max(2, os.cpu_count() or 1)))
 
 
-def measure_here(device: str, name: str, seconds: float, told: Callable[[int, int, Item], None]) -> MeasuredMachine:
-    """Measure as one of the ranks of this job, or alone. All ranks must call this."""
+def measure_here(
+    device: str, name: str, seconds: float, told: Callable[[int, int, Item], None], disk: Path | None = None
+) -> MeasuredMachine:
+    """Measure as one of the ranks of this job, or alone. All ranks must call this. disk: a folder of the disk that is
+    measured too, by all ranks at once."""
     settings = Settings.read()
     place = device_of_rank(device, settings)
     compute_on(place, settings)
@@ -59,7 +63,9 @@ def measure_here(device: str, name: str, seconds: float, told: Callable[[int, in
     ranks: Ranks = _Together(place) if dist.is_initialized() else Alone()
     transfer = _Transfers(groups, place)
     runner: Meter = CudaRunner(place, transfer) if place.type == "cuda" else HostRunner(place, transfer)
-    return measure_machine(name, place, tuple(groups), runner, ranks, seconds, told)
+    speed = None if disk is None else ranks.mean(disk_speed(disk))
+    found = measure_machine(name, place, tuple(groups), runner, ranks, seconds, told)
+    return found if speed is None else found.with_disk(speed)
 
 
 @dataclass(frozen=True, slots=True)

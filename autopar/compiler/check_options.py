@@ -10,7 +10,7 @@ from typing import Literal, Unpack, get_args
 import torch
 
 from autopar.errors import AutoparError, CompileError, PlanError
-from autopar.ir.options import Offload, StepKeywords, StepOptions
+from autopar.ir.options import StepKeywords, StepOptions, read_bytes
 from autopar.passes.schedules import check_schedule_name
 
 Graphs = bool | Literal["dry-run"]
@@ -36,11 +36,16 @@ def options_of(**keywords: Unpack[StepKeywords]) -> StepOptions:
     offload = options.offload
     if offload is not None and not isinstance(offload, str):
         offload = dict(offload) if isinstance(offload, Mapping) else tuple(offload)
+    reshard, memory = options.reshard_after_forward, options.memory
+    reshard = dict(reshard) if isinstance(reshard, Mapping) else reshard
+    memory = read_bytes(memory) if isinstance(memory, str) else memory
+    options = replace(options, reshard_after_forward=reshard, memory=memory)
     return replace(options, shard=dict(options.shard or {}), stages=stages, slices=slices, offload=offload)
 
 
 def check_offload(options: StepOptions, graphs: Graphs = False) -> None:
     """Raise PlanError for what goes with nothing that waits in the host's memory."""
+    check_limits(options, graphs)
     offloaded = options.offloaded
     if not offloaded.get("activations") and not offloaded.get("parameters"):
         if options.horizon != "auto":
@@ -67,12 +72,18 @@ def check_offload(options: StepOptions, graphs: Graphs = False) -> None:
         )
 
 
-def check_unplanned(offload: Offload) -> None:
-    """Raise PlanError for what is to wait in the host's memory where a mesh is planned as ranks run."""
-    if offload:
+def check_limits(options: StepOptions, graphs: Graphs) -> None:
+    """Raise PlanError for a folder of states where none wait, and for a limit of memory beside recordings."""
+    offloaded = options.offloaded
+    if options.offload_dir is not None and not (offloaded.get("optimizer") or offloaded.get("parameters")):
         raise PlanError(
-            f'offload={offload!r}: mesh="auto" puts nothing in the host\'s memory. Leave it out, or write a mesh: '
-            f"`autopar plan` finds one that does."
+            f"offload_dir={str(options.offload_dir)!r} is of states that wait, and none do: write "
+            f'offload="optimizer" or "parameters" beside it, or leave it out.'
+        )
+    if graphs and options.memory is not None:
+        raise PlanError(
+            f"memory={options.memory!r} with cuda_graphs={graphs!r}: values that it moves would be copied to the "
+            f"buffers of the recorded step. Write recompute= in place of memory=, or leave cuda_graphs out."
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any, TypedDict, Unpack
 
 import torch
@@ -16,6 +17,7 @@ from autopar.capture.inputs.batch_dims import Dims
 from autopar.compiler.constraints import (
     batch_ranks,
     check_batch,
+    check_patterns,
     check_plan,
     divides_batch,
     microbatches_of,
@@ -33,7 +35,7 @@ from autopar.errors import BatchError, CoupledError, LayoutError
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import StepOptions
 from autopar.ir.plan import Fixed, Plan
-from autopar.passes import make_pipeline
+from autopar.passes import make_pipeline, run_passes
 from autopar.passes.groups import deals_microbatches, parts_of_batch
 from autopar.passes.schedules import simulate
 from autopar.settings import Settings
@@ -100,19 +102,6 @@ class Dealing:
         return batch_ranks(self.mesh) * (self.options.microbatches or 1)
 
 
-def compile_step(
-    model: nn.Module, loss_fn: LossFn | None, args: tuple[Any, ...], kwargs: Mapping[str, Any], mesh: Mesh,
-    options: StepOptions, *, fixed: Fixed | None = None, **known: Unpack[CaptureKeywords],
-) -> tuple[Captured, Lowered]:  # fmt: skip
-    """Check a model, capture its step and take that through the passes: the one way from a module to its programs.
-
-    fixed: as of `lower`. known: what `capture` may be told.
-    """
-    dealing = Dealing(mesh, options, fixed or Fixed())
-    captured = capture_step(model, loss_fn, args, kwargs, options, dealing, **known)
-    return captured, lower(captured, mesh, options, fixed)
-
-
 @uncollected()
 def capture_step(
     model: nn.Module, loss_fn: LossFn | None, args: tuple[Any, ...], kwargs: Mapping[str, Any], options: StepOptions,
@@ -150,16 +139,32 @@ def lower(
     captured: Captured, mesh: Mesh, options: StepOptions | None = None, fixed: Fixed | None = None,
     settings: Settings | None = None,
 ) -> Lowered:  # fmt: skip
-    """Take a captured program through the passes. fixed: what is decided already."""
+    """Take a captured program through the passes. fixed: what is decided already. Of `memory=` it knows nothing: see
+    `report/memory/within_memory.py`."""
     wanted, known = options or StepOptions(), fixed or Fixed()
+    assert wanted.memory is None, "the limit is kept to by lower_within"
     if wanted.slices == "auto":
         compiled = best_sliced(lambda count: _lowered(captured, mesh, replace(wanted, slices=count), known))
     else:
         compiled = _lowered(captured, mesh, wanted, known)
+    return dumped(compiled, settings)
+
+
+def dumped(compiled: Lowered, settings: Settings | None = None) -> Lowered:
+    """Compiled programs, which are written where AUTOPAR_DUMP says."""
     directory = (settings or Settings.read()).dump
     if directory is not None:
         compiled.dump(directory)
     return compiled
+
+
+def varied(compiled: Lowered, **changes: Any) -> Lowered:
+    """The same programs with other options of what a rank keeps and gathers: nothing before `reshard` reads them."""
+    plan = replace(compiled.plan, options=replace(compiled.plan.options, **changes), slice_lengths=())
+    check_plan(plan)
+    begun = tuple(takewhile(lambda step: step[0] != "reshard", compiled.history))
+    made = replace(compiled, plan=plan, history=run_passes(begun[-1][1], plan, begun), pipeline=None)
+    return _staged(made) if plan.is_staged else made
 
 
 def _lowered(captured: Captured, mesh: Mesh, options: StepOptions, fixed: Fixed) -> Lowered:
@@ -234,4 +239,5 @@ def make_plan(captured: Captured, mesh: Mesh, options: StepOptions, fixed: Fixed
         rules=CUSTOM_OPS.rows(),
     )
     check_plan(plan)
+    check_patterns(plan, program)
     return with_positions(plan, program)

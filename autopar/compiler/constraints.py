@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from autopar.errors import BatchError, LayoutError, PlanError, divisors, one_of
 from autopar.ir.layout import Layout, factor_sizes, parse_layout, spelled
 from autopar.ir.mesh import CONTEXT, DATA_AXES, EXPERT, GRADIENT_AXES, PIPELINE, Mesh, axes_of_group, group_name
+from autopar.ir.modules import module_paths, unknown_pattern
 from autopar.ir.plan import Plan
 from autopar.ir.program import PARTNER, Input, Program, TensorType, record
 from autopar.passes.search.intents import INTENTS, BatchDims, batch_dims_of, batch_size, context_axes
@@ -179,6 +180,21 @@ def check_zero(plan: Plan) -> None:
         )
 
 
+def check_patterns(plan: Plan, program: Program) -> None:
+    """Raise PlanError for patterns of reshard_after_forward, or of optimizer states that wait, that no module has."""
+    wanted, states = plan.options.reshard_after_forward, plan.options.offloaded.get("optimizer")
+    said = dict[str, str]()
+    if isinstance(wanted, Mapping):
+        said |= {f"reshard_after_forward={{{one!r}: {again}}}": one for one, again in wanted.items()}
+    if isinstance(states, Sequence):
+        said |= {f'offload={{"optimizer": [{one!r}]}}': one for one in states}
+    if said:
+        paths = module_paths(program, program.calls())
+        faults = [f"{text}: {fault}" for text, one in said.items() if (fault := unknown_pattern(one, paths))]
+        if faults:
+            raise PlanError("\n".join(faults))
+
+
 def check_host(plan: Plan) -> None:
     """Raise PlanError where parameters in the host's memory would be on the device all the time, or their gradients."""
     if not plan.offloads("parameters"):
@@ -191,8 +207,8 @@ def check_host(plan: Plan) -> None:
             f"zero=3 in place of pp, and call forward_backward several times before a step in place of micro-batches: "
             f"gradients add up in the host's memory."
         )
-    if plan.zero_axes and not plan.gathers_again:
-        kept = f"zero={plan.zero}" if plan.zero < 3 else "reshard_after_forward=False"
+    if plan.zero_axes and not (plan.gathers_again and plan.options.reshard_after_forward is True):
+        kept = f"zero={plan.zero}" if plan.zero < 3 else f"reshard_after_forward={plan.options.reshard_after_forward}"
         raise PlanError(
             f"{asked} with {kept} on mesh '{plan.mesh}': every rank would gather all parameters and keep them for the "
             f"step. Write zero=3, which gathers each layer for each use, or zero=0."

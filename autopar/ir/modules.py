@@ -41,6 +41,22 @@ def in_module(path: str, pattern: str) -> bool:
     return fnmatch.fnmatchcase(".".join(path.split(".")[:depth]), pattern) and path.count(".") + 1 >= depth
 
 
+def is_named(path: str, pattern: str) -> bool:
+    """True for the module of a pattern with ranges, `blocks.0-3`, and for what it holds; `*` is all."""
+    return pattern == "*" or any(in_module(path, one) for one in spelled_out(pattern))
+
+
+def unknown_pattern(pattern: str, paths: Sequence[str]) -> str:
+    """What is wrong with a pattern that names no module of these; "" if it names some."""
+    patterns = spelled_out(pattern)
+    missing = [one for one in patterns if one != "*" and not any(in_module(path, one) for path in paths)]
+    if not missing:
+        return ""
+    near = ", ".join(repr(path) for path in nearest(missing[0], paths))
+    which = "" if patterns == [pattern] else f" ({', '.join(repr(one) for one in missing[:3])})"
+    return f"the pattern '{pattern}' names no module{which}. Nearest names: {near}."
+
+
 def layer_of(path: str) -> str:
     """The outermost member of a list of modules on a path: `blocks.3` of `blocks.3.mlp.0`; "" if there is none."""
     words = path.split(".")

@@ -42,8 +42,11 @@ Shard = Mapping[str, "str | Layout"]
 BatchDims = Any  # a dim, None, or a tuple, list or dict of these
 OFFLOADED = ("activations", "optimizer", "parameters")  # what may wait in the host's memory
 Amount = int | float
-Offload = str | Sequence[str] | Mapping[str, Amount] | None
+Offload = str | Sequence[str] | Mapping[str, Amount | Sequence[str]] | None
 Horizon = int | Literal["auto"]
+Reshard = bool | Mapping[str, bool]
+Memory = int | float | str | None
+UNITS = {"": 1, "MB": 1e6, "GB": 1e9, "MiB": 2**20, "GiB": 2**30}
 SequenceParallel = bool | Literal["auto"]
 Slices = int | Sequence[int] | Literal["auto"]
 # Of (stages, stages on a rank, micro-batches, costs): for each rank its actions, or their names.
@@ -76,15 +79,16 @@ def read_stages(entries: Sequence[str]) -> tuple[str, ...]:
 def read_recompute(text: str) -> Recompute:
     """`full`, `1000000`, `0.5` or `blocks.0-3=full,*=selective`."""
     if "=" not in text:
-        return _policy(text)
+        return _number(text)
     pairs = (entry.partition("=") for entry in text.split(","))
-    return {pattern.strip(): _policy(policy) for pattern, _, policy in pairs}
+    return {pattern.strip(): _number(policy) for pattern, _, policy in pairs}
 
 
 def read_offload(text: str) -> Offload:
-    """`activations`, `activations=0.5`, or several with commas."""
+    """`activations`, `activations=0.5`, `optimizer=embed;blocks.0-7`, or several with commas."""
     pairs = (entry.partition("=") for entry in text.split(","))
-    return {name.strip(): _policy(amount) if equals else 1.0 for name, equals, amount in pairs}  # type: ignore[misc]
+    read = {name.strip(): _number(amount) if equals else 1.0 for name, equals, amount in pairs}
+    return {name: tuple(part.split(";")) if isinstance(part, str) else part for name, part in read.items()}
 
 
 def read_slices(text: str) -> int | tuple[int, ...] | str:
@@ -102,7 +106,7 @@ def read_dims(text: str) -> Any:
     return text
 
 
-def _policy(text: str) -> Policy:
+def _number(text: str) -> Policy:
     for kind in (int, float):
         with suppress(ValueError):
             return kind(text)
@@ -185,6 +189,19 @@ def _is_policy(value: Any) -> bool:
     return isinstance(value, (int, float)) and 0 <= value <= (1 if isinstance(value, float) else math.inf)
 
 
+def read_bytes(text: str) -> int | None:
+    """`60GiB`, `70 GB` or `1000` as bytes; None if it is none of these."""
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([A-Za-z]*)", text)
+    return None if match is None or match[2] not in UNITS else int(float(match[1]) * UNITS[match[2]])
+
+
+def _is_memory(value: Any) -> bool:
+    if isinstance(value, float):
+        return 0 < value <= 1
+    found = read_bytes(value) if isinstance(value, str) else value
+    return _is_count(found)
+
+
 def _is_offload(value: Any) -> bool:
     if isinstance(value, Mapping):
         return all(name in OFFLOADED and _is_amount(name, amount) for name, amount in value.items())
@@ -193,6 +210,8 @@ def _is_offload(value: Any) -> bool:
 
 
 def _is_amount(name: str, amount: Any) -> bool:
+    if name == "optimizer" and _is_list(amount):
+        return len(amount) > 0
     is_number = isinstance(amount, float) or (name == "activations" and isinstance(amount, int))
     is_whole = name != "parameters" or amount == 1.0
     return is_number and not isinstance(amount, bool) and _is_policy(amount) and is_whole
@@ -244,17 +263,24 @@ class StepOptions:
       there is cp, over it too. With "dp=2,fsdp=4" they are split over fsdp and replicated over dp; an axis fsdp means
       zero=3 if nothing else is said. Parameters are DTensors of the parts: any element-wise optimizer works.
     reshard_after_forward: drop what zero=3 gathered after its use, and gather it again in the backward pass. False
-      keeps it until then.
+      keeps it until then. Or those by pattern of modules, `{"blocks.12-23": False}`: the first that fits, True else.
     recompute: what the backward pass computes again instead of keeping it: none, selective (arXiv 2205.05198), full,
       the bytes that a rank may keep (an int), or their part of what "none" keeps (a float). Or those by pattern of
       modules, e.g. `{"blocks.0-3": "full", "*": "selective"}`.
     offload: what waits in the host's memory: "activations" for the backward pass, "optimizer" (states), "parameters"
       with gradients and states; or a list of them. States are on the device while their parameters step. Parameters
       come a layer before it computes, and the optimizer steps on the host. Or the parts that wait, of activations also
-      bytes: `{"activations": 0.5, "optimizer": 1.0}`. Where recompute= is a number, it is the budget of both: each
-      value is kept, computed again or moved, whichever takes the least time (arXiv 2104.07857).
+      bytes, of states also patterns of modules: `{"activations": 0.5, "optimizer": ["embed", "blocks.0-7"]}`. Where
+      recompute= is a number, it is the budget of both: each value is kept, computed again or moved, whichever takes the
+      least time (arXiv 2104.07857).
+    offload_dir: a folder of this node's disk: optimizer states that wait lie in files there, not in the host's memory,
+      with offload="parameters" too. The files have no names, so nothing is left of a run however it ends.
     horizon: layers by which activations, or parameters, are back before they are read: more hide slower copies, fewer
       need less memory. "auto" begins each copy as late as hides it, by two layers at most, and of parameters by one.
+    memory: bytes that a rank's device may hold at its peak (an int, or text as "60GiB"), parameters, gradients and
+      states of AdamW counted; or their part of what the step holds without this option (a float). Of the steps that
+      keep to it the fastest is taken, by the simulation of each: values are computed again (`recompute`), moved
+      (`offload`), and layers that zero=3 gathered stay (`reshard_after_forward`), as many of each as is worth it.
     precision: to compute in: bf16 or fp16, with parameters and norms, softmax and loss in fp32. None as the model is.
     reduce_dtype: of the sums of gradients over ranks and micro-batches.
     bucket_bytes: of gradients or parameters that move together. None leaves it to the sizes of the model.
@@ -312,7 +338,14 @@ class StepOptions:
         ),
         Flag(int, "0-3"),
     )
-    reshard_after_forward: bool = option(True, flag=Flag())
+    reshard_after_forward: Reshard = option(
+        True,
+        Valid(
+            lambda value: isinstance(value, bool), 'True or False, or those by pattern: {"blocks.12-23": False}',
+            parts=lambda value: value.values() if isinstance(value, Mapping) else (value,),
+        ),
+        Flag(),
+    )  # fmt: skip
     recompute: Recompute = option(
         "none",
         Valid(
@@ -327,14 +360,29 @@ class StepOptions:
         None,
         Valid(
             _is_offload,
-            f'{one_of(OFFLOADED)}, a list of them, or parts from 0.0 to 1.0: {{"activations": 0.5}} (parameters: 1.0)',
+            f'{one_of(OFFLOADED)}, a list of them, or parts from 0.0 to 1.0: {{"activations": 0.5}} (parameters: 1.0; '
+            "optimizer: also a list of patterns of modules)",
         ),
         Flag(str, "WHAT|WHAT=PART,...", read_offload),
+    )
+    offload_dir: str | Path | None = option(
+        None,
+        Valid(lambda value: isinstance(value, (str, Path)) and str(value) != "", "the path of a folder, or None"),
+        Flag(str, "DIR"),
     )
     horizon: Horizon = option(
         "auto",
         Valid(lambda value: value == "auto" or _is_count(value), f'{_COUNT} of layers, or "auto"'),
-        Flag(str, "LAYERS|auto", _policy),
+        Flag(str, "LAYERS|auto", _number),
+    )
+    memory: Memory = option(
+        None,
+        Valid(
+            lambda value: _is_memory(value),
+            'bytes of 1 or more (an int, or text as "60GiB"), or a part of what the step holds without it (a float '
+            "from 0.0 to 1.0)",
+        ),
+        Flag(str, "60GiB|PART", _number),
     )
     precision: str | None = option(
         None,
@@ -366,7 +414,7 @@ class StepOptions:
             lambda value: value in ("auto", True, False) or _is_count(value),
             'True, False, "auto", or the bytes of a chunk',
         ),
-        Flag(str, "true|auto|BYTES", lambda text: {"true": True}.get(text.lower(), _policy(text))),
+        Flag(str, "true|auto|BYTES", lambda text: {"true": True}.get(text.lower(), _number(text))),
     )
     compile: Compiler = option(
         "auto",
@@ -390,8 +438,8 @@ class StepOptions:
         return [f"{name}={value}" for name, value in named.items()]
 
     @property
-    def offloaded(self) -> Mapping[str, Amount]:
-        """How much of what waits in the host's memory: a part (a float) or bytes (an int)."""
+    def offloaded(self) -> Mapping[str, Any]:
+        """How much of what waits in the host's memory: a part (a float), bytes (an int), or what patterns name."""
         wanted = (self.offload,) if isinstance(self.offload, str) else self.offload or ()
         return wanted if isinstance(wanted, Mapping) else dict.fromkeys(wanted, 1.0)
 
@@ -411,7 +459,7 @@ PLANNED: Mapping[str, Any] = {
     name: StepOptions.__dataclass_fields__[name].default
     for name in (
         "microbatches", "slices", "schedule", "chunks", "zero", "reshard_after_forward", "recompute",
-        "sequence_parallel", "stage_memory", "offload", "horizon",
+        "sequence_parallel", "stage_memory", "offload", "offload_dir", "horizon",
     )
 }  # fmt: skip
 
@@ -431,10 +479,12 @@ class StepKeywords(TypedDict, total=False):
     chunks: int | None
     stage_memory: int | None
     zero: int | None
-    reshard_after_forward: bool
+    reshard_after_forward: Reshard
     recompute: Recompute
     offload: Offload
+    offload_dir: str | Path | None
     horizon: Horizon
+    memory: Memory
     precision: str | None
     reduce_dtype: Dtype
     bucket_bytes: int | None

@@ -18,6 +18,7 @@ from autopar.ir.mesh import (
     Mesh,
     axes_of_group,
 )  # fmt: skip
+from autopar.ir.modules import is_named
 from autopar.ir.options import StepOptions
 from autopar.machines import DEVICES, Machine, named
 
@@ -152,8 +153,15 @@ class Plan:
 
     @property
     def gathers_again(self) -> bool:
-        """True if parameters are gathered for each use."""
-        return self.zero == 3 and self.options.reshard_after_forward
+        """True if parameters are gathered for each use, or some of them."""
+        return self.zero == 3 and bool(self.options.reshard_after_forward)
+
+    def is_gathered_again(self, parameter: str) -> bool:
+        """True if a parameter is gathered for each use, by its first name."""
+        wanted = self.options.reshard_after_forward
+        if not self.gathers_again or isinstance(wanted, bool):
+            return self.gathers_again
+        return next((again for pattern, again in wanted.items() if is_named(parameter, pattern)), True)
 
     @property
     def layout_mesh(self) -> Mesh:

@@ -233,6 +233,12 @@ def is_gathered_input(node: fx.Node) -> bool:
     return getattr(node.target, "_opname", "") == "all_gather" and is_given(node.all_input_nodes[0])
 
 
+def given_of(gather: fx.Node) -> fx.Node:
+    """The input that a gather takes the parts of, itself or in another dtype."""
+    source = gather.all_input_nodes[0]
+    return source if source.op == "placeholder" else source.all_input_nodes[0]
+
+
 def is_getitem(node: fx.Node) -> bool:
     """True for the projection of one result out of several."""
     return node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"

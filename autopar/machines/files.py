@@ -15,6 +15,7 @@ from autopar.errors import MachineError, one_of
 from autopar.machines.model import (
     ALL,
     ANY,
+    DISK,
     H100,
     HOST_UPDATE,
     MESSAGE,
@@ -89,7 +90,7 @@ def read_machine(path: Path) -> Machine:
         path.stem, _device(root.table("device")), _link(root.table("inside")), _link(root.table("between")),
         root.count("ranks", _RANKS), root.number("launch_us", _US), root.flag("is_host"),
         root.number("to_host", _SPEED, TO_HOST), root.number("host_memory", _BYTES, 0.0),
-        root.number("host_update", _SPEED, HOST_UPDATE),
+        root.number("host_update", _SPEED, HOST_UPDATE), root.number("disk", _SPEED, DISK),
     )  # fmt: skip
     root.end()
     return machine
@@ -214,6 +215,8 @@ def machine_text(machine: Machine, notes: Iterable[str] = ()) -> str:
         lines += [f"host_memory = {_word(machine.host_memory)}  # bytes, of a node's host"]
     if machine.host_update != HOST_UPDATE:
         lines += [f"host_update = {_word(machine.host_update)}  # bytes a second, of an optimizer on a node's cores"]
+    if machine.disk != DISK:
+        lines += [f"disk = {_word(machine.disk)}  # bytes a second that a node's disk reads or writes"]
     lines += ["is_host = true  # the devices are cores, which move data as well"] if machine.is_host else []
     lines += ["", "[device]", f"bandwidth = {_word(device.bandwidth)}  # bytes a second, of its memory"]
     lines += [f"memory = {_word(device.memory)}  # bytes", f"least_us = {_word(device.least_us)}  # us, of any call"]

@@ -57,6 +57,10 @@ class MeasuredMachine:
     samples: tuple[Sample, ...]
     remarks: tuple[str, ...]
 
+    def with_disk(self, speed: float) -> MeasuredMachine:
+        """With the disk of a node whose ranks each read and wrote so many bytes a second, all at once."""
+        return replace(self, machine=replace(self.machine, disk=short(speed * self.machine.ranks)))
+
 
 def items_of(device: torch.device, groups: Sequence[RankGroup]) -> list[Item]:
     """What is measured on a device that its processes share like this."""

@@ -59,6 +59,7 @@ LARGE_FLOPS = 1e12  # of a product that reaches all that a product reaches
 H100 = 132  # multiprocessors
 TO_HOST = 25e9  # bytes a second over PCIe 4.0 with 16 lanes, where a file says nothing
 HOST_FITS = 0.9  # of a host's memory: the rest is the system's, and that of what reads the data
+DISK = 5e9  # bytes a second of one NVMe disk on four lanes of PCIe 4.0, read or written
 HOST_UPDATE = 200e9  # bytes a second of an optimizer on the cores of a node: a third of 16 channels of DDR5-4800
 # Queries and keys that fused attention takes at a time: what lies behind the diagonal of a causal mask it leaves out by
 # such tiles. Of FlashAttention-2 (from memory of arXiv 2307.08691), and of torch's kernel for CPUs (docs/planning.md).
@@ -132,7 +133,8 @@ class Machine:
     """A cluster of equal nodes. ranks: devices of a node. launch_us: what the host needs for a call. is_host: the
     devices are cores, which launch calls and move data as well as compute, one after the other. to_host: bytes a second
     that a device and its host's memory exchange, each way. host_memory: bytes of a node's host; 0 where nobody says.
-    host_update: bytes a second that an optimizer on its cores reads and writes, of all ranks of a node together."""
+    host_update: bytes a second that an optimizer on its cores reads and writes, of all ranks of a node together. disk:
+    bytes a second that its disk reads or writes, of all ranks together."""
 
     name: str
     device: Device
@@ -144,6 +146,7 @@ class Machine:
     to_host: float = TO_HOST
     host_memory: float = 0.0
     host_update: float = HOST_UPDATE
+    disk: float = DISK
 
     @classmethod
     def flat(cls, flops: float, memory: float, link: float, latency_us: float, least_us: float) -> Machine:
@@ -209,6 +212,10 @@ class Machine:
     def host_share(self, ranks: int) -> float:
         """Bytes of the host's memory that each of some ranks may take; 0 where nobody says how much there is."""
         return HOST_FITS * self.host_memory / min(ranks, self.ranks)
+
+    def disk_us(self, bytes_: float, ranks: int) -> float:
+        """The time in which so many bytes of each of some ranks are read from the disk, or written."""
+        return bytes_ * min(ranks, self.ranks) / self.disk * 1e6
 
     def host_update_us(self, bytes_: float, ranks: int) -> float:
         """The time of an optimizer on the host that reads and writes so many bytes of each of some ranks."""

@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+from autopar.errors import MachineError
 from autopar.machines.measure_calls import Run
 from autopar.machines.model import MESSAGE
 from autopar.machines.samples import Item, MeasuredCall, MeasuredTransfer
@@ -27,6 +31,7 @@ Transferred = Callable[[MeasuredTransfer], Callable[[], object]]  # a transfer t
 IN_GRAPH = 20  # calls of a CUDA graph
 SETS, CACHES = 8, 64 * 2**20  # of operands; bytes that caches hold
 WORK, TIMES = 512, 4  # of the square products before a collective, and how many; before a small call it is one
+ON_DISK = 256 * 2**20  # bytes of a file
 COPIED, UPDATED = 256 * 2**20, 64 * 2**20  # bytes of a copy, and of a weight that an optimizer updates on the host
 BATCHES, LAUNCHES = 10, 20  # of small calls, and how many each has
 
@@ -120,6 +125,23 @@ class CudaRunner:
         speeds = [(COPIED / _device_us(both, 1), update.bytes_ / _host_us(step, 1)) for _ in range(BATCHES)]
         to_host, updated = (statistics.median(each) * 1e6 for each in zip(*speeds, strict=True))
         return to_host, updated
+
+
+def disk_speed(folder: Path) -> float:
+    """Bytes a second in which a file of a folder is written and read again, each the half of it: to the disk, past what
+    the system keeps in memory. Raises MachineError for a folder that takes no file."""
+    block = memoryview(bytearray(ON_DISK))
+    try:
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            start = time.perf_counter()
+            file.write(block)
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            file.seek(0)
+            file.readinto(block)
+            return 2 * ON_DISK / (time.perf_counter() - start)
+    except OSError as error:
+        raise MachineError(f"--disk {folder}: no file can be written there: {error.strerror or error}.") from error
 
 
 class _Recorded:

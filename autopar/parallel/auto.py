@@ -19,6 +19,7 @@ from autopar.ir.options import PLANNED
 from autopar.ir.plan import Fixed
 from autopar.parallel.agree.agreement import Phase
 from autopar.parallel.session.auto_options import machine_for
+from autopar.parallel.session.devices import check_backend
 from autopar.parallel.session.session import Session
 from autopar.parallel.weights.distribute import Distributor
 from autopar.planning.jobs import layers_of_call
@@ -46,11 +47,14 @@ class Auto:
         made = session.agreement.together("plan", lambda phase: self._made(phase, tuple(args), dict(kwargs)))
         everyone: list[tuple[str, dict[str, Any]]] = session.agreement.everyone("plan", _told(made))
         mesh, said = mesh_of(everyone[0][0]), everyone[0][1]
-        if mesh != session.store.distributor.mesh:
+        on_host = said.get("offload") == "parameters"
+        if on_host:
+            check_backend(session.settings.device)
+        if mesh != session.store.distributor.mesh or on_host:
             device_mesh = mesh_over(mesh, session.settings.device.type, session.settings.timeout)
             session.agreement.pace.lie_over(mesh)
-            session.store.move(Distributor(mesh, device_mesh, session.announcer.operation))
-        options = replace(session.settings.options, **{**PLANNED, **said})
+            session.store.move(Distributor(mesh, device_mesh, session.announcer.operation, on_host))
+        options = replace(session.settings.options, memory=None, **{**PLANNED, **said})
         settings = replace(session.settings, options=options, fixed=Fixed(machine=self._machine))
         if made is not None:
             _log.warning("mesh '%s': %s", AUTO, reason_line(made))
@@ -64,7 +68,8 @@ class Auto:
             if dist.get_rank() != 0:
                 return None
             settings, model = self._session.settings, self._session.store.model
-            asked = Asked(dist.get_world_size(), rows, self._machine, top=SHOWN, may_offload=False)
+            limit = settings.options.memory
+            asked = Asked(dist.get_world_size(), rows, self._machine, limit, top=SHOWN)
             layers = layers_of_call(model, settings.loss_fn, args, kwargs, settings.options, self._machine)
             return checked(planned(layers, asked), of_time=False)
         except AutoparError as error:

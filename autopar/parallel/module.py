@@ -25,9 +25,9 @@ from autopar.parallel.session.random_state import RandomState
 from autopar.parallel.session.session import Requested, open_session
 from autopar.parallel.stepping import forward_step, train_step
 from autopar.parallel.tensors.likeness import Likeness
+from autopar.parallel.waiting_states import let_states_wait
 from autopar.parallel.weights.optimizer_states import States
 from autopar.runtime.ranks.recorder import PROFILER, Recorder
-from autopar.runtime.tiers.offloaded_states import OffloadedStates
 
 _LEFT_OUT = object()  # what a module returned beside its own loss
 
@@ -52,10 +52,9 @@ class ParallelModule(Likeness):
         self._last: LastStep | None = None
         self._has_stepped = False
         self._become_like(asked.model)
-        states = States(self._store, self._session.agreement, self._session.announcer.updating)
-        states.watch(self)
-        if share := self._session.settings.options.offloaded.get("optimizer"):
-            OffloadedStates(states.is_ours, self._session.tier, float(share)).watch(self)
+        self._states = States(self._store, self._session.agreement, self._session.announcer.updating)
+        self._states.watch(self)
+        let_states_wait(self._session, self._states, self)
         # torch marks the functions of such hooks, which methods do not let it do
         self.register_load_state_dict_pre_hook(partial(self._store.refuse_assign))
 
@@ -243,3 +242,4 @@ class ParallelModule(Likeness):
         if self._auto is not None:
             self._session = self._auto.decided(call, args, kwargs)
             self._programs, self._auto = Programs(self._session), None
+            let_states_wait(self._session, self._states, self)

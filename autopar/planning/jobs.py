@@ -58,4 +58,4 @@ def _open(options: StepOptions) -> StepOptions:
             f"batch_dims={options.batch_dims!r}: a plan tries other numbers of samples, which it takes for dim 0 of "
             f"the batch's tensors. Leave batch_dims out, or write a mesh in place of a plan."
         )
-    return replace(options, **planned)
+    return replace(options, memory=None, **planned)

@@ -13,7 +13,7 @@ from autopar.capture import Captured, LossFn
 from autopar.capture.data.reads import Answers
 from autopar.capture.inputs.batch_dims import dims_of_call
 from autopar.capture.inputs.containers import Parts, put_together, take_call_apart
-from autopar.compiler.compile import batch_arguments, compile_step
+from autopar.compiler.compile import batch_arguments
 from autopar.compiler.lowered import Lowered
 from autopar.errors import BatchError
 from autopar.ir.mesh import DATA_AXES, PIPELINE, Mesh
@@ -22,6 +22,7 @@ from autopar.ir.plan import Fixed
 from autopar.parallel.batches.local_batch import place_of
 from autopar.parallel.programs.own_batch import AveragedOutputs, seed_of
 from autopar.parallel.session.auto_options import check_own
+from autopar.report.memory.within_memory import compile_step
 from autopar.runtime.executor.executor import Outputs
 from autopar.verification.judge.comparison import Key
 

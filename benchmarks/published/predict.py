@@ -9,11 +9,11 @@ import torch
 
 from autopar.compiled import Compiled
 from autopar.compiler.check_options import options_of
-from autopar.compiler.compile import compile_step
 from autopar.compiler.meshes import mesh_of
 from autopar.ir.plan import Fixed
 from autopar.planning import StepTime
 from autopar.planning.price.pipeline_time import emitted_costs
+from autopar.report.memory.within_memory import compile_step
 from benchmarks.published.case import BACKWARD, FORWARD, MEMORY, STEP, Case
 
 PASSES = {FORWARD: "F", BACKWARD: "BIW"}  # kinds of actions

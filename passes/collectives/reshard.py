@@ -230,7 +230,7 @@ class _Reshard:
     def _is_kept(self, node: fx.Node, user: fx.Node) -> bool:
         """True for a value of the forward pass that the backward pass gathers again."""
         if node in self.stored:
-            return self.plan.gathers_again and record(user).is_backward
+            return record(user).is_backward and self.plan.is_gathered_again(self.stored[node])
         phases = record(node).phase, record(user).phase
         if record(user).operands and self._goes_to_owners(node, user):
             return False  # rows at their owners stay there: they would be sent again
@@ -258,12 +258,13 @@ class _Reshard:
         return f"%{node.name} is {has}, but it leaves as the {what} in {wanted}"
 
 
-def stored_nodes(program: Program, plan: Plan) -> frozenset[fx.Node]:
-    """The parameters that ZeRO split, and what they are in another dtype."""
-    entries, splits = program.entries, set(plan.zero_axes)
-    parameters = {node for node, entry in entries if entry.kind == "parameter"}
+def stored_nodes(program: Program, plan: Plan) -> dict[fx.Node, str]:
+    """The parameters that ZeRO split, and what they are in another dtype, with their first names."""
+    splits = set(plan.zero_axes)
+    names = {node: entry.name for node, entry in program.parameters()}
     split = [node for node in program.nodes if is_given(node) and splits.intersection(record(node).layout.axes)]
-    return frozenset(node for node in split if parameters.intersection([node, *node.all_input_nodes]))
+    owners = {node: node if node.op == "placeholder" else node.all_input_nodes[0] for node in split}
+    return {node: names[owner] for node, owner in owners.items() if owner in names}
 
 
 def moves(has: Layout, wanted: Layout, first: tuple[str, ...] = ()) -> list[ReshardMove]:

@@ -8,7 +8,7 @@ from torch import fx
 
 from autopar.ir.ops.storage import kept_values, root_of
 from autopar.ir.plan import Plan
-from autopar.ir.program import Program, is_gathered_input
+from autopar.ir.program import Program, given_of, is_gathered_input
 from autopar.passes.costs.node_costs import local_bytes
 from autopar.passes.recompute.choose import choose
 from autopar.passes.recompute.graph import is_backward
@@ -62,16 +62,19 @@ def recompute(program: Program, plan: Plan) -> Program:
         return program
     policies = policies_of(program, wanted)
     recomputed = choose(program, plan, policies, lambda: _bytes_of_full(program, plan))
-    recomputed |= _gathered(recomputed) if plan.gathers_again else {}
+    recomputed |= _gathered(program, plan, recomputed) if plan.gathers_again else {}
     return rematerialize(program, recomputed, policies) if recomputed else program
 
 
-def _gathered(recomputed: Mapping[fx.Node, RecomputedCall]) -> dict[fx.Node, RecomputedCall]:
+def _gathered(
+    program: Program, plan: Plan, recomputed: Mapping[fx.Node, RecomputedCall]
+) -> dict[fx.Node, RecomputedCall]:
     """The inputs that what is computed again reads, where each use gathers them anew (ZeRO-3)."""
+    names = {node: entry.name for node, entry in program.entries}
     groups: dict[fx.Node, set[str]] = {}
     for node, found in recomputed.items():
         for root in map(root_of, node.all_input_nodes):
-            if is_gathered_input(root):
+            if is_gathered_input(root) and plan.is_gathered_again(names[given_of(root)]):
                 groups.setdefault(root, set()).add(found.group)
     return {
         root: RecomputedCall(next(iter(names)), "gathered again: ZeRO-3 keeps no parameter whole")

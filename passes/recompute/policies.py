@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.errors import PlanError
-from autopar.ir.modules import in_module, layer_of, module_paths, nearest, spelled_out, unit_of
+from autopar.ir.modules import in_module, layer_of, module_paths, spelled_out, unit_of, unknown_pattern
 from autopar.ir.options import Policy, Recompute
 from autopar.ir.program import Program, record
 
@@ -81,13 +81,9 @@ def policies_of(program: Program, recompute: Recompute) -> Policies:
     faults, rules = [], []
     for pattern, policy in recompute.items():
         text = f"recompute={{{pattern!r}: {policy!r}}}"
-        patterns = tuple(spelled_out(pattern))
-        missing = [one for one in patterns if one != ALL and not any(in_module(path, one) for path in paths)]
-        if missing:
-            near = ", ".join(repr(path) for path in nearest(missing[0], paths))
-            which = "" if patterns == (pattern,) else f" ({', '.join(repr(one) for one in missing[:3])})"
-            faults.append(f"{text}: the pattern '{pattern}' names no module{which}. Nearest names: {near}.")
-        rules.append(PolicyRule(patterns, policy, text))
+        if fault := unknown_pattern(pattern, paths):
+            faults.append(f"{text}: {fault}")
+        rules.append(PolicyRule(tuple(spelled_out(pattern)), policy, text))
     if faults:
         raise PlanError("\n".join(faults))
     return Policies(rules, layers)

@@ -212,12 +212,14 @@ def free_bytes() -> int:
 
 @dataclass(frozen=True, slots=True)
 class HostTier:
-    """The host's memory of one rank, as a driver uses it, and what keeps states of optimizers."""
+    """The host's memory of one rank, as a driver uses it, and what keeps states of optimizers. needs_room: raises
+    PlanError where states of somebody take more bytes than there are, of what is counted before it is taken."""
 
     pool: HostPool
     queues: Queues
     device: torch.device
     has_data: bool = True
+    needs_room: Callable[[str, int], None] | None = None
 
     def fill(self, counts: Mapping[int, int], has: Callable[[], int] = free_bytes) -> None:
         """Have buffers for a step. Raises PlanError if the host has no memory for them. has: tells its free bytes."""

@@ -20,7 +20,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from autopar.errors import PlanError
+from autopar.ir.modules import is_named
 from autopar.runtime.tiers.host_tier import Copying, HostTier
+from autopar.runtime.tiers.side_by_side import bytes_of
 from autopar.torch_compat import bare_step, hook_behind_step, local_of
 
 PARTS = 32  # of all states; two are on the device at a time, or those of two of the largest parameters
@@ -60,14 +62,14 @@ def whole_bytes(parameter: torch.Tensor) -> int:
 
 
 class OffloadedStates:
-    """Streams the states of all optimizers of one model. share: of the parameters' bytes, those whose states wait.
-    bytes_of: of a parameter, the same on all ranks."""
+    """Streams the states of all optimizers of one model. moving: of some parameters, those whose states wait. bytes_of:
+    of a parameter, the same on all ranks. near: the ranks that share what `HostTier.needs_room` counts."""
 
     def __init__(
-        self, is_ours: IsOurs, tier: Callable[[], HostTier], share: float,
-        bytes_of: Callable[[Any], int] = whole_bytes,
+        self, is_ours: IsOurs, tier: Callable[[], HostTier], moving: Callable[[Sequence[Any]], list[Any]] = list,
+        bytes_of: Callable[[Any], int] = whole_bytes, near: int = 1,
     ) -> None:  # fmt: skip
-        self._is_ours, self._tier, self.share, self.bytes_of = is_ours, tier, share, bytes_of
+        self._is_ours, self._tier, self.moving, self.bytes_of, self.near = is_ours, tier, moving, bytes_of, near
         self._known: weakref.WeakKeyDictionary[Optimizer, _Known] = weakref.WeakKeyDictionary()
         self._inside = False
 
@@ -122,17 +124,19 @@ class OffloadedStates:
 
     def _loaded(self, optimizer: Optimizer) -> None:
         """Take states that were loaded out of the device's memory."""
-        for part in chunks_of(moving_of(parameters_of(optimizer), self.share, self.bytes_of), self.bytes_of):
+        for part in chunks_of(self.moving(parameters_of(optimizer)), self.bytes_of):
             chunk = _Chunk(optimizer, part, self._known[optimizer], self._tier())
             chunk.store()
             chunk.left()
 
     def _stream(self, optimizer: Optimizer, known: _Known, tier: HostTier) -> None:
         gradients = {id(p): gradient for p, gradient in known.hidden}
-        moving = set(map(id, moving_of(parameters_of(optimizer), self.share, self.bytes_of)))
+        moving = set(map(id, self.moving(parameters_of(optimizer))))
         parts = chunks_of([p for p, _ in known.hidden if id(p) in moving], self.bytes_of)
         rest = [p for p, _ in known.hidden if id(p) not in moving]
         chunks = [_Chunk(optimizer, part, known, tier) for part in parts]
+        if chunks and not known.lasting and tier.needs_room is not None:
+            tier.needs_room(type(optimizer).__name__, self.near * self._measured(optimizer, chunks, gradients))
         if chunks:
             chunks[0].fetch()
         for place, chunk in enumerate(chunks):
@@ -148,6 +152,20 @@ class OffloadedStates:
         if rest:
             _step_with(optimizer, rest, gradients)
 
+    def _measured(self, optimizer: Optimizer, chunks: Sequence[_Chunk], gradients: Mapping[int, Any]) -> int:
+        """The bytes that the states of all will take, by those of the first ones, which step and are put back."""
+        first = [p for p in chunks[0].parameters if p not in optimizer.state]
+        before = [_part(p).detach().clone() for p in first]
+        _step_with(optimizer, first, gradients)
+        made = sum(bytes_of(_part(value)) for p in first for value in optimizer.state[p].values() if _has_dims(value))
+        with torch.no_grad():
+            for parameter, part in zip(first, before, strict=True):
+                _part(parameter).copy_(part)
+                del optimizer.state[parameter]
+        parts = sum(map(bytes_of, before))
+        every = sum(bytes_of(_part(p)) for chunk in chunks for p in chunk.parameters)
+        return made * every // max(1, parts)
+
 
 class _Chunk:
     """Parameters that step at a time. On their way: the states that come, and those that go."""
@@ -162,7 +180,7 @@ class _Chunk:
         for parameter in self.parameters:
             states = self.optimizer.state.get(parameter, {})
             for key, value in list(states.items()):
-                if isinstance(value, torch.Tensor) and value.ndim:
+                if _has_dims(value):
                     yield parameter, states, key, value
 
     def fetch(self) -> None:
@@ -210,6 +228,10 @@ class _Chunk:
         self.going = None
 
 
+def _has_dims(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim > 0
+
+
 def _part(value: Any) -> torch.Tensor:
     """What a rank has of a tensor."""
     return local_of(value) if isinstance(value, DTensor) else value
@@ -237,8 +259,15 @@ def _hide(gradients: Iterable[tuple[Any, Any]]) -> None:
         parameter.grad = None
 
 
-def moving_of(parameters: Sequence[Any], share: float, bytes_of: Callable[[Any], int] = whole_bytes) -> list[Any]:
-    """The first parameters, by which so much of the bytes of all is reached: those whose states wait."""
+def moving_of(
+    parameters: Sequence[Any], amount: float | Sequence[str], name_of: Callable[[Any], str],
+    bytes_of: Callable[[Any], int] = whole_bytes,
+) -> list[Any]:  # fmt: skip
+    """The parameters whose states wait: all that patterns name, or the first ones by which a share of the bytes of all
+    is reached."""
+    if not isinstance(amount, (int, float)):
+        return [p for p in parameters if any(is_named(name_of(p), pattern) for pattern in amount)]
+    share = float(amount)
     most, found = share * sum(map(bytes_of, parameters)), []
     for parameter in parameters:
         most -= bytes_of(parameter)

@@ -29,8 +29,8 @@ def job():
 VERIFY = {"ok", "mesh", "dtype", "steps", "tolerance", "max_error", "compared", "mismatch", "sums", "note"}
 ESTIMATE = {
     "mesh", "ranks", "machine", "dtype", "step_us", "computing_us", "waits_us", "host_us", "bubble_us", "optimizer_us",
-    "tokens_per_second", "mfu", "hfu", "device_bytes", "peak_bytes", "peak_rank", "host_memory_bytes", "worst_bytes",
-    "notes",
+    "tokens_per_second", "mfu", "hfu", "device_bytes", "peak_bytes", "peak_rank", "host_memory_bytes", "disk_bytes",
+    "worst_bytes", "notes",
 }  # fmt: skip
 
 

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 import autopar.runtime.executor.kernel_table
 from autopar.compiler.check_options import options_of
-from autopar.compiler.compile import compile_step
 from autopar.compiler.meshes import mesh_of
 from autopar.errors import CaptureError
 from autopar.ir.program import record
+from autopar.report.memory.within_memory import compile_step
 from autopar.runtime.executor.executor import Executable
 from autopar.runtime.ranks.virtual import VirtualMesh
 from autopar.torch_compat import schema_of

@@ -26,7 +26,7 @@ def test_four_machines_are_built_in():
 def test_what_is_written_is_read_again(machine: Machine, tmp_path: Path):
     odd = replace(machine.device, bandwidth=1.23456789e12 / 7, products=Curve(((1e6 / 3, 0.1), (1e9 / 7, 1 / 3))))
     other = replace(machine, device=odd, launch_us=1 / 3, is_host=not machine.is_host)
-    for each in (machine, other, replace(machine, to_host=4e10, host_memory=1.28e11, host_update=5e10)):
+    for each in (machine, other, replace(machine, to_host=4e10, host_memory=1.28e11, host_update=5e10, disk=3e9)):
         path = tmp_path / f"{machine.name}.toml"
         write(each, path, ["Measured on a Monday.", "By hand."])
         assert read_machine(path) == each

@@ -6,6 +6,8 @@ import copy
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import MachineError, MeshError
+from autopar.machines import named, write_machine
 from autopar.machines.here import machine_of
 
 
@@ -23,10 +26,10 @@ def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return (model(x) - y).square().mean()
 
 
-def made() -> nn.Module:
+def made(layers: int = 3) -> nn.Module:
     torch.manual_seed(0)
     width = 320  # more than waits whole: parameters are split until there is a plan
-    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(3))).double()
+    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers))).double()
 
 
 def batch(rows: int) -> tuple[Tensor, Tensor]:
@@ -45,9 +48,9 @@ def heard() -> Iterator[list[str]]:
     log.removeHandler(handler)
 
 
-def train(rows: int, state: Any = None, **options: Any) -> tuple[str, list[str]]:
+def train(rows: int, state: Any = None, layers: int = 3, **options: Any) -> tuple[str, list[str]]:
     """Train both for two steps. An evaluation comes before the first batch, and so does the state of an optimizer."""
-    plain = made()
+    plain = made(layers)
     with heard() as said:
         model = autopar.parallelize(copy.deepcopy(plain), "auto", loss_fn=loss_fn, **options)
         first, args = next(model.parameters()), batch(rows)
@@ -130,6 +133,16 @@ def test_what_ranks_must_agree_on(two: Ranks) -> None:
 def test_one_rank_has_a_plan_too() -> None:
     mesh, said = train(4)
     assert mesh == "dp=1" and len(said) == 1
+
+
+@pytest.mark.parametrize(("memory", "where"), [("30MB", "optimizer"), (15_000_000, "parameters")])
+def test_a_plan_that_fits_by_the_memory_of_the_host_alone(tmp_path: Path, memory: int | str, where: str) -> None:
+    """Weights, gradients and states of AdamW are 39 MB. What waits follows the plan, and so does the optimizer."""
+    machine = tmp_path / "small.toml"
+    write_machine(replace(named("cpu"), host_memory=1e9, host_update=1e8), machine, [])
+    with heard() as said:
+        mesh, _ = train(4, layers=12, machine=str(machine), memory=memory)
+    assert mesh == "dp=1" and f"{where} in host" in said[0], said
 
 
 def test_a_decorated_factory() -> None:

@@ -12,7 +12,7 @@ import torch
 from processes import Ranks, ranks_of
 
 import autopar
-from autopar.errors import PlanError
+from autopar.errors import MeshError, PlanError
 from autopar.runtime.tiers.host_tier import host_tier
 from autopar.torch_compat import local_of
 from benchmarks.measured import host_memory, measure
@@ -166,9 +166,9 @@ def test_recordings_are_refused():
 
 def test_a_mesh_that_is_planned_as_ranks_run():
     model, loss_fn, _ = case.deep()
-    with pytest.raises(PlanError) as caught:
+    with pytest.raises(MeshError) as caught:
         autopar.parallelize(model, "auto", loss_fn=loss_fn, device="cpu", **ON)
     assert str(caught.value) == (
-        "offload='activations': mesh=\"auto\" puts nothing in the host's memory. Leave it out, or write a mesh: "
-        "`autopar plan` finds one that does."
+        "mesh 'auto' decides offload itself: leave out offload='activations', or write a mesh. (`autopar plan TARGET "
+        "--gpus N --fix ...` plans around what is decided.)"
     )

@@ -116,7 +116,7 @@ def test_a_part_stays():
     """The same ones at each step, whichever have a gradient."""
     parallel, optimizer, _ = train(OPTIMIZERS["SGD"], 2, offload={"optimizer": 0.5})
     parameters = list(parallel.parameters())
-    moving = moving_of(parameters, 0.5)
+    moving = moving_of(parameters, 0.5, str)
     assert moving and moving == parameters[: len(moving)] and len(moving) < len(parameters)
     waiting = [local_of(optimizer.state[p]["momentum_buffer"]).data_ptr() for p in parameters]
     for p in parameters[::2]:

@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 import autopar
 from autopar.compiler.check_options import options_of
-from autopar.compiler.compile import compile_step
 from autopar.compiler.meshes import mesh_of
 from autopar.errors import AutoparError, BatchError, CoupledError, PlanError
 from autopar.passes.groups import SampleGroups, groups_of
+from autopar.report.memory.within_memory import compile_step
 from autopar.verification.plain import Plain
 from autopar.verification.plain_norms import PlainNorms
 from autopar.verification.verify import verify_compiled

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.compiler.check_options import options_of
-from autopar.compiler.compile import compile_step
 from autopar.compiler.meshes import mesh_of
 from autopar.errors import AutoparError, BatchError, CaptureError, MeshError
 from autopar.ir.ops.ops import op
+from autopar.report.memory.within_memory import compile_step
 from autopar.verification.plain import Plain
 
 torch.manual_seed(0)

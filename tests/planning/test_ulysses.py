@@ -13,7 +13,6 @@ from models import Llama, token_loss
 import autopar
 from autopar.compiled import Compiled
 from autopar.compiler.check_options import options_of
-from autopar.compiler.compile import compile_step
 from autopar.compiler.lowered import Lowered
 from autopar.compiler.meshes import mesh_of
 from autopar.errors import LayoutError, PlanError
@@ -29,6 +28,7 @@ from autopar.planning.price.moving import DataGroups
 from autopar.planning.price.predict import predict
 from autopar.planning.price.step_time import step_time
 from autopar.planning.space.candidates import Candidate, Model, Space
+from autopar.report.memory.within_memory import compile_step
 
 WIDE = named("h100-80g")
 SMALL = replace(WIDE, ranks=2)  # of a node

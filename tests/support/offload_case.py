@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ def gated() -> tuple[nn.Module, Any, tuple[Tensor, ...]]:
     return Gated(4), squares, (torch.randn(192, 16),)
 
 
-MADE = {"deep": deep, "gpt": gpt, "gated": gated}
+MADE = {"deep": deep, "shallow": partial(deep, 4), "gpt": gpt, "gated": gated}
 
 
 @functools.cache

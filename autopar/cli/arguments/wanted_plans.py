@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autopar.errors import TargetError
+from autopar.ir.options import UNITS, read_bytes
 from autopar.machines import named
 
 _COUNTS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
-_UNITS = {"": 1, "MB": 1e6, "GB": 1e9, "MiB": 2**20, "GiB": 2**30}
 _NUMBER = r"(\d+\.?\d*|\.\d+)"
 
 
@@ -80,12 +80,12 @@ class Wanted:
         return float(match[1]) * _COUNTS[match[3]]
 
     @property
-    def bytes(self) -> float | None:
+    def bytes(self) -> int | None:
         """The bytes that a rank may hold."""
         if self.memory is None:
             return None
-        match = re.fullmatch(rf"{_NUMBER}\s*([A-Za-z]*)", self.memory)
-        if match is None or match[2] not in _UNITS or not float(match[1]) > 0:
-            units = ", ".join(filter(None, _UNITS))
+        found = read_bytes(self.memory)
+        if not found:
+            units = ", ".join(filter(None, UNITS))
             raise TargetError(f"--memory {self.memory}: write a number of bytes, or one with {units}.")
-        return float(match[1]) * _UNITS[match[2]]
+        return found

@@ -31,6 +31,7 @@ from autopar.parallel.programs.program_cache import HandedPrograms, ProgramCache
 from autopar.parallel.programs.running import Built, Running
 from autopar.parallel.session.session import Session
 from autopar.parallel.weights.owners import Joined, Owners, as_trained, check_partners
+from autopar.report.memory.within_memory import lower_within
 from autopar.runtime.executor.inputs import slots_of
 from autopar.runtime.ranks.process_groups import Group, connect, has_queues, make_groups
 
@@ -59,6 +60,7 @@ class Maker:
         self._joined = Joined(session.settings.device)
         self._groups: dict[str, Group] = {}
         self._tier = session.tier
+        self._lower = lower if session.settings.options.memory is None else lower_within
         self._recordings = recordings(session.settings.graphs, session.settings.device)
         self._said: set[str] = set()
 
@@ -113,7 +115,9 @@ class Maker:
         def passes(captured: Captured) -> Sequence[tuple[str, Program]]:
             for structure, layouts in (compiled.decided for compiled in before):
                 decided.setdefault(structure, layouts)
-            return lower(as_trained(captured), bound.mesh, bound.options, replace(bound.fixed, decided=decided)).history
+            return lower_within(
+                as_trained(captured), bound.mesh, bound.options, replace(bound.fixed, decided=decided)
+            ).history
 
         give = self._cache.built(WantedProgram(given, numbers, train, said, bound, passes), compile_)
 
@@ -155,7 +159,7 @@ class Maker:
         check_partners(captured, model, mesh, settings.options)
         owners = Owners.of(self._store, captured.partners)
         with naming_parts(given):
-            compiled = lower(as_trained(captured), mesh, *owners.bind(options, fixed))
+            compiled = self._lower(as_trained(captured), mesh, *owners.bind(options, fixed))
         rows = self._followed.rows(compiled, given, train)
         structure, decided = compiled.decided
         self._decided.setdefault(structure, decided)

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from autopar.compiler.check_options import check_unplanned
 from autopar.errors import AutoparError, BatchError, MeshError, PlanError
 from autopar.ir.mesh import AUTO, Mesh
 from autopar.ir.options import PLANNED, StepOptions
@@ -31,13 +30,17 @@ def check_open(is_auto: bool, step: Mapping[str, Any], batch: str, machine: str 
         if machine is not None:
             raise MeshError(f"machine='{machine}' is of mesh=\"{AUTO}\", which plans for it. Leave one of them out.")
         return
-    check_unplanned(step.get("offload"))
     for name, default in _CHOSEN.items():
         if step.get(name, default) != default:
             raise MeshError(
                 f"mesh '{AUTO}' decides {name} itself: leave out {name}={step[name]!r}, or write a mesh. "
                 f"(`autopar plan TARGET --gpus N --fix ...` plans around what is decided.)"
             )
+    if isinstance(memory := step.get("memory"), float):
+        raise MeshError(
+            f"mesh '{AUTO}' with memory={memory}: a part is of what the step holds on one mesh, and each that is "
+            f'planned has another. Write bytes, such as memory="60GiB".'
+        )
     if batch != "global":
         raise MeshError(
             f"mesh '{AUTO}' with batch=\"{batch}\": which part of the batch a rank passes follows from the mesh, which "

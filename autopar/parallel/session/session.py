@@ -59,6 +59,7 @@ from autopar.parallel.weights.replicas import Replicas, every_of
 from autopar.parallel.weights.store import ParameterStore, describe_state
 from autopar.runtime.ranks.meet import attempt_name
 from autopar.runtime.ranks.process_groups import forget_at_exit, leave_at_exit, mesh_over
+from autopar.runtime.tiers.disk_tier import check_folder
 from autopar.runtime.tiers.host_tier import HostTier, host_tier
 from autopar.settings import Settings
 from autopar.torch_compat import end_waits_after
@@ -100,9 +101,9 @@ class Requested:
 
     @property
     def on_host(self) -> bool:
-        """Whether parameters are to wait in the host's memory, before ranks check it together."""
+        """Whether parameters may wait in the host's memory, before ranks check it together."""
         wanted = self.step.get("offload")
-        return "parameters" in (
+        return self.is_auto or "parameters" in (
             (wanted,) if isinstance(wanted, str) else wanted if isinstance(wanted, Collection) else ()
         )
 
@@ -122,6 +123,8 @@ class Requested:
         check_host(plan := Plan(mesh, options=options))
         if plan.offloads("parameters"):
             check_backend(device)
+        if options.offload_dir is not None:  # each rank its own node's, before any state is made
+            check_folder(Path(options.offload_dir))
         if self.is_auto:
             phase.texts["machine"] = [str(machine_for(self.machine, device))]
         every_of(self.check_replicas)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 from autopar.compiler.lowered import Lowered
 from autopar.errors import ArtifactError
 from autopar.ir.layout import local_shape
 from autopar.ir.mesh import PIPELINE
+from autopar.ir.modules import is_named
 from autopar.ir.program import Program, TensorType, operand_nodes, record
 from autopar.machines import Machine
 from autopar.machines.model import ADAMW
@@ -28,9 +30,14 @@ def step_time(compiled: Lowered, machine: Machine | None = None, imbalance: floa
     mesh = compiled.mesh
     offloaded = compiled.plan.options.offloaded
     where = next((name for name in ("parameters", "optimizer") if offloaded.get(name)), "")
-    share = float(offloaded.get("optimizer", 0.0))
+    amount, is_on_disk = offloaded.get("optimizer", 0.0), compiled.plan.options.offload_dir is not None
+    moving = (lambda name: any(is_named(name, one) for one in amount)) if not isinstance(amount, float) else None
+    states = _states(compiled)
+    moved = _states(compiled, moving) if moving else {place: float(amount) * held for place, held in states.items()}
+    moved = states if where == "parameters" else moved
     optimizer = {
-        place: optimizer_us(machine, bytes_, where, mesh.size, share) for place, bytes_ in _states(compiled).items()
+        place: optimizer_us(machine, held, where, mesh.size, moved[place] / max(1.0, held), is_on_disk)
+        for place, held in states.items()
     }
     rows = compiled.plan.options.expert_rows or imbalance
     if compiled.pipeline is None:
@@ -54,21 +61,25 @@ def _check_has_flops(compiled: Lowered) -> None:
         )
 
 
-def optimizer_us(machine: Machine, bytes_: float, offload: str, ranks: int, share: float = 1.0) -> float:
+def optimizer_us(
+    machine: Machine, bytes_: float, offload: str, ranks: int, share: float = 1.0, is_on_disk: bool = False
+) -> float:
     """The time in which AdamW reads and writes so many bytes; or in which a share of its two moments come from the
-    host's memory while others go there ("optimizer"); or on the host ("parameters"), whose cores all ranks share."""
+    host's memory while others go there ("optimizer"); or on the host ("parameters"), whose cores all ranks share. On a
+    disk the moments of all ranks of a node are read and written one after the other."""
+    moments = 2 * bytes_ / ADAMW * share if offload else 0.0
+    disk = machine.disk_us(2 * moments, ranks) if is_on_disk else 0.0
     if offload == "parameters":
-        return machine.host_update_us(bytes_, ranks)
-    moments = 2 * bytes_ / ADAMW * share if offload == "optimizer" else 0.0
-    return max(machine.update_us(bytes_), machine.copy_us(moments))
+        return max(machine.host_update_us(bytes_, ranks), disk)
+    return max(machine.update_us(bytes_), machine.copy_us(moments), disk)
 
 
-def _states(compiled: Lowered) -> dict[int, float]:
-    """The bytes that AdamW reads and writes on a rank, by its place on pp."""
+def _states(compiled: Lowered, is_meant: Callable[[str], bool] | None = None) -> dict[int, float]:
+    """The bytes that AdamW reads and writes on a rank, by its place on pp. is_meant: only those of these parameters."""
     states = dict.fromkeys(range(dict(compiled.mesh.axes).get(PIPELINE, 1)), 0.0)
     owners, frozen = compiled.owners, compiled.plan.frozen
     for node, entry in compiled.program.parameters():
-        if entry.name in frozen:
+        if entry.name in frozen or not (is_meant is None or is_meant(entry.name)):
             continue
         known = record(node)
         part = TensorType(local_shape(known.type.shape, known.layout, compiled.program.mesh), known.type.dtype)

@@ -89,6 +89,7 @@ def _report(compiled: Lowered, rank: int, trace: Trace, device: str) -> MemoryRe
         largest=tuple(_value(block, category.of(block)) for block in _largest(alive)),
         timeline=timeline,
         host=host_bytes(compiled.program, pipeline, coord.get(PIPELINE, 0)) + trace.host_states,
+        disk=trace.disk_states,
     )
 
 

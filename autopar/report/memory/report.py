@@ -55,7 +55,8 @@ class MemoryReport:
     states: what is there between steps, by category. categories: what is alive at the peak; they sum to it. place:
     where the peak is. worst: the peak if all rows of its group come to this rank's experts, and not as many as on
     average; None where no rows move to experts. step, optimizer: the peaks of the two parts. largest: at the peak.
-    timeline: node by node. host: the bytes of the host's memory in which values wait; the device's are all others.
+    timeline: node by node. host, disk: the bytes of the host's memory, and of its disk, in which values wait; the
+    device's are all others.
     """
 
     rank: int
@@ -73,6 +74,7 @@ class MemoryReport:
     timeline: tuple[Moment, ...]
     worst: int | None = None
     host: int = 0
+    disk: int = 0
 
     @property
     def title(self) -> str:
@@ -91,6 +93,8 @@ class MemoryReport:
             lines.append(f"  with as many rows of experts as on average; {human(self.worst)} at worst, with all rows")
         if self.host:
             lines.append(f"in the host's memory {exact(self.host)} ({human(self.host)})")
+        if self.disk:
+            lines.append(f"on the disk {exact(self.disk)} ({human(self.disk)})")
         lines.append(f"peak of the step {human(self.step)}, of the optimizer's step {human(self.optimizer)}")
         lines.append("largest at the peak:")
         found = [(human(value.bytes), value.category, str(value)) for value in self.largest]

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
-from autopar.compiler.compile import compile_step
 from autopar.compiler.lowered import Lowered
 from autopar.errors import AutoparError
 from autopar.ir.mesh import PIPELINE, Mesh
@@ -18,6 +17,7 @@ from autopar.report.memory.formula import Sizes, activation_formulas, states_for
 from autopar.report.memory.report import ranks_text
 from autopar.report.memory.saved import saved_text
 from autopar.report.memory.simulate_rank import GPU_DEVICE, OptimizerMaker
+from autopar.report.memory.within_memory import compile_step
 
 
 def memory_texts(compiled: Lowered, rank: int, optimizer: OptimizerMaker | None, device: str | None) -> Iterator[str]:

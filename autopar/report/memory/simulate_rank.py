@@ -35,7 +35,7 @@ from autopar.runtime.ranks.distributed import DistributedDriver
 from autopar.runtime.ranks.process_groups import Group
 from autopar.runtime.ranks.runner import executor_runner
 from autopar.runtime.tiers.host_tier import without_data, without_memory
-from autopar.runtime.tiers.offloaded_states import OffloadedStates
+from autopar.runtime.tiers.offloaded_states import OffloadedStates, moving_of
 from autopar.torch_compat import FakeTensor, FakeTensorMode
 
 _KINDS = {"parameter": PARAMETERS}
@@ -62,6 +62,7 @@ class Trace:
     parameters: tuple[int, ...] = ()  # the elements of each
     gradient_bytes: int = 0  # of the gradients alone; their memory may be larger
     host_states: int = 0  # bytes of the optimizer's that wait in the host's memory
+    disk_states: int = 0  # and on its disk
     state: StateBefore | None = None  # lives as long as the trace: its end would be events
 
 
@@ -77,7 +78,8 @@ def simulate(
     with fake, study.tracker:
         trace = study.run(make)
     if compiled.plan.offloads("parameters"):
-        trace.host_states = study.on_host(make)
+        trace.host_states, states = study.on_host(make)
+        study.place_states(states)
     return trace
 
 
@@ -151,7 +153,7 @@ class _Rank:
         tracker.place = RankPosition(OPTIMIZER)
         if optimizer is not None:
             optimizer.step()
-        trace.host_states = self.tier.pool.lasting
+        self.place_states(self.tier.pool.lasting)
         del loss  # whoever trains looks at it afterwards
         return trace
 
@@ -181,8 +183,16 @@ class _Rank:
         self.position.start()
         return self.runner.run(inputs)
 
-    def on_host(self, make: OptimizerMaker) -> int:
-        """Bytes of the host that parameters take, their gradients, and the states of an optimizer that steps there."""
+    def place_states(self, bytes_: int) -> None:
+        """Count the bytes of states that wait: on the disk if the options name a folder."""
+        if self.compiled.plan.options.offload_dir is None:
+            self.trace.host_states += bytes_
+        else:
+            self.trace.disk_states += bytes_
+
+    def on_host(self, make: OptimizerMaker) -> tuple[int, int]:
+        """Bytes of the host that parameters and their gradients take, and those of the states of an optimizer that
+        steps there."""
         every, wanted = (
             self.state.parameters,
             {out.name for out in self.compiled.program.outputs if out.kind == "gradient"},
@@ -199,7 +209,7 @@ class _Rank:
             optimizer.step()
             made = (value for state in optimizer.state.values() for value in state.values())
             states = sum(x.nbytes for x in made if isinstance(x, torch.Tensor) and x.ndim)
-        return states + sum(parameter.nbytes for parameter in (*own, *every.values()))
+        return sum(parameter.nbytes for parameter in (*own, *every.values())), states
 
     def _optimizer(self, make: OptimizerMaker, trained: list[Any]) -> torch.optim.Optimizer | None:
         """The optimizer after its first step."""
@@ -212,8 +222,11 @@ class _Rank:
         if share:
             types = {entry.name: record(node).type.bytes_ for node, entry in self.compiled.program.parameters()}
             mine = {id(p): types[name] for name, p in self.state.parameters.items() if name in types}
-            tier = self.tier
-            OffloadedStates(lambda p: id(p) in mine, lambda: tier, float(share), lambda p: mine[id(p)]).watch(self)
+            name_of, tier = {id(p): name for name, p in self.state.parameters.items()}, self.tier
+            moving = partial(
+                moving_of, amount=share, name_of=lambda p: name_of[id(p)], bytes_of=lambda p: mine[id(p)]
+            )  # fmt: skip
+            OffloadedStates(lambda p: id(p) in mine, lambda: tier, moving, lambda p: mine[id(p)]).watch(self)
         if self.device.type == "meta":  # what torch does by default on a GPU, and not here
             for group in optimizer.param_groups:
                 if group.get("foreach", False) is None and not group.get("fused"):

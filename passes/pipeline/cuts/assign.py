@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from autopar.errors import CoupledError
+from autopar.ir.mesh import axes_of_group
 from autopar.ir.plan import Plan
-from autopar.ir.program import Program, record
+from autopar.ir.program import Program, given_of, is_gathered_input, record
 from autopar.passes.pipeline.cuts.action_graphs import Places
 from autopar.passes.pipeline.cuts.backward_stages import backward_nodes, place_backward, with_attention
 from autopar.passes.pipeline.cuts.cut import StageLimits, Stages, cut, forward_nodes
@@ -57,7 +58,8 @@ def _assign(program: Program, plan: Plan, places: Places) -> Staged:
     """Give every call of the micro-batches its stage: forward ones by the cut, backward ones by data flow."""
     program = program if plan.parts > 1 else with_reductions(program)
     if plan.gathers_again:
-        times = times_of(program, plan.parts, plan.zero_axes, both=True, sized=bool(plan.slice_lengths))
+        gathers = gathered_anew(program, plan)
+        times = times_of(program, plan.parts, gathers, both=True, sized=bool(plan.slice_lengths))
         program = gathered_late(program, times)
     times = times_in(program, plan)
     if len(places.ranks) == 1 and plan.options.stages is None and plan.options.stage_memory is None:
@@ -107,5 +109,17 @@ def _accumulate_per_stage(staged: Staged, plan: Plan) -> Staged:
 
 
 def times_in(program: Program, plan: Plan) -> NodeTimes:
-    regathered = plan.zero_axes if plan.gathers_again else ()
-    return times_of(program, plan.parts, regathered, sized=bool(plan.slice_lengths))
+    return times_of(program, plan.parts, gathered_anew(program, plan), sized=bool(plan.slice_lengths))
+
+
+def gathered_anew(program: Program, plan: Plan) -> frozenset[fx.Node]:
+    """The gathers of parameters that each micro-batch has anew (ZeRO-3)."""
+    if not plan.gathers_again:
+        return frozenset()
+    axes, names = set(plan.zero_axes), {node: entry.name for node, entry in program.entries}
+    gathers = (node for node in program.calls() if is_gathered_input(node))
+    return frozenset(
+        node
+        for node in gathers
+        if axes.issuperset(axes_of_group(str(node.args[1]))) and plan.is_gathered_again(names[given_of(node)])
+    )

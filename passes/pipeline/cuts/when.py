@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.errors import CoupledError
-from autopar.ir.mesh import SLICE, TIME_AXES, axes_of_group, is_in_time
+from autopar.ir.mesh import SLICE, TIME_AXES, is_in_time
 from autopar.ir.ops.ops import is_collective, is_mesh_op, op
-from autopar.ir.program import Program, is_given, record
+from autopar.ir.program import Program, record
 from autopar.passes.pipeline.cuts.coupling import Coupling, coupled
 
 COORD = op("coord")
@@ -56,11 +56,11 @@ class NodeTimes:
 
 
 def times_of(
-    program: Program, microbatches: int, regathered: Collection[str] = (), *, both: bool = False, sized: bool = False
+    program: Program, microbatches: int, renews: Collection[fx.Node] = (), *, both: bool = False, sized: bool = False
 ) -> NodeTimes:
     """Sort the nodes of a LOCAL program by time; its layouts name the axis of micro-batches, if there are several.
 
-    regathered: the axes over which each micro-batch gathers parameters anew (ZeRO-3); none: once for all of them. both:
+    renews: the gathers of parameters that each micro-batch has anew (ZeRO-3); others are once for all of them. both:
     what is made of such parameters alone may be read by micro-batches and when they are done, as it cannot be in the
     end (see `late.py`). sized: slices differ in length, and so does what they cut.
 
@@ -107,7 +107,7 @@ def times_of(
         if not partway.isdisjoint(operands):
             joins = [operand for operand in operands if operand in partway]
             raise CoupledError(coupled(node, joins, partway, program.notes).refusal)
-        gathers = _gathers(node, regathered) and is_given(operands[0])
+        gathers = node in renews
         after = [operand for operand in operands if of[operand] is When.AFTER]
         is_cut = _is_cut(node) or (sized and not after and _is_sliced(node))
         differs = gathers or is_cut or any(of[operand] in (When.INPUT, When.BODY) for operand in operands)
@@ -177,11 +177,6 @@ def made_among(operands: Iterable[fx.Node], among: AbstractSet[fx.Node]) -> set[
             nodes.add(node)
             pending += node.all_input_nodes
     return nodes
-
-
-def _gathers(node: fx.Node, axes: Collection[str]) -> bool:
-    """True for a gather over some of these axes and no others."""
-    return node.target is op("all_gather") and set(axes).issuperset(axes_of_group(_axis(node)))
 
 
 def is_join(node: fx.Node) -> bool:

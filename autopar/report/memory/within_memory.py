@@ -1,0 +1,248 @@
+"""`memory=`: the fastest step that keeps to so many bytes of a device, of those that compute again, move and gather."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Unpack
+
+from torch import nn
+
+from autopar.capture import Captured, LossFn
+from autopar.compiler.compile import CaptureKeywords, Dealing, capture_step, dumped, lower, varied
+from autopar.compiler.garbage import uncollected
+from autopar.compiler.lowered import Lowered
+from autopar.errors import PlanError
+from autopar.ir.mesh import Mesh
+from autopar.ir.modules import unit_of
+from autopar.ir.ops.measure import human
+from autopar.ir.options import StepOptions, read_bytes
+from autopar.ir.plan import Fixed, Plan
+from autopar.ir.program import given_of, is_gathered_input, record
+from autopar.passes.recompute.policies import policies_of
+from autopar.planning import step_time
+from autopar.report.memory.estimate import memory_report
+from autopar.report.memory.report import ACTIVATIONS, MemoryReport
+
+ROUNDS = 4  # steps that are tried along one way, and so many more where layers stay gathered
+CLOSE = 0.015  # of the limit: a step that leaves less of it unused is near enough
+GATHERED = (1.0, 0.5, 0.25)  # parts of the layers that may stay gathered, beside the best of the other ways
+RESHARD = "reshard_after_forward"
+Changes = dict[str, Any]
+
+
+def compile_step(
+    model: nn.Module, loss_fn: LossFn | None, args: tuple[Any, ...], kwargs: Mapping[str, Any], mesh: Mesh,
+    options: StepOptions, *, fixed: Fixed | None = None, **known: Unpack[CaptureKeywords],
+) -> tuple[Captured, Lowered]:  # fmt: skip
+    """Check a model, capture its step and take that through the passes: the one way from a module to its programs.
+
+    fixed: as of `lower`. known: what `capture` may be told.
+    """
+    dealing = Dealing(mesh, options, fixed or Fixed())
+    captured = capture_step(model, loss_fn, args, kwargs, options, dealing, **known)
+    return captured, lower_within(captured, mesh, options, fixed)
+
+
+@uncollected()
+def lower_within(
+    captured: Captured, mesh: Mesh, options: StepOptions | None = None, fixed: Fixed | None = None
+) -> Lowered:
+    """Take a captured program through the passes (`lower`), with what `memory=` needs of recomputation, offload and
+    gathered layers. Raises PlanError, with the least that a rank can hold, if that is more than the limit.
+
+    Each step that is tried is emitted: its peak is the estimator's, its time the simulator's. So what is taken is no
+    slower, and holds no more, than any that was tried, and among these is the best of each way alone.
+    """
+    wanted = options or StepOptions()
+    if wanted.memory is None:
+        return lower(captured, mesh, wanted, fixed)
+    check_alone(Plan(mesh, options=wanted))
+    plain = lower(captured, mesh, replace(wanted, memory=None), fixed)
+    if not any(out.kind == "gradient" for out in captured.program.outputs):
+        return plain  # it keeps nothing
+    limit = read_bytes(wanted.memory) if isinstance(wanted.memory, str) else wanted.memory
+    assert limit is not None, "it is checked where it is written"
+    return dumped(_Search(plain, limit).run())
+
+
+def check_alone(plan: Plan) -> None:
+    """Raise PlanError for options that `memory=` decides itself."""
+    options = plan.options
+    said = {
+        "recompute": options.recompute != "none",
+        "reshard_after_forward": options.reshard_after_forward is not True,
+        "offload": plan.offloads("activations"),
+    }
+    for name in (name for name, is_said in said.items() if is_said):
+        raise PlanError(
+            f"memory={options.memory!r} with {name}={getattr(options, name)!r}: memory= decides recompute, "
+            f"reshard_after_forward and the offload of activations itself. Leave {name} or memory out."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """Steps along one line: from 0.0, the plain step, to 1.0 a rank holds less and the step takes longer."""
+
+    changes: Callable[[float], Changes]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """An emitted step. report: of the rank that holds most. us: its simulated time. changes: of its options. way,
+    place: where it was found."""
+
+    lowered: Lowered
+    report: MemoryReport
+    us: float
+    changes: Changes
+    way: _Way | None = None
+    place: float = 0.0
+
+    @property
+    def peak(self) -> int:
+        return self.report.peak
+
+
+class _Search:
+    """Looks for the fastest step within a limit, along each way, and then with layers that stay gathered."""
+
+    def __init__(self, plain: Lowered, memory: int | float) -> None:
+        self.memory, plan = memory, plain.plan
+        self.known: dict[str, _Tried | None] = {}
+        self.plain = self._emitted(plain, {})
+        self.limit = int(memory * self.plain.peak) if isinstance(memory, float) else memory
+        units = _units(plain)
+        layers = policies_of(plain.program, "full").layers
+        self.layers = [name for name in units if name in layers]
+        self.gathered = _gathered(plain, units) if plan.gathers_again and not plan.offloads("parameters") else []
+        self.all_move = {"offload": self._moving(1.0)} if plan.options.compile != "inductor" else {}
+
+    def run(self) -> Lowered:
+        best = self._best([self.plain])
+        for way in self._ways() if best is None else ():
+            best = self._best([best, *self._along(way, {}, best, self._guess())])
+        if best is None:
+            best = self._best([self.tried(way.changes(1.0)) for way in self._ways()])
+        if best is None:
+            raise self._impossible()
+        for part in GATHERED if self.gathered else ():
+            best = self._best([best, *self._beside(best, part)]) or best
+        return best.lowered.with_note(self._note(best))
+
+    def tried(self, changes: Changes) -> _Tried | None:
+        """A step with these options; None if no step can have them, as a budget that is too small."""
+        key = repr(sorted(changes.items()))
+        if not changes:
+            return self.plain
+        if key not in self.known:
+            try:
+                self.known[key] = self._emitted(varied(self.plain.lowered, **changes), changes)
+            except PlanError:
+                self.known[key] = None
+        return self.known[key]
+
+    def _emitted(self, lowered: Lowered, changes: Changes) -> _Tried:
+        reports = (memory_report(lowered, ranks[0]) for ranks in lowered.alike)
+        return _Tried(lowered, max(reports, key=lambda one: one.peak), step_time(lowered).total, changes)
+
+    def _best(self, steps: Iterable[_Tried | None]) -> _Tried | None:
+        fitting = [one for one in steps if one is not None and one.peak <= self.limit]
+        return min(fitting, key=lambda one: (one.us, one.peak), default=None)
+
+    def _ways(self) -> Iterator[_Way]:
+        """Both in one budget, each alone, and layers that are computed again as a whole, from the first one on."""
+        if self.all_move:
+            yield _Way(lambda part: {"recompute": 1.0 - part, **self.all_move} if part else {})
+            yield _Way(lambda part: {"offload": self._moving(part)} if part else {})
+        yield _Way(lambda part: {"recompute": 1.0 - part} if part else {})
+        if self.layers:
+            yield _Way(self._full)
+        if self.layers and self.all_move:
+            yield _Way(lambda part: {**self._full(part), **self.all_move} if part else {})
+
+    def _full(self, part: float) -> Changes:
+        names = self.layers[: math.ceil(part * len(self.layers))]
+        return {"recompute": dict.fromkeys(names, "full")} if names else {}
+
+    def _moving(self, part: float) -> Mapping[str, Any]:
+        return {**self.plain.lowered.plan.options.offloaded, "activations": part}
+
+    def _guess(self) -> float:
+        """The place of a way where it would fit if all it saves were activations that are kept at the peak."""
+        return min(1.0, max(0.02, (self.plain.peak - self.limit) / self._kept))
+
+    @property
+    def _kept(self) -> int:
+        """The bytes of activations that are kept at the peak of the plain step."""
+        return max(1, self.plain.report.categories[ACTIVATIONS])
+
+    def _along(self, way: _Way, also: Changes, best: _Tried | None, place: float) -> Iterator[_Tried]:
+        """Steps of a way towards the first one that fits, from a place on. also: what is changed with each.
+
+        From one that is too large, or has room, the next one is as far as the activations that are kept would bring it;
+        where that was tried, halfway. Farther on a step takes longer: so of one that is slower than the best known one
+        the bytes are not asked for, and where one is slower and too large the way has nothing better.
+        """
+        low, high, slope, before = 0.0, 1.0, float(self._kept), (0, 0.0)
+        for _ in range(ROUNDS):
+            made = self.tried({**way.changes(place), **also})
+            step = 0.0
+            if made is not None and (made.peak, made.us) != before:
+                yield replace(made, way=way, place=place)
+                is_large, is_slow = made.peak > self.limit, best is not None and made.us >= best.us
+                if (is_large and (is_slow or place >= 1.0)) or 0 <= self.limit - made.peak < CLOSE * self.limit:
+                    return
+                step, before = (made.peak - self.limit) / slope, (made.peak, made.us)
+                low, high = (place, high) if is_large else (low, place)
+                best = self._best([best, made])
+            else:
+                low, high = (place, high) if made is not None and made.peak > self.limit else (low, place)
+            ahead = place + 1.02 * step
+            is_open = low < ahead < high or (ahead >= high == 1.0 and step > 0)
+            place = min(ahead, 1.0) if is_open else (low + high) / 2
+
+    def _beside(self, best: _Tried, part: float) -> Iterable[_Tried | None]:
+        """The best step, with a part of the layers that stay gathered: the last ones, which are read again first."""
+        count = math.ceil(part * len(self.gathered))
+        also = {RESHARD: dict.fromkeys(self.gathered[-count:], False)}
+        changes = {name: value for name, value in best.changes.items() if name != RESHARD}
+        if best.way is None:
+            return [self.tried({**changes, **also})]
+        return self._along(best.way, also, best, best.place)
+
+    def _note(self, found: _Tried) -> str:
+        stay = found.changes.get(RESHARD, {})
+        said = [f"{name}={value!r}" for name, value in found.changes.items() if name != RESHARD]
+        said += [f"{len(stay)} of {len(self.gathered)} modules stay gathered"] if stay else []
+        return (
+            f"memory={self.memory!r}: {human(found.peak)} of {human(self.limit)} at the peak of a rank by "
+            f"{', '.join(said) or 'nothing'}; simulated {found.us / 1e3:.4g} ms a step, and with "
+            f"{human(self.plain.peak)} {self.plain.us / 1e3:.4g} ms"
+        )
+
+    def _impossible(self) -> PlanError:
+        steps = [self.plain, *(one for one in self.known.values() if one is not None)]
+        least = min(steps, key=lambda one: one.peak)
+        said = ", ".join(f"{name}={value!r}" for name, value in least.changes.items()) or "nothing changed"
+        states = sum(least.report.states.values())
+        return PlanError(
+            f"memory={self.memory!r}: a rank's device may hold {self.limit} bytes at its peak, and holds {least.peak} "
+            f"at least (with {said}), {states} of them parameters, gradients, states and inputs. Write {least.peak} or "
+            f'more, zero=3 over more ranks, offload="optimizer" or "parameters", a smaller batch or more micro-batches.'
+        )
+
+
+def _units(lowered: Lowered) -> list[str]:
+    return list(dict.fromkeys(unit_of(record(node).module) for node in lowered.history[0][1].calls()))
+
+
+def _gathered(plain: Lowered, units: Iterable[str]) -> list[str]:
+    """The modules whose parameters the backward pass gathers again, in the order of the forward pass."""
+    program = dict(plain.history)["partition"]
+    names = {node: entry.name for node, entry in program.entries}
+    again = [node for node in program.calls() if is_gathered_input(node) and record(node).is_backward]
+    found = {unit_of(names[given_of(node)].rpartition(".")[0]) for node in again}
+    return [unit for unit in units if unit and unit in found]
