@@ -30,7 +30,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 ROOT = Path(__file__).resolve().parent.parent
 GOAL, NOTHING = 0.95, "nothing"
@@ -76,10 +76,11 @@ class Mutant:
     kind: str
     line: int
 
-    @property
-    def module(self) -> str:
-        name = self.path.removesuffix(".py").replace("/", ".")
-        return name if name.startswith("autopar.") else f"autopar.{name}"
+    def tree(self) -> ast.Module:
+        return changed((ROOT / self.path).read_text(), self)
+
+    def tests(self) -> list[str]:
+        return tests_of(self)
 
 
 def main() -> None:
@@ -222,32 +223,45 @@ def shown(mutant: Mutant) -> str:
 # -- whether it is seen ----------------------------------------------------------------------------------------------
 
 
+class Change(Protocol):
+    """A file that is changed, and the tests that should see it."""
+
+    @property
+    def path(self) -> str: ...
+
+    def tree(self) -> ast.Module: ...
+
+    def tests(self) -> list[str]: ...
+
+
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Gives one module its changed source."""
 
-    def __init__(self, mutant: Mutant) -> None:
-        self.mutant, self.path = mutant, ROOT / mutant.path
+    def __init__(self, change: Change) -> None:
+        self.change, self.path = change, ROOT / change.path
+        name = change.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        self.name = name if name.startswith("autopar.") else f"autopar.{name}"
 
     def find_spec(
         self, name: str, path: Any, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != self.mutant.module.removesuffix(".__init__"):
+        if name != self.name:
             return None
         folders = [str(self.path.parent)] if self.path.stem == "__init__" else None
         return importlib.util.spec_from_file_location(name, self.path, loader=self, submodule_search_locations=folders)
 
     def exec_module(self, module: ModuleType) -> None:
-        code: CodeType = compile(changed(self.path.read_text(), self.mutant), str(self.path), "exec")
+        code: CodeType = compile(self.change.tree(), str(self.path), "exec")
         exec(code, module.__dict__)
 
 
-def judged(mutant: Mutant) -> str:
-    """ "killed", "survived", or "timeout" of a mutant whose tests did not come to an end."""
+def judged(change: Change) -> str:
+    """ "killed", "survived", or "timeout" of a change whose tests did not come to an end."""
     child = os.fork()
     if child == 0:
         os.setsid()
         resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_S, LIMIT_S))
-        os._exit(_run(mutant))
+        os._exit(_run(change))
     begun = time.monotonic()
     while time.monotonic() - begun < HANGS_S:
         done, status = os.waitpid(child, os.WNOHANG)
@@ -260,16 +274,16 @@ def judged(mutant: Mutant) -> str:
     return "timeout"
 
 
-def _run(mutant: Mutant) -> int:
+def _run(change: Change) -> int:
     """The exit status of the tests, in this process."""
     out = os.open(os.devnull, os.O_WRONLY)
     os.dup2(out, 1)
     os.dup2(out, 2)
     os.chdir(ROOT)
-    sys.meta_path.insert(0, _Finder(mutant))
+    sys.meta_path.insert(0, _Finder(change))
     import pytest
 
-    arguments = ["-x", "-p", "no:xdist", "-m", "not slow and not gloo and not gpu", *tests_of(mutant)]
+    arguments = ["-x", "-p", "no:xdist", "-m", "not slow and not gloo and not gpu", *change.tests()]
     try:
         return int(pytest.main(arguments))
     except BaseException:

@@ -49,22 +49,22 @@ def _train(path: str, mesh: str | None, ends: Any = None, **how: Any) -> tuple[l
     return losses, checkpointer
 
 
-@pytest.mark.parametrize("beside", [True, False])
-def test_it_goes_on_to_the_bit(tmp_path: Path, beside: bool) -> None:
-    """The plain module, alone; torch's own generator gives the masks."""
-    straight, _ = _train(str(tmp_path / "a"), None, asynchronous=beside)
+@pytest.mark.parametrize(("mesh", "beside"), [(None, True), (None, False), ("dp=1", True)])
+def test_it_goes_on_to_the_bit(tmp_path: Path, mesh: str | None, beside: bool) -> None:
+    """The plain module, alone, whose masks torch's own generator gives; and a parallel one, which has its own."""
+    straight, _ = _train(str(tmp_path / "a"), mesh, asynchronous=beside)
 
     def stop(step: int) -> None:
         if step == 4:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        _train(str(tmp_path / "b"), None, stop, asynchronous=False)
+        _train(str(tmp_path / "b"), mesh, stop, asynchronous=False)
     torch.manual_seed(9)
-    again, checkpointer = _train(str(tmp_path / "b"), None, asynchronous=beside)
+    again, checkpointer = _train(str(tmp_path / "b"), mesh, asynchronous=beside)
     assert again == straight[4:] and len(straight) == COUNT
     assert list(folder.committed(tmp_path / "b")) == [2, 4, 6] and checkpointer.done == COUNT
-    assert _train(str(tmp_path / "b"), None)[0] == [], "all is done"
+    assert _train(str(tmp_path / "b"), mesh)[0] == [], "all is done"
 
 
 def test_the_steps_since_a_break_are_kept(tmp_path: Path) -> None:
