@@ -115,6 +115,8 @@ def draw(seed: int, number: int, recurrent: bool = False, in_float64: bool = Fal
     axes = re.findall(r"\b(dp|fsdp|cp)=2", mesh)
     if name in architectures.MIXTURES and "ep=" not in mesh and axes and dice.random() < 1 / 2:
         options["experts"] = ":".join(axes[:2])  # two axes leave each rank one expert of four
+    if not staged and "microbatches" in options and "slices" not in options and dice.random() < 1 / 3:
+        options["schedule"] = "dualpipev"  # the halves of a model side by side
     return name, mesh, options
 
 
