@@ -48,6 +48,7 @@ import autopar
 
 reveal_type(autopar.parallelize(torch.nn.Linear(2, 2), "dp=2"))
 autopar.parallelize(torch.nn.Linear(2, 2), "dp=2", zero="three")
+autopar.paralelize
 """
 
 
@@ -134,6 +135,7 @@ def test_a_type_checker_finds_its_types(installed: Environment, tmp_path: Path):
     (tmp_path / "mypy.ini").write_text("[mypy]\n[mypy-torch.*]\nfollow_imports = skip\n")  # reading torch takes minutes
     there = ("--python-executable", str(installed.folder / "bin" / "python"))
     said = run(sys.executable, "-m", "mypy", *there, "--cache-dir", "cache", "typed.py", cwd=tmp_path, code=1)
-    assert "Found 1 error in 1 file" in said, said
+    assert "Found 2 errors in 1 file" in said, said
     assert 'Revealed type is "autopar.parallel.module.ParallelModule"' in said, said
+    assert 'Module has no attribute "paralelize"' in said, said
     assert 'No overload variant of "parallelize" matches' in said, said
