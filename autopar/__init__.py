@@ -58,10 +58,12 @@ _HOME = {
 __all__ = sorted(_HOME)
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'autopar' has no attribute '{name}'")
-    return getattr(importlib.import_module(_HOME[name]), name)
+if not TYPE_CHECKING:  # a type checker has the names from above, and sees one that is mistyped
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOME:
+            raise AttributeError(f"module 'autopar' has no attribute '{name}'")
+        return getattr(importlib.import_module(_HOME[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -90,7 +90,7 @@ class LoggedComputing(Computing):
         for name, entropies in (("model", True), ("ref_model", False)):
             model = getattr(trainer, name, None)
             if isinstance(model, nn.Module):
-                base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+                base: Any = getattr(model, "get_base_model", lambda model=model: model)()
                 base.forward = MethodType(_Head(self, MethodType(type(base).forward, base), entropies), base)
 
     def loss(self, model: Any, inputs: Any, num_items_in_batch: Any) -> Any:
