@@ -25,7 +25,6 @@ OUTSIDE = (
     "benchmarks/*.py",
     "examples/*.py",
     "examples/*.md",
-    "examples/data/README.md",
 )
 LINK = re.compile(r"(\]\()([^)#\s]+)")
 
