@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from shlex import quote
+from typing import Any, TypeVar
 
 from rich.progress import Progress
 
@@ -55,7 +56,7 @@ def plan_target(target: str | None, wanted: Wanted, options: CommandOptions) -> 
         show(planned_text(found))
     if wanted.out_file is not None:  # before the page, which takes longer than the plan
         command = f"autopar plan {source} --gpus {wanted.gpus} --batch {each[0].batch} --machine {wanted.machine}"
-        _write(wanted.out_file, found, command, wanted.fix)
+        _write(wanted.out_file, found, [command, *map(quote, options.arguments())], wanted.fix, options.flags())
     lost = _with_bar("other plans", lambda _: list(reasons(found)))
     if wanted.as_json:
         show_json(fields_of(found, lost))
@@ -108,8 +109,9 @@ def _lines(words: str) -> Tell:
     return tell
 
 
-def _write(path: Path, planned: Planned, command: str, fix: Sequence[str]) -> None:
-    """Write the best plan, with the command and what is predicted as comments."""
+def _write(path: Path, planned: Planned, command: list[str], fix: Sequence[str], given: Mapping[str, Any]) -> None:
+    """Write the best plan, with the command and what is predicted as comments. given: options of the command line: the
+    plan is one of steps that have them, `precision` say."""
     best = planned.found.best[0].candidate
-    notes = (" ".join((command, *(f"--fix {text}" for text in fix))), plan_line(planned))
-    write_plan(path, best.mesh, best.options(), notes)
+    notes = (" ".join((*command, *(f"--fix {text}" for text in fix))), plan_line(planned))
+    write_plan(path, best.mesh, {**given, **best.options()}, notes)

@@ -1,4 +1,5 @@
-"""MkDocs hooks: put the README and files from outside of docs/ on the site, and make links right in both places.
+"""MkDocs hooks: put the README and files from outside of docs/ on the site, make links right in both places, and say the
+version.
 
 A page links to files as they lie in the repository, so that it reads well there too. On the site docs/ is the root and
 the files of `OUTSIDE` keep their path in the repository; README.md is the first page.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +27,15 @@ OUTSIDE = (
     "benchmarks/*.py",
     "examples/*.py",
     "examples/*.md",
-    "examples/data/README.md",
 )
 LINK = re.compile(r"(\]\()([^)#\s]+)")
+
+
+def on_config(config: Any) -> Any:
+    """Say at the foot of each page which version it is of."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    config.copyright = f"{project['name']} {project['version']}"
+    return config
 
 
 def on_files(files: Files, config: Any) -> Files:

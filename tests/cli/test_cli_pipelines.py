@@ -109,7 +109,7 @@ def test_memory_on_the_command_line(jobs: Path):
         reduce_dtype=torch.bfloat16, bucket_bytes=1000, shard={},
     )  # fmt: skip
     assert options.arguments() == [
-        "--seed", "0", "--zero", "3", "--no-reshard-after-forward", "--recompute", "blocks.0-3=full, *=0.5",
+        "--zero", "3", "--no-reshard-after-forward", "--recompute", "blocks.0-3=full, *=0.5",
         "--precision", "bf16", "--reduce-dtype", "bf16", "--bucket-bytes", "1000",
     ]  # fmt: skip
     assert options_of(**CommandOptions(recompute="5000").job(f"{jobs}:job").step).recompute == 5000

@@ -124,6 +124,7 @@ def test_a_mesh_that_is_planned(places: dict[str, str], monkeypatch: pytest.Monk
 def test_all_that_plan_shows(places: dict[str, str], tmp_path: Path) -> None:
     files = tmp_path / "page.html", tmp_path / "plan.toml"
     line = f"plan JOB --gpus 2 --machine cpu --fix recompute=none --fix pp=1 --html {files[0]} --out {files[1]}"
+    line += " --attention gather"
     code, shown, said = call(filled(line, places))
     assert code == 0, said
     assert "2 devices of cpu, 8 rows (8 tokens) a step" in shown and "; products in float32, compile=auto\n" in shown
@@ -131,8 +132,10 @@ def test_all_that_plan_shows(places: dict[str, str], tmp_path: Path) -> None:
     assert files[0].read_text().startswith("<!doctype html>")
     head, predicted, *_ = files[1].read_text().splitlines()
     assert head.startswith("# autopar plan ") and head.endswith(
-        "--gpus 2 --batch 8 --machine cpu --fix recompute=none --fix pp=1"
+        "--gpus 2 --batch 8 --machine cpu --attention gather --fix recompute=none --fix pp=1"
     )
+    written = read_plan(files[1]).said["attention"]
+    assert written == "gather", "what was planned is what runs"
     assert predicted.startswith("# as emitted for cpu: ") and str(read_plan(files[1]).mesh) == "tp=2"
     code, shown, said = call(filled("plan JOB --gpus 1,2 --machine cpu --fix recompute=none --tokens 1B", places))
     assert code == 0 and "days for 1e+09 tokens" in shown and len(shown.splitlines()) == 3, (shown, said)

@@ -47,6 +47,8 @@ def test_an_example_has_the_numbers_of_one_device(name: str, two: Ranks) -> None
     shown, silent = two.run(_shown, name, OVER_TWO[name])
     assert differences(shown) and max(differences(shown)) < 1e-5, shown
     assert silent == ""  # one rank speaks for all
+    if name == "own_schedule":  # as `inspect --timeline` draws it
+        assert re.search(r"^rank 0 F0.*B0.*B1.*F2.*F3.*  idle", shown, re.MULTILINE), shown
 
 
 @pytest.mark.gloo

@@ -60,7 +60,7 @@ def test_every_candidate_is_read_as_it_was_written(tmp_path: Path) -> None:
 def test_all_kinds_of_values(tmp_path: Path) -> None:
     said = {"recompute": {"blocks.0-3": "full", "*": 0.5}, "slices": [512, 256], "schedule": "seq1f1b", "chunks": 1}
     said |= {"zero": 3, "reshard_after_forward": False}
-    write_plan(tmp_path / "plan.toml", "pp=2,dp=2", {**said, "reduce_dtype": "bf16"})
+    write_plan(tmp_path / "plan.toml", "pp=2,dp=2", {**said, "reduce_dtype": torch.bfloat16})
     found = read_plan(tmp_path / "plan.toml")
     assert found.said == {**said, "reduce_dtype": torch.bfloat16}
 

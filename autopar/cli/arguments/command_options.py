@@ -64,6 +64,7 @@ def _typed(name: str, flag: Flag, default: Any, text: str = "") -> tuple[str, An
 
 
 FLAGS = _flags()
+DEFAULTS = {name: default for name, _, default in FLAGS}
 
 
 class CommandOptions:
@@ -72,7 +73,7 @@ class CommandOptions:
 
     def __init__(self, plan: Decisions | None = None, **given: Any) -> None:
         self.plan = plan
-        self.given = {name: given.pop(name, default) for name, _, default in FLAGS}
+        self.given = {name: given.pop(name, default) for name, default in DEFAULTS.items()}
         assert not given, given
 
     def __getattr__(self, name: str) -> Any:
@@ -126,7 +127,7 @@ class CommandOptions:
         return flags
 
     def _said(self) -> dict[str, Any]:
-        return {name: value for name, value in self.given.items() if value is not None and value is not False}
+        return {name: value for name, value in self.given.items() if value != DEFAULTS[name]}
 
 
 def takes_options(*without: str, run: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -250,7 +250,7 @@ def diffs(programs: Sequence[Program]) -> Iterator[str]:
 
 
 def _diff(old: dict[str, str], new: dict[str, str]) -> str:
-    """The same of two texts, as lines by key."""
+    """What changed between two texts, each as lines by key."""
     gone = iter([key for key in old if key not in new])
     place = {key: i for i, key in enumerate(old)}
     lines: list[str] = []

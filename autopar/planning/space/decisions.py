@@ -9,11 +9,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from autopar.compiler.check_options import options_of
 from autopar.compiler.meshes import mesh_of
 from autopar.errors import AutoparError, PlanError, one_of
 from autopar.ir.mesh import DATA_AXES, GRADIENT_AXES, PIPELINE, Mesh
-from autopar.ir.options import PLANNED, StepOptions, read_dtype
+from autopar.ir.options import PLANNED, PRECISIONS, StepOptions, read_dtype
 from autopar.text_files import read_toml
 
 _OF_PIPELINES = ("schedule", "chunks", "stage_memory")
@@ -101,4 +103,6 @@ def _value(value: Any) -> str:
     """A value in TOML: its numbers, strings, truths and lists are JSON's."""
     if isinstance(value, Mapping):
         return f"{{ {', '.join(f'{json.dumps(key)} = {_value(each)}' for key, each in value.items())} }}"
+    if isinstance(value, torch.dtype):
+        return json.dumps(next(short for short in PRECISIONS if read_dtype(short) == value))
     return json.dumps(list(value) if isinstance(value, tuple) else value)
