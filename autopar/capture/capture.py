@@ -218,14 +218,11 @@ class _Capture:
                         self._trace(fakes)
                 traced = functional(traced, fakes, self.fake)
         except AutoparError:
-            self.reads.branches.fail()
             raise
         except UnfitRows:
-            self.reads.branches.fail()
-            self.reads.has_counted = not self.reads.branches.zero
+            self.reads.has_counted = True
             raise CaptureError("the model does more without rows than to leave calls out") from None
         except Exception as error:
-            self.reads.branches.fail()
             raise explain(error, self.calling, self.locator, self.may_specialize) from error
         finally:
             before.restore()

@@ -223,16 +223,11 @@ _TOO_MANY = Construct(
 class Branches:
     """What the run that is captured found of branches by a number of rows, and others go by. zero: by line, True for
     one that is taken where there are none. masks: the lines of those whose rows they are. is_off: they are branches on
-    data like any others, since no capture was made otherwise; has_failed: that was found."""
+    data like any others, since a capture that took them so failed."""
 
     zero: dict[Line | None, bool] = field(default_factory=dict)
     masks: set[Line | None] = field(default_factory=set)
     is_off: bool = False
-    has_failed: bool = False
-
-    def fail(self) -> None:
-        """Note that a capture failed, which may have been for what it took of such branches."""
-        self.has_failed = bool(self.zero)
 
 
 @dataclass(slots=True)
