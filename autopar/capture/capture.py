@@ -220,8 +220,7 @@ class _Capture:
         except AutoparError:
             raise
         except UnfitRows:
-            self.reads.branches.has_failed = bool(self.reads.branches.zero)
-            self.reads.has_counted = not self.reads.branches.zero
+            self.reads.has_counted = True
             raise CaptureError("the model does more without rows than to leave calls out") from None
         except Exception as error:
             raise explain(error, self.calling, self.locator, self.may_specialize) from error

@@ -62,8 +62,8 @@ def captured(run: Run, asked: Reads) -> Captured:
         try:
             return run(reads, forks)
         except CaptureError:
-            if reads.branches.has_failed:
-                reads = reads.anew(branches=Branches(is_off=True))
+            if reads.branches.zero:
+                reads = reads.anew(branches=Branches(is_off=True), has_counted=False)
             elif not reads.selected <= reads.sized:  # what follows their rows in any number is at an end
                 reads = reads.anew(sized=reads.sized | reads.selected)
             elif reads.has_counted:
@@ -82,8 +82,8 @@ def _guarded(run: Run, asked: Reads) -> Captured:
         try:
             return run(reads, Forks())
         except CaptureError as error:
-            if reads.branches.has_failed:
-                reads = reads.anew(branches=Branches(is_off=True), given=asked.given)
+            if reads.branches.zero:
+                reads = reads.anew(branches=Branches(is_off=True), has_counted=False, given=asked.given)
                 continue
             if not reads.selected <= reads.sized:
                 reads = reads.anew(sized=reads.sized | reads.selected, given=asked.given)

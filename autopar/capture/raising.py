@@ -344,13 +344,8 @@ class Raise(TorchFunctionMode):
 
     def _guard(self, tensor: Tensor, line: Line | None, read: Callable[[Any], Any], may_fork: bool = False) -> Any:
         """The truth of data, of which each step checks that it is so; NotImplemented as long as nothing is guarded."""
-        if read is not bool:
-            return NotImplemented
-        may_ask = self.reads is not None and not self.reads.counts and not self.reads.branches.is_off
-        asked = self.selected.order.asks(tensor, line) if may_ask else None
-        if asked is not None:
-            return asked
-        side = self.forks.take(line, may_fork)
+        side = self.selected.asks(tensor, line) if read is bool else NotImplemented
+        side = self.forks.take(line, may_fork) if side is None else side
         if side is not None or self.reads is None or not self.reads.guards:
             return NotImplemented if side is None else side
         last = self.calls.made[-1].function if self.calls.made else ""

@@ -12,7 +12,7 @@ from autopar.compiler.compile import lower
 from autopar.compiler.garbage import uncollected
 from autopar.compiler.meshes import mesh_of
 from autopar.errors import AutoparError, PlanError, divisors, first_sentence
-from autopar.ir.mesh import DATA_AXES, EXPERT, axes_of_group
+from autopar.ir.mesh import CONTEXT, DATA_AXES, EXPERT, axes_of_group, group_name
 from autopar.ir.ops.measure import human
 from autopar.ir.ops.ops import op
 from autopar.ir.plan import Fixed
@@ -23,14 +23,14 @@ from autopar.planning.others import best_with
 from autopar.planning.planner import Planned, Tell
 from autopar.planning.price.predict import Prediction
 from autopar.planning.price.step_time import step_time, tokens_of
-from autopar.planning.space.candidates import PAIRED
+from autopar.planning.space.candidates import PAIRED, Candidate
 from autopar.report.memory.estimate import memory_report
 
 NEAR_LIMIT = 0.03  # of the memory: the model of a plan is not surer
 NEAR_FIRST = 0.01  # of the time of the fastest
 MUCH_LESS = 0.1  # of the memory of the fastest
 MUCH_WAITING = 0.05  # of a step: what a pair could hide
-FOLDED = 2  # of the fastest plans, and sizes of ep, that are tried with experts over ranks of dp
+FOLDED = 2  # of the fastest plans, and sizes of ep, that are tried with experts over ranks of data
 _EXPERT_MM = op("expert_mm")
 LARGER = "larger than the memory as emitted"
 
@@ -72,26 +72,26 @@ class _Check:
         return replace(self.planned, found=replace(found, best=shown, counts=+counts), experts=more)
 
     def _with_experts(self, shown: list[Prediction]) -> tuple[list[Prediction], str]:
-        """The plans, among them those with experts split over ranks of dp if the model has some: of the fastest plans
+        """The plans, among them those with experts split over ranks of data if the model has some: of the fastest plans
         with such ranks, compiled, since where rows go is in no formula. And what that brings."""
         asked = self.planned.asked
         counts = _experts(self.planned.programs.whole) if "dp" not in asked.fixed else set()
         made: list[tuple[Prediction, Prediction]] = []
         for plain in self._without_experts(shown) if counts else ():
-            sizes = divisors(math.gcd(plain.candidate.dp, *counts), asked.gpus)
-            for ep in [size for size in sizes if size > 1][-FOLDED:]:
+            for split in _splits_of_experts(plain.candidate, math.gcd(*counts), asked.gpus):
                 self.tell(len(self.known), len(self.known) + 1)
-                folded = self._emitted(_folded(plain, ep))
-                made += [(plain, folded)] if folded is not None else []
+                found = self._emitted(replace(plain, candidate=split, is_emitted=False))
+                made += [(plain, found)] if found is not None else []
         if not made:
             return shown, ""
-        plain, folded = min(made, key=lambda pair: pair[1].total)
+        plain, split = min(made, key=lambda pair: pair[1].total)
         best = sorted([*shown, *(each for _, each in made)], key=lambda each: each.total)[: asked.top]
-        change = folded.total / plain.total - 1
-        text = f"experts over {EXPERT}={folded.candidate.ep} in place of dp: {change:+.1%} ({folded.candidate})"
-        chosen = _chosen(self.planned.programs.whole)
-        if change > 0 and chosen >= folded.candidate.ep:
-            text += f": a token takes {chosen} experts, of {folded.candidate.ep} ranks all; tp moves fewer bytes then"
+        change, plan = split.total / plain.total - 1, split.candidate
+        over = f"{EXPERT}={plan.ep} in place of dp" if plan.ep > 1 else f"the ranks of {plan.experts}"
+        text = f"experts over {over}: {change:+.1%} ({plan})"
+        chosen, ranks = _chosen(self.planned.programs.whole), _expert_ranks(plan)
+        if change > 0 and chosen >= ranks:
+            text += f": a token takes {chosen} experts, of {ranks} ranks all; tp moves fewer bytes then"
         return best, text
 
     def _with_pairs(self, shown: list[Prediction]) -> tuple[list[Prediction], str]:
@@ -102,7 +102,7 @@ class _Check:
         if plain is None or not asked.fixed.keys().isdisjoint(("schedule", "chunks")):
             return shown, ""
         one = plain.candidate
-        waits = plain.exposed + (plain.data if one.ep > 1 or one.zero > 1 else 0.0)
+        waits = plain.exposed + (plain.data if one.ep > 1 or one.experts or one.zero > 1 else 0.0)
         if (
             waits < MUCH_WAITING * plain.total
             or 2 * one.pp > self.planned.model.layers
@@ -145,11 +145,11 @@ class _Check:
         return None
 
     def _without_experts(self, shown: Sequence[Prediction]) -> list[Prediction]:
-        """The fastest plans with ranks of dp, among them one without tp, whether it fits or not: with ep it may."""
+        """The fastest plans with ranks of data, among them one without tp, whether it fits or not: with ep it may."""
         fixed, best = self.planned.asked.fixed, shown[0].candidate
         changes = {name: value for name, value in {"tp": 1, "pp": best.pp}.items() if name not in fixed}
         found = best_with(self.planned, changes, math.inf).best
-        every = {each.candidate: each for each in [*found, *shown] if each.candidate.dp > 1}
+        every = {each.candidate: each for each in [*found, *shown] if _row_axes(each.candidate)}
         return list(every.values())[:FOLDED]
 
     def _emitted(self, plan: Prediction) -> Prediction | None:
@@ -215,9 +215,27 @@ def _is_of_data(axis: str) -> bool:
 # -- experts --------------------------------------------------------------------------------------------------------
 
 
-def _folded(plan: Prediction, ep: int) -> Prediction:
-    """A plan with experts over some of its ranks of dp."""
-    return replace(plan, candidate=plan.candidate._replace(ep=ep), is_emitted=False)
+def _splits_of_experts(plan: Candidate, experts: int, most: int) -> Iterator[Candidate]:
+    """A plan with so many experts over some of its ranks of dp, and over each other axis of rows and all of them, as
+    far as they divide these."""
+    for ep in [size for size in divisors(math.gcd(plan.dp, experts), most) if size > 1][-FOLDED:]:
+        yield plan._replace(ep=ep)
+    axes = _row_axes(plan)
+    for group in dict.fromkeys((*(axis for axis in axes if axis != "dp"), group_name(axes))):
+        split = plan._replace(experts=group)
+        if group != "dp" and experts % _expert_ranks(split) == 0:
+            yield split
+
+
+def _row_axes(plan: Candidate) -> list[str]:
+    """The axes of a plan that split rows, and may split experts."""
+    return [axis for axis, _ in plan.axes if axis in (*DATA_AXES, CONTEXT)]
+
+
+def _expert_ranks(plan: Candidate) -> int:
+    """Over how many ranks a plan splits experts."""
+    sizes = dict(plan.axes)
+    return math.prod(sizes[axis] for axis in axes_of_group(plan.experts)) if plan.experts else plan.ep
 
 
 def _experts(program: Program) -> set[int]:

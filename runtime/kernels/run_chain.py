@@ -19,13 +19,12 @@ from autopar.ir.ops.chain_step import ROWS, print_body, read_body
 from autopar.ir.ops.op_facts import creates
 from autopar.ir.ops.ops import op
 from autopar.ir.ops.ring_ops import Turn, turns_of
-from autopar.runtime.collectives.mesh_ops import COORD, WAIT
 from autopar.runtime.kernels.direct import direct_function
 from autopar.runtime.kernels.generated import written_function
 from autopar.runtime.kernels.kernel import Kernel
 
 Tensors = Sequence[torch.Tensor]
-SHIFT = op("shift_start")
+SHIFT, COORD, WAIT = op("shift_start"), op("coord"), op("wait")
 Step = Callable[..., tuple[list[torch.Tensor], list[torch.Tensor]]]
 Run = Callable[..., tuple[list[torch.Tensor], Tensors]]
 

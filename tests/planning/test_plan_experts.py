@@ -14,7 +14,8 @@ from autopar.compiler.meshes import mesh_of
 from autopar.machines import named
 from autopar.planning.jobs import layers_of
 from autopar.planning.planner import Asked, Planned, planned
-from autopar.report.emitted import checked
+from autopar.planning.space.candidates import Candidate
+from autopar.report.emitted import _splits_of_experts, checked
 from autopar.report.plans import planned_text
 
 
@@ -56,3 +57,16 @@ def test_forwards_beside_backwards_are_tried_where_a_pipeline_waits_much() -> No
     assert "dualpipev" not in planned_text(
         checked(planned(layers, Asked(4, 8, near, fixed=fixed | {"schedule": "zb-v"})))
     )
+
+
+def test_experts_are_tried_over_the_ranks_that_split_sequences() -> None:
+    """Where no axis but cp has ranks, and over dp and cp joined: as options that compile to experts split so."""
+    fixed = {"tp": 1, "pp": 1, "zero": 0, "fsdp": 1, "cp": 4}
+    found = _planned(Kind(experts=64, width=4096, blocks=1), fixed)
+    over = [each for each in found.found.best if each.candidate.experts]
+    assert over and all(each.candidate.options()["experts"] == "cp" and each.is_emitted for each in over)
+    assert re.search(r"; experts over the ranks of cp: .\d+\.\d% \(cp=4 .* experts over cp\)", planned_text(found))
+    plan = Candidate(4, 1, 1, 0, "none", 1, 1, cp=2)
+    splits = [(each.mesh, each.experts) for each in _splits_of_experts(plan, 8, 8)]
+    assert splits == [("dp=2,ep=2,cp=2", ""), ("ep=4,cp=2", ""), ("dp=4,cp=2", "cp"), ("dp=4,cp=2", "dp:cp")]
+    assert [each.experts for each in _splits_of_experts(plan, 6, 8)] == ["", "cp"]

@@ -263,12 +263,10 @@ def counted_table(m: Spelled, x: Tensor, weights: Tensor, chosen: Tensor) -> Ten
 
 
 def counted_masks(m: Spelled, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-    """The mask of each expert is asked, in two ways."""
+    """The mask of each expert is asked."""
     out = torch.zeros_like(x)
     for e in range(EXPERTS):
         mask = chosen == e
-        if mask.sum() == 0:
-            continue
         if not mask.any():
             continue
         rows, place = torch.where(mask)

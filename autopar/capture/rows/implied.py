@@ -26,7 +26,7 @@ def is_implied(mask: fx.Node, place: int | None, condition: fx.Node) -> bool:
     """True if a condition holds nowhere where a mask [n] is False, or a number zero, at a place; or (None) where no
     element of a mask is True."""
     if place is None:
-        return _all_of(_bare(mask)) == _all_of(_bare(condition)) or _compared(mask) == (_compared(condition) or ())
+        return _compared(mask) == (_compared(condition) or ())
     counted, taken = _counted(mask), _taken(condition)
     if counted is not None and (*counted, place) == taken:
         return True
@@ -47,7 +47,7 @@ def count_asked(truth: fx.Node) -> tuple[fx.Node, int | None, bool] | None:
             return None
         of: Any = node.args[0]
         if op_name(node.target) in ("any", "sum") and _is_positive(of) and node.meta["val"].numel() == 1:
-            return of, None, is_none
+            return (of, None, is_none) if _compared(of) is not None else None
         if node.target is operator.getitem and of.target is aten.unbind.int:
             of = of.args[0]
         elif node.target is not aten.select.int:

@@ -84,6 +84,11 @@ class Selected:
         """True if any of them could be taken by a number of the example batch."""
         return any(rows.may_specialize for rows in self.known.values())
 
+    def asks(self, truth: Tensor, line: Line | None) -> bool | None:
+        """What a branch is told that asks for a number of rows; None for another one, and where each is guarded."""
+        is_followed = self.reads is not None and not self.reads.counts and not self.reads.branches.is_off
+        return self.order.asks(truth, line) if is_followed else None
+
     def select(
         self, function: Any, condition: Tensor, line: Line | None, may_specialize: bool = False
     ) -> tuple[Tensor, ...]:

@@ -67,7 +67,8 @@ class Candidate(NamedTuple):  # of which there are a million: made and hashed in
     """A plan. rows: of a micro-batch on one rank; with cp or ulysses of it their ranks, each of which has a part of
     every row. microbatches: of a step. sequence: activations lie split over tp. fsdp: states are split over it, and
     replicated over dp. order: of the axes, outermost first. chunks: stages of each rank of a pipeline. again: how many
-    layers are, of recompute="layers". ep: ranks of dp, over which experts are split as well. reshard_after_forward:
+    layers are, of recompute="layers". ep: ranks of dp, over which experts are split as well. experts: or the axes that
+    are there, by the name of their group. reshard_after_forward:
     with zero=3, False gathers parameters once a step, as zero=2 does. offload: what waits in the host's memory."""
 
     dp: int
@@ -88,6 +89,7 @@ class Candidate(NamedTuple):  # of which there are a million: made and hashed in
     ulysses: int = 1
     ep: int = 1
     offload: str = NOTHING
+    experts: str = ""
 
     @property
     def is_hosted(self) -> bool:
@@ -205,6 +207,8 @@ class Candidate(NamedTuple):  # of which there are a million: made and hashed in
             options["sequence_parallel"] = self.sequence
         if self.offload != NOTHING:
             options["offload"] = self.offload
+        if self.experts:
+            options["experts"] = self.experts
         return options
 
     def __str__(self) -> str:
@@ -215,6 +219,7 @@ class Candidate(NamedTuple):  # of which there are a million: made and hashed in
         words += [f"{self.microbatches} x {self.rows} rows", self.schedule if self.pp > 1 else ""]
         words += [f"{self.chunks} chunks" if self.chunks > 2 else ""]
         words += [f"{self.offload} in host" if self.offload != NOTHING else ""]
+        words += [f"experts over {self.experts}" if self.experts else ""]
         return " ".join(word for word in words if word)
 
 
