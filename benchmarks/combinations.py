@@ -43,6 +43,7 @@ MESHES = ("dp=2", "dp=3", "tp=2", "fsdp=2", "dp=2,tp=2", "dp=3,tp=2", "dp=2,fsdp
 STAGED = ("pp=2", "pp=3", "dp=2,pp=2", "pp=2,tp=2", "dp=2,pp=2,tp=2", "fsdp=2,pp=2", "cp=2,pp=2")
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "dualpipev")
 SLICED = ("seq1f1b", "gpipe")
+DECIDED = {"recompute", "offload", "reshard_after_forward"}  # by memory=
 HOSTED = ("parameters", ["parameters", "activations"])
 OFFLOADS = ("activations", {"activations": 0.5})
 FLOATS: tuple[dict[str, Any], ...] = (
@@ -117,6 +118,10 @@ def draw(seed: int, number: int, recurrent: bool = False, in_float64: bool = Fal
         options["experts"] = ":".join(axes[:2])  # two axes leave each rank one expert of four
     if not staged and "microbatches" in options and "slices" not in options and dice.random() < 1 / 3:
         options["schedule"] = "dualpipev"  # the halves of a model side by side
+    if options.get("zero") == 3 and "offload" not in options and dice.random() < 1 / 4:
+        options["reshard_after_forward"] = {"*": False}
+    if not DECIDED.intersection(options) and dice.random() < 1 / 4:
+        options["memory"] = dice.choice((0.9, 0.95))
     return name, mesh, options
 
 

@@ -380,7 +380,7 @@ class StepOptions:
         Valid(
             lambda value: _is_memory(value),
             'bytes of 1 or more (an int, or text as "60GiB"), or a part of what the step holds without it (a float '
-            "from 0.0 to 1.0)",
+            "above 0.0, up to 1.0)",
         ),
         Flag(str, "60GiB|PART", _number),
     )

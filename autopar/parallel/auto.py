@@ -69,6 +69,7 @@ class Auto:
                 return None
             settings, model = self._session.settings, self._session.store.model
             limit = settings.options.memory
+            assert limit is None or isinstance(limit, int), "check_open refuses a part of what a step holds"
             asked = Asked(dist.get_world_size(), rows, self._machine, limit, top=SHOWN)
             layers = layers_of_call(model, settings.loss_fn, args, kwargs, settings.options, self._machine)
             return checked(planned(layers, asked), of_time=False)

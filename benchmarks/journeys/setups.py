@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tempfile import gettempdir
 from typing import Any
 
 from hypothesis import strategies as st
@@ -43,6 +44,9 @@ def setups(draw: st.DrawFn, meshes: tuple[str, ...] = ()) -> dict[str, Any]:
         is_one = "microbatches" not in options and options.get("zero") not in (1, 2)
         offloads = (*OFFLOADS, *HOSTED) if is_one else OFFLOADS
         options |= {"offload": draw(st.sampled_from(offloads)), "horizon": draw(st.sampled_from(["auto", 1]))}
+    elif draw(st.integers(0, 7)) == 7:
+        options |= {"offload": draw(st.sampled_from(["optimizer", {"optimizer": 0.5}]))}
+        options |= {"offload_dir": gettempdir()} if draw(st.booleans()) else {}
     if "tp" in mesh and "tp=3" not in mesh and head == "gpt" and draw(st.booleans()):
         options["sequence_parallel"] = True
     if "pp" in mesh and head in SEQUENCES and draw(st.booleans()):

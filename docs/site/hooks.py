@@ -1,4 +1,4 @@
-"""MkDocs hooks: put the README and files from outside of docs/ on the site, make links right in both places, and say the
+"""MkDocs hooks: put the README and files from outside of docs/ on the site, make links right in both places, say the
 version.
 
 A page links to files as they lie in the repository, so that it reads well there too. On the site docs/ is the root and

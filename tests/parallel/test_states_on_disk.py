@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from test_offloaded_states import OPTIMIZERS, part, train
 import autopar
 from autopar.errors import MachineError, PlanError
 from autopar.ir.modules import is_named
+from autopar.machines import named
 from autopar.machines.runners import disk_speed
 from autopar.runtime.tiers import disk_tier
 from autopar.runtime.tiers.host_tier import BACK, OUT
@@ -58,6 +60,18 @@ def test_states_lie_in_files_and_the_reports_say_how_many_bytes(tmp_path: Path):
     assert (report.disk, report.host) == (bytes_, 0) and f"on the disk {bytes_:,}" in str(report)
     there = case.compiled("shallow", "dp=1", torch.float64, offload="optimizer").memory()
     assert (there.disk, there.host, there.peak) == (0, bytes_, report.peak)
+
+
+def test_the_time_of_a_step_is_that_of_what_is_read_and_written():
+    """AdamW's two moments, each read and written once, of all ranks of the node; of patterns a part of that."""
+    machine = replace(named("h100-80g"), disk=1e6)
+    every = case.compiled("shallow", "dp=2", offload="optimizer", offload_dir="/x")
+    bytes_ = 2 * every.memory().disk
+    assert every.time(machine).optimizer == pytest.approx(2 * bytes_)  # us: two ranks share a disk of a byte a us
+    some = case.compiled("shallow", "dp=2", offload={"optimizer": ["blocks.0-1"]}, offload_dir="/x")
+    assert some.time(machine).optimizer == pytest.approx(2 * 2 * some.memory().disk)
+    assert some.memory().disk < every.memory().disk
+    assert case.compiled("shallow", "dp=2", offload="optimizer").time(machine).optimizer < bytes_
 
 
 def test_a_checkpoint_is_the_same_and_is_loaded_into_files(tmp_path: Path):

@@ -67,7 +67,7 @@ def optimizer_us(
     """The time in which AdamW reads and writes so many bytes; or in which a share of its two moments come from the
     host's memory while others go there ("optimizer"); or on the host ("parameters"), whose cores all ranks share. On a
     disk the moments of all ranks of a node are read and written one after the other."""
-    moments = 2 * bytes_ / ADAMW * share if offload else 0.0
+    moments = 2 * bytes_ / ADAMW * share if offload in ("optimizer", "parameters") else 0.0
     disk = machine.disk_us(2 * moments, ranks) if is_on_disk else 0.0
     if offload == "parameters":
         return max(machine.host_update_us(bytes_, ranks), disk)
