@@ -1,5 +1,5 @@
-"""MkDocs hooks: put the README and files from outside of docs/ on the site, make links right in both places, say the
-version.
+"""MkDocs hooks: put the README and files from outside of docs/ on the site, make links right in both places, and say
+the version.
 
 A page links to files as they lie in the repository, so that it reads well there too. On the site docs/ is the root and
 the files of `OUTSIDE` keep their path in the repository; README.md is the first page.
