@@ -78,9 +78,9 @@ class _Check:
         counts = _experts(self.planned.programs.whole) if "dp" not in asked.fixed else set()
         made: list[tuple[Prediction, Prediction]] = []
         for plain in self._without_experts(shown) if counts else ():
-            for split in _splits_of_experts(plain.candidate, math.gcd(*counts), asked.gpus):
+            for each in _splits_of_experts(plain.candidate, math.gcd(*counts), asked.gpus):
                 self.tell(len(self.known), len(self.known) + 1)
-                found = self._emitted(replace(plain, candidate=split, is_emitted=False))
+                found = self._emitted(replace(plain, candidate=each, is_emitted=False))
                 made += [(plain, found)] if found is not None else []
         if not made:
             return shown, ""

@@ -104,10 +104,10 @@ def dispatch(x: Tensor, member: Member, owned: bool, order: Tensor, counts: Tens
         count = member.size * bound
         sent = x.new_zeros((count + 1, *x.shape[1:])).index_copy_(0, order, x)[:count]
         return Move("exchange", sent.unflatten(0, (member.size, bound)), _joined)
-    sent, came = _rows(counts, member)
+    rows, came = _rows(counts, member)
     then = partial(_regrouped, runs=came) if host.on_host(x) else _as_it_is
-    rows = _sums(sent)
-    return Move("rows", x[order[: sum(rows)]], then, sent=rows, received=_sums(came))
+    given = _sums(rows)
+    return Move("rows", x[order[: sum(given)]], then, sent=given, received=_sums(came))
 
 
 def combine(x: Tensor, member: Member, owned: bool, order: Tensor, counts: Tensor, bound: int = 0) -> Step:

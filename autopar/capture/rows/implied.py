@@ -39,7 +39,7 @@ def is_implied(mask: fx.Node, place: int | None, condition: fx.Node) -> bool:
 def count_asked(truth: fx.Node) -> tuple[fx.Node, int | None, bool] | None:
     """The numbers [n] of which a truth says whether the one at a place is zero, or the mask (with None) whether it has
     any place; and True for a truth that there is none."""
-    is_none = truth.target is aten.eq.Scalar and truth.args[1] == 0
+    is_none = truth.target is aten.eq.Scalar and bool(truth.args[1] == 0)
     node: Any = truth.args[0] if is_none else truth
     while True:
         node = _bare(node)
