@@ -193,16 +193,21 @@ class _Check:
 
 
 def light_first(plans: list[Prediction]) -> tuple[list[Prediction], str]:
-    """Plans, the fastest first, with another one in front if it is as fast as can be told and holds much less. And what
-    was chosen, in words."""
+    """Plans, the fastest first, with another one in front if it is as fast as can be told and holds much less, or as
+    much with fewer options. And what was chosen, in words."""
     fastest = plans[0]
     near = [each for each in plans if each.is_emitted and each.total < (1 + NEAR_FIRST) * fastest.total]
-    light = min(near, key=lambda each: each.memory, default=fastest)
-    if light.memory > (1 - MUCH_LESS) * fastest.memory:
+    least = min((each.memory for each in near), default=fastest.memory)
+    alike = [each for each in near if (1 - MUCH_LESS) * each.memory <= least]
+    light = min(alike, key=lambda each: (each.candidate.choices, each.total), default=fastest)
+    if light is fastest:
         return plans, ""
+    less, fewer = fastest.memory - light.memory, fastest.candidate.choices - light.candidate.choices
+    gains = [f"{human(less)} less"] * (fastest not in alike)
+    gains += [f"{fewer} option{'s' * (fewer > 1)} fewer"] * (fewer > 0)
     text = (
         f"first stands {light.candidate}: {light.total / fastest.total - 1:.1%} slower than {fastest.candidate}, which "
-        f"is within what a prediction can tell, with {human(fastest.memory - light.memory)} less"
+        f"is within what a prediction can tell, with {' and '.join(gains)}"
     )
     return [light, *(each for each in plans if each is not light)], text
 

@@ -77,6 +77,17 @@ def test_of_plans_that_are_as_fast_the_lightest_stands_first() -> None:
         assert light_first(others) == (others, "")
 
 
+def test_of_plans_that_are_as_fast_and_as_light_the_one_with_the_fewest_options_stands_first() -> None:
+    many = _plan(1000.0, 40e9, zero=3)
+    few, heavy = _plan(1004.0, 41e9), _plan(1003.0, 60e9)
+    shown, text = light_first([many, heavy, few])
+    assert shown == [few, many, heavy] and text.endswith("than dp=2 zero=3 1 x 1 rows, which is within what a "
+                                                         "prediction can tell, with 1 option fewer")  # fmt: skip
+    assert few.candidate.choices == 1 and many.candidate.choices == 2
+    _, text = light_first([_plan(1000.0, 80e9, zero=3), few])
+    assert text.endswith("with 39 GB less and 1 option fewer")
+
+
 def test_stages_of_zero_with_the_same_figures_are_one_plan() -> None:
     one, two, three = _plan(10.0, 5.0, zero=1), _plan(10.0, 5.0, zero=2), _plan(10.0, 4.0, zero=3)
     assert _one_of_each([three, two, one]) == [one, three]

@@ -211,6 +211,12 @@ class Candidate(NamedTuple):  # of which there are a million: made and hashed in
             options["experts"] = self.experts
         return options
 
+    @property
+    def choices(self) -> int:
+        """How many axes and options a user has to write for it."""
+        defaults = {"recompute": "none", "zero": 0, "sequence_parallel": False, "schedule": "1f1b"}
+        return len(self.axes) + sum(value != defaults.get(name) for name, value in self.options().items())
+
     def __str__(self) -> str:
         words = [self.mesh, f"zero={self.zero}" if self.data > 1 else "", SHORT[self.recompute]]
         words += ["" if self.reshard_after_forward else "gathered once"]
