@@ -62,7 +62,7 @@ HOST_FITS = 0.9  # of a host's memory: the rest is the system's, and that of wha
 DISK = 5e9  # bytes a second of one NVMe disk on four lanes of PCIe 4.0, read or written
 HOST_UPDATE = 200e9  # bytes a second of an optimizer on the cores of a node: a third of 16 channels of DDR5-4800
 # Queries and keys that fused attention takes at a time: what lies behind the diagonal of a causal mask it leaves out by
-# such tiles. Of FlashAttention-2 (from memory of arXiv 2307.08691), and of torch's kernel for CPUs (docs/planning.md).
+# such tiles. Of FlashAttention-2 (from memory of arXiv 2307.08691), and of torch's kernel for CPUs (docs/machines.md).
 TILE, TILE_CPU = 128, 512
 
 

@@ -1,4 +1,4 @@
-"""The cost model against public measurements (sources: docs/planning.md), and the groups that it is asked of."""
+"""The cost model against public measurements (sources: docs/machines.md), and the groups that it is asked of."""
 
 from __future__ import annotations
 
