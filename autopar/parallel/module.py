@@ -52,9 +52,8 @@ class ParallelModule(Likeness):
         self._last: LastStep | None = None
         self._has_stepped = False
         self._become_like(asked.model)
-        self._states = States(self._store, self._session.agreement, self._session.announcer.updating)
-        self._states.watch(self)
-        let_states_wait(self._session, self._states, self)
+        States(self._store, self._session.agreement, self._session.announcer.updating).watch(self)
+        let_states_wait(self._session, self)
         # torch marks the functions of such hooks, which methods do not let it do
         self.register_load_state_dict_pre_hook(partial(self._store.refuse_assign))
 
@@ -242,4 +241,4 @@ class ParallelModule(Likeness):
         if self._auto is not None:
             self._session = self._auto.decided(call, args, kwargs)
             self._programs, self._auto = Programs(self._session), None
-            let_states_wait(self._session, self._states, self)
+            let_states_wait(self._session, self)

@@ -9,13 +9,12 @@ import torch
 
 from autopar.capture.inputs import tables
 from autopar.parallel.session.session import Session
-from autopar.parallel.weights.optimizer_states import States
 from autopar.runtime.tiers.disk_tier import disk_tier
 from autopar.runtime.tiers.offloaded_states import OffloadedStates, moving_of
 from autopar.settings import Settings
 
 
-def let_states_wait(session: Session, states: States, owner: object) -> None:
+def let_states_wait(session: Session, owner: object) -> None:
     """Let the states that the options name wait, as long as `owner` lives. Where parameters wait in the host's memory
     their optimizer makes its states there: only a disk is another place."""
     options, tier = session.settings.options, session.tier
@@ -27,4 +26,4 @@ def let_states_wait(session: Session, states: States, owner: object) -> None:
         names = {id(parameter): name for name, parameter in tables.named_parameters(session.store.model)}
         moving = partial(moving_of, amount=amount, name_of=lambda p: names[id(p)])
         near = Settings.read().local_world_size or 1
-        OffloadedStates(states.is_ours, tier, moving, near=near).watch(owner)
+        OffloadedStates(session.store.is_ours, tier, moving, near=near).watch(owner)

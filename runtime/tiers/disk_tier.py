@@ -20,6 +20,7 @@ import torch
 
 from autopar.errors import PlanError
 from autopar.ir.ops.measure import human
+from autopar.runtime.kernels import host
 from autopar.runtime.tiers.host_tier import BACK, OUT, HostPool, HostTier
 
 
@@ -65,7 +66,7 @@ class ThreadQueues:
 
 def disk_tier(device: torch.device, folder: Path) -> HostTier:
     """The files of a folder, for a rank whose states step on a device."""
-    api = torch.cuda if device.type == "cuda" else None
+    api = None if host.on_host(device) else torch.cuda
     pool, queues = HostPool(partial(mapped, folder)), ThreadQueues(device, api)
     return HostTier(pool, queues, device, needs_room=partial(check_room, folder))
 

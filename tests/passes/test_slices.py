@@ -281,7 +281,7 @@ def test_errors() -> None:
     parts_of_b = "0F0,0F1,0I1,0I0,0W1,0W0\n1F0,1F1,1B1,1B0\n"
     refused(
         ScheduleError,
-        "slices=2: schedule 'the schedule' runs the gradients of weights (W) apart from those of inputs (I). Give the "
+        "slices=2: schedule 'table' runs the gradients of weights (W) apart from those of inputs (I). Give the "
         "slices of a sequence whole backward actions (B).",
         lambda: compiled(**sliced(2, 1, parts_of_b)),
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -45,15 +45,15 @@ class States:
         What is not the model's DTensor becomes one in any case; the rest once a program has decided layouts.
         """
         parameters = (p for group in optimizer.param_groups for p in group["params"])
-        if any(p.grad is not None and self.is_ours(p) for p in parameters):
+        if any(p.grad is not None and self._store.is_ours(p) for p in parameters):
             self._updating()  # versions of parameters do not tell: fused optimizers leave them
         if self._seen.get(optimizer) is optimizer.state:  # loading makes another dict
             return
-        if not any(self.is_ours(p) for group in optimizer.param_groups for p in group["params"]):
+        if not any(self._store.is_ours(p) for group in optimizer.param_groups for p in group["params"]):
             return
         if self._store.is_placed and optimizer not in self._seen:
             optimizer.register_load_state_dict_post_hook(self.place)
-        known = [(p, s) for p, s in optimizer.state.items() if self.is_ours(p)]
+        known = [(p, s) for p, s in optimizer.state.items() if self._store.is_ours(p)]
         quick = {p: bool(g.get("fused") or g.get("capturable")) for g in optimizer.param_groups for p in g["params"]}
         for parameter, states in known:
             for key, value in states.items():
@@ -92,10 +92,6 @@ class States:
                 f"{error} (torch's set_optimizer_state_dict(broadcast_from_rank0=True) gives options that an optimizer "
                 f"has not yet, as a scheduler's initial_lr, to rank 0 alone: make the scheduler before it.)"
             ) from error
-
-    def is_ours(self, parameter: Any) -> TypeGuard[ParameterTensor]:
-        """True for a parameter of the model."""
-        return isinstance(parameter, ParameterTensor) and parameter.place.world is self._store.distributor.world
 
 
 def _moved(optimizer: Optimizer, key: str, device: torch.device, value: Any) -> Any:

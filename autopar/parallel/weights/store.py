@@ -6,7 +6,7 @@ from collections.abc import Mapping, Set
 from itertools import chain
 from operator import is_
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -123,6 +123,10 @@ class ParameterStore:
     def entries(self) -> list[tuple[Input, torch.Tensor]]:
         """Parameters and buffers, tied ones once with all their names."""
         return _entries(self.model)
+
+    def is_ours(self, parameter: Any) -> TypeGuard[ParameterTensor]:
+        """True for a parameter of the model."""
+        return isinstance(parameter, ParameterTensor) and parameter.place.world is self.distributor.world
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """By first name."""
