@@ -36,7 +36,7 @@ OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
     "Rprop": {"lr": 0.005},
     "LBFGS": {"lr": 0.1, "max_iter": 2},
 }
-SCALE = 256.0  # of losses in fp16: with these models nothing overflows
+SCALE = 256.0  # of losses in fp16: with these models little overflows (one chunked loss did: seed 46, row 126)
 T = TypeVar("T")
 
 
