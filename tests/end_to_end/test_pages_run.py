@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import json
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -138,6 +140,58 @@ def test_a_command_line_parses(page: str, line: str) -> None:
         command = command.commands[name]
     with suppress(typer.Exit):  # of --version
         command.make_context(name, words)
+
+
+# A model whose layers are enough for the pages' stages, and what transformers keeps of a small Llama.
+DEEP = """
+import torch
+from torch import nn
+import autopar, train
+
+class Deep(train.Net):
+    def __init__(self, width=64):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(8)))
+
+    def forward(self, tokens):
+        return self.head(self.norm(self.layers(self.embed(tokens))))
+
+def job():
+    return autopar.Job(Deep(), train.loss_fn, train.batch(0), data=train.batch)
+"""
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128,
+}  # fmt: skip
+ELSEWHERE = ("--plan plan.toml", "--mesh auto")  # they take the GPUs that the page's plan is for
+STANDS_FOR = {"TARGET": "deep.py:job", "VALUE": "norm.weight", "FILE": "page.html", "cuda": "cpu"}
+
+
+def whole(page: Path) -> list[list[str]]:
+    """The words of the commands of a page that are said whole: no brackets, nothing left out, this machine's."""
+    typed = COMMAND.findall(page.read_text())
+    lines = [re.split(r"\s#\s|\s{3,}(?:also|the|this|one|under|on)\b", line)[0] for line in typed]
+    lines = [line for line in lines if not re.search(r"[][|]|\.\.\.|\bN\b", line)]
+    return [
+        [STANDS_FOR.get(word, word) for word in shlex.split(line)]
+        for line in lines
+        if not any(word in line for word in ELSEWHERE)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+@pytest.mark.parametrize("page", [page for page in PAGES if whole(page)], ids=lambda page: page.name)
+def test_the_commands_of_a_page_run(page: Path, train: Path) -> None:
+    """One behind the other in one folder, as they are typed."""
+    (train / "deep.py").write_text(DEEP)
+    (train / "Llama-3-8B").mkdir()
+    (train / "Llama-3-8B" / "config.json").write_text(json.dumps(LLAMA))
+    for words in whole(page):
+        ran = subprocess.run(
+            [sys.executable, "-m", "autopar", *words], capture_output=True, text=True, timeout=600, cwd=train
+        )
+        assert ran.returncode == 0, (words, ran.stderr)
 
 
 def test_what_is_wrong_is_seen() -> None:
