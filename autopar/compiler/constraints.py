@@ -200,13 +200,6 @@ def check_host(plan: Plan) -> None:
     if not plan.offloads("parameters"):
         return
     asked = f"offload={plan.options.offload!r}"
-    if plan.is_staged:
-        many = f"mesh '{plan.mesh}'" if plan.ranks_of_pipeline > 1 else f"{plan.parts} micro-batches or slices"
-        raise PlanError(
-            f"{asked} with {many}: gradients would be added up on the device, all of them. Write an axis of data with "
-            f"zero=3 in place of pp, and call forward_backward several times before a step in place of micro-batches: "
-            f"gradients add up in the host's memory."
-        )
     if plan.zero_axes and not (plan.gathers_again and plan.options.reshard_after_forward is True):
         kept = f"zero={plan.zero}" if plan.zero < 3 else f"reshard_after_forward={plan.options.reshard_after_forward}"
         raise PlanError(

@@ -231,8 +231,12 @@ class HostTier:
             )
         self.pool.fill(counts)
 
-    def start(self, target: Any, value: Any, stays: bool = False) -> Copying:
-        """Start a copy out or back. stays: what is copied out is the user's from the end of the step on."""
+    def start(self, target: Any, value: Any, stays: bool = False, before: Any = None) -> Copying | None:
+        """Start a copy out or back; None of what is not there yet. stays: what is copied out is the user's from the end
+        of the step on. before: what it is added to, on the device."""
+        if value is None:
+            return None
+        value = value if before is None else before.add_(value)
         if target is TO_HOST and not stays:
             return self._out(value)
         if isinstance(value, HostValue):
