@@ -146,9 +146,7 @@ class _HostParameters:
             if source in self.own and (node.target is CAST or is_view(node)):
                 self.own[node] = self.own[source]
         self.own |= {node: node for node, entry in program.entries if entry.kind == "step" and entry.name in totals}
-        self.leaves = [
-            out.kind == "gradient" or (out.kind == "part" and out.name in totals) for out in program.outputs
-        ]
+        self.leaves = [out.kind == "gradient" or (out.kind == "part" and out.name in totals) for out in program.outputs]
         results = zip(program.leaving, self.leaves, strict=True)
         self.leaving = {node: out for (node, out), leaves in results if leaves and node is not None}
         self.stays: dict[tuple[fx.Node, fx.Node], _Stay] = {}  # by user and parameter
@@ -201,9 +199,7 @@ class _HostParameters:
         for node in self.line.nodes:
             if node not in self.own:
                 results = zip(self.program.results, self.leaves, strict=True)
-                read = (
-                    [one for one, leaves in results if not leaves] if node.op == "output" else node.all_input_nodes
-                )
+                read = [one for one, leaves in results if not leaves] if node.op == "output" else node.all_input_nodes
                 for parameter in dict.fromkeys(self.own[one] for one in read if one in self.own):
                     users[parameter].append(node)
         for parameter, reading in users.items():
