@@ -202,8 +202,9 @@ def check_host(plan: Plan) -> None:
     asked = f"offload={plan.options.offload!r}"
     if plan.zero_axes and plan.options.reshard_after_forward is not True:
         raise PlanError(
-            f"{asked} with reshard_after_forward={plan.options.reshard_after_forward} on mesh '{plan.mesh}': every rank "
-            f"would keep all parameters that it has gathered for the rest of the step. Leave reshard_after_forward out."
+            f"{asked} with reshard_after_forward={plan.options.reshard_after_forward} on mesh '{plan.mesh}': every "
+            f"rank would keep all parameters that it has gathered for the rest of the step. Leave "
+            f"reshard_after_forward out."
         )
 
 

@@ -298,7 +298,7 @@ def test_what_verify_says_of_copies():
 
 WHAT = (
     "write activations, optimizer or parameters, a list of them, or parts from 0.0 to 1.0: "
-    '{"activations": 0.5} (parameters: 1.0; optimizer: also a list of patterns of modules).'
+    '{"activations": 0.5} (parameters: 1.0 or "disk"; optimizer: also a list of patterns of modules).'
 )
 REFUSED = [
     ({"offload": "weights"}, f"offload='weights': {WHAT}"),

@@ -59,7 +59,7 @@ from autopar.parallel.weights.replicas import Replicas, every_of
 from autopar.parallel.weights.store import ParameterStore, describe_state
 from autopar.runtime.ranks.meet import attempt_name
 from autopar.runtime.ranks.process_groups import forget_at_exit, leave_at_exit, mesh_over
-from autopar.runtime.tiers.disk_tier import check_folder
+from autopar.runtime.tiers.disk_tier import check_folder, parameter_tier
 from autopar.runtime.tiers.host_tier import HostTier, host_tier
 from autopar.settings import Settings
 from autopar.torch_compat import end_waits_after
@@ -217,13 +217,15 @@ def open_session(asked: Requested) -> Session:
     announcer = Announcer(agreement)
     agreement.pace.lie_over(mesh)
     on_host = Plan(mesh, options=options).offloads("parameters")
-    store = ParameterStore(asked.model, Distributor(mesh, device_mesh, announcer.operation, on_host), place)
+    where = Distributor(mesh, device_mesh, announcer.operation, on_host, options.files)
+    store = ParameterStore(asked.model, where, place)
     replicas = Replicas(store, agreement, every_of(asked.check_replicas))
     nonfinite = NonFinite(agreement, asked.on_nonfinite)
     scale = LossScale() if options.precision == "fp16" else None
     store.distribute(agreement, asked.seed, asked.weights)
     watched = announcer.watch(tables.parameters(asked.model))
-    tier = cache(partial(host_tier, place))  # one for all programs
+    folder = options.files
+    tier = cache(partial(host_tier, place) if folder is None else partial(parameter_tier, place, folder))  # one for all
     random = RandomState(asked.seed)
     return Session(settings, store, agreement, announcer, watched, replicas, nonfinite, random, scale, tier, Sums())
 
