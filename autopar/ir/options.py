@@ -366,8 +366,8 @@ class StepOptions:
         None,
         Valid(
             _is_offload,
-            f'{one_of(OFFLOADED)}, a list of them, or parts from 0.0 to 1.0: {{"activations": 0.5}} (parameters: 1.0 or '
-            '"disk"; optimizer: also a list of patterns of modules)',
+            f'{one_of(OFFLOADED)}, a list of them, or parts from 0.0 to 1.0: {{"activations": 0.5}} '
+            '(parameters: 1.0 or "disk"; optimizer: also a list of patterns of modules)',
         ),
         Flag(str, "WHAT|WHAT=PART,...", read_offload),
     )

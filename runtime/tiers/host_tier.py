@@ -100,8 +100,8 @@ OUT, BACK = "out", "back"
 
 @dataclass(slots=True)
 class HostPool:
-    """Buffers by size, used again. make: gives one of so many bytes; None where tensors have no data. lends: the same of
-    what is a user's, where that is to lie elsewhere.
+    """Buffers by size, used again. make: gives one of so many bytes; None where tensors have no data. lends: the same,
+    of what is a user's, where that is to lie elsewhere.
 
     held, peak: the bytes in use. made: of all buffers. missed: buffers that a step had to make, since the pool was not
     filled. moved: the bytes of copies, by their way. lasting: bytes that stay from step to step, and lie in no buffer.

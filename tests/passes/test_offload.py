@@ -11,13 +11,15 @@ import torch
 from torch import fx
 
 import autopar
-from autopar.errors import PlanError, VerificationError
+from autopar.errors import PlanError, ScheduleError, VerificationError
 from autopar.ir.check.check_levels import verify
+from autopar.ir.ops.measure import local_bytes
 from autopar.ir.ops.ops import AWAITED, COPIES, TO_DEVICE, TO_HOST
 from autopar.ir.program import HOST, Level, Program, record, set_record
 from autopar.ir.text.text import parse_program, print_program
 from autopar.machines import DEVICES, Machine, named
 from autopar.passes.recompute.budget import Elsewhere, _Step, _steps_within
+from autopar.passes.schedules import check_schedule
 from autopar.runtime.tiers.host_buffers import host_buffers, host_bytes
 
 F64 = torch.float64
@@ -241,6 +243,33 @@ def test_both_halves_of_the_way_out_are_in_the_forward_graph():
                 assert wait.target is AWAITED
     sent = [line for lines in found.pipeline.lists for line in lines if line.op != "RUN"]
     assert not any("_host" in name for line in sent for name in line.values)
+
+
+def test_what_waits_between_the_passes_of_a_micro_batch_waits_across_those_of_others():
+    """Under gpipe all micro-batches wait at once, in as many buffers, and the device holds what one of them computes
+    with. The proof of the schedule covers them: what dies early, or is read before it went out, is named."""
+    plain, found = (case.compiled("deep", "pp=2", microbatches=4, schedule="gpipe", **more) for more in ({}, ON))
+    assert found.pipeline is not None
+    graph = found.pipeline.graphs[0, "F"]
+    waiting = {out.name: node for node, out in graph.leaving if node is not None and record(node).tier == HOST}
+    bytes_ = sum(local_bytes(node, graph.mesh) for node in waiting.values())
+    assert waiting and host_bytes(found.program, found.pipeline, 0) == 4 * bytes_
+    assert peak(found) <= peak(plain) - 3 * bytes_
+    first, *others = found.pipeline.lists
+    name = min(waiting)
+    runs = {str(line.action): place for place, line in enumerate(first) if line.op == "RUN"}
+
+    def lists(place: int, line: Any) -> list[Any]:
+        return [(*first[:place], line, *first[place + 1 :]), *others]
+
+    early = first[runs["0F2"]]
+    with pytest.raises(ScheduleError, match=f"0B2.*{name}|{name}.*0B2"):
+        dies = replace(early, frees=(*early.frees, name))
+        check_schedule(lists(runs["0F2"], dies), found.pipeline.flow)
+    turned = list(first)
+    turned[runs["0F3"]], turned[runs["0B3"]] = turned[runs["0B3"]], turned[runs["0F3"]]
+    with pytest.raises(ScheduleError, match="0B3"):
+        check_schedule([tuple(turned), *others], found.pipeline.flow)
 
 
 @pytest.mark.parametrize(("mesh", "options"), [("dp=1", {}), ("pp=2", {"microbatches": 4})], ids=str)
