@@ -109,6 +109,16 @@ def check_room(folder: Path, whose: str, needs: int) -> None:
         )
 
 
+def check_room_of_parameters(folder: Path, parameters: int) -> None:
+    """Raise PlanError where a disk has fewer free bytes than the parameters of a node, in so many, and their gradients
+    take at least."""
+    if 2 * parameters > (free := room(folder)):
+        raise PlanError(
+            f"offload_dir='{folder}': parameters and their gradients take {2 * parameters} bytes on this node, and "
+            f"{free} are free there. Free some, name another folder, or split them by zero=3 over more nodes."
+        )
+
+
 def room(folder: Path) -> int:
     """The bytes that are free on the disk of a folder."""
     return shutil.disk_usage(folder).free if folder.is_dir() else 0

@@ -211,6 +211,17 @@ def test_a_disk_that_is_too_small_is_refused_before_a_weight_changes(tmp_path: P
     assert not all(torch.equal(local_of(p), x) for p, x in zip(parallel.parameters(), before, strict=True))
 
 
+def test_a_disk_that_is_too_small_for_parameters_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(disk_tier, "room", lambda folder: 1000)
+    model, loss_fn, _ = case.deep(1)
+    bytes_ = 2 * sum(p.nbytes for p in model.parameters())
+    with pytest.raises(PlanError) as caught:
+        autopar.parallelize(
+            model, "dp=1", loss_fn=loss_fn, device="cpu", offload={"parameters": "disk"}, offload_dir=tmp_path
+        )
+    assert f"parameters and their gradients take {bytes_} bytes on this node, and 1000 are free" in str(caught.value)
+
+
 def test_a_file_that_finds_no_room_is_an_error_with_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def full(*_: int) -> None:
         raise OSError(28, os.strerror(28))
