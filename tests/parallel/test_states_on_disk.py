@@ -19,6 +19,7 @@ from test_offloaded_states import OPTIMIZERS, part, train
 import autopar
 from autopar.errors import MachineError, PlanError
 from autopar.ir.modules import is_named
+from autopar.ir.options import read_offload
 from autopar.machines import named
 from autopar.machines.runners import disk_speed
 from autopar.runtime.tiers import disk_tier
@@ -124,6 +125,7 @@ def test_files_want_a_folder():
     with pytest.raises(PlanError) as caught:
         case.compiled("shallow", "dp=1", offload={"parameters": "disk"})
     assert str(caught.value) == "offload={'parameters': 'disk'}: say in which folder files may lie, by offload_dir=."
+    assert read_offload("parameters=disk,activations=0.5") == {"parameters": "disk", "activations": 0.5}
 
 
 def test_the_time_of_parameters_in_files_is_the_disk_s():
