@@ -105,13 +105,7 @@ def draw(seed: int, number: int, recurrent: bool = False, in_float64: bool = Fal
         options["per_microbatch"] = True
     if dice.random() < 1 / 4:
         options |= {"offload": dice.choice(OFFLOADS), "horizon": dice.choice(("auto", 1, 2))}
-    is_one = not staged and "microbatches" not in options and "slices" not in options
-    if (
-        is_one
-        and options.get("zero") not in (1, 2)
-        and options.get("reshard_after_forward", True)
-        and dice.random() < 1 / 4
-    ):
+    if options.get("reshard_after_forward", True) and dice.random() < 1 / 4:
         options["offload"] = dice.choice(HOSTED)
     axes = re.findall(r"\b(dp|fsdp|cp)=2", mesh)
     if name in architectures.MIXTURES and "ep=" not in mesh and axes and dice.random() < 1 / 2:

@@ -1,18 +1,23 @@
-"""Train a model whose training state is larger than the device that it is given: what waits is in the host's memory.
+"""Train a model whose training state is larger than the device that it is given: what waits is in the host's memory,
+or on a disk.
 
     python examples/offload.py
 
 On a CPU the device is a part of its memory: a budget that a tracker watches. The plain step needs more than it allows;
-with activations and optimizer states on the host it fits, with activations and parameters into less, and every loss is
-the same to the bit.
+with activations and optimizer states on the host it fits, with activations and parameters into less, of which nothing
+need be in memory where there is a disk. With memory= what moves and what is computed again is found, for a limit. Every
+loss is the same to the bit.
 """
 
 from __future__ import annotations
+
+import tempfile
 
 import torch
 from torch import Tensor, nn
 
 import autopar
+from autopar.report.memory.report import MemoryReport
 
 WIDTH, LAYERS, ROWS, STEPS = 64, 8, 512, 3
 
@@ -41,8 +46,8 @@ def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return nn.functional.mse_loss(model(x), y)
 
 
-def train(**options: object) -> tuple[list[float], int, int]:
-    """The losses, and the peaks of the device and of the host, in bytes."""
+def train(**options: object) -> tuple[list[float], MemoryReport]:
+    """The losses, and what is held: by the device at its peak, by the host and by the disk."""
     torch.manual_seed(0)
     model = autopar.parallelize(Model(), "dp=1", loss_fn=loss_fn, **options)  # type: ignore[arg-type]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -53,20 +58,28 @@ def train(**options: object) -> tuple[list[float], int, int]:
         optimizer.zero_grad()
         losses.append(model.forward_backward(*batch).item())
         optimizer.step()
-    return losses, report.peak, report.host
+    return losses, report
 
 
 def main() -> None:
-    plain, needs, _ = train()
-    budget = needs // 2
-    print(f"a step on the device alone needs {needs / 1e6:.1f} MB; the device is given {budget / 1e6:.1f} MB")
-    for what, share in (("optimizer", 1.0), ("parameters", 0.7)):  # with parameters all that is behind them
-        losses, device, host = train(offload=["activations", what], horizon=1)
-        print(
-            f"with activations and {what} there: {device / 1e6:.1f} MB of the device, {host / 1e6:.1f} MB of the host"
-        )
-        print(f"losses {', '.join(f'{loss:.6f}' for loss in losses)}: {'the same' if losses == plain else 'others'}")
-        assert device <= share * budget and losses == plain
+    plain, needs = train()
+    budget = needs.peak // 2
+    print(f"a step on the device alone needs {needs.peak / 1e6:.1f} MB; the device is given {budget / 1e6:.1f} MB")
+    with tempfile.TemporaryDirectory() as folder:
+        ways: dict[str, dict[str, object]] = {
+            "activations and optimizer states wait": {"offload": ["activations", "optimizer"], "horizon": 1},
+            "activations and parameters wait": {"offload": ["activations", "parameters"], "horizon": 1},
+            "activations wait, parameters lie in files": {
+                "offload": {"activations": 1.0, "parameters": "disk"}, "offload_dir": folder, "horizon": 1
+            },
+            "states wait, memory= finds the rest": {"offload": "optimizer", "memory": budget},
+        }  # fmt: skip
+        for what, options in ways.items():
+            losses, held = train(**options)
+            sizes = f"{held.peak / 1e6:.1f} MB of the device, {held.host / 1e6:.1f} of the host, {held.disk / 1e6:.1f}"
+            print(f"{what}: {sizes} of the disk")
+            print(f"  losses {', '.join(f'{loss:.6f}' for loss in losses)}: {'the same' * (losses == plain)}")
+            assert held.peak <= budget and losses == plain
 
 
 if __name__ == "__main__":

@@ -80,6 +80,8 @@ def check_limits(options: StepOptions, graphs: Graphs) -> None:
             f"offload_dir={str(options.offload_dir)!r} is of states that wait, and none do: write "
             f'offload="optimizer" or "parameters" beside it, or leave it out.'
         )
+    if options.offload_dir is None and options.files is not None:
+        raise PlanError(f"offload={options.offload!r}: say in which folder files may lie, by offload_dir=.")
     if graphs and options.memory is not None:
         raise PlanError(
             f"memory={options.memory!r} with cuda_graphs={graphs!r}: values that it moves would be copied to the "

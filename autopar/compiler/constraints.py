@@ -196,22 +196,15 @@ def check_patterns(plan: Plan, program: Program) -> None:
 
 
 def check_host(plan: Plan) -> None:
-    """Raise PlanError where parameters in the host's memory would be on the device all the time, or their gradients."""
+    """Raise PlanError where parameters in the host's memory would be on the device all the time."""
     if not plan.offloads("parameters"):
         return
     asked = f"offload={plan.options.offload!r}"
-    if plan.is_staged:
-        many = f"mesh '{plan.mesh}'" if plan.ranks_of_pipeline > 1 else f"{plan.parts} micro-batches or slices"
+    if plan.zero_axes and plan.options.reshard_after_forward is not True:
         raise PlanError(
-            f"{asked} with {many}: gradients would be added up on the device, all of them. Write an axis of data with "
-            f"zero=3 in place of pp, and call forward_backward several times before a step in place of micro-batches: "
-            f"gradients add up in the host's memory."
-        )
-    if plan.zero_axes and not (plan.gathers_again and plan.options.reshard_after_forward is True):
-        kept = f"zero={plan.zero}" if plan.zero < 3 else f"reshard_after_forward={plan.options.reshard_after_forward}"
-        raise PlanError(
-            f"{asked} with {kept} on mesh '{plan.mesh}': every rank would gather all parameters and keep them for the "
-            f"step. Write zero=3, which gathers each layer for each use, or zero=0."
+            f"{asked} with reshard_after_forward={plan.options.reshard_after_forward} on mesh '{plan.mesh}': every "
+            f"rank would keep all parameters that it has gathered for the rest of the step. Leave "
+            f"reshard_after_forward out."
         )
 
 

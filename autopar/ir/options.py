@@ -41,6 +41,7 @@ Recompute = Policy | Mapping[str, Policy]
 Shard = Mapping[str, "str | Layout"]
 BatchDims = Any  # a dim, None, or a tuple, list or dict of these
 OFFLOADED = ("activations", "optimizer", "parameters")  # what may wait in the host's memory
+DISK = "disk"  # in place of a part: in files
 Amount = int | float
 Offload = str | Sequence[str] | Mapping[str, Amount | Sequence[str]] | None
 Horizon = int | Literal["auto"]
@@ -85,10 +86,12 @@ def read_recompute(text: str) -> Recompute:
 
 
 def read_offload(text: str) -> Offload:
-    """`activations`, `activations=0.5`, `optimizer=embed;blocks.0-7`, or several with commas."""
+    """`activations`, `activations=0.5`, `optimizer=embed;blocks.0-7`, `parameters=disk`, or several with commas."""
     pairs = (entry.partition("=") for entry in text.split(","))
     read = {name.strip(): _number(amount) if equals else 1.0 for name, equals, amount in pairs}
-    return {name: tuple(part.split(";")) if isinstance(part, str) else part for name, part in read.items()}
+    return {
+        name: tuple(part.split(";")) if isinstance(part, str) and part != DISK else part for name, part in read.items()
+    }
 
 
 def read_slices(text: str) -> int | tuple[int, ...] | str:
@@ -212,6 +215,8 @@ def _is_offload(value: Any) -> bool:
 def _is_amount(name: str, amount: Any) -> bool:
     if name == "optimizer" and _is_list(amount):
         return len(amount) > 0
+    if name == "parameters" and amount == DISK:
+        return True
     is_number = isinstance(amount, float) or (name == "activations" and isinstance(amount, int))
     is_whole = name != "parameters" or amount == 1.0
     return is_number and not isinstance(amount, bool) and _is_policy(amount) and is_whole
@@ -274,7 +279,8 @@ class StepOptions:
       recompute= is a number, it is the budget of both: each value is kept, computed again or moved, whichever takes the
       least time (arXiv 2104.07857).
     offload_dir: a folder of this node's disk: optimizer states that wait lie in files there, not in the host's memory,
-      with offload="parameters" too. The files have no names, so nothing is left of a run however it ends.
+      with offload="parameters" too, and with `{"parameters": "disk"}` parameters and gradients as well. The files have
+      no names, so nothing is left of a run however it ends.
     horizon: layers by which activations, or parameters, are back before they are read: more hide slower copies, fewer
       need less memory. "auto" begins each copy as late as hides it, by two layers at most, and of parameters by one.
     memory: bytes that a rank's device may hold at its peak (an int, or text as "60GiB"), parameters, gradients and
@@ -360,8 +366,8 @@ class StepOptions:
         None,
         Valid(
             _is_offload,
-            f'{one_of(OFFLOADED)}, a list of them, or parts from 0.0 to 1.0: {{"activations": 0.5}} (parameters: 1.0; '
-            "optimizer: also a list of patterns of modules)",
+            f'{one_of(OFFLOADED)}, a list of them, or parts from 0.0 to 1.0: {{"activations": 0.5}} '
+            '(parameters: 1.0 or "disk"; optimizer: also a list of patterns of modules)',
         ),
         Flag(str, "WHAT|WHAT=PART,...", read_offload),
     )
@@ -439,9 +445,15 @@ class StepOptions:
 
     @property
     def offloaded(self) -> Mapping[str, Any]:
-        """How much of what waits in the host's memory: a part (a float), bytes (an int), or what patterns name."""
+        """How much of what waits in the host's memory: a part (a float), bytes (an int), or what patterns name; of
+        parameters `DISK` where they lie in files."""
         wanted = (self.offload,) if isinstance(self.offload, str) else self.offload or ()
         return wanted if isinstance(wanted, Mapping) else dict.fromkeys(wanted, 1.0)
+
+    @property
+    def files(self) -> Path | None:
+        """The folder in whose files parameters and gradients lie; None where these are in memory."""
+        return Path(self.offload_dir or ".") if self.offloaded.get("parameters") == DISK else None
 
     @property
     def low_dtype(self) -> Dtype | None:

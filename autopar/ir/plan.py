@@ -153,8 +153,10 @@ class Plan:
 
     @property
     def gathers_again(self) -> bool:
-        """True if parameters are gathered for each use, or some of them."""
-        return self.zero == 3 and bool(self.options.reshard_after_forward)
+        """True if parameters are gathered for each use, or some of them: with any ZeRO where they wait in the host's
+        memory, since what is gathered once would be on the device for the whole step."""
+        is_asked = self.zero == 3 or (self.zero > 0 and self.offloads("parameters"))
+        return is_asked and bool(self.options.reshard_after_forward)
 
     def is_gathered_again(self, parameter: str) -> bool:
         """True if a parameter is gathered for each use, by its first name."""

@@ -139,8 +139,8 @@ def _find_tensors(args: Iterable[Any], nodes: list[fx.Node]) -> None:
 @dataclass(frozen=True, slots=True)
 class Input:
     """A placeholder of the graph: `kind` is parameter, buffer, constant, batch, seed or scale (of the loss whose
-    gradients leave); in a pipeline also saved (a value of the micro-batch, from another action) or step (one for all
-    micro-batches).
+    gradients leave); in a pipeline also saved (a value of the micro-batch, from another action), step (one for all
+    micro-batches) or part (what those before add up to, in the host's memory; the first one finds nothing).
 
     `names` are the module's names of it (several if tied), or its place in the batch.
     """

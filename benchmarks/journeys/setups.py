@@ -41,12 +41,14 @@ def setups(draw: st.DrawFn, meshes: tuple[str, ...] = ()) -> dict[str, Any]:
     if draw(st.integers(0, 4)) == 4:
         options["recompute"] = draw(st.sampled_from(["full", "selective"]))
     if draw(st.integers(0, 5)) == 5:
-        is_one = "microbatches" not in options and options.get("zero") not in (1, 2)
-        offloads = (*OFFLOADS, *HOSTED) if is_one else OFFLOADS
-        options |= {"offload": draw(st.sampled_from(offloads)), "horizon": draw(st.sampled_from(["auto", 1]))}
+        options |= {
+            "offload": draw(st.sampled_from((*OFFLOADS, *HOSTED))),
+            "horizon": draw(st.sampled_from(["auto", 1])),
+        }
     elif draw(st.integers(0, 7)) == 7:
-        options |= {"offload": draw(st.sampled_from(["optimizer", {"optimizer": 0.5}]))}
-        options |= {"offload_dir": gettempdir()} if draw(st.booleans()) else {}
+        options |= {"offload": draw(st.sampled_from(["optimizer", {"optimizer": 0.5}, {"parameters": "disk"}]))}
+        is_on_disk = draw(st.booleans()) or options["offload"] == {"parameters": "disk"}
+        options |= {"offload_dir": gettempdir()} if is_on_disk else {}
     if "tp" in mesh and "tp=3" not in mesh and head == "gpt" and draw(st.booleans()):
         options["sequence_parallel"] = True
     if "pp" in mesh and head in SEQUENCES and draw(st.booleans()):

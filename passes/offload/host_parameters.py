@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,11 +13,13 @@ from torch import fx
 from autopar.ir.modules import unit_of
 from autopar.ir.ops.ops import AWAITED, TO_DEVICE, TO_HOST
 from autopar.ir.ops.storage import is_view
+from autopar.ir.pipeline import Pipeline
 from autopar.ir.plan import Plan
-from autopar.ir.program import CAST, HOST, PARTNER, Builder, Program, Record, record, set_record
+from autopar.ir.program import CAST, HOST, PARTNER, Builder, Input, Program, Record, record, set_record
 from autopar.passes.offload.place_copies import BEHIND, CallLine, Ways
 
 MADE_BY = "host_parameters"
+Key = tuple[int, str]
 AHEAD = 1  # layers that a parameter comes before its use, as one that is gathered does
 
 
@@ -56,7 +59,63 @@ def host_parameters(program: Program, plan: Plan) -> Program:
     """
     if not plan.offloads("parameters"):
         return program
-    return _HostParameters(program, plan).run()
+    return _HostParameters(program, plan, frozenset(), frozenset()).run()
+
+
+def host_parameters_of_stages(pipeline: Pipeline, plan: Plan, beside: Collection[tuple[Key, Key]]) -> Pipeline:
+    """STAGED -> STAGED. The same in each graph of a pipeline: what micro-batches add up to lies in the host's memory
+    too, comes for each that adds to it, and leaves again.
+
+    beside: the graphs that run side by side. What stages send to others, parameters or sums, stays on the device.
+    """
+    if not plan.offloads("parameters"):
+        return pipeline
+    totals, owners = _totals(pipeline, beside), pipeline.flow.owners
+
+    def of(key: Key, graph: Program) -> Program:
+        rank = pipeline.place_of(key)
+        foreign = frozenset(name for name, ranks in owners.items() if rank not in ranks)
+        return _HostParameters(graph, plan, totals, foreign).run()
+
+    def moved(graphs: Mapping[Key, Program]) -> dict[Key, Program]:
+        return {key: of(key, graph) for key, graph in graphs.items()}
+
+    sized = {length: moved(graphs) for length, graphs in pipeline.sized.items()}
+    return pipeline.with_(graphs=moved(pipeline.graphs), sized=sized)
+
+
+def _totals(pipeline: Pipeline, beside: Collection[tuple[Key, Key]]) -> frozenset[str]:
+    """The sums over micro-batches that are gradients of their rank's parameters and nothing else, no two of which are
+    added to side by side."""
+    makers, takers = defaultdict[str, list[Key]](list), defaultdict[str, list[Key]](list)
+    mixed = set[str]()
+    for key, graph in pipeline.graphs.items():
+        leaving = [node for node, _ in graph.leaving]
+        for node, out in graph.leaving:
+            if out.kind == "part":
+                makers[out.name].append(key)
+                mixed |= {out.name} if leaving.count(node) > 1 or node in graph.placeholders else set()
+        for node, entry in graph.entries:
+            if entry.kind == "step":
+                takers[entry.name].append(key)
+                mixed |= set() if _gives_gradients(graph, node) else {entry.name}
+    return frozenset(
+        name
+        for name, keys in makers.items()
+        if name not in mixed and pipeline.reductions[name].is_sum(pipeline.time) and len(takers[name]) == 1
+        if {pipeline.place_of(key) for key in keys} == {pipeline.place_of(takers[name][0])}
+        if not any(set(pair) <= set(keys) for pair in beside)
+    )
+
+
+def _gives_gradients(graph: Program, node: fx.Node) -> bool:
+    """True if a value leaves a graph as gradients alone."""
+    made, pending = {node}, [node]
+    while pending:
+        new = [user for user in pending.pop().users if user not in made]
+        made.update(new)
+        pending += new
+    return all(out.kind == "gradient" for result, out in graph.leaving if result in made)
 
 
 @dataclass(eq=False, slots=True)
@@ -67,31 +126,44 @@ class _Stay:
     parameter: fx.Node
     uses: list[fx.Node] = field(default_factory=list)
     load: fx.Node | None = None
+    source: fx.Node | None = None
     value: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
 
 class _HostParameters:
-    def __init__(self, program: Program, plan: Plan) -> None:
+    """totals: the sums of micro-batches that lie in the host's memory. foreign: the names of placeholders that are
+    parameters of other ranks, which come once a step."""
+
+    def __init__(self, program: Program, plan: Plan, totals: Set[str], foreign: Set[str]) -> None:
         horizon = plan.options.horizon
         self.line = CallLine(program, Ways(horizon, plan.fixed.machine))
         self.ahead = AHEAD if horizon == "auto" else horizon
         self.program, self.build = program, Builder(MADE_BY)
-        self.own = {node: node for node, entry in program.parameters() if not entry.name.startswith(PARTNER)}
+        given = (node for node, entry in program.parameters() if not entry.name.startswith(PARTNER))
+        self.own = {node: node for node in given if node.name not in foreign}
         for node in program.calls():  # casts and views, by what they are of
             source = node.all_input_nodes[0] if node.all_input_nodes else None
             if source in self.own and (node.target is CAST or is_view(node)):
                 self.own[node] = self.own[source]
+        self.own |= {node: node for node, entry in program.entries if entry.kind == "step" and entry.name in totals}
+        self.leaves = [out.kind == "gradient" or (out.kind == "part" and out.name in totals) for out in program.outputs]
+        results = zip(program.leaving, self.leaves, strict=True)
+        self.leaving = {node: out for (node, out), leaves in results if leaves and node is not None}
         self.stays: dict[tuple[fx.Node, fx.Node], _Stay] = {}  # by user and parameter
         self.begins: dict[int, list[_Stay]] = defaultdict(list)
         self.first = next(i for i, node in enumerate(self.line.nodes) if node.op != "placeholder")
         for stay in self._stays():
             self.begins[self._begin(stay)].append(stay)
-        self.leaving = {node for node, out in program.leaving if out.kind == "gradient" and node is not None}
         self.ends: dict[int, list[fx.Node]] = defaultdict(list)
         self.left: dict[fx.Node, fx.Node] = {}  # gradients -> what goes, and has gone
+        self.before: dict[str, _Stay] = {}  # what earlier micro-batches add up to, by the name of the sum
+        if plan.parts > 1:
+            self._begin_sums()
 
     def run(self) -> Program:
         for place, node in enumerate(self.line.nodes):
+            if place == self.first:
+                self._place_sums()
             for gradient in self.ends.pop(place, ()):
                 self._end(gradient)
             for stay in self.begins.get(place, ()):
@@ -104,7 +176,21 @@ class _HostParameters:
                 self.build.copy(node, partial(self._read, user=node))
             if node in self.leaving and node not in self.own:
                 self._leave(node, place)
-        return self.program.with_(graph=self.build.graph)
+        inputs = (*self.program.inputs, *(Input("part", (name,)) for name in self.before))
+        return self.program.with_(graph=self.build.graph, inputs=inputs)
+
+    def _begin_sums(self) -> None:
+        """Let what earlier micro-batches add up to come before what is added to it."""
+        for node, out in self.leaving.items():
+            if out.kind == "part":
+                stay = self.before[out.name] = _Stay(node, [node])
+                self.begins[self._begin(stay)].append(stay)
+
+    def _place_sums(self) -> None:
+        for name, stay in self.before.items():
+            made = self.build.graph.placeholder(f"{name}_before")
+            set_record(made, _like(record(stay.parameter), stay.uses[0]).with_(operands=(), tier=HOST))
+            stay.source = made
 
     def _stays(self) -> list[_Stay]:
         """All of them, of each parameter in the order of its uses: one for each layer and pass that reads it, but for
@@ -112,7 +198,9 @@ class _HostParameters:
         found, users = list[_Stay](), defaultdict[fx.Node, list[fx.Node]](list)
         for node in self.line.nodes:
             if node not in self.own:
-                for parameter in dict.fromkeys(self.own[one] for one in node.all_input_nodes if one in self.own):
+                results = zip(self.program.results, self.leaves, strict=True)
+                read = [one for one, leaves in results if not leaves] if node.op == "output" else node.all_input_nodes
+                for parameter in dict.fromkeys(self.own[one] for one in read if one in self.own):
                     users[parameter].append(node)
         for parameter, reading in users.items():
             last: _Stay | None = None
@@ -150,7 +238,8 @@ class _HostParameters:
     def _load(self, stay: _Stay) -> None:
         parameter = stay.parameter
         like = _like(record(parameter), stay.uses[0], reason="parameters wait in the host's memory")
-        stay.load = self.build.call(TO_DEVICE, self.build.value[parameter], like=like, name=f"{parameter.name}_load")
+        source = stay.source or self.build.value[parameter]
+        stay.load = self.build.call(TO_DEVICE, source, like=like, name=f"{parameter.name}_load")
 
     def _read(self, old: fx.Node, user: fx.Node) -> fx.Node:
         """What a call reads in place of an old operand."""
@@ -171,23 +260,25 @@ class _HostParameters:
 
     def _leave(self, gradient: fx.Node, place: int) -> None:
         """Start to copy a gradient out; it is awaited a layer later."""
-        like = record(gradient).with_(origin="", operands=record(gradient).layouts, flops=0, tier=HOST,
-                                      reason="gradients wait in the host's memory")  # fmt: skip
+        known, stay = record(gradient), self.before.get(self.leaving[gradient].name)
+        before = [] if stay is None else [self._here(gradient, stay)]
+        like = known.with_(origin="", operands=known.layouts * (1 + len(before)), flops=0, tier=HOST,
+                           reason="gradients wait in the host's memory")  # fmt: skip
         made = self.build.value[gradient]
-        self.left[gradient] = self.build.call(TO_HOST, made, True, like=like, name=f"{gradient.name}_out")
+        self.left[gradient] = self.build.call(TO_HOST, made, True, *before, like=like, name=f"{gradient.name}_out")
         line = self.line
         self.ends[max(place + 1, line.first(place, line.end, line.begun[place] + BEHIND + 1))].append(gradient)
 
     def _end(self, gradient: fx.Node) -> None:
         started = self.left[gradient]
-        like = record(started).with_(reason="")
+        like = record(started).with_(reason="", operands=record(started).layouts)
         self.left[gradient] = self.build.call(AWAITED, started, like=like, name=f"{gradient.name}_left")
 
     def _output(self, node: fx.Node) -> None:
         results = list[Any]()
-        for result, out in self.program.leaving:
-            if out.kind == "gradient" and result is not None and result not in self.own:
-                results.append(self.left[result])
+        for result, leaves in zip(self.program.results, self.leaves, strict=True):
+            if leaves and result is not None and (result in self.left or result.op == "placeholder"):
+                results.append(self.left.get(result) or self.build.value[result])  # a sum that is a gradient is there
             else:
                 results.append(result and self._read(result, node))
         made = self.build.graph.output(tuple(results))

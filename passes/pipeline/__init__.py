@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 from autopar.errors import CoupledError, LayoutError, ScheduleError
@@ -15,6 +15,7 @@ from autopar.ir.program import Program, record
 from autopar.ir.schedule import Pair, Turn, actions_of
 from autopar.passes.costs.streams import run, run_pair
 from autopar.passes.fuse import fuse
+from autopar.passes.offload.host_parameters import host_parameters_of_stages
 from autopar.passes.offload.offload_stages import offload_stages
 from autopar.passes.overlap.bucket import bucket
 from autopar.passes.overlap.decompose import decompose
@@ -178,12 +179,20 @@ def _rewritten(pipeline: Pipeline, plan: Plan, beside: Collection[tuple[Key, Key
     def rewritten(graphs: Mapping[Key, Program]) -> dict[Key, Program]:
         rewritten = {key: prefetch(graph, plan) for key, graph in graphs.items()}
         rewritten = {key: overlap(graph, plan, beside=key in paired) for key, graph in rewritten.items()}
-        for step in (decompose, bucket, fuse):
+        for step in (decompose, bucket):
             rewritten = {key: step(graph, plan) for key, graph in rewritten.items()}
         return rewritten
 
-    sized = {length: rewritten(graphs) for length, graphs in pipeline.sized.items()}
-    return pipeline.with_(graphs=rewritten(pipeline.graphs), sized=sized)
+    def fused(graphs: Mapping[Key, Program]) -> dict[Key, Program]:
+        return {key: fuse(graph, plan) for key, graph in graphs.items()}
+
+    return _each(host_parameters_of_stages(_each(pipeline, rewritten), plan, beside), fused)
+
+
+def _each(pipeline: Pipeline, step: Callable[[Mapping[Key, Program]], dict[Key, Program]]) -> Pipeline:
+    """Rewrite the graphs of a pipeline, those of each length together."""
+    sized = {length: step(graphs) for length, graphs in pipeline.sized.items()}
+    return pipeline.with_(graphs=step(pipeline.graphs), sized=sized)
 
 
 def _check_middle(pipeline: Pipeline, coupling: Coupling) -> None:

@@ -12,7 +12,7 @@ from autopar.ir.ops.measure import group_of, local_bytes, local_type
 from autopar.ir.ops.storage import is_view
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.plan import Plan
-from autopar.ir.program import Program, TensorType, record
+from autopar.ir.program import CAST, Program, TensorType, record
 from autopar.ir.schedule import Costs, Flow, Work
 from autopar.passes.collectives.carried import sees_before
 from autopar.passes.costs.node_costs import node_times
@@ -222,7 +222,7 @@ class _Partition:
             outside[node] = FromOutside("saved", node.name, record(node))
             self._piece((self.stages[node], self._kind(node))).leave("saved", node.name, node)
             return False
-        if is_copied(node) or record(node).several:
+        if is_copied(node) or record(node).several or self._comes_anew(node):
             return True
         if when is When.INVARIANT:
             self._from_prologue(outside, node, self.ranks[stage])
@@ -236,6 +236,14 @@ class _Partition:
         outside[node] = FromOutside("saved", name, record(node))
         self._piece((stage, made[node])).leave("saved", name, node)
         return False
+
+    def _comes_anew(self, node: fx.Node) -> bool:
+        """True for a cast of a parameter that each graph loads for itself."""
+        source = node
+        while source.op == "call_function" and source.all_input_nodes and (source.target is CAST or is_view(source)):
+            source = source.all_input_nodes[0]
+        is_parameter = source in self.entries and self.entries[source].kind == "parameter"
+        return is_parameter and self.plan.offloads("parameters")
 
     def _from_prologue(self, outside: dict[fx.Node, FromOutside], node: fx.Node, rank: int) -> None:
         name = f"{node.name}_p{rank}"

@@ -107,7 +107,9 @@ def on_executor(
 ) -> ExecutorGraph:  # fmt: skip
     """A graph of a pipeline on our executor."""
     sums, own = sums_of(one.program, pipeline), owned(pipeline, one)
-    return ExecutorGraph(Executable(one.program.graph, sums.values(), own, device, study, kernels), tuple(sums))
+    begun = [entry.name for entry in one.program.inputs if entry.kind == "part"]
+    executable = Executable(one.program.graph, sums.values(), own, device, study, kernels)
+    return ExecutorGraph(executable, (*begun, *sums))
 
 
 def code_of(pipeline: Pipeline, rank: int, graphs: Mapping[Place, StageGraph]) -> RankCode:
@@ -175,9 +177,12 @@ def _executable(graph: StageGraph) -> Executable:
 
 
 def _inputs(program: Program, microbatch: int) -> tuple[Key, ...]:
-    """The values of a graph's placeholders. What is not split is the same in all micro-batches."""
+    """The values of a graph's placeholders. What is not split is the same in all micro-batches; sums begun by others
+    stand last, and are the graph's own affair."""
     inputs: list[Key] = []
     for node, entry in program.entries:
+        if entry.kind == "part":
+            continue
         if entry.kind == "saved":
             inputs.append((entry.name, microbatch))
         elif entry.kind == "batch":

@@ -64,7 +64,7 @@ class Peers:
     def send(self, message: Send) -> None:
         """Nobody waits in a circle even if every send blocks (`with_transfers`): so old ones may be waited for."""
         self._let_go()
-        line, tensors = message.instruction, message.tensors
+        line, tensors = message.instruction, [one.to(self.device) for one in message.tensors]  # a parameter may wait
         handle, target = self.group.of_messages(line.action), self.group.rank_at(line.peer)
         moved = (_together(tensors, line.types),) if self._is_flat(line) else [one.contiguous() for one in tensors]
         for sent in moved:

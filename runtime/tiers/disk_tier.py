@@ -1,4 +1,4 @@
-"""States that wait on a disk: memory that is mapped from files without a name, and copies that go on in threads.
+"""States and parameters that wait on a disk: memory mapped from files without a name, and copies in threads.
 
 Such a file is gone when its process is, however that ends: nothing is left to be removed. What lies in it is a tensor
 like any other, so `state_dict()` and checkpoints read it; the system keeps as much of it in memory as there is room.
@@ -21,7 +21,8 @@ import torch
 from autopar.errors import PlanError
 from autopar.ir.ops.measure import human
 from autopar.runtime.kernels import host
-from autopar.runtime.tiers.host_tier import BACK, OUT, HostPool, HostTier
+from autopar.runtime.tiers.host_tier import BACK, OUT, HostPool, HostTier, memory_of
+from autopar.runtime.tiers.side_by_side import bytes_of
 
 
 class ThreadQueues:
@@ -71,6 +72,17 @@ def disk_tier(device: torch.device, folder: Path) -> HostTier:
     return HostTier(pool, queues, device, needs_room=partial(check_room, folder))
 
 
+def parameter_tier(device: torch.device, folder: Path) -> HostTier:
+    """The host's memory for a rank that computes on a device, with gradients in files, as the parameters are."""
+    api = None if host.on_host(device) else torch.cuda
+    return HostTier(HostPool(memory_of(device), partial(mapped, folder)), ThreadQueues(device, api), device)
+
+
+def in_file(part: torch.Tensor, folder: Path) -> torch.Tensor:
+    """A tensor in memory that is mapped from a file."""
+    return mapped(folder, bytes_of(part)).view(part.dtype).view(part.shape).copy_(part)
+
+
 def mapped(folder: Path, size: int) -> torch.Tensor:
     """So many bytes of a new file, which has no name. They are taken from the disk at once: a write that finds none
     later would end the process. Raises PlanError where there is no room."""
@@ -82,7 +94,7 @@ def mapped(folder: Path, size: int) -> torch.Tensor:
             return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
     except OSError as error:
         raise PlanError(
-            f"offload_dir='{folder}': {size} bytes of states cannot lie there: {error.strerror or error}, "
+            f"offload_dir='{folder}': {size} bytes cannot lie there: {error.strerror or error}, "
             f"{human(room(folder))} are free. Free some, or name another folder."
         ) from error
 
@@ -94,6 +106,16 @@ def check_room(folder: Path, whose: str, needs: int) -> None:
             f"offload_dir='{folder}': the states of {whose} take {needs} bytes on this node, and {free} are free "
             f"there. No weight has changed. Free some, name another folder, split states by zero=1 over more nodes, or "
             f'let fewer wait: offload={{"optimizer": 0.5}}.'
+        )
+
+
+def check_room_of_parameters(folder: Path, parameters: int) -> None:
+    """Raise PlanError where a disk has fewer free bytes than the parameters of a node, in so many, and their gradients
+    take at least."""
+    if 2 * parameters > (free := room(folder)):
+        raise PlanError(
+            f"offload_dir='{folder}': parameters and their gradients take {2 * parameters} bytes on this node, and "
+            f"{free} are free there. Free some, name another folder, or split them by zero=3 over more nodes."
         )
 
 

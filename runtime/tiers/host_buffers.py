@@ -52,7 +52,7 @@ def _of_graph(program: Program, frees: Iterable[str]) -> Iterator[tuple[int, int
     """(bytes, 1) where a buffer is taken, (bytes, -1) where it is free again: at the wait of its last load, of a value
     of another graph if it dies with this one."""
     last: dict[fx.Node, fx.Node] = {}
-    dying = {node for node, entry in program.entries if entry.name in set(frees)}
+    dying = {node for node, entry in program.entries if entry.kind == "saved" and entry.name in set(frees)}
     leaving, given = set(program.results), {node for node, _ in program.parameters()}
     for node in program.calls():
         if node.target is TO_DEVICE:

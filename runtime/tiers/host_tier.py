@@ -100,7 +100,8 @@ OUT, BACK = "out", "back"
 
 @dataclass(slots=True)
 class HostPool:
-    """Buffers by size, used again. make: gives one of so many bytes; None where tensors have no data.
+    """Buffers by size, used again. make: gives one of so many bytes; None where tensors have no data. lends: the same,
+    of what is a user's, where that is to lie elsewhere.
 
     held, peak: the bytes in use. made: of all buffers. missed: buffers that a step had to make, since the pool was not
     filled. moved: the bytes of copies, by their way. lasting: bytes that stay from step to step, and lie in no buffer.
@@ -108,6 +109,7 @@ class HostPool:
     """
 
     make: Make
+    lends: Make | None = None
     held: int = 0
     peak: int = 0
     made: int = 0
@@ -150,7 +152,7 @@ class HostPool:
         if not size:
             return torch.empty(0, dtype=torch.uint8)
         known = self._lent[size]
-        buffer = known.pop() if known else self.make(size)
+        buffer = known.pop() if known else (self.lends or self.make)(size)
         if buffer is None:
             return None
         lease = (ctypes.c_uint8 * size).from_address(buffer.data_ptr())
@@ -231,8 +233,12 @@ class HostTier:
             )
         self.pool.fill(counts)
 
-    def start(self, target: Any, value: Any, stays: bool = False) -> Copying:
-        """Start a copy out or back. stays: what is copied out is the user's from the end of the step on."""
+    def start(self, target: Any, value: Any, stays: bool = False, before: Any = None) -> Copying | None:
+        """Start a copy out or back; None of what is not there yet. stays: what is copied out is the user's from the end
+        of the step on. before: what it is added to, on the device."""
+        if value is None:
+            return None
+        value = value if before is None else before.add_(value)
         if target is TO_HOST and not stays:
             return self._out(value)
         if isinstance(value, HostValue):
@@ -305,6 +311,11 @@ def _copy(to: torch.Tensor | None, source: torch.Tensor | None) -> None:
 def in_host(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor in memory of the host that copies to a device need no help to read."""
     return pinned(bytes_of(x)).view(x.dtype).view(x.shape).copy_(x) if device.type == "cuda" else x
+
+
+def memory_of(device: torch.device) -> Make:
+    """What makes memory of the host for a rank that computes on a device."""
+    return pinned if device.type == "cuda" else _plain
 
 
 def host_tier(device: torch.device) -> HostTier:

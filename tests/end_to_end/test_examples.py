@@ -77,7 +77,7 @@ def test_offload_for_a_step(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
     monkeypatch.setattr(offload, "STEPS", 1)
     offload.main()
-    assert capsys.readouterr().out.count("the same") == 2
+    assert capsys.readouterr().out.count("the same") == 4
 
 
 def test_the_table_has_every_example() -> None:

@@ -28,6 +28,8 @@ TABLE: list[tuple[str, str, dict[str, Any]]] = [
     ("gpt", "dp=2", {"zero": 3, "offload": "parameters"}),
     ("gpt", "dp=2", {"offload": ["parameters", "activations"], "horizon": 2}),
     ("deep", "fsdp=2", {"precision": "bf16", "offload": "parameters", "recompute": "full"}),
+    ("deep", "pp=2", {"microbatches": 2, "offload": "parameters"}),
+    ("gpt", "fsdp=2", {"microbatches": 2, "offload": "parameters"}),
 ]
 
 

@@ -19,6 +19,7 @@ from test_offloaded_states import OPTIMIZERS, part, train
 import autopar
 from autopar.errors import MachineError, PlanError
 from autopar.ir.modules import is_named
+from autopar.ir.options import read_offload
 from autopar.machines import named
 from autopar.machines.runners import disk_speed
 from autopar.runtime.tiers import disk_tier
@@ -44,11 +45,15 @@ def test_it_is_the_step_to_the_bit(name: str, tmp_path: Path):
     assert not any(tmp_path.iterdir()), "files have no names"
 
 
-def mapped_bytes(folder: Path) -> int:
+def mapped_ranges(folder: Path) -> list[tuple[int, int]]:
     """Of this process, as the system says."""
     lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if f"{folder}/" in line]
-    ends = (tuple(int(word, 16) for word in line.split()[0].split("-")) for line in lines)
-    return sum(end - begin for begin, end in ends)
+    ends = (line.split()[0].split("-") for line in lines)
+    return [(int(begin, 16), int(end, 16)) for begin, end in ends]
+
+
+def mapped_bytes(folder: Path) -> int:
+    return sum(end - begin for begin, end in mapped_ranges(folder))
 
 
 def test_states_lie_in_files_and_the_reports_say_how_many_bytes(tmp_path: Path):
@@ -98,11 +103,46 @@ def test_of_parameters_that_wait_the_states_are_on_the_disk(tmp_path: Path):
     assert report.disk == bytes_ and report.host == bytes_  # weights and gradients are as large as both moments
 
 
+def test_parameters_and_gradients_lie_in_files_too(tmp_path: Path):
+    """To the bit, with micro-batches and without; nothing of them is in memory of the process's own."""
+    for more in ({}, {"microbatches": 2}):
+        there: dict[str, Any] = {"offload": {"parameters": "disk"}, "offload_dir": tmp_path, **more}
+        want, _, _ = train(OPTIMIZERS["AdamW"], 3, offload="parameters", **more)
+        got, optimizer, _ = train(OPTIMIZERS["AdamW"], 3, **there)
+        for p, q in zip(want.parameters(), got.parameters(), strict=True):
+            assert torch.equal(local_of(p), local_of(q)) and torch.equal(local_of(p.grad), local_of(q.grad))
+        parts = [local_of(p) for p in got.parameters()]
+        starts = [x.data_ptr() for p in got.parameters() for x in (local_of(p), local_of(p.grad))]
+        files = [range(*ends) for ends in mapped_ranges(tmp_path)]
+        assert all(any(start in one for one in files) for start in starts)
+        bytes_ = sum(x.nbytes for x in (*states_of(optimizer), *parts, *parts))
+        report = case.compiled("shallow", "dp=1", torch.float64, **{**there, "offload_dir": str(tmp_path)}).memory()
+        assert (report.disk, report.host) == (bytes_, 0)
+        assert not any(tmp_path.iterdir()), "files have no names"
+
+
+def test_files_want_a_folder():
+    with pytest.raises(PlanError) as caught:
+        case.compiled("shallow", "dp=1", offload={"parameters": "disk"})
+    assert str(caught.value) == "offload={'parameters': 'disk'}: say in which folder files may lie, by offload_dir=."
+    assert read_offload("parameters=disk,activations=0.5") == {"parameters": "disk", "activations": 0.5}
+
+
+def test_the_time_of_parameters_in_files_is_the_disk_s():
+    machine = replace(named("h100-80g"), disk=1e6)
+    memory = case.compiled("shallow", "dp=2", offload="parameters", offload_dir="/x")
+    files = case.compiled("shallow", "dp=2", offload={"parameters": "disk"}, offload_dir="/x")
+    every = files.memory().disk / 4  # weights; with gradients and two moments it is four times as much
+    found, before = files.time(machine), memory.time(machine)
+    assert found.optimizer == pytest.approx(2 * 7 * every)  # us: two ranks share a disk of a byte a us
+    assert found.total - found.optimizer > 2 * 2 * every > 10 * (before.total - before.optimizer)
+
+
 KILLED = """
 import sys, os, signal
 sys.path[:0] = {paths!r}
 from test_offloaded_states import OPTIMIZERS, train
-held = train(OPTIMIZERS["AdamW"], 1, offload="optimizer", offload_dir={folder!r})
+held = train(OPTIMIZERS["AdamW"], 1, offload={{"parameters": "disk"}}, offload_dir={folder!r})
 assert {folder!r} in open("/proc/self/maps").read()
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -173,12 +213,23 @@ def test_a_disk_that_is_too_small_is_refused_before_a_weight_changes(tmp_path: P
     assert not all(torch.equal(local_of(p), x) for p, x in zip(parallel.parameters(), before, strict=True))
 
 
+def test_a_disk_that_is_too_small_for_parameters_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(disk_tier, "room", lambda folder: 1000)
+    model, loss_fn, _ = case.deep(1)
+    bytes_ = 2 * sum(p.nbytes for p in model.parameters())
+    with pytest.raises(PlanError) as caught:
+        autopar.parallelize(
+            model, "dp=1", loss_fn=loss_fn, device="cpu", offload={"parameters": "disk"}, offload_dir=tmp_path
+        )
+    assert f"parameters and their gradients take {bytes_} bytes on this node, and 1000 are free" in str(caught.value)
+
+
 def test_a_file_that_finds_no_room_is_an_error_with_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def full(*_: int) -> None:
         raise OSError(28, os.strerror(28))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(PlanError, match=f"'{tmp_path}': 4096 bytes of states cannot lie there: No space left"):
+    with pytest.raises(PlanError, match=f"'{tmp_path}': 4096 bytes cannot lie there: No space left"):
         disk_tier.mapped(tmp_path, 4096)
 
 

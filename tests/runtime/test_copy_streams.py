@@ -163,11 +163,13 @@ def test_every_access_is_ordered(options: dict[str, Any], horizon: Any):
     assert not races_of(lambda api: CopyQueues(api, CPU), {"offload": "activations", "horizon": horizon, **options})
 
 
+@pytest.mark.parametrize("more", [{}, {"microbatches": 3}], ids=str)
 @pytest.mark.parametrize("horizon", [1, "auto"])
-def test_every_access_of_parameters_that_wait_is_ordered(horizon: Any):
-    """The optimizer reads gradients and writes parameters on the host, which has waited for their copies."""
+def test_every_access_of_parameters_that_wait_is_ordered(horizon: Any, more: dict[str, Any]):
+    """The optimizer reads gradients and writes parameters on the host, which has waited for their copies; sums of
+    micro-batches come back behind the copy out of those before, and their memory is lent again."""
     for offload in ("parameters", ["parameters", "activations"]):
-        assert not races_of(lambda api: CopyQueues(api, CPU), {"offload": offload, "horizon": horizon})
+        assert not races_of(lambda api: CopyQueues(api, CPU), {"offload": offload, "horizon": horizon, **more})
 
 
 class NeverDone(CopyQueues):
@@ -175,6 +177,11 @@ class NeverDone(CopyQueues):
 
     def finish(self) -> None:
         return
+
+
+def test_a_sum_that_comes_back_too_soon_is_found_by_name():
+    races = races_of(lambda api: NoWait(api, CPU), {"offload": "parameters", "microbatches": 3})
+    assert any(race.startswith("back reads at %") and " what out writes at %" in race for race in races), races[:3]
 
 
 def test_a_host_that_does_not_wait_is_found_by_name():

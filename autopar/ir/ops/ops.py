@@ -317,8 +317,8 @@ LOCAL = (
     # this rank's coordinate on an axis
     "coord(str axis) -> SymInt",
     # a copy into the host's memory, and one back from there: each is done at its `wait`, until which it holds x. What
-    # stays there behind the step is the user's
-    "to_host_start(Tensor x, bool stays=False) -> Tensor",
+    # stays there behind the step is the user's. before: what was there, to which x is added on its way
+    "to_host_start(Tensor x, bool stays=False, Tensor? before=None) -> Tensor",
     "to_device_start(Tensor x) -> Tensor",
 )
 

@@ -59,8 +59,9 @@ from autopar.parallel.weights.replicas import Replicas, every_of
 from autopar.parallel.weights.store import ParameterStore, describe_state
 from autopar.runtime.ranks.meet import attempt_name
 from autopar.runtime.ranks.process_groups import forget_at_exit, leave_at_exit, mesh_over
-from autopar.runtime.tiers.disk_tier import check_folder
+from autopar.runtime.tiers.disk_tier import check_folder, check_room_of_parameters, parameter_tier
 from autopar.runtime.tiers.host_tier import HostTier, host_tier
+from autopar.runtime.tiers.side_by_side import bytes_of
 from autopar.settings import Settings
 from autopar.torch_compat import end_waits_after
 
@@ -125,6 +126,9 @@ class Requested:
             check_backend(device)
         if options.offload_dir is not None:  # each rank its own node's, before any state is made
             check_folder(Path(options.offload_dir))
+        if options.files is not None:
+            near = min(world, Settings.read().local_world_size or 1)
+            check_room_of_parameters(options.files, sum(map(bytes_of, tables.parameters(self.model))) * near // world)
         if self.is_auto:
             phase.texts["machine"] = [str(machine_for(self.machine, device))]
         every_of(self.check_replicas)
@@ -217,13 +221,15 @@ def open_session(asked: Requested) -> Session:
     announcer = Announcer(agreement)
     agreement.pace.lie_over(mesh)
     on_host = Plan(mesh, options=options).offloads("parameters")
-    store = ParameterStore(asked.model, Distributor(mesh, device_mesh, announcer.operation, on_host), place)
+    where = Distributor(mesh, device_mesh, announcer.operation, on_host, options.files)
+    store = ParameterStore(asked.model, where, place)
     replicas = Replicas(store, agreement, every_of(asked.check_replicas))
     nonfinite = NonFinite(agreement, asked.on_nonfinite)
     scale = LossScale() if options.precision == "fp16" else None
     store.distribute(agreement, asked.seed, asked.weights)
     watched = announcer.watch(tables.parameters(asked.model))
-    tier = cache(partial(host_tier, place))  # one for all programs
+    folder = options.files
+    tier = cache(partial(host_tier, place) if folder is None else partial(parameter_tier, place, folder))  # one for all
     random = RandomState(asked.seed)
     return Session(settings, store, agreement, announcer, watched, replicas, nonfinite, random, scale, tier, Sums())
 

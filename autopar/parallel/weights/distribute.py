@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from autopar.parallel.tensors.place import World
 from autopar.parallel.weights.identity import lay_out
 from autopar.passes.collectives.zero import stored_layout
 from autopar.runtime.ranks.wire import on_wire
+from autopar.runtime.tiers.disk_tier import in_file
 from autopar.runtime.tiers.host_tier import in_host
 from autopar.torch_compat import local_of
 
@@ -28,13 +30,14 @@ class Distributor:
     """Makes DTensors of whole tensors, and whole tensors of DTensors.
 
     Layouts are over `inner`, the mesh without `pp`. `owner`: the stage where a value lies (its place on `pp`); None: on
-    each. on_host: parts lie in the host's memory.
+    each. on_host: parts lie in the host's memory. folder: in whose files they lie there.
     """
 
     def __init__(
-        self, mesh: Mesh, device_mesh: DeviceMesh, announce: Callable[[str], None], on_host: bool = False
+        self, mesh: Mesh, device_mesh: DeviceMesh, announce: Callable[[str], None], on_host: bool = False,
+        folder: Path | None = None,
     ) -> None:  # fmt: skip
-        self.on_host = on_host
+        self.on_host, self.folder = on_host, folder
         self.mesh, self.device_mesh, self.world = mesh, device_mesh, World.of(mesh, device_mesh, announce)
         self.inner, self.coord = self.world.inner, self.world.coord
 
@@ -46,6 +49,8 @@ class Distributor:
 
     def at_home(self, part: torch.Tensor) -> torch.Tensor:
         """A part of a parameter where it lies between steps: for a GPU in memory that copies need no help to read."""
+        if self.folder is not None:
+            return in_file(part, self.folder)
         return in_host(part, self.world.device) if self.on_host else part
 
     def waiting(self, shape: torch.Size, least: int = SMALL) -> Layout:

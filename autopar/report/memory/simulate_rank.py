@@ -78,7 +78,11 @@ def simulate(
     with fake, study.tracker:
         trace = study.run(make)
     if compiled.plan.offloads("parameters"):
-        trace.host_states, states = study.on_host(make)
+        parameters, states = study.on_host(make)
+        if compiled.plan.options.files is None:
+            trace.host_states = parameters
+        else:
+            trace.disk_states = parameters
         study.place_states(states)
     return trace
 

@@ -25,7 +25,7 @@ from autopar.planning import step_time
 from autopar.report.memory.estimate import memory_report
 from autopar.report.memory.report import ACTIVATIONS, MemoryReport
 
-ROUNDS = 4  # steps that are tried along one way, and so many more where layers stay gathered
+ROUNDS = 3  # steps that are tried along one way, and so many more where layers stay gathered
 CLOSE = 0.015  # of the limit: a step that leaves less of it unused is near enough
 GATHERED = (1.0, 0.5, 0.25)  # parts of the layers that may stay gathered, beside the best of the other ways
 RESHARD = "reshard_after_forward"
@@ -129,7 +129,10 @@ class _Search:
         if best is None:
             raise self._impossible()
         for part in GATHERED if self.gathered else ():
-            best = self._best([best, *self._beside(best, part)]) or best
+            found = self._best([best, *self._beside(best, part)]) or best
+            best, is_better = found, found is not best
+            if is_better:  # fewer would be gathered again, for no less that is computed again
+                break
         return best.lowered.with_note(self._note(best))
 
     def tried(self, changes: Changes) -> _Tried | None:
@@ -153,11 +156,9 @@ class _Search:
         return min(fitting, key=lambda one: (one.us, one.peak), default=None)
 
     def _ways(self) -> Iterator[_Way]:
-        """Both in one budget, each alone, and layers that are computed again as a whole, from the first one on."""
-        if self.all_move:
-            yield _Way(lambda part: {"recompute": 1.0 - part, **self.all_move} if part else {})
-            yield _Way(lambda part: {"offload": self._moving(part)} if part else {})
-        yield _Way(lambda part: {"recompute": 1.0 - part} if part else {})
+        """Values that move or are computed again, in one budget, which takes none of the two where the other is better;
+        and layers that are computed again as a whole, from the first one on."""
+        yield _Way(lambda part: {"recompute": 1.0 - part, **self.all_move} if part else {})
         if self.layers:
             yield _Way(self._full)
         if self.layers and self.all_move:
