@@ -176,7 +176,11 @@ class Raise(TorchFunctionMode):
     def _put_inputs(self, call: _Call) -> Any:
         if self.coins.trail is not None:
             self.coins.join(lambda *sides: self.__torch_function__(torch.where, (), sides))
-        call.args, call.kwargs = with_tensors(call.function, *with_inputs((call.args, call.kwargs), self.inputs))
+        given = with_inputs((call.args, call.kwargs), self.inputs)
+        made = self.selected.cut(self.__torch_function__, call.function, *given, call.line) if self.captures else None
+        if made is not None:
+            return made[0]
+        call.args, call.kwargs = with_tensors(call.function, *given)
         return NotImplemented
 
     def _make_dense(self, call: _Call) -> Any:
@@ -335,6 +339,7 @@ class Raise(TorchFunctionMode):
         number = self.items.number(*asked) if is_users and call.function is Tensor.item else NotImplemented
         is_known = self.permitted is not None and may_specialize
         if number is not NotImplemented and not is_known:
+            number.span = self.selected.segments.span_of(call.args[0])
             return number
         is_truth = call.function is Tensor.__bool__ or call.args[0].dtype == torch.bool
         is_written = not call.before.kinds & MEMORY  # else it is nothing that another step could check

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from autopar.capture.python.arithmetic import DTYPES, Arithmetic, is_input, plain
+from autopar.capture.python.spans import Span, piece_between, sum_of
 from autopar.capture.refusals.location import user_frame
 from autopar.errors import CaptureError
 from autopar.ir.ops.op_facts import numbers_of
@@ -76,25 +77,44 @@ def _comparison(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     def method(self: Scalar, other: Any) -> Any:
         if isinstance(other, Tensor):
             return _of_two(function, self, other)
-        is_number = type(other) in DTYPES
-        value = self.read(lambda: function(self.tensor(), other), bool) if is_number else NotImplemented
+        value = NotImplemented
+        if type(other) in DTYPES:
+            value = self.read(lambda: function(self.tensor(), other), bool)
+        elif type(other) is Scalar:
+            value = _compared(function, self, other)
         return self.refuse(f"is compared ({function.__name__})") if value is NotImplemented else value
 
     return method
+
+
+def _compared(function: Callable[[Any, Any], Any], one: Scalar, other: Scalar) -> Any:
+    """Whether rows begin where they end, of which there are as many as a tensor says; NotImplemented for other numbers.
+    They do not end before."""
+    for start, end, may_be in ((one, other, operator.lt), (other, one, operator.gt)):
+        piece = piece_between(start.span, end.span)
+        if piece is not None and function in (operator.eq, operator.ne, may_be, _NOT[may_be]):
+            is_empty = function in (operator.eq, _NOT[may_be])
+            asked = operator.eq if is_empty else operator.ne
+            return one.read(lambda: asked(piece.count(), 0), bool)
+    return NotImplemented
+
+
+_NOT = {operator.lt: operator.ge, operator.gt: operator.le}
 
 
 class Scalar:
     """Stands for a Python number, or for one that was computed of such.
 
     value: the number now, where Python has it, as the result of the step `at` of its book's arithmetic. tensor: what
-    stands for it in the graph; made where a tensor meets the number."""
+    stands for it in the graph; made where a tensor meets the number. span: of which counts it is the sum."""
 
-    __slots__ = ("__weakref__", "_at", "_book", "_number", "_tensor", "_value")
+    __slots__ = ("__weakref__", "_at", "_book", "_number", "_tensor", "_value", "span")
     __array_ufunc__ = None  # numpy leaves arithmetic to this class
 
     def __init__(self, book: tuple[Misuse, frozenset[Hashable]], tensor: Tensor | None = None, value: Any = None,
                  at: int | None = None, number: Any = None) -> None:  # fmt: skip
         self._tensor, self._value, self._at, self._number, self._book = tensor, value, at, number, book
+        self.span: Span | None = None
         book[0].watch(self)
         if tensor is not None:
             tensor.is_autopar_number = True  # type: ignore[attr-defined]
@@ -326,7 +346,10 @@ def _of_tensors(function: Callable[..., Any], *numbers: Any) -> Scalar:
     dtype = torch.float64 if is_float else torch.int64
     tensors = [number._as(dtype) if type(number) is Scalar else number for number in numbers]
     places = frozenset(place for number in numbers if type(number) is Scalar for place in number._book[1])
-    return Scalar((known._book[0], places), function(*tensors))
+    made = Scalar((known._book[0], places), function(*tensors))
+    if function is operator.add:
+        made.span = sum_of(*(number.span if type(number) is Scalar else number for number in numbers))
+    return made
 
 
 _OF_TENSORS = (operator.neg, operator.abs, operator.add, operator.sub, operator.mul, operator.truediv, operator.pow)

@@ -65,6 +65,7 @@ class ValidRows:
     place: int | None = None  # of the places themselves, their dim of the mask
     may_specialize: bool = False  # the mask hangs on what a step leaves as it is
     is_column: bool = False  # the places of a mask of one dim, as nonzero() has them: [n, 1]
+    is_whole: bool = False  # the padding has what stands there for other rows
     guards: tuple[Guard, ...] = ()  # what their gradient passes before anything adds it up
 
 

@@ -71,6 +71,18 @@ class RowSides:
         """The places that a mask selects."""
         self._mask_of.update((id(place), (place, number)) for place in places)
 
+    def joined(self, numbers: Sequence[int], pieces: Sequence[Tensor], whole: Tensor) -> None:
+        """Rows that masks of such numbers select, put together: as if each mask put its own into their places, as the
+        last of its calls."""
+        base: Place = ("joined",)
+        for number, piece in zip(numbers, pieces, strict=True):
+            steps = self.trail.segments[number + 1]
+            at, draws = (number + 1, len(steps)), steps[-1].draws if steps else 0
+            steps.append(TrailStep(hash("joined"), (self.trail.place_of(piece), base), (), draws))
+            self.bases[at] = number, base
+            base = ("call", *at, 0)
+        self.trail.joined(whole, base)
+
     def saw(self, function: Any, args: Any, kwargs: Any, result: Any, written: Sequence[Tensor]) -> None:
         """A call with what it returned, and what it wrote into."""
         name = getattr(function, "__name__", "")
@@ -84,6 +96,8 @@ class RowSides:
             known = self._mask_of.get(id(args[0]))
             if known is not None and known[0] is args[0]:
                 self._mask_of[id(result)] = result, known[1]
+            elif mask is None and function is Tensor.__getitem__ and (of := self._mask_in(args[1:])) is not None:
+                self._mask_of[id(result)] = result, of
 
     def _mask_in(self, value: Any) -> int | None:
         if isinstance(value, Tensor):

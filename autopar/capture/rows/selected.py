@@ -43,6 +43,7 @@ from autopar.capture.rows.row_rules import (
     source_of,
     together,
 )
+from autopar.capture.rows.segments import CUTS, Segments
 from autopar.capture.rows.selections import NONZERO, mask_of, selecting
 from autopar.capture.rows.turns import MaskOrder
 from autopar.capture.trace.tracer import Tracer
@@ -71,6 +72,7 @@ class Selected:
     decided: dict[tuple[int, int], tuple[Tensor, bool]] = field(default_factory=dict)  # masks, and if they select any
     is_inside: bool = False  # of a call that is followed: torch may spell it out in calls of its own
     draws: RowDraws = field(default_factory=RowDraws)
+    segments: Segments = field(default_factory=Segments)
 
     def __post_init__(self) -> None:
         self.order = MaskOrder(self.locator, Branches() if self.reads is None else self.reads.branches)
@@ -183,7 +185,8 @@ class Selected:
 
     def saw(self, function: Any, args: Any, kwargs: Any, result: Any, computes: bool) -> None:
         """A call with what it returned. computes: it is the model's."""
-        if computes and selecting(function, args, kwargs) is not None:
+        self.segments.saw(function, args, kwargs, result)
+        if computes and not self.segments.is_cutting and selecting(function, args, kwargs) is not None:
             mine = None if self.row_of(args[0]) else next(self.rows_in(result), None)
             self.draws.selected(None if mine is None else mine.valid)
 
@@ -368,7 +371,7 @@ class Selected:
     def in_range(self, index: Tensor) -> Tensor:
         """Places of rows, or numbers made of them, which the padding may have anywhere."""
         mine = self.known[id(index)]
-        return index if mine.place is not None else self._fill(index, mine, 0)
+        return index if mine.place is not None or mine.is_whole else self._fill(index, mine, 0)
 
     def _guard(self, tensor: Tensor, valid: Tensor, dim: int) -> Guard:
         """Watch the gradient of rows behind which it is added up."""
@@ -382,6 +385,13 @@ class Selected:
             like, tensor=tensor, dim=dim, place=None, is_column=False, guards=tuple(guards)
         )
         return tensor
+
+    def cut(self, run: Run, function: Any, args: Any, kwargs: Any, line: Line | None) -> tuple[Any] | None:
+        """What a call gives that cuts rows by counts of the data, or puts them together again; None for another one."""
+        if function not in CUTS or self.is_inside:
+            return None
+        made = self.segments.call(self, lambda one, *given, **named: run(one, (), given, named), function, args, kwargs, line)
+        return None if made is NotImplemented else (made,)
 
     def check_counts(self) -> None:
         """Raise CaptureError where the model asks how many rows there are, and takes the same ones together, if it is

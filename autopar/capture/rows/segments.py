@@ -1,0 +1,173 @@
+"""Sorted rows that are cut by counts of the data: `x.split(counts.tolist())`, `x[start:end]`, and put together again.
+
+A piece is the rows of one group, and so those that a mask selects: `x[group == e]`, where the group of a row is found
+from where groups end. Put together in their order the pieces are all rows, each where it was.
+
+Which calls put pieces together only the run that is captured can tell, since it knows what became of them: others go by
+the line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from autopar.capture.python.spans import Piece, Span, piece_between
+from autopar.capture.python.stand_in import Scalar
+from autopar.capture.refusals.location import Line
+from autopar.capture.rows.row_sides import UnfitRows
+from autopar.ir.ops.ops import op
+
+if TYPE_CHECKING:
+    from autopar.capture.rows.selected import Selected
+
+Tensor = torch.Tensor
+Run = Callable[..., Any]  # a call of the model's
+
+_SPLITS = (torch.split, Tensor.split, torch.split_with_sizes, Tensor.split_with_sizes)
+_CATS = (torch.cat, torch.concat, torch.concatenate)
+_PIECES = (Tensor.unbind, torch.unbind, Tensor.__iter__)
+_CASTS = (Tensor.to, Tensor.int, Tensor.long, Tensor.cpu, Tensor.detach, Tensor.clone, Tensor.type)
+_ENDS = (torch.cumsum, Tensor.cumsum, torch.searchsorted)
+CUTS = frozenset((*_SPLITS, *_CATS, Tensor.__getitem__, Tensor.__setitem__))
+
+
+@dataclass(slots=True)
+class _Groups:
+    """Rows that are cut. group: of each row. taken: by group its mask, and the number that this has."""
+
+    tensor: Tensor  # of counts, or of ends; held, so that its id stays its own
+    group: Tensor
+    count: int
+    masks: dict[int, Tensor] = field(default_factory=dict)
+    taken: dict[int, tuple[int, Tensor | None]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Segments:
+    """The pieces of one run. is_cutting: rows are selected that the model cuts, and no mask of its own.
+
+    elements: of tensors of integers, by the id of each. ends: tensors that say where groups end."""
+
+    is_cutting: bool = False
+    last: _Groups | None = None
+    _groups: dict[Any, _Groups] = field(default_factory=dict)
+    _elements: dict[int, tuple[Tensor, Span]] = field(default_factory=dict)
+    _ends: dict[int, Tensor] = field(default_factory=dict)
+
+    def saw(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Note the elements of tensors of integers, and which of these say where groups end."""
+        source = args[0] if args else None
+        if not isinstance(source, Tensor) or source.ndim != 1 or source.is_floating_point():
+            return
+        if function in _PIECES:
+            for place, one in enumerate(result):
+                self._elements[id(one)] = one, Span.element(source, place)
+        elif function is Tensor.__getitem__ and type(args[1]) is int and isinstance(result, Tensor):
+            self._elements[id(result)] = result, Span.element(source, args[1] % len(source))
+        elif function in _ENDS or (function in _CASTS and id(source) in self._ends):
+            if isinstance(result, Tensor) and result.ndim == 1:
+                self._ends[id(result)] = result
+
+    def span_of(self, tensor: Tensor) -> Span | None:
+        """What a tensor of one element is an element of."""
+        found = self._elements.get(id(tensor))
+        return found[1] if found is not None and found[0] is tensor else None
+
+    def call(self, selected: Selected, run: Run, function: Any, args: Any, kwargs: Any, line: Line | None) -> Any:
+        """A call that cuts rows, or puts them together; NotImplemented for another one."""
+        if function in _SPLITS:
+            return self._split(selected, run, *args, **kwargs)
+        if function in (Tensor.__getitem__, Tensor.__setitem__):
+            return self._sliced(selected, run, function, *args)
+        return self._joined(selected, run, line, *args, **kwargs) if function in _CATS else NotImplemented
+
+    # -- cut ----------------------------------------------------------------------------------------------------
+
+    def _split(self, selected: Selected, run: Run, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sizes, dim = (*args, *kwargs.values(), 0)[:2]
+        spans = [size.span for size in sizes if type(size) is Scalar] if isinstance(sizes, (list, tuple)) else []
+        if not spans or dim not in (0, -x.ndim) or len(spans) != len(sizes):
+            return NotImplemented
+        if spans != [Span.element(spans[0].tensor, place) for place in range(len(spans))] if spans[0] else True:
+            return NotImplemented
+        if len(spans[0].tensor) != len(spans):
+            return NotImplemented
+        groups = self._of(run, Piece(spans[0].tensor, 0, False), x)
+        return tuple(self._take(selected, run, x, groups, place) for place in range(len(spans)))
+
+    def _sliced(self, selected: Selected, run: Run, function: Any, x: Any, key: Any, *value: Any) -> Any:
+        first, *rest = key if isinstance(key, tuple) else (key,)
+        if type(first) is not slice or type(first.stop) is not Scalar or first.step is not None:
+            return NotImplemented
+        if not isinstance(x, Tensor) or any(item != slice(None) for item in rest):
+            return NotImplemented
+        start, end = first.start or 0 if type(first.start) is not Scalar else first.start.span, first.stop.span
+        piece = piece_between(start, end)
+        if piece is None:
+            is_all = start == 0 and end is not None and (end.start, end.end) == (0, len(end.tensor))
+            return x if is_all and not value and self._of(run, Piece(end.tensor, 0, False), x) else NotImplemented
+        groups = self._of(run, piece, x)
+        if not value:
+            return self._take(selected, run, x, groups, piece.place)
+        run(Tensor.__setitem__, x, groups.masks[piece.place], *value)
+        return None
+
+    def _of(self, run: Run, piece: Piece, x: Tensor) -> _Groups:
+        """The groups of as many rows as `x` has. That each row has one is checked in each step."""
+        tensor, rows = piece.tensor, x.shape[0]
+        key = id(tensor), tensor._version, rows
+        if key not in self._groups:
+            is_ended = piece.is_ended or id(tensor) in self._ends
+            ends = tensor if is_ended else run(torch.cumsum, tensor, 0)
+            group = run(torch.searchsorted, ends, run(torch.arange, rows, device=x.device), right=True)
+            group = run(op("checked_index"), group, len(tensor), None)
+            self._groups[key] = made = _Groups(tensor, group, len(tensor))
+            made.masks.update((place, run(Tensor.__eq__, group, place)) for place in range(len(tensor)))
+        self.last = self._groups[key]
+        return self.last
+
+    def _take(self, selected: Selected, run: Run, x: Tensor, groups: _Groups, place: int) -> Tensor:
+        self.is_cutting = True
+        try:
+            made: Tensor = run(Tensor.__getitem__, x, groups.masks[place])
+        finally:
+            self.is_cutting = False
+        mine = selected.row_of(made)
+        if mine is not None and not x.is_floating_point():  # what others have there is as good an index
+            selected.known[id(made)] = replace(mine, is_whole=True)
+        groups.taken.setdefault(place, (selected.order.number, None if mine is None else mine.valid))
+        return made
+
+    # -- put together -------------------------------------------------------------------------------------------
+
+    def _joined(
+        self, selected: Selected, run: Run, line: Line | None, tensors: Any, dim: int = 0, **other: Any
+    ) -> Any:  # fmt: skip
+        groups, pieces, lines = self.last, list(tensors), selected.order.branches.joined
+        if groups is None or other or not pieces or dim not in (0, -pieces[0].ndim):
+            return NotImplemented
+        if selected.is_first and selected.tracer is not None:
+            valid = [(mine := selected.row_of(one)) is not None and mine.dim == 0 and mine.valid for one in pieces]
+            wanted = [groups.taken.get(place, (0, None))[1] for place in range(groups.count)]
+            if len(valid) != len(wanted) or any(one is not other for one, other in zip(valid, wanted, strict=True)):
+                return NotImplemented
+            lines.add(line)
+        elif line not in lines:
+            return NotImplemented
+        like, sides = pieces[0], selected.order.sides
+        shape = (len(groups.group), *like.shape[1:])
+        taken = sorted(groups.taken.items())
+        if len(taken) != len(pieces):
+            raise UnfitRows
+        if sides is not None:
+            made = torch.zeros(shape, dtype=like.dtype, device=like.device)
+            sides.joined([number for _, (number, _) in taken], pieces, made)
+            return made
+        made = run(torch.zeros, shape, dtype=like.dtype, device=like.device)
+        for (place, _), piece in zip(taken, pieces, strict=True):
+            run(Tensor.__setitem__, made, groups.masks[place], piece)
+        return made
