@@ -347,6 +347,16 @@ class Raise(TorchFunctionMode):
             return self._guard(call.args[0], line, bool, call.function is Tensor.__bool__)
         return NotImplemented if self.permitted is None else self.permitted.take(call.function, call.args[0], line)
 
+    def _as_array(self, call: _Call) -> Any:
+        """Counts as an array of numbers that stay tensors, as `tolist()` gives them."""
+        is_counts = call.function is Tensor.numpy and call.args[0].ndim == 1 and not call.args[0].is_floating_point()
+        if not is_counts or not self._is_forward() or not is_user_code(call.frame):
+            return NotImplemented
+        numbers = [self.__torch_function__(Tensor.item, (), (one,)) for one in self.__torch_function__(Tensor.unbind, (), call.args)]
+        made = np.empty(len(numbers), dtype=object)
+        made[:] = numbers
+        return made
+
     def _guard(self, tensor: Tensor, line: Line | None, read: Callable[[Any], Any], may_fork: bool = False) -> Any:
         """The truth of data, of which each step checks that it is so; NotImplemented as long as nothing is guarded."""
         side = self.selected.asks(tensor, line) if read is bool else NotImplemented
@@ -601,4 +611,5 @@ _VALUES: tuple[_Interceptor, ...] = (
     Raise._equal,
     Raise._checked,  # before `_read`, which would take a check for a branch of the model
     Raise._read,
+    Raise._as_array,
 )

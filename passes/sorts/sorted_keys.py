@@ -69,10 +69,10 @@ class Keys:
 
     def added_up(self, node: fx.Node) -> Of | None:
         """zeros[keys] += 1"""
-        values, index, _ = summands(node)
+        values, index, _, base = summands(node)
         if index is not None and is_wrapped(index) and index.args[1] == record(node).type.shape[0]:
             index = args_of(index)[0]
-        if index is None or self.of.get(index) is not Of.KEYS or fill_of(values) != 1:
+        if index is None or base is not None or self.of.get(index) is not Of.KEYS or fill_of(values) != 1:
             return None
         return Of.COUNTS if record(values).type.shape == record(index).type.shape == (self.size,) else None
 
@@ -91,15 +91,16 @@ def args_of(node: fx.Node) -> Any:
     return node.args
 
 
-def summands(node: fx.Node) -> tuple[fx.Node, fx.Node | None, tuple[int, ...]]:
-    """The values and the index of zeros[index] += values along dim 0, and the sizes along which that is repeated."""
+def summands(node: fx.Node) -> tuple[fx.Node, fx.Node | None, tuple[int, ...], fx.Node | None]:
+    """The values and the index of base[index] += values along dim 0, the sizes along which that is repeated, and the
+    base if it is not zero."""
     if op_name(node.target) == "embedding_backward":
         values, index, _, padding = args_of(node)
-        return values, index if padding < 0 else None, ()
+        return values, index if padding < 0 else None, (), None
     base, dim, index, values = args_of(node)[:4]
-    is_sum = is_first(dim, base) and is_zeros(base) and not node.kwargs and len(node.args) == 4
+    is_sum = is_first(dim, base) and not node.kwargs and len(node.args) == 4
     rest = record(values).type.shape[1:] if op_name(node.target) == "scatter_add" else ()
-    return values, index if is_sum else None, rest
+    return values, index if is_sum else None, rest, None if is_zeros(base) else base
 
 
 def is_wrapped(index: fx.Node) -> bool:

@@ -15,16 +15,18 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The sum of the elements of `tensor` [n] from `start` to before `end`."""
+    """The sum of the elements of `tensor` [n] at some places, in their order."""
 
     tensor: Tensor
-    start: int
-    end: int
-    version: int = 0
+    places: tuple[int, ...]
+    version: int
 
     @staticmethod
     def element(tensor: Tensor, place: int) -> Span:
-        return Span(tensor, place, place + 1, tensor._version)
+        return Span(tensor, (place,), tensor._version)
+
+    def total(self) -> Tensor:
+        return sum((self.tensor[place] for place in self.places[1:]), self.tensor[self.places[0]])
 
     def is_of(self, other: Span) -> bool:
         return self.tensor is other.tensor and self.version == other.version == self.tensor._version
@@ -35,18 +37,20 @@ def sum_of(one: Any, other: Any) -> Span | None:
     if not isinstance(one, Span) or not isinstance(other, Span):
         spans = [number for number in (one, other) if isinstance(number, Span)]
         return spans[0] if spans and any(type(number) is int and number == 0 for number in (one, other)) else None
-    first, last = sorted((one, other), key=lambda span: span.start)
-    is_one = first.is_of(last) and first.end == last.start
-    return Span(first.tensor, first.start, last.end, first.version) if is_one else None
+    if not one.is_of(other) or set(one.places) & set(other.places):
+        return None
+    return Span(one.tensor, tuple(sorted((*one.places, *other.places))), one.version)
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The rows of one group of several. is_ended: the tensor says where groups end, and not how many rows each has."""
+    """The rows of one group of several. is_ended: the tensor says where groups end, and not how many rows each has.
+    is_next: the rows begin where the group before it ends; else there are groups between, which have to be empty."""
 
     tensor: Tensor
     place: int
     is_ended: bool
+    is_next: bool = True
 
     def count(self) -> Tensor:
         """How many rows it has."""
@@ -56,11 +60,10 @@ class Piece:
 
 def piece_between(start: Any, end: Any) -> Piece | None:
     """The group whose rows begin and end there; None for other rows. start: a Span, or 0 for the first row."""
-    if not isinstance(end, Span) or not (start == 0 if not isinstance(start, Span) else start.is_of(end)):
+    if not isinstance(end, Span) or not (start.is_of(end) if isinstance(start, Span) else type(start) is int and start == 0):
         return None
-    first, last = (start.start, start.end) if isinstance(start, Span) else (0, 0), (end.start, end.end)
-    place = end.end - 1
-    if last[0] == first[0] == 0 and first[1] == place:
-        return Piece(end.tensor, place, False)
-    is_next = first == (place - 1, place) and last == (place, place + 1)
-    return Piece(end.tensor, place, True) if is_next else None
+    before, place = start.places if isinstance(start, Span) else (), end.places[-1]
+    if end.places == (*before, place):
+        return Piece(end.tensor, place, False, before == tuple(range(place)))
+    is_ended = len(before) == len(end.places) == 1 and before[0] < place
+    return Piece(end.tensor, place, True, before == (place - 1,)) if is_ended else None

@@ -77,26 +77,29 @@ def _comparison(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     def method(self: Scalar, other: Any) -> Any:
         if isinstance(other, Tensor):
             return _of_two(function, self, other)
-        value = NotImplemented
-        if type(other) in DTYPES:
+        value = _compared(function, self, other)
+        if value is NotImplemented and type(other) in DTYPES:
             value = self.read(lambda: function(self.tensor(), other), bool)
-        elif type(other) is Scalar:
-            value = _compared(function, self, other)
         return self.refuse(f"is compared ({function.__name__})") if value is NotImplemented else value
 
     return method
 
 
-def _compared(function: Callable[[Any, Any], Any], one: Scalar, other: Scalar) -> Any:
+def _compared(function: Callable[[Any, Any], Any], one: Scalar, other: Any) -> Any:
     """Whether rows begin where they end, of which there are as many as a tensor says; NotImplemented for other numbers.
     They do not end before."""
-    for start, end, may_be in ((one, other, operator.lt), (other, one, operator.gt)):
-        piece = piece_between(start.span, end.span)
+    spans = [_span(number) for number in (one, other)]
+    for (start, end), may_be in ((spans, operator.lt), (spans[::-1], operator.gt)):
+        piece = piece_between(start, end)
         if piece is not None and function in (operator.eq, operator.ne, may_be, _NOT[may_be]):
             is_empty = function in (operator.eq, _NOT[may_be])
             asked = operator.eq if is_empty else operator.ne
             return one.read(lambda: asked(piece.count(), 0), bool)
     return NotImplemented
+
+
+def _span(number: Any) -> Any:
+    return number.span if type(number) is Scalar else number
 
 
 _NOT = {operator.lt: operator.ge, operator.gt: operator.le}
@@ -112,9 +115,9 @@ class Scalar:
     __array_ufunc__ = None  # numpy leaves arithmetic to this class
 
     def __init__(self, book: tuple[Misuse, frozenset[Hashable]], tensor: Tensor | None = None, value: Any = None,
-                 at: int | None = None, number: Any = None) -> None:  # fmt: skip
+                 at: int | None = None, number: Any = None, span: Span | None = None) -> None:  # fmt: skip
         self._tensor, self._value, self._at, self._number, self._book = tensor, value, at, number, book
-        self.span: Span | None = None
+        self.span = span
         book[0].watch(self)
         if tensor is not None:
             tensor.is_autopar_number = True  # type: ignore[attr-defined]
@@ -139,6 +142,8 @@ class Scalar:
         """What `isinstance` is told: C code, which would take a value out, looks at the real type."""
         if self._at is not None:
             return type(self._value)
+        if self.span is not None:
+            return int
         return float if self.tensor().dtype == torch.float64 else int
 
     @__class__.setter
@@ -147,6 +152,8 @@ class Scalar:
 
     def tensor(self) -> Tensor:
         """What stands for the number in the graph: nothing of it is rounded."""
+        if self._tensor is None and self.span is not None:
+            self._tensor = self.span.total()
         if self._tensor is None:
             if not is_input(self._value):
                 self.refuse(_TOO_LARGE)
@@ -336,6 +343,9 @@ def _of_tensors(function: Callable[..., Any], *numbers: Any) -> Scalar:
     """A function of numbers of which a tensor holds one: it may not decide what Python does."""
     known = next(number for number in numbers if type(number) is Scalar and number._at is None)
     left, right = numbers[0], numbers[-1]
+    span = sum_of(*(_span(number) for number in numbers)) if function is operator.add else None
+    if span is not None:  # it may only say where rows begin: the sum is made when it is asked for
+        return Scalar(known._book, span=span)
     if function is operator.truediv and not (type(right) in DTYPES and right != 0):
         known.refuse(_DIVIDES)
     if function is operator.pow and not ((type(right) is int and right >= 0) or (type(left) is float and left > 0)):
@@ -346,10 +356,7 @@ def _of_tensors(function: Callable[..., Any], *numbers: Any) -> Scalar:
     dtype = torch.float64 if is_float else torch.int64
     tensors = [number._as(dtype) if type(number) is Scalar else number for number in numbers]
     places = frozenset(place for number in numbers if type(number) is Scalar for place in number._book[1])
-    made = Scalar((known._book[0], places), function(*tensors))
-    if function is operator.add:
-        made.span = sum_of(*(number.span if type(number) is Scalar else number for number in numbers))
-    return made
+    return Scalar((known._book[0], places), function(*tensors))
 
 
 _OF_TENSORS = (operator.neg, operator.abs, operator.add, operator.sub, operator.mul, operator.truediv, operator.pow)

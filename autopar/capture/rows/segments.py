@@ -10,6 +10,7 @@ the line.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -37,13 +38,14 @@ CUTS = frozenset((*_SPLITS, *_CATS, Tensor.__getitem__, Tensor.__setitem__))
 
 @dataclass(slots=True)
 class _Groups:
-    """Rows that are cut. group: of each row. taken: by group its mask, and the number that this has."""
+    """Rows that are cut. group: of each row. masks: of each group. taken: of a group that was, which of its rows count,
+    and what is kept in `RowSides`."""
 
     tensor: Tensor  # of counts, or of ends; held, so that its id stays its own
     group: Tensor
     count: int
     masks: dict[int, Tensor] = field(default_factory=dict)
-    taken: dict[int, tuple[int, Tensor | None]] = field(default_factory=dict)
+    taken: dict[int, tuple[Tensor | None, tuple[int, int]]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -96,7 +98,7 @@ class Segments:
             return NotImplemented
         if len(spans[0].tensor) != len(spans):
             return NotImplemented
-        groups = self._of(run, Piece(spans[0].tensor, 0, False), x)
+        groups = self._of(selected, run, Piece(spans[0].tensor, 0, False), x)
         return tuple(self._take(selected, run, x, groups, place) for place in range(len(spans)))
 
     def _sliced(self, selected: Selected, run: Run, function: Any, x: Any, key: Any, *value: Any) -> Any:
@@ -107,28 +109,38 @@ class Segments:
             return NotImplemented
         start, end = first.start or 0 if type(first.start) is not Scalar else first.start.span, first.stop.span
         piece = piece_between(start, end)
-        if piece is None:
-            is_all = start == 0 and end is not None and (end.start, end.end) == (0, len(end.tensor))
-            return x if is_all and not value and self._of(run, Piece(end.tensor, 0, False), x) else NotImplemented
-        groups = self._of(run, piece, x)
+        if piece is None or not (piece.is_next or selected.order.sides is not None):
+            is_all = start == 0 and end is not None and end.places == tuple(range(len(end.tensor)))
+            is_all = is_all and not value and bool(self._of(selected, run, Piece(end.tensor, 0, False), x))
+            return x if is_all else NotImplemented
+        groups = self._of(selected, run, piece, x)
         if not value:
             return self._take(selected, run, x, groups, piece.place)
         run(Tensor.__setitem__, x, groups.masks[piece.place], *value)
         return None
 
-    def _of(self, run: Run, piece: Piece, x: Tensor) -> _Groups:
-        """The groups of as many rows as `x` has. That each row has one is checked in each step."""
-        tensor, rows = piece.tensor, x.shape[0]
-        key = id(tensor), tensor._version, rows
+    def _of(self, selected: Selected, run: Run, piece: Piece, x: Tensor) -> _Groups:
+        """The groups of as many rows as `x` has."""
+        key = id(piece.tensor), piece.tensor._version, x.shape[0]
         if key not in self._groups:
-            is_ended = piece.is_ended or id(tensor) in self._ends
-            ends = tensor if is_ended else run(torch.cumsum, tensor, 0)
-            group = run(torch.searchsorted, ends, run(torch.arange, rows, device=x.device), right=True)
-            group = run(op("checked_index"), group, len(tensor), None)
-            self._groups[key] = made = _Groups(tensor, group, len(tensor))
-            made.masks.update((place, run(Tensor.__eq__, group, place)) for place in range(len(tensor)))
+            sides = selected.order.sides
+            with nullcontext() if sides is None else sides.trail.idle():  # whichever mask is the first to have rows
+                self._groups[key] = made = self._made(run, piece, x)
+            for place, mask in made.masks.items() if sides is not None else ():
+                sides.trail.joined(mask, ("piece", sides.trail.place_of(piece.tensor), place))
         self.last = self._groups[key]
         return self.last
+
+    def _made(self, run: Run, piece: Piece, x: Tensor) -> _Groups:
+        """The masks of all groups. That each row has one is checked in each step."""
+        tensor = piece.tensor
+        is_ended = piece.is_ended or id(tensor) in self._ends
+        ends = tensor if is_ended else run(torch.cumsum, tensor, 0)
+        group = run(torch.searchsorted, ends, run(torch.arange, x.shape[0], device=x.device), right=True)
+        group = run(op("checked_index"), group, len(tensor), None)
+        made = _Groups(tensor, group, len(tensor))
+        made.masks.update((place, run(Tensor.__eq__, group, place)) for place in range(len(tensor)))
+        return made
 
     def _take(self, selected: Selected, run: Run, x: Tensor, groups: _Groups, place: int) -> Tensor:
         self.is_cutting = True
@@ -139,7 +151,9 @@ class Segments:
         mine = selected.row_of(made)
         if mine is not None and not x.is_floating_point():  # what others have there is as good an index
             selected.known[id(made)] = replace(mine, is_whole=True)
-        groups.taken.setdefault(place, (selected.order.number, None if mine is None else mine.valid))
+        if place not in groups.taken:
+            sides = selected.order.sides
+            groups.taken[place] = None if mine is None else mine.valid, (0, 0) if sides is None else sides.cut()
         return made
 
     # -- put together -------------------------------------------------------------------------------------------
@@ -152,7 +166,7 @@ class Segments:
             return NotImplemented
         if selected.is_first and selected.tracer is not None:
             valid = [(mine := selected.row_of(one)) is not None and mine.dim == 0 and mine.valid for one in pieces]
-            wanted = [groups.taken.get(place, (0, None))[1] for place in range(groups.count)]
+            wanted = [groups.taken.get(place, (None,))[0] for place in range(groups.count)]
             if len(valid) != len(wanted) or any(one is not other for one, other in zip(valid, wanted, strict=True)):
                 return NotImplemented
             lines.add(line)
@@ -165,7 +179,7 @@ class Segments:
             raise UnfitRows
         if sides is not None:
             made = torch.zeros(shape, dtype=like.dtype, device=like.device)
-            sides.joined([number for _, (number, _) in taken], pieces, made)
+            sides.joined([at for _, (_, at) in taken], pieces, made)
             return made
         made = run(torch.zeros, shape, dtype=like.dtype, device=like.device)
         for (place, _), piece in zip(taken, pieces, strict=True):

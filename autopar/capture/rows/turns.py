@@ -51,7 +51,6 @@ class MaskOrder:
     turn: RowTurn | None = None
     is_turned: bool = False
     asked: tuple[int, tuple[fx.Node, int | None] | None] | None = None
-    number: int = -1  # of the last mask
     places: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @property
@@ -61,17 +60,14 @@ class MaskOrder:
     def begin(self, valid: Tensor, line: Line | None, condition: Tensor | None = None) -> tuple[int, bool]:
         """The number of a mask, and whether it has rows in this run. condition: what the model gave as a mask."""
         if self.asked is not None and condition is not None and self._is_asked(condition, line):
-            self.number = self.asked[0]
-            return self.number, True
+            return self.asked[0], True
         if self.turn is None and self.is_forward:  # what is computed again has its number
             self.lines.append(line)
             if self.counts is not None:
                 self.counts.append(valid.sum())
             if self.sides is not None:
-                self.number, has_rows = self.sides.begin()
-                return self.number, has_rows
-        self.number = len(self.lines) - 1
-        return self.number, True
+                return self.sides.begin()
+        return len(self.lines) - 1, True
 
     def asks(self, truth: Tensor, line: Line | None) -> bool | None:
         """What a branch is told that asks for a number of rows whether it is zero; None for another one. It begins the
