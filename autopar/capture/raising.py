@@ -352,10 +352,8 @@ class Raise(TorchFunctionMode):
         is_counts = call.function is Tensor.numpy and call.args[0].ndim == 1 and not call.args[0].is_floating_point()
         if not is_counts or not self._is_forward() or not is_user_code(call.frame):
             return NotImplemented
-        numbers = [self.__torch_function__(Tensor.item, (), (one,)) for one in self.__torch_function__(Tensor.unbind, (), call.args)]
-        made = np.empty(len(numbers), dtype=object)
-        made[:] = numbers
-        return made
+        given = [(one, self.selected.segments.span_of(one)) for one in self.__torch_function__(Tensor.unbind, (), call.args)]
+        return self.items.array(given, call.line, self._guard)
 
     def _guard(self, tensor: Tensor, line: Line | None, read: Callable[[Any], Any], may_fork: bool = False) -> Any:
         """The truth of data, of which each step checks that it is so; NotImplemented as long as nothing is guarded."""

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.ops.op_facts import facts_of, fill_of, is_zeros
+from autopar.ir.ops.op_facts import facts_of, fill_of, is_view, is_zeros
 from autopar.ir.ops.ops import op, op_name
-from autopar.ir.program import record
+from autopar.ir.program import is_getitem, record
 
 aten = torch.ops.aten
 
@@ -32,6 +32,9 @@ class Keys:
     def __init__(self, node: fx.Node) -> None:
         self.node, self.size = node, record(node).type.numel
         self.of: dict[fx.Node, Of] = {node: Of.KEYS}
+        while is_view(node.target) and record(args_of(node)[0]).type.numel == self.size:
+            node = args_of(node)[0]
+            self.of[node] = Of.KEYS
 
     def learn(self, node: fx.Node) -> Of | None:
         """Find what a value says of the keys, if anything."""
@@ -56,6 +59,13 @@ class Keys:
         shape = record(node).type.shape
         is_table = record(keys).type.shape == (self.size, 1) and len(shape) == 2
         return Of.HITS if is_table and is_range(groups, shape[1]) else None
+
+    def tabled(self, node: fx.Node) -> Of | None:
+        """zeros[row, keys[row]] = 1, of keys that differ in a row."""
+        base, dim, keys, value = args_of(node)
+        is_table = is_zeros(base) and dim in (1, -1) and value == 1 and self.of.get(keys) is Of.KEYS
+        source = args_of(keys)[0] if is_table and is_getitem(keys) and args_of(keys)[1] == 1 else None
+        return Of.HITS if source is not None and op_name(source.target) == "topk" else None
 
     def summed(self, node: fx.Node) -> Of | None:
         hits, *dims = args_of(node)
@@ -128,6 +138,7 @@ def is_range(node: Any, size: int) -> bool:
 
 _RULES: Mapping[str, Callable[[Keys, fx.Node], Of | None]] = {
     "eq": Keys.compared,
+    "scatter": Keys.tabled,
     "sum": Keys.summed,
     "histc": Keys.counted,
     "cumsum": Keys.ends,

@@ -70,7 +70,8 @@ class SortedRows:
             return False
         self._sort_gives(self.sort, Order())
         # What hangs on the keys or on the order, as the program has it: of a model with many layers that is little.
-        pending = [(self.places[node], node) for node in dict.fromkeys((*self.keys.node.users, *self.sort.users))]
+        known = (user for node in (*self.keys.of, self.sort) for user in node.users)
+        pending = [(self.places[node], node) for node in dict.fromkeys(known)]
         heapq.heapify(pending)
         reached = {node for _, node in pending}
         while pending:

@@ -66,6 +66,7 @@ class ValidRows:
     may_specialize: bool = False  # the mask hangs on what a step leaves as it is
     is_column: bool = False  # the places of a mask of one dim, as nonzero() has them: [n, 1]
     is_whole: bool = False  # the padding has what stands there for other rows
+    repeats: Tensor | None = None  # the numbers [n] of which each stands all along its row
     guards: tuple[Guard, ...] = ()  # what their gradient passes before anything adds it up
 
 
@@ -362,4 +363,15 @@ def only_valid(rows: Tensor, valid: Tensor, dim: int, number: float = 0) -> Tens
 def puts_back(name: str) -> bool:
     """True for a function that puts rows into places, or adds them there."""
     base, is_index, what = name.removesuffix("_").partition("index_")
-    return name == "__setitem__" or (bool(is_index) and not base and what in ("add", "put", "copy"))
+    is_put = bool(is_index) and not base and what in ("add", "put", "copy")
+    return is_put or name in ("__setitem__", "scatter_add", "scatter_add_")
+
+
+def repeated_rows(name: str, mine: ValidRows | None, result: Any) -> Tensor | None:
+    """The numbers [n] of which a view of them has each all along its row; None for another call."""
+    if mine is None or not isinstance(result, Tensor) or result.shape[:1] != mine.valid.shape or result._version:
+        return None
+    numbers = mine.tensor if mine.tensor.ndim == 1 else mine.repeats
+    is_column = result.numel() == result.shape[0] and name in ("view", "reshape", "unsqueeze", "__getitem__")
+    is_wide = mine.repeats is not None and name in ("expand", "expand_as", "repeat")
+    return numbers if is_column or is_wide else None

@@ -40,6 +40,7 @@ from autopar.capture.rows.row_rules import (
     picked,
     product,
     puts_back,
+    repeated_rows,
     source_of,
     together,
 )
@@ -225,9 +226,9 @@ class Selected:
         read = args[1:] if form_argument(name) == 0 else args
         is_new = next(counts_in((args, kwargs)), None) is not None
         if name == "expand_as" or (is_new and not any(self.row_of(one) for one in _tensors_in((read, kwargs)))):
-            return self._sized(like, run, function, args, kwargs)
+            return self._shown(name, args[0], self._sized(like, run, function, args, kwargs))
         if puts_back(name) and not self._is_within(name, args):
-            return self._added(name, like, *args, **kwargs)
+            return self._added(*self._as_index_add(name, like, *args), **kwargs)
         if mask_of(function, args, True) is not None and not puts_back(name):
             return self._again(*args)
         if name in ("__getitem__", "index_select") and self.row_of(args[0]) is None:
@@ -254,7 +255,27 @@ class Selected:
             and args[1].shape == result.shape
         ):
             self.sums[id(result)] = AddedRows.of(result, taken.base, taken.key, args[1])
+        return self._shown(name, args[0], result)
+
+    def _shown(self, name: str, rows: Any, result: Any) -> Any:
+        """The result of a view, with a note of the numbers that it shows."""
+        numbers = repeated_rows(name, self.row_of(rows), result)
+        mine = self.row_of(result)
+        if numbers is not None and mine is not None:
+            self.known[id(result)] = replace(mine, repeats=numbers)
         return result
+
+    def _as_index_add(self, name: str, rows: ValidRows, *args: Any) -> tuple[Any, ...]:
+        """base.scatter_add(0, index, source), where each row goes to one place, as index_add."""
+        if not name.startswith("scatter_add"):
+            return name, rows, *args
+        base, dim, index, source = (*args, None, None, None)[:4]
+        mine = self.row_of(index)
+        if mine is None or mine.repeats is None or index._version or dim not in (0, -base.ndim):
+            raise Refused("its index has another place for each element")
+        if index.shape != source.shape or index.shape[1:] != base.shape[1:]:
+            raise Refused("its index is not as wide as its rows")
+        return name.replace("scatter", "index"), rows, base, 0, mine.repeats, source
 
     def _again(self, rows: Tensor, mask: Tensor) -> Tensor:
         """Rows that a mask made of such rows selects once more."""
@@ -507,7 +528,8 @@ class Selected:
         shape = next(self.known[id(item)].shape for item in dims if isinstance(item, Tensor))
         first = min(of.values())
         after = [at for at in range(first, base.ndim) if at not in of.values()]
-        value = base.permute(*range(first), *(of[place] for place in sorted(of)), *after)  # type: ignore[type-var]
+        order = [*range(first), *(of[place] for place in sorted(of)), *after]  # type: ignore[type-var]
+        value = base if order == sorted(order) else base.permute(order)
         for place in range(len(shape)):
             value = value if place in of else value.unsqueeze(first + place)
         value = value.expand(*base.shape[:first], *shape, *(base.shape[at] for at in after))
