@@ -231,7 +231,7 @@ def least_squares(m: Any, x: Tensor) -> Tensor:
     return m.linear(x) * torch.linalg.lstsq(x, x[:, :1]).solution.sum()  # HERE
 
 
-@refused(".tolist()", "Sizes for split() must be Python integers")
+@refused("rows that counts of the data cut", "by rows, place = torch.where(chosen == e)")
 def split_by_tensor(m: Any, x: Tensor) -> Tensor:
     parts = m.linear(x).split(x[:, 0].long().tolist())  # HERE
     return parts[0]

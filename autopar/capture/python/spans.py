@@ -60,7 +60,9 @@ class Piece:
 
 def piece_between(start: Any, end: Any) -> Piece | None:
     """The group whose rows begin and end there; None for other rows. start: a Span, or 0 for the first row."""
-    if not isinstance(end, Span) or not (start.is_of(end) if isinstance(start, Span) else type(start) is int and start == 0):
+    if not isinstance(end, Span) or not (
+        start.is_of(end) if isinstance(start, Span) else type(start) is int and start == 0
+    ):
         return None
     before, place = start.places if isinstance(start, Span) else (), end.places[-1]
     if end.places == (*before, place):

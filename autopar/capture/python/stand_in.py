@@ -12,12 +12,13 @@ import os
 import sys
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from autopar.capture.python.arithmetic import DTYPES, Arithmetic, is_input, plain
-from autopar.capture.python.spans import Span, piece_between, sum_of
+from autopar.capture.python.spans import Piece, Span, piece_between, sum_of
 from autopar.capture.refusals.location import user_frame
 from autopar.errors import CaptureError
 from autopar.ir.ops.op_facts import numbers_of
@@ -93,9 +94,16 @@ def _compared(function: Callable[[Any, Any], Any], one: Scalar, other: Any) -> A
         piece = piece_between(start, end)
         if piece is not None and function in (operator.eq, operator.ne, may_be, _NOT[may_be]):
             is_empty = function in (operator.eq, _NOT[may_be])
-            asked = operator.eq if is_empty else operator.ne
-            return one.read(lambda: asked(piece.count(), 0), bool)
+            return one.read(partial(_is_empty if is_empty else _has_rows, piece), bool)
     return NotImplemented
+
+
+def _is_empty(piece: Piece) -> Tensor:
+    return piece.count() == 0
+
+
+def _has_rows(piece: Piece) -> Tensor:
+    return piece.count() != 0
 
 
 def _span(number: Any) -> Any:

@@ -74,8 +74,8 @@ def _later(node: fx.Node) -> fx.Node | None:
 
 
 def _piece(condition: fx.Node) -> tuple[list[_Numbers], int] | None:
-    """The ends of groups, or how many rows each has, and the group whose rows a condition holds for: of what `segments.py`
-    makes of a piece."""
+    """The ends of groups, or how many rows each has, and the group whose rows a condition holds for, as `segments.py`
+    asks for a piece."""
     condition = _bare(condition)
     group: Any = condition.args[0] if condition.target is aten.eq.Scalar else condition
     while group.op == "call_function" and op_name(group.target) == "checked_index":

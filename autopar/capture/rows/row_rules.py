@@ -192,10 +192,15 @@ _PRODUCTS: Mapping[str, Callable[..., Product | None]] = {
 
 
 def product(self: KnownRows, name: str, args: Any, kwargs: Any) -> tuple[Tensor, bool] | None:
-    """The product of rows with one matrix, of those that count alone; and whether something is added to it. None for
-    another function, or another product."""
+    """The product of rows with one matrix, or of one with columns, of those that count alone; and whether something is
+    added to it. None for another function, or another product."""
     found = _PRODUCTS[name](*args, **kwargs) if name in _PRODUCTS else None
     rows = None if found is None else self.row_of(found.x)
+    columns = None if found is None else self.row_of(found.matrix)
+    if found is not None and rows is None and columns is not None and found.bias is None:
+        is_columns = columns.dim == 1 and found.x.ndim == found.matrix.ndim == 2 and found.x.is_floating_point()
+        x, matrix = autocast(found.matrix.t(), found.x.t())
+        return (_product_of(x, matrix, columns.valid).t(), False) if is_columns else None
     if found is None or rows is None or any(self.row_of(one) for one in (found.matrix, found.bias)):
         return None
     x, matrix = found.x, found.matrix
@@ -203,10 +208,14 @@ def product(self: KnownRows, name: str, args: Any, kwargs: Any) -> tuple[Tensor,
     if not is_rows or not x.is_floating_point():
         return None
     x, matrix = autocast(x, matrix)
-    other = torch.where(rows.valid, 0, 1)  # there is one matrix; the padding has none
-    y: Tensor = ExpertMM.apply(x.reshape(-1, x.shape[-1]), matrix.unsqueeze(0), other)
-    y = y.reshape(*x.shape[:-1], matrix.shape[1])
+    y = _product_of(x, matrix, rows.valid)
     return (y, False) if found.bias is None else (y + autocast(found.bias)[0], True)
+
+
+def _product_of(x: Tensor, matrix: Tensor, valid: Tensor) -> Tensor:
+    other = torch.where(valid, 0, 1)  # there is one matrix; the padding has none
+    y: Tensor = ExpertMM.apply(x.reshape(-1, x.shape[-1]), matrix.unsqueeze(0), other)
+    return y.reshape(*x.shape[:-1], matrix.shape[1])
 
 
 def together(self: KnownRows, run: Run, function: Any, args: Any, kwargs: Any) -> Any:

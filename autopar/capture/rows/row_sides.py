@@ -50,8 +50,8 @@ class Turns:
 class RowSides:
     """A run on shapes in which some masks have rows. Each mask begins a segment of its trail.
 
-    bases: by the segment and number of a call that puts rows back, the mask and the place of what it adds them to. kept:
-    of masks whose rows are put together, one that has rows: together they have all."""
+    bases: by the segment and number of a call that puts rows back, the mask and the place of what it adds them to.
+    kept: of masks whose rows are put together, one that has rows: together they have all."""
 
     has: Has
     trail: Trail

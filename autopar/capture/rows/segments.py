@@ -3,8 +3,8 @@
 A piece is the rows of one group, and so those that a mask selects: `x[group == e]`, where the group of a row is found
 from where groups end. Put together in their order the pieces are all rows, each where it was.
 
-Which calls put pieces together only the run that is captured can tell, since it knows what became of them: others go by
-the line.
+Which calls put pieces together, or copy rows, only the run that is captured can tell, since it knows what became of
+them: others go by the line.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CATS = (torch.cat, torch.concat, torch.concatenate)
 _PIECES = (Tensor.unbind, torch.unbind, Tensor.__iter__)
 _CASTS = (Tensor.to, Tensor.int, Tensor.long, Tensor.cpu, Tensor.detach, Tensor.clone, Tensor.type)
 _ENDS = (torch.cumsum, Tensor.cumsum, torch.searchsorted)
-CUTS = frozenset((*_SPLITS, *_CATS, Tensor.__getitem__, Tensor.__setitem__))
+_CUTS = frozenset((*_SPLITS, *_CATS, Tensor.contiguous, Tensor.__getitem__, Tensor.__setitem__))
 
 
 @dataclass(slots=True)
@@ -65,27 +65,49 @@ class Segments:
         source = args[0] if args else None
         if not isinstance(source, Tensor) or source.ndim != 1 or source.is_floating_point():
             return
-        if function in _PIECES:
+        if function in _PIECES and isinstance(result, (tuple, list)):
             for place, one in enumerate(result):
                 self._elements[id(one)] = one, Span.element(source, place)
         elif function is Tensor.__getitem__ and type(args[1]) is int and isinstance(result, Tensor):
             self._elements[id(result)] = result, Span.element(source, args[1] % len(source))
-        elif function in _ENDS or (function in _CASTS and id(source) in self._ends):
-            if isinstance(result, Tensor) and result.ndim == 1:
-                self._ends[id(result)] = result
+        elif isinstance(result, Tensor) and (function in _ENDS or (function in _CASTS and id(source) in self._ends)):
+            self._ends[id(result)] = result
 
     def span_of(self, tensor: Tensor) -> Span | None:
         """What a tensor of one element is an element of."""
         found = self._elements.get(id(tensor))
         return found[1] if found is not None and found[0] is tensor else None
 
-    def call(self, selected: Selected, run: Run, function: Any, args: Any, kwargs: Any, line: Line | None) -> Any:
-        """A call that cuts rows, or puts them together; NotImplemented for another one."""
+    def elements(self, mode: Run, tensor: Tensor) -> list[tuple[Tensor, Span | None]]:
+        """The elements of a tensor of integers, each with what it is; none of another tensor."""
+        if tensor.ndim != 1 or tensor.is_floating_point():
+            return []
+        return [(one, self.span_of(one)) for one in mode(Tensor.unbind, (), (tensor,))]
+
+    def call(self, selected: Selected, mode: Run, function: Any, args: Any, kwargs: Any, line: Line | None) -> Any:
+        """What a call gives that cuts rows, or puts them together; NotImplemented for another one. mode: makes a call
+        of the model's."""
+        if function not in _CUTS:
+            return NotImplemented
+
+        def run(one: Any, *given: Any, **named: Any) -> Any:
+            return mode(one, (), given, named)
+
+        if function is Tensor.contiguous:
+            return self._copied(selected, run, line, *args, **kwargs)
         if function in _SPLITS:
             return self._split(selected, run, *args, **kwargs)
         if function in (Tensor.__getitem__, Tensor.__setitem__):
             return self._sliced(selected, run, function, *args)
         return self._joined(selected, run, line, *args, **kwargs) if function in _CATS else NotImplemented
+
+    def _copied(self, selected: Selected, run: Run, line: Line | None, x: Tensor, **layout: Any) -> Any:
+        """Rows that lie otherwise, as a copy: where there is one of them, torch would give them as they are."""
+        lines = selected.order.branches.copied
+        if selected.row_of(x) is not None and not layout and not x.is_contiguous():
+            lines.add(line)
+        is_known = line in lines and not layout
+        return run(Tensor.clone, x, memory_format=torch.contiguous_format) if is_known else NotImplemented
 
     # -- cut ----------------------------------------------------------------------------------------------------
 
@@ -149,8 +171,8 @@ class Segments:
         finally:
             self.is_cutting = False
         mine = selected.row_of(made)
-        if mine is not None and not x.is_floating_point():  # what others have there is as good an index
-            selected.known[id(made)] = replace(mine, is_whole=True)
+        if mine is not None:  # of integers what others have there is as good an index
+            selected.known[id(made)] = replace(mine, origin=torch.split, is_whole=not x.is_floating_point())
         if place not in groups.taken:
             sides = selected.order.sides
             groups.taken[place] = None if mine is None else mine.valid, (0, 0) if sides is None else sides.cut()

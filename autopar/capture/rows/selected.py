@@ -44,7 +44,7 @@ from autopar.capture.rows.row_rules import (
     source_of,
     together,
 )
-from autopar.capture.rows.segments import CUTS, Segments
+from autopar.capture.rows.segments import Segments
 from autopar.capture.rows.selections import NONZERO, mask_of, selecting
 from autopar.capture.rows.turns import MaskOrder
 from autopar.capture.trace.tracer import Tracer
@@ -407,12 +407,9 @@ class Selected:
         )
         return tensor
 
-    def cut(self, run: Run, function: Any, args: Any, kwargs: Any, line: Line | None) -> tuple[Any] | None:
-        """What a call gives that cuts rows by counts of the data, or puts them together again; None for another one."""
-        if function not in CUTS or self.is_inside:
-            return None
-        made = self.segments.call(self, lambda one, *given, **named: run(one, (), given, named), function, args, kwargs, line)
-        return None if made is NotImplemented else (made,)
+    def cut(self, mode: Run, function: Any, args: Any, kwargs: Any, line: Line | None) -> Any:
+        """What a call gives that cuts rows, or puts them together; NotImplemented for another one."""
+        return NotImplemented if self.is_inside else self.segments.call(self, mode, function, args, kwargs, line)
 
     def check_counts(self) -> None:
         """Raise CaptureError where the model asks how many rows there are, and takes the same ones together, if it is
