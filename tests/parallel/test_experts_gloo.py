@@ -43,6 +43,7 @@ TABLE: list[tuple[str, Kind, dict[str, Any]]] = [
     ("dp=2,ep=2", Kind(way="loop", chosen=3), {"zero": 2}),
     ("pp=2,ep=2", Kind(), {"microbatches": 2, "schedule": "1f1b"}),
     ("dp=2,fsdp=2", Kind(aux=True), {"experts": "dp:fsdp"}),
+    ("dp=2,cp=2", Kind(chosen=3), {"experts": "cp"}),  # a rank's rows are a piece of each of its samples
 ]
 
 
@@ -99,6 +100,12 @@ def _leaving(kind: Kind, mesh: str, axis: str) -> int:
         nonlocal count
         scores = mixture.router(args[0]) + mixture.skew
         owners = torch.topk(scores.softmax(-1), kind.chosen).indices // (kind.experts // ranks)
+        if axis == "cp":  # in order: the sequence has no two pieces a rank
+            length = batch[0].shape[1]
+            count += int(
+                (owners.view(-1, length, kind.chosen) != torch.arange(length)[:, None] // (length // ranks)).sum()
+            )
+            return
         for place, part in enumerate(owners.chunk(int(parts))):  # the axis ep is the last one of the batch
             count += int((part != place % ranks).sum())
 
@@ -208,6 +215,20 @@ def _twice(rank: int) -> list[list[Tensor]]:
 def test_two_runs_have_the_same_bits(four: Ranks) -> None:
     for first, second in four.run(_twice):
         assert all(map(torch.equal, first, second))
+
+
+def _twenty(rank: int) -> list[list[float]]:
+    """The losses of 20 steps of AdamW, on an axis of experts and on one of data."""
+    found = []
+    for mesh in ("ep=4", "dp=4"):
+        model, optimizer, batch = _made(Kind(bias=True, aux=True, chosen=3), mesh, {})
+        found.append(_train(model, optimizer, batch, 20)[::2])
+    return found
+
+
+def test_where_experts_lie_changes_no_loss_of_twenty_steps(four: Ranks) -> None:
+    for by_expert, by_sample in four.run(_twenty, timeout=120):
+        assert by_expert[-1] < by_expert[0] and by_expert == pytest.approx(by_sample, rel=0, abs=1e-12)
 
 
 def _example(rank: int) -> None:

@@ -82,9 +82,7 @@ READS: Mapping[Any, Construct] = {
 
 # Torch calls .item() for it.
 TOLIST = Construct(
-    ".tolist()",
-    f"{_NUMBER.instead} All counts of a tensor may be the sizes of split(): "
-    "x.split(counts.tolist())."
+    ".tolist()", f"{_NUMBER.instead} All counts of a tensor may be the sizes of split(): x.split(counts.tolist())."
 )
 
 # Functions whose result has as many elements as the data say, by the call that failed.
