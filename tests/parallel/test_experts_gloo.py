@@ -396,17 +396,33 @@ def _resume(rank: int, mesh: str, zero: int, folder: str) -> list[float]:
     return _train(model, optimizer, batch, 2)
 
 
+def _on_one_device(folder: str, saves: bool) -> list[float]:
+    """Two steps before a checkpoint of the plain module, or behind the one that is in a folder."""
+    plain, optimizer, batch = _plain(Kind(bias=True))
+    losses = _train(plain, optimizer, batch, 2) if saves else []
+    state = {"model": plain.state_dict(), "optimizer": get_optimizer_state_dict(plain, optimizer)}
+    if saves:
+        dcp.save(state, checkpoint_id=folder, no_dist=True)
+        return losses
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    plain.load_state_dict(state["model"])
+    set_optimizer_state_dict(plain, optimizer, state["optimizer"])
+    return _train(plain, optimizer, batch, 2)
+
+
 def test_checkpoints_go_to_any_mesh_and_back(four: Ranks, tmp_path: Path) -> None:
     plain, optimizer, batch = _plain(Kind(bias=True))
     straight = _train(plain, optimizer, batch, 4)
     for source, zero, targets in (
-        ("ep=4", 0, (("dp=4", 3), ("ep=2,tp=2", 0))),
+        ("ep=4", 0, (("dp=4", 3), ("ep=2,tp=2", 0), ("one device", 0))),
         ("dp=2,ep=2", 3, (("ep=4", 0),)),
+        ("one device", 0, (("ep=4", 1),)),
     ):
-        folder = str(tmp_path / source)
-        before = four.run(_save, source, zero, folder)[0]
+        folder, is_one = str(tmp_path / source), source == "one device"
+        before = _on_one_device(folder, True) if is_one else four.run(_save, source, zero, folder)[0]
         for mesh, stage in targets:
-            after = four.run(_resume, mesh, stage, folder)[0]
+            is_one = mesh == "one device"
+            after = _on_one_device(folder, False) if is_one else four.run(_resume, mesh, stage, folder)[0]
             assert [*before, *after] == pytest.approx(straight, rel=1e-9), (source, mesh, stage)
 
 
@@ -417,9 +433,10 @@ def test_an_expert_that_does_not_exist_is_an_error_on_all_ranks(four: Ranks) -> 
         texts
         == [
             [
-                f"expert {expert} is out of range: there are 4, so an index is 0 to 3, and 1 of the rows that part "
-                f"{part} of the batch sends are of others. Correct the router. It is at test_experts_gloo.py:N."
-                for expert, part in ((4, 3), (9, 2), (-2, 2))
+                f"expert {expert} is out of range: there are 4, so an index is 0 to 3, and 1 of the rows that rank "
+                f"{part} on their axis sends, part {part} of the batch, are of others. Correct the router. "
+                f"It is at test_experts_gloo.py:N."
+                for expert, part in ((9, 2), (9, 2), (-2, 2))
             ]
         ]
         * 4

@@ -193,7 +193,8 @@ def test_rows_go_along_joined_axes_at_once() -> None:
 
 
 FOLDED = [
-    ("cp=2", "cp", "ep=2"), ("dp=2,cp=2", "cp", "dp=2,ep=2"), ("dp=2,cp=2", "dp:cp", "ep=4"), ("fsdp=2", "fsdp", "ep=2"),
+    ("cp=2", "cp", "ep=2"), ("dp=2,cp=2", "cp", "dp=2,ep=2"), ("dp=2,cp=2", "dp:cp", "ep=4"),
+    ("fsdp=2", "fsdp", "ep=2"),
 ]  # fmt: skip
 
 

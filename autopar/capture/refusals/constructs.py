@@ -103,9 +103,9 @@ SIZES: Mapping[Any, Construct] = {
         "torch.where(condition) with one argument", "Give it all three: torch.where(condition, a, b)."),
     **dict.fromkeys(
         (torch.unique, Tensor.unique, torch.unique_consecutive, Tensor.unique_consecutive),
-        Construct("unique()", "Do it to the batch beforehand, and pad to a fixed size; or torch.sort keeps the size. A loop "
-        "over experts goes through all, for e in range(experts), of which torch.bincount(chosen, minlength=experts) "
-        "counts the rows.")),
+        Construct("unique()", "Do it to the batch beforehand, and pad to a fixed size; or torch.sort keeps the size. A "
+        "loop over experts goes through all, for e in range(experts), of which torch.bincount(chosen, "
+        "minlength=experts) counts the rows.")),
     **dict.fromkeys((torch.repeat_interleave, Tensor.repeat_interleave), Construct(
         "repeat_interleave with a tensor of repeats",
         "Pass output_size= as a Python integer, repeat by one Python integer, or expand the batch beforehand.")),
