@@ -345,8 +345,8 @@ def _summed(grad: fx.Node, count: int, base: fx.Node | None) -> Make:
         rows = build.value[grad]
         if count > 1:
             rows = build.infer(aten.reshape.default, rows, [n, count, *rest], like=like, name="reshape")
-            rows = build.infer(aten.sum.dim_IntList, rows, [1], like=like, name="sum")
-        return rows if base is None else build.infer(aten.add.Tensor, build.value[base], rows, like=like, name="add")
+            rows = build.call(aten.sum.dim_IntList, rows, [1], like=like, name="sum")
+        return rows if base is None else build.call(aten.add.Tensor, build.value[base], rows, like=like, name="add")
 
     return make
 
