@@ -173,7 +173,8 @@ class Raise(TorchFunctionMode):
         if self.coins.trail is not None:
             self.coins.join(lambda *sides: self.__torch_function__(torch.where, (), sides))
         given, mode = with_inputs((call.args, call.kwargs), self.inputs), self.__torch_function__
-        made = self.selected.cut(mode, call.function, *given, call.line) if self.captures else NotImplemented
+        cut, line = self.selected.cut, call.line
+        made = cut(mode, call.function, given[0], given[1], line) if self.captures else NotImplemented
         if made is NotImplemented:
             call.args, call.kwargs = with_tensors(call.function, *given)
         return made

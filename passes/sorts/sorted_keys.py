@@ -62,6 +62,8 @@ class Keys:
 
     def tabled(self, node: fx.Node) -> Of | None:
         """zeros[row, keys[row]] = 1, of keys that differ in a row."""
+        if op_name(node.target) != "scatter":
+            return None
         base, dim, keys, value = args_of(node)
         is_table = is_zeros(base) and dim in (1, -1) and value == 1 and self.of.get(keys) is Of.KEYS
         source = args_of(keys)[0] if is_table and is_getitem(keys) and args_of(keys)[1] == 1 else None
@@ -138,10 +140,9 @@ def is_range(node: Any, size: int) -> bool:
 
 _RULES: Mapping[str, Callable[[Keys, fx.Node], Of | None]] = {
     "eq": Keys.compared,
-    "scatter": Keys.tabled,
     "sum": Keys.summed,
     "histc": Keys.counted,
     "cumsum": Keys.ends,
     "searchsorted": Keys.group_of,
 }
-_BY_MOVES = {"same": Keys.same, "flat": Keys.same, "added": Keys.added_up}
+_BY_MOVES = {"same": Keys.same, "flat": Keys.same, "added": Keys.added_up, "put": Keys.tabled}

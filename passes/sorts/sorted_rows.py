@@ -281,8 +281,8 @@ class SortedRows:
         found = through(call_of(node), known, self.table, self.size, adds=False)
         if isinstance(found, str):
             return False
-        others = [operands[i] for i, at in enumerate(found.operands) if at is not None and i not in known]
-        if any(fill_of(one) is None for one in others):  # one number everywhere has any order
+        unknown = [operands[i] for i, at in enumerate(found.operands) if at is not None and i not in known]
+        if any(fill_of(one) is None for one in unknown):  # one number everywhere has any order
             return False
         if not any(found.results):
             return True

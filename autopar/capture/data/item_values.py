@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from autopar.capture.python.spans import Span
+from autopar.capture.python.spans import CountSum
 from autopar.capture.python.stand_in import Misuse, Scalar
 from autopar.capture.refusals.constructs import READS, TOLIST, Construct
 from autopar.capture.refusals.explain_failure import read_refusal
@@ -78,7 +78,7 @@ class Items:
         wide = torch.float64 if tensor.is_floating_point() else torch.int64
         return Scalar.of_tensor(tensor.detach().reshape(()).to(wide), item)
 
-    def array(self, given: Sequence[tuple[Tensor, Span | None]], line: Line | None, take: Take) -> np.ndarray:
+    def array(self, given: Sequence[tuple[Tensor, CountSum | None]], line: Line | None, take: Take) -> np.ndarray:
         """The numbers of several tensors as numpy has them. given: each with what it is an element of."""
         made = np.empty(len(given), dtype=object)
         for at, (tensor, span) in enumerate(given):

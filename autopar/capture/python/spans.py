@@ -14,7 +14,7 @@ Tensor = torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class CountSum:
     """The sum of the elements of `tensor` [n] at some places, in their order."""
 
     tensor: Tensor
@@ -22,28 +22,28 @@ class Span:
     version: int
 
     @staticmethod
-    def element(tensor: Tensor, place: int) -> Span:
-        return Span(tensor, (place,), tensor._version)
+    def element(tensor: Tensor, place: int) -> CountSum:
+        return CountSum(tensor, (place,), tensor._version)
 
     def total(self) -> Tensor:
         return sum((self.tensor[place] for place in self.places[1:]), self.tensor[self.places[0]])
 
-    def is_of(self, other: Span) -> bool:
+    def is_of(self, other: CountSum) -> bool:
         return self.tensor is other.tensor and self.version == other.version == self.tensor._version
 
 
-def sum_of(one: Any, other: Any) -> Span | None:
-    """What the sum of two numbers adds up, where each is a Span or 0; None for another sum."""
-    if not isinstance(one, Span) or not isinstance(other, Span):
-        spans = [number for number in (one, other) if isinstance(number, Span)]
+def sum_of(one: Any, other: Any) -> CountSum | None:
+    """What the sum of two numbers adds up, where each is a CountSum or 0; None for another sum."""
+    if not isinstance(one, CountSum) or not isinstance(other, CountSum):
+        spans = [number for number in (one, other) if isinstance(number, CountSum)]
         return spans[0] if spans and any(type(number) is int and number == 0 for number in (one, other)) else None
     if not one.is_of(other) or set(one.places) & set(other.places):
         return None
-    return Span(one.tensor, tuple(sorted((*one.places, *other.places))), one.version)
+    return CountSum(one.tensor, tuple(sorted((*one.places, *other.places))), one.version)
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class RowGroup:
     """The rows of one group of several. is_ended: the tensor says where groups end, and not how many rows each has.
     is_next: the rows begin where the group before it ends; else there are groups between, which have to be empty."""
 
@@ -58,14 +58,14 @@ class Piece:
         return own - self.tensor[self.place - 1] if self.is_ended and self.place else own
 
 
-def piece_between(start: Any, end: Any) -> Piece | None:
-    """The group whose rows begin and end there; None for other rows. start: a Span, or 0 for the first row."""
-    if not isinstance(end, Span) or not (
-        start.is_of(end) if isinstance(start, Span) else type(start) is int and start == 0
+def piece_between(start: Any, end: Any) -> RowGroup | None:
+    """The group whose rows begin and end there; None for other rows. start: a CountSum, or 0 for the first row."""
+    if not isinstance(end, CountSum) or not (
+        start.is_of(end) if isinstance(start, CountSum) else type(start) is int and start == 0
     ):
         return None
-    before, place = start.places if isinstance(start, Span) else (), end.places[-1]
+    before, place = start.places if isinstance(start, CountSum) else (), end.places[-1]
     if end.places == (*before, place):
-        return Piece(end.tensor, place, False, before == tuple(range(place)))
+        return RowGroup(end.tensor, place, False, before == tuple(range(place)))
     is_ended = len(before) == len(end.places) == 1 and before[0] < place
-    return Piece(end.tensor, place, True, before == (place - 1,)) if is_ended else None
+    return RowGroup(end.tensor, place, True, before == (place - 1,)) if is_ended else None

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from autopar.capture.python.arithmetic import DTYPES, Arithmetic, is_input, plain
-from autopar.capture.python.spans import Piece, Span, piece_between, sum_of
+from autopar.capture.python.spans import CountSum, RowGroup, piece_between, sum_of
 from autopar.capture.refusals.location import user_frame
 from autopar.errors import CaptureError
 from autopar.ir.ops.op_facts import numbers_of
@@ -98,11 +98,11 @@ def _compared(function: Callable[[Any, Any], Any], one: Scalar, other: Any) -> A
     return NotImplemented
 
 
-def _is_empty(piece: Piece) -> Tensor:
+def _is_empty(piece: RowGroup) -> Tensor:
     return piece.count() == 0
 
 
-def _has_rows(piece: Piece) -> Tensor:
+def _has_rows(piece: RowGroup) -> Tensor:
     return piece.count() != 0
 
 
@@ -123,7 +123,7 @@ class Scalar:
     __array_ufunc__ = None  # numpy leaves arithmetic to this class
 
     def __init__(self, book: tuple[Misuse, frozenset[Hashable]], tensor: Tensor | None = None, value: Any = None,
-                 at: int | None = None, number: Any = None, span: Span | None = None) -> None:  # fmt: skip
+                 at: int | None = None, number: Any = None, span: CountSum | None = None) -> None:  # fmt: skip
         self._tensor, self._value, self._at, self._number, self._book = tensor, value, at, number, book
         self.span = span
         book[0].watch(self)

@@ -27,7 +27,7 @@ from autopar.passes.rules import TABLE
 from autopar.passes.rules.rule import Call
 from autopar.passes.rules.splits import Split
 from autopar.passes.rules.through import through
-from autopar.torch_compat import no_function_modes
+from autopar.torch_compat import no_function_modes, storage_of
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -381,6 +381,7 @@ def repeated_rows(name: str, mine: ValidRows | None, result: Any) -> Tensor | No
     if mine is None or not isinstance(result, Tensor) or result.shape[:1] != mine.valid.shape or result._version:
         return None
     numbers = mine.tensor if mine.tensor.ndim == 1 else mine.repeats
-    is_column = result.numel() == result.shape[0] and name in ("view", "reshape", "unsqueeze", "__getitem__")
-    is_wide = mine.repeats is not None and name in ("expand", "expand_as", "repeat")
+    is_shown = storage_of(result) == storage_of(mine.tensor)
+    is_column = result.numel() == result.shape[0] and is_shown
+    is_wide = mine.repeats is not None and (is_shown or name == "repeat")
     return numbers if is_column or is_wide else None

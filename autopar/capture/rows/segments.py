@@ -12,18 +12,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
-from autopar.capture.python.spans import Piece, Span, piece_between
+from autopar.capture.python.spans import CountSum, RowGroup, piece_between
 from autopar.capture.python.stand_in import Scalar
 from autopar.capture.refusals.location import Line
+from autopar.capture.rows.row_rules import ValidRows
 from autopar.capture.rows.row_sides import UnfitRows
+from autopar.capture.rows.turns import MaskOrder
+from autopar.capture.trace.tracer import Tracer
 from autopar.ir.ops.ops import op
-
-if TYPE_CHECKING:
-    from autopar.capture.rows.selected import Selected
 
 Tensor = torch.Tensor
 Run = Callable[..., Any]  # a call of the model's
@@ -34,6 +34,18 @@ _PIECES = (Tensor.unbind, torch.unbind, Tensor.__iter__)
 _CASTS = (Tensor.to, Tensor.int, Tensor.long, Tensor.cpu, Tensor.detach, Tensor.clone, Tensor.type)
 _ENDS = (torch.cumsum, Tensor.cumsum, torch.searchsorted)
 _CUTS = frozenset((*_SPLITS, *_CATS, Tensor.contiguous, Tensor.__getitem__, Tensor.__setitem__))
+
+
+class CutRows(Protocol):
+    """What is asked of the rows of a run."""
+
+    is_first: bool
+    tracer: Tracer | None
+    order: MaskOrder
+    known: dict[int, ValidRows]
+
+    def row_of(self, value: Any) -> ValidRows | None:
+        """What a tensor is, if it is such rows."""
 
 
 @dataclass(slots=True)
@@ -57,7 +69,7 @@ class Segments:
     is_cutting: bool = False
     last: _Groups | None = None
     _groups: dict[Any, _Groups] = field(default_factory=dict)
-    _elements: dict[int, tuple[Tensor, Span]] = field(default_factory=dict)
+    _elements: dict[int, tuple[Tensor, CountSum]] = field(default_factory=dict)
     _ends: dict[int, Tensor] = field(default_factory=dict)
 
     def saw(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -67,24 +79,24 @@ class Segments:
             return
         if function in _PIECES and isinstance(result, (tuple, list)):
             for place, one in enumerate(result):
-                self._elements[id(one)] = one, Span.element(source, place)
+                self._elements[id(one)] = one, CountSum.element(source, place)
         elif function is Tensor.__getitem__ and type(args[1]) is int and isinstance(result, Tensor):
-            self._elements[id(result)] = result, Span.element(source, args[1] % len(source))
+            self._elements[id(result)] = result, CountSum.element(source, args[1] % len(source))
         elif isinstance(result, Tensor) and (function in _ENDS or (function in _CASTS and id(source) in self._ends)):
             self._ends[id(result)] = result
 
-    def span_of(self, tensor: Tensor) -> Span | None:
+    def span_of(self, tensor: Tensor) -> CountSum | None:
         """What a tensor of one element is an element of."""
         found = self._elements.get(id(tensor))
         return found[1] if found is not None and found[0] is tensor else None
 
-    def elements(self, mode: Run, tensor: Tensor) -> list[tuple[Tensor, Span | None]]:
+    def elements(self, mode: Run, tensor: Tensor) -> list[tuple[Tensor, CountSum | None]]:
         """The elements of a tensor of integers, each with what it is; none of another tensor."""
         if tensor.ndim != 1 or tensor.is_floating_point():
             return []
         return [(one, self.span_of(one)) for one in mode(Tensor.unbind, (), (tensor,))]
 
-    def call(self, selected: Selected, mode: Run, function: Any, args: Any, kwargs: Any, line: Line | None) -> Any:
+    def call(self, selected: CutRows, mode: Run, function: Any, args: Any, kwargs: Any, line: Line | None) -> Any:
         """What a call gives that cuts rows, or puts them together; NotImplemented for another one. mode: makes a call
         of the model's."""
         if function not in _CUTS:
@@ -101,7 +113,7 @@ class Segments:
             return self._sliced(selected, run, function, *args)
         return self._joined(selected, run, line, *args, **kwargs) if function in _CATS else NotImplemented
 
-    def _copied(self, selected: Selected, run: Run, line: Line | None, x: Tensor, **layout: Any) -> Any:
+    def _copied(self, selected: CutRows, run: Run, line: Line | None, x: Tensor, **layout: Any) -> Any:
         """Rows that lie otherwise, as a copy: where there is one of them, torch would give them as they are."""
         lines = selected.order.branches.copied
         if selected.row_of(x) is not None and not layout and not x.is_contiguous():
@@ -111,19 +123,18 @@ class Segments:
 
     # -- cut ----------------------------------------------------------------------------------------------------
 
-    def _split(self, selected: Selected, run: Run, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def _split(self, selected: CutRows, run: Run, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         sizes, dim = (*args, *kwargs.values(), 0)[:2]
-        spans = [size.span for size in sizes if type(size) is Scalar] if isinstance(sizes, (list, tuple)) else []
-        if not spans or dim not in (0, -x.ndim) or len(spans) != len(sizes):
+        given = [size.span for size in sizes if type(size) is Scalar] if isinstance(sizes, (list, tuple)) else []
+        spans = [span for span in given if span is not None]
+        if not spans or dim not in (0, -x.ndim) or not len(spans) == len(sizes) == len(spans[0].tensor):
             return NotImplemented
-        if spans != [Span.element(spans[0].tensor, place) for place in range(len(spans))] if spans[0] else True:
+        if any(not span.is_of(spans[0]) or span.places != (place,) for place, span in enumerate(spans)):
             return NotImplemented
-        if len(spans[0].tensor) != len(spans):
-            return NotImplemented
-        groups = self._of(selected, run, Piece(spans[0].tensor, 0, False), x)
+        groups = self._of(selected, run, RowGroup(spans[0].tensor, 0, False), x)
         return tuple(self._take(selected, run, x, groups, place) for place in range(len(spans)))
 
-    def _sliced(self, selected: Selected, run: Run, function: Any, x: Any, key: Any, *value: Any) -> Any:
+    def _sliced(self, selected: CutRows, run: Run, function: Any, x: Any, key: Any, *value: Any) -> Any:
         first, *rest = key if isinstance(key, tuple) else (key,)
         if type(first) is not slice or type(first.stop) is not Scalar or first.step is not None:
             return NotImplemented
@@ -132,16 +143,17 @@ class Segments:
         start, end = first.start or 0 if type(first.start) is not Scalar else first.start.span, first.stop.span
         piece = piece_between(start, end)
         if piece is None or not (piece.is_next or selected.order.sides is not None):
-            is_all = start == 0 and end is not None and end.places == tuple(range(len(end.tensor)))
-            is_all = is_all and not value and bool(self._of(selected, run, Piece(end.tensor, 0, False), x))
-            return x if is_all else NotImplemented
+            if start != 0 or value or end is None or end.places != tuple(range(len(end.tensor))):
+                return NotImplemented
+            self._of(selected, run, RowGroup(end.tensor, 0, False), x)  # all rows, which it checks
+            return x
         groups = self._of(selected, run, piece, x)
         if not value:
             return self._take(selected, run, x, groups, piece.place)
         run(Tensor.__setitem__, x, groups.masks[piece.place], *value)
         return None
 
-    def _of(self, selected: Selected, run: Run, piece: Piece, x: Tensor) -> _Groups:
+    def _of(self, selected: CutRows, run: Run, piece: RowGroup, x: Tensor) -> _Groups:
         """The groups of as many rows as `x` has."""
         key = id(piece.tensor), piece.tensor._version, x.shape[0]
         if key not in self._groups:
@@ -149,11 +161,12 @@ class Segments:
             with nullcontext() if sides is None else sides.trail.idle():  # whichever mask is the first to have rows
                 self._groups[key] = made = self._made(run, piece, x)
             for place, mask in made.masks.items() if sides is not None else ():
+                assert sides is not None
                 sides.trail.joined(mask, ("piece", sides.trail.place_of(piece.tensor), place))
         self.last = self._groups[key]
         return self.last
 
-    def _made(self, run: Run, piece: Piece, x: Tensor) -> _Groups:
+    def _made(self, run: Run, piece: RowGroup, x: Tensor) -> _Groups:
         """The masks of all groups. That each row has one is checked in each step."""
         tensor = piece.tensor
         is_ended = piece.is_ended or id(tensor) in self._ends
@@ -164,7 +177,7 @@ class Segments:
         made.masks.update((place, run(Tensor.__eq__, group, place)) for place in range(len(tensor)))
         return made
 
-    def _take(self, selected: Selected, run: Run, x: Tensor, groups: _Groups, place: int) -> Tensor:
+    def _take(self, selected: CutRows, run: Run, x: Tensor, groups: _Groups, place: int) -> Tensor:
         self.is_cutting = True
         try:
             made: Tensor = run(Tensor.__getitem__, x, groups.masks[place])
@@ -181,7 +194,7 @@ class Segments:
     # -- put together -------------------------------------------------------------------------------------------
 
     def _joined(
-        self, selected: Selected, run: Run, line: Line | None, tensors: Any, dim: int = 0, **other: Any
+        self, selected: CutRows, run: Run, line: Line | None, tensors: Any, dim: int = 0, **other: Any
     ) -> Any:  # fmt: skip
         groups, pieces, lines = self.last, list(tensors), selected.order.branches.joined
         if groups is None or other or not pieces or dim not in (0, -pieces[0].ndim):
