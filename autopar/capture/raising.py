@@ -1,7 +1,4 @@
-"""A few torch functions, raised to semantic ops while a model is traced.
-
-Which ones and how: `raised.py`.
-"""
+"""A few torch functions, raised to semantic ops while a model is traced: `raised.py` says which ones and how."""
 
 from __future__ import annotations
 
@@ -168,7 +165,6 @@ class Raise(TorchFunctionMode):
         yield Raise._give_value  # before the refusals: the same functions are refused where nothing gives their value
         yield Raise._see_outside  # after the values, for one that is read of a constant is compared as such
         yield Raise._refuse  # before the call changes anything
-        yield Raise._note_print  # of what is not refused
         yield Raise._compute  # the call itself, of which is noted what it gave
 
     # -- the call as another one --------------------------------------------------------------------------------
@@ -176,8 +172,12 @@ class Raise(TorchFunctionMode):
     def _put_inputs(self, call: _Call) -> Any:
         if self.coins.trail is not None:
             self.coins.join(lambda *sides: self.__torch_function__(torch.where, (), sides))
-        call.args, call.kwargs = with_tensors(call.function, *with_inputs((call.args, call.kwargs), self.inputs))
-        return NotImplemented
+        given, mode = with_inputs((call.args, call.kwargs), self.inputs), self.__torch_function__
+        cut, line = self.selected.cut, call.line
+        made = cut(mode, call.function, given[0], given[1], line) if self.captures else NotImplemented
+        if made is NotImplemented:
+            call.args, call.kwargs = with_tensors(call.function, *given)
+        return made
 
     def _make_dense(self, call: _Call) -> Any:
         if self.captures and has_max_norm(call.function, call.args, call.kwargs):
@@ -243,7 +243,7 @@ class Raise(TorchFunctionMode):
                 continue
             if arg.layout != torch.strided:
                 raise refusal(SPARSE, call.line)
-            if call.function in _TO_NUMPY:  # torch would give the memory of a stand-in, whatever is there
+            if call.function in (Tensor.numpy, Tensor.__array__):  # torch would give the memory of a stand-in
                 raise refusal(READS[call.function], call.line)
             if call.function in _TO_VALUES:
                 self.values.append(arg)
@@ -252,27 +252,21 @@ class Raise(TorchFunctionMode):
         return NotImplemented
 
     def _refuse(self, call: _Call) -> Any:
+        if call.function in NOTED and call.place[1]:
+            self.notes[NOTED[call.function].format(call.place[1])] = None
         if call.function not in REFUSED or not self._is_forward():
             return NotImplemented
         if is_idle(call.function, call.args):
             return None
         raise refusal(REFUSED[call.function], call.line)
 
-    def _note_print(self, call: _Call) -> Any:
-        if call.function in NOTED and call.place[1]:
-            self.notes[NOTED[call.function].format(call.place[1])] = None
-        return NotImplemented
-
     # -- a value that Python asks for ---------------------------------------------------------------------------
 
     def _give_value(self, call: _Call) -> Any:
         if call.function not in FOLDED or self.selected.order.mask_of(call.function, call.args) is not None:
             return NotImplemented
-        for give in _VALUES:
-            value = give(self, call)
-            if value is not NotImplemented:
-                return value
-        return NotImplemented
+        values = (give(self, call) for give in _VALUES)
+        return next((value for value in values if value is not NotImplemented), NotImplemented)
 
     def _updates(self, call: _Call) -> Any:
         """Any number, where a norm turns the count of its updates to one: what is raised reads the count itself."""
@@ -335,12 +329,19 @@ class Raise(TorchFunctionMode):
         number = self.items.number(*asked) if is_users and call.function is Tensor.item else NotImplemented
         is_known = self.permitted is not None and may_specialize
         if number is not NotImplemented and not is_known:
+            number.span = self.selected.segments.span_of(call.args[0])
             return number
         is_truth = call.function is Tensor.__bool__ or call.args[0].dtype == torch.bool
         is_written = not call.before.kinds & MEMORY  # else it is nothing that another step could check
         if is_truth and is_written and not is_known:
             return self._guard(call.args[0], line, bool, call.function is Tensor.__bool__)
         return NotImplemented if self.permitted is None else self.permitted.take(call.function, call.args[0], line)
+
+    def _as_array(self, call: _Call) -> Any:
+        """Counts as an array of numbers that stay tensors, as `tolist()` gives them."""
+        is_asked = call.function is Tensor.numpy and self._is_forward() and is_user_code(call.frame)
+        given = self.selected.segments.elements(self.__torch_function__, call.args[0]) if is_asked else []
+        return self.items.array(given, call.line, self._guard) if given else NotImplemented
 
     def _guard(self, tensor: Tensor, line: Line | None, read: Callable[[Any], Any], may_fork: bool = False) -> Any:
         """The truth of data, of which each step checks that it is so; NotImplemented as long as nothing is guarded."""
@@ -579,7 +580,6 @@ class Raise(TorchFunctionMode):
 _FIRST = 1 << 40
 
 _REAL = (Tensor, torch.nn.Parameter)
-_TO_NUMPY: frozenset[Any] = frozenset((Tensor.numpy, Tensor.__array__))
 _TO_VALUES: frozenset[Any] = frozenset(
     (*READERS, Tensor.tolist, Tensor.__complex__, Tensor.__contains__, torch.equal, Tensor.equal)
 )
@@ -596,4 +596,5 @@ _VALUES: tuple[_Interceptor, ...] = (
     Raise._equal,
     Raise._checked,  # before `_read`, which would take a check for a branch of the model
     Raise._read,
+    Raise._as_array,
 )

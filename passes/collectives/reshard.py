@@ -9,7 +9,7 @@ from itertools import takewhile
 import torch
 from torch import fx
 
-from autopar.ir.layout import OWNED, Factor, Layout, is_mirrored, outer_of
+from autopar.ir.layout import Factor, Layout, is_mirrored, outer_of
 from autopar.ir.mesh import CONTEXT_AXES, DATA_AXES, GRADIENT_AXES, MICROBATCH, SLICE, TIME_AXES, group_name
 from autopar.ir.ops.ops import is_collective, op
 from autopar.ir.plan import Plan
@@ -127,7 +127,7 @@ class _Reshard:
             return moved[wanted]
         # Micro-batches first: what they add up to is moved once, not once for each; but then it is kept whole.
         first = self.plan.zero_axes if user.op == "output" and self.plan.zero >= 2 else ()
-        made, steps = self._shortest(node, wanted, moved, first)
+        made, steps = self._shortest(node, wanted, moved, first, self._home(node, wanted, user))
         like = self._like(node, has, wanted, user)
         if self._is_rounded(node, steps):  # it is a sum in `reduce_dtype`, and short again behind it
             made = self._cast(made, self.plan.options.reduce_dtype, like)
@@ -144,7 +144,8 @@ class _Reshard:
         has = record(made).layout
         if self.routing is None or has.owned == step.layout.owned:
             return self._step(made, step, like)
-        index, axis, home = self.routing.index_of(*between), str(step.args[0]), Layout(has.at_home.dims[:1])
+        index, axis = self.routing.index_of(*between), str(step.args[0])
+        home = Layout((step.layout if has.owned else has).dims[:1])
         self._make(index)
         order, counts, bound = self.routing.route(self.build, index, self._move(index, home, between[1]), axis)
         is_index = self.routing.is_index(between[0], index)  # it is computed, not sent
@@ -153,6 +154,14 @@ class _Reshard:
         return self.build.lay(
             op(name), made, axis, *args, *bound, like=like, type_=type_, layout=step.layout, name=name
         )
+
+    def _home(self, node: fx.Node, wanted: Layout, user: fx.Node) -> tuple[Factor, ...]:
+        """How rows lie that go to owners, or come back: as their index does, where that is split over the same axes."""
+        owned = next((one for one in (record(node).layout, wanted) if one.owned), None)
+        if self.routing is None or owned is None:
+            return ()
+        home, (lies, *_) = owned.at_home.dims[0], record(self.routing.index_of(node, user)).layout.dims
+        return lies if _without_integers(lies) == _without_integers(home) else home
 
     def _make(self, index: fx.Node) -> None:
         """Put an index that stands further down in the program, and what it is made of."""
@@ -243,11 +252,16 @@ class _Reshard:
         )
 
     def _shortest(
-        self, node: fx.Node, wanted: Layout, moved: dict[Layout, fx.Node], first: tuple[str, ...]
+        self,
+        node: fx.Node,
+        wanted: Layout,
+        moved: dict[Layout, fx.Node],
+        first: tuple[str, ...],
+        home: tuple[Factor, ...],
     ) -> tuple[fx.Node, list[ReshardMove]]:
         """The way to `wanted` with the fewest collectives: from the value, or from what was made of it already."""
         starts = [(record(node).layout, self.build.value[node]), *moved.items()]
-        ways = [(made, moves(layout, wanted, first)) for layout, made in starts if _reaches(layout, wanted)]
+        ways = [(made, moves(layout, wanted, first, home)) for layout, made in starts if _reaches(layout, wanted)]
         return min(ways, key=lambda way: sum(is_collective(op(step.name)) for step in way[1]))
 
     def _reason(self, node: fx.Node, has: Layout, wanted: Layout, user: fx.Node) -> str:
@@ -267,37 +281,39 @@ def stored_nodes(program: Program, plan: Plan) -> dict[fx.Node, str]:
     return {node: names[owner] for node, owner in owners.items() if owner in names}
 
 
-def moves(has: Layout, wanted: Layout, first: tuple[str, ...] = ()) -> list[ReshardMove]:
+def moves(
+    has: Layout, wanted: Layout, first: tuple[str, ...] = (), home: tuple[Factor, ...] = ()
+) -> list[ReshardMove]:  # fmt: skip
     """The shortest sequence of collectives and slices that turns one layout into another.
 
     What can be sliced is sliced first, so that less is moved. Partial axes are reduced (or reduced and scattered),
     splits that are not wanted are gathered innermost first, missing ones sliced outermost first; a split that goes
     from one dim to another is an all-to-all. What moves alike over several data axes moves once, over all of them.
-    `first`: the axes over which sums are scattered before micro-batches are added up.
+    `first`: the axes over which sums are scattered before micro-batches are added up. `home`: how the dim of rows lies
+    that go to owners, or come back.
     """
-    return _Moves(has, wanted, first).steps
+    return _Moves(has, wanted, first, home).steps
 
 
 Owned = tuple[tuple[int, str], ...]  # dims with rows at their owners, and the axis of each
 
 
 class _Moves:
-    def __init__(self, has: Layout, wanted: Layout, first: tuple[str, ...]) -> None:
-        self.first = first
+    def __init__(self, has: Layout, wanted: Layout, first: tuple[str, ...], home: tuple[Factor, ...]) -> None:
+        owned = next((one for one in (has, wanted) if one.owned), None)
+        self.first, self.home = first, home or (owned.at_home.dims[0] if owned else ())
         self.dims = [list(dim) for dim in has.dims]
         self.partial = list(has.partial)
-        self.wanted = wanted.at_home
         self.steps: list[ReshardMove] = []
         stays = has.owned == wanted.owned
+        self.wanted = wanted if stays or not wanted.owned else Layout((self.home, *wanted.dims[1:]), wanted.partial)
         self._from_owners(() if stays else has.owned)
-        if has.owned and stays:
-            self.wanted = wanted
         self._slice()
         self._reduce()
         self._gather()
         self._split()
         self._make_partial()
-        self._to_owners(() if stays else wanted.owned)
+        self._to_owners(() if stays else wanted.owned, wanted)
         assert self._layout() == wanted, (str(has), str(wanted), str(self._layout()))
 
     def _layout(self) -> Layout:
@@ -308,17 +324,15 @@ class _Moves:
 
     def _from_owners(self, owned: Owned) -> None:
         """Rows come back to their places, before anything else: there they may be summed, and be fewer."""
-        for dim, axis in owned:
-            del self.dims[dim][self.dims[dim].index(axis) - 1]
         if owned:
+            self.dims[0] = list(self.home)
             self._step("combine", group_name([axis for _, axis in owned]))
 
-    def _to_owners(self, owned: Owned) -> None:
+    def _to_owners(self, owned: Owned, wanted: Layout) -> None:
         """Rows go to their owners last: where these are, ranks have different numbers of them. Along several axes they
         go at once."""
-        for dim, axis in owned:
-            self.dims[dim].insert(self.dims[dim].index(axis), OWNED)
         if owned:
+            self.dims[0] = list(wanted.dims[0])
             self._step("dispatch", group_name([axis for _, axis in owned]))
 
     def _slice(self) -> None:

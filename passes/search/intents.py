@@ -141,7 +141,7 @@ class Intent:
         of_parameters: the value is computed from parameters alone. to_gradient: it leaves as a gradient.
         along_sequence: it is, or will be, split on a sequence. at_attention: attention gives it or reads it.
         """
-        source, target = at_home(source), at_home(target)
+        source, target = homes(source, target)
         gathers = isinstance(source, tuple) and source != target
         scatters = isinstance(source, str) and isinstance(target, tuple)
         if of_parameters and gathers:  # matrices that lie apart, each split, may be put together by expert
@@ -161,7 +161,7 @@ class Intent:
     def is_last_resort(self, source: State, target: State) -> bool:
         """True for a move that must not pay for itself by whatever else it saves: over dp the gather of a split value.
         A whole batch on every rank would save all gradients' reductions, and be data parallel no more."""
-        source, target = at_home(source), at_home(target)
+        source, target = homes(source, target)
         return self.batch_split and isinstance(source, tuple) and source != target
 
     def gradient_factor(self, source: State, target: State, to_gradient: bool) -> float | None:
@@ -174,9 +174,16 @@ class Intent:
         return 1.0 if to_gradient or self.in_time else BEFORE_IT_LEAVES
 
 
-def at_home(state: State) -> State:
-    """The state in which rows come from their owners, and go there: split in the order of the whole."""
-    return (state[0], 1) if isinstance(state, tuple) and state[1] == OWNED else state
+def homes(source: State, target: State) -> tuple[State, State]:
+    """The states of a move without owners: rows go to these as they lie, and come back so."""
+    return _at_home(source, target), _at_home(target, source)
+
+
+def _at_home(state: State, other: State) -> State:
+    if not (isinstance(state, tuple) and state[1] == OWNED):
+        return state
+    is_as_it_lies = isinstance(other, tuple) and other[0] == state[0] and other[1] != OWNED
+    return other if is_as_it_lies else (state[0], 1)
 
 
 _DATA = Intent(batch_split=True, weights_split=False)

@@ -12,7 +12,7 @@ from autopar.ir.program import TensorType
 from autopar.passes.rules.rule import Halo
 from autopar.passes.rules.splits import Choice, Split, choice_at, place
 from autopar.passes.rules.states import State, Strategy, strategies
-from autopar.passes.search.intents import BYTES_PER_REPLICA, Intent, Role, at_home
+from autopar.passes.search.intents import BYTES_PER_REPLICA, Intent, Role, homes
 from autopar.passes.search.items import Classes, Item, operand_types, used_role
 from autopar.passes.search.row_owners import RowOwners
 from autopar.passes.search.solver.problem import Edge, Problem
@@ -33,8 +33,8 @@ def move_cost(source: State, target: State, bytes_: float, size: int) -> float:
     if source == target:
         return 0.0
     share = (size - 1) / size
-    if at_home(source) != source or at_home(target) != target:  # by way of home; where owners have as many rows each
-        home = (at_home(source), at_home(target))
+    home = homes(source, target)
+    if home != (source, target):  # by way of home; where owners have as many rows each
         ways = (source != home[0]) + (target != home[1])
         return move_cost(*home, bytes_, size) + ways * (share * bytes_ / size + BYTES_PER_COLLECTIVE)
     if source is None:

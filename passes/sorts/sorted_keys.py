@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.ops.op_facts import facts_of, fill_of, is_zeros
+from autopar.ir.ops.op_facts import facts_of, fill_of, is_view, is_zeros
 from autopar.ir.ops.ops import op, op_name
-from autopar.ir.program import record
+from autopar.ir.program import is_getitem, record
 
 aten = torch.ops.aten
 
@@ -32,6 +32,9 @@ class Keys:
     def __init__(self, node: fx.Node) -> None:
         self.node, self.size = node, record(node).type.numel
         self.of: dict[fx.Node, Of] = {node: Of.KEYS}
+        while is_view(node.target) and record(args_of(node)[0]).type.numel == self.size:
+            node = args_of(node)[0]
+            self.of[node] = Of.KEYS
 
     def learn(self, node: fx.Node) -> Of | None:
         """Find what a value says of the keys, if anything."""
@@ -57,6 +60,15 @@ class Keys:
         is_table = record(keys).type.shape == (self.size, 1) and len(shape) == 2
         return Of.HITS if is_table and is_range(groups, shape[1]) else None
 
+    def tabled(self, node: fx.Node) -> Of | None:
+        """zeros[row, keys[row]] = 1, of keys that differ in a row."""
+        if op_name(node.target) != "scatter":
+            return None
+        base, dim, keys, value = args_of(node)
+        is_table = is_zeros(base) and dim in (1, -1) and value == 1 and self.of.get(keys) is Of.KEYS
+        source = args_of(keys)[0] if is_table and is_getitem(keys) and args_of(keys)[1] == 1 else None
+        return Of.HITS if source is not None and op_name(source.target) == "topk" else None
+
     def summed(self, node: fx.Node) -> Of | None:
         hits, *dims = args_of(node)
         is_sum = self.of.get(hits) is Of.HITS and dims == [[0]]
@@ -69,10 +81,10 @@ class Keys:
 
     def added_up(self, node: fx.Node) -> Of | None:
         """zeros[keys] += 1"""
-        values, index, _ = summands(node)
+        values, index, _, base = summands(node)
         if index is not None and is_wrapped(index) and index.args[1] == record(node).type.shape[0]:
             index = args_of(index)[0]
-        if index is None or self.of.get(index) is not Of.KEYS or fill_of(values) != 1:
+        if index is None or base is not None or self.of.get(index) is not Of.KEYS or fill_of(values) != 1:
             return None
         return Of.COUNTS if record(values).type.shape == record(index).type.shape == (self.size,) else None
 
@@ -91,15 +103,16 @@ def args_of(node: fx.Node) -> Any:
     return node.args
 
 
-def summands(node: fx.Node) -> tuple[fx.Node, fx.Node | None, tuple[int, ...]]:
-    """The values and the index of zeros[index] += values along dim 0, and the sizes along which that is repeated."""
+def summands(node: fx.Node) -> tuple[fx.Node, fx.Node | None, tuple[int, ...], fx.Node | None]:
+    """The values and the index of base[index] += values along dim 0, the sizes along which that is repeated, and the
+    base if it is not zero."""
     if op_name(node.target) == "embedding_backward":
         values, index, _, padding = args_of(node)
-        return values, index if padding < 0 else None, ()
+        return values, index if padding < 0 else None, (), None
     base, dim, index, values = args_of(node)[:4]
-    is_sum = is_first(dim, base) and is_zeros(base) and not node.kwargs and len(node.args) == 4
+    is_sum = is_first(dim, base) and not node.kwargs and len(node.args) == 4
     rest = record(values).type.shape[1:] if op_name(node.target) == "scatter_add" else ()
-    return values, index if is_sum else None, rest
+    return values, index if is_sum else None, rest, None if is_zeros(base) else base
 
 
 def is_wrapped(index: fx.Node) -> bool:
@@ -132,4 +145,4 @@ _RULES: Mapping[str, Callable[[Keys, fx.Node], Of | None]] = {
     "cumsum": Keys.ends,
     "searchsorted": Keys.group_of,
 }
-_BY_MOVES = {"same": Keys.same, "flat": Keys.same, "added": Keys.added_up}
+_BY_MOVES = {"same": Keys.same, "flat": Keys.same, "added": Keys.added_up, "put": Keys.tabled}

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.ops.op_facts import facts_of, is_zeros, made_of
+from autopar.ir.ops.op_facts import facts_of, fill_of, is_zeros, made_of
 from autopar.ir.ops.ops import op, op_name
 from autopar.ir.program import Builder, is_getitem, operand_nodes, record
 from autopar.passes.rules import call_of
@@ -70,7 +70,8 @@ class SortedRows:
             return False
         self._sort_gives(self.sort, Order())
         # What hangs on the keys or on the order, as the program has it: of a model with many layers that is little.
-        pending = [(self.places[node], node) for node in dict.fromkeys((*self.keys.node.users, *self.sort.users))]
+        known = (user for node in (*self.keys.of, self.sort) for user in node.users)
+        pending = [(self.places[node], node) for node in dict.fromkeys(known)]
         heapq.heapify(pending)
         reached = {node for _, node in pending}
         while pending:
@@ -128,7 +129,7 @@ class SortedRows:
         if node.op != "call_function":
             return False
         if all(isinstance(self.facts.get(operand, RowsInOrder()), RowsInOrder) for operand in node.all_input_nodes):
-            return self._row_by_row(node)
+            return self._searched(node) if op_name(node.target) == "searchsorted" else self._row_by_row(node)
         if made_of(node.target):
             return self._blank(node)
         rule = _RULES.get(op_name(node.target)) or _BY_MOVES.get(facts_of(node.target).moves)
@@ -218,8 +219,6 @@ class SortedRows:
             or (adds and not is_zeros(base))
         ):
             return False
-        if not isinstance(self.facts.get(base, Blank()), Blank):
-            return False
         if type_.shape == (self.size,) and is_range(values, self.size):
             self.facts[node] = Order(inverse=not order.inverse)
             return True
@@ -231,9 +230,26 @@ class SortedRows:
             self.facts[node] = RowsInOrder()
         return self._stands_for(node, values)
 
+    def _searched(self, node: fx.Node) -> bool:
+        """How many rows have a key of 0 to each number: where groups end."""
+        keys, numbers = args_of(node)
+        (count,) = record(node).type.shape or (0,)
+        is_sorted = self.facts.get(keys) == RowsInOrder() and self.keys.of.get(keys) is Of.KEYS
+        if not is_sorted or not is_range(numbers, count) or dict(node.kwargs) != {"right": True}:
+            return False
+
+        def make(build: Builder, node: fx.Node) -> fx.Node:
+            like = record(node)
+            column = build.infer(aten.unsqueeze.default, build.value[self.keys.node], 1, like=like)
+            below = build.infer(aten.le.Tensor, column, build.value[numbers], like=like)
+            return build.infer(aten.sum.dim_IntList, below, [0], like=like, name=node.name)
+
+        self.keys.of[node] = Of.ENDS
+        return self._is_made(node, make)
+
     def added(self, node: fx.Node) -> bool:
-        """zeros[order] += values: the sum of each token's rows; also the gradient of x[order]."""
-        values, index, rest = summands(node)
+        """base[order] += values: the sum of each token's rows; of zeros also the gradient of x[order]."""
+        values, index, rest, base = summands(node)
         shape = record(node).type.shape
         order = None if index is None else self._order(index, *rest)
         if order is None or shape[0] != self.size // order.count or record(values).type.shape[1:] != shape[1:]:
@@ -241,10 +257,12 @@ class SortedRows:
         fact = self.facts.get(values)
         if order.inverse:
             self.facts[node] = RowsInOrder()
-            return fact is None and self._stands_for(node, values)
-        if fact != RowsInOrder():
+            return fact is None and base is None and self._stands_for(node, values)
+        if fact != RowsInOrder() or base in self.facts:
             return False
-        return self._stands_for(node, values) if order.count == 1 else self._is_made(node, _summed(values, order.count))
+        if base is not None or order.count > 1:
+            return self._is_made(node, _summed(values, order.count, base))
+        return self._stands_for(node, values)
 
     # --- rows
 
@@ -261,7 +279,10 @@ class SortedRows:
             i: (fact.dim, 1) for i, one in enumerate(operands) if isinstance(fact := self.facts.get(one), RowsInOrder)
         }
         found = through(call_of(node), known, self.table, self.size, adds=False)
-        if isinstance(found, str) or any(at is not None and i not in known for i, at in enumerate(found.operands)):
+        if isinstance(found, str):
+            return False
+        unknown = [operands[i] for i, at in enumerate(found.operands) if at is not None and i not in known]
+        if any(fill_of(one) is None for one in unknown):  # one number everywhere has any order
             return False
         if not any(found.results):
             return True
@@ -315,14 +336,17 @@ def _repeated(x: fx.Node, count: int) -> Make:
     return make
 
 
-def _summed(grad: fx.Node, count: int) -> Make:
-    """The sum of each `count` rows."""
+def _summed(grad: fx.Node, count: int, base: fx.Node | None) -> Make:
+    """The sum of each `count` rows, and of what is there already."""
 
     def make(build: Builder, node: fx.Node) -> fx.Node:
         like = record(node)
         n, *rest = like.type.shape
-        rows = build.infer(aten.reshape.default, build.value[grad], [n, count, *rest], like=like, name="reshape")
-        return build.call(aten.sum.dim_IntList, rows, [1], like=like, name="sum")
+        rows = build.value[grad]
+        if count > 1:
+            rows = build.infer(aten.reshape.default, rows, [n, count, *rest], like=like, name="reshape")
+            rows = build.call(aten.sum.dim_IntList, rows, [1], like=like, name="sum")
+        return rows if base is None else build.call(aten.add.Tensor, build.value[base], rows, like=like, name="add")
 
     return make
 

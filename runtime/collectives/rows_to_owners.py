@@ -74,8 +74,8 @@ def check_experts_exist(table: Tensor, groups: int) -> None:
         if rows:
             raise BatchError(
                 f"expert {low if low < 0 else high} is out of range: there are {groups}, so an index is 0 to "
-                f"{groups - 1}, and {rows} of the rows that part {place} of the batch sends are of others. Correct the "
-                f"router."
+                f"{groups - 1}, and {rows} of the rows that rank {place} on their axis sends, part {place} of the "
+                f"batch, are of others. Correct the router."
             )
 
 

@@ -43,6 +43,7 @@ TABLE: list[tuple[str, Kind, dict[str, Any]]] = [
     ("dp=2,ep=2", Kind(way="loop", chosen=3), {"zero": 2}),
     ("pp=2,ep=2", Kind(), {"microbatches": 2, "schedule": "1f1b"}),
     ("dp=2,fsdp=2", Kind(aux=True), {"experts": "dp:fsdp"}),
+    ("dp=2,cp=2", Kind(chosen=3), {"experts": "cp"}),  # a rank's rows are a piece of each of its samples
 ]
 
 
@@ -99,6 +100,12 @@ def _leaving(kind: Kind, mesh: str, axis: str) -> int:
         nonlocal count
         scores = mixture.router(args[0]) + mixture.skew
         owners = torch.topk(scores.softmax(-1), kind.chosen).indices // (kind.experts // ranks)
+        if axis == "cp":  # in order: the sequence has no two pieces a rank
+            length = batch[0].shape[1]
+            count += int(
+                (owners.view(-1, length, kind.chosen) != torch.arange(length)[:, None] // (length // ranks)).sum()
+            )
+            return
         for place, part in enumerate(owners.chunk(int(parts))):  # the axis ep is the last one of the batch
             count += int((part != place % ranks).sum())
 
@@ -208,6 +215,20 @@ def _twice(rank: int) -> list[list[Tensor]]:
 def test_two_runs_have_the_same_bits(four: Ranks) -> None:
     for first, second in four.run(_twice):
         assert all(map(torch.equal, first, second))
+
+
+def _twenty(rank: int) -> list[list[float]]:
+    """The losses of 20 steps of AdamW, on an axis of experts and on one of data."""
+    found = []
+    for mesh in ("ep=4", "dp=4"):
+        model, optimizer, batch = _made(Kind(bias=True, aux=True, chosen=3), mesh, {})
+        found.append(_train(model, optimizer, batch, 20)[::2])
+    return found
+
+
+def test_where_experts_lie_changes_no_loss_of_twenty_steps(four: Ranks) -> None:
+    for by_expert, by_sample in four.run(_twenty, timeout=120):
+        assert by_expert[-1] < by_expert[0] and by_expert == pytest.approx(by_sample, rel=0, abs=1e-12)
 
 
 def _example(rank: int) -> None:
@@ -375,17 +396,33 @@ def _resume(rank: int, mesh: str, zero: int, folder: str) -> list[float]:
     return _train(model, optimizer, batch, 2)
 
 
+def _on_one_device(folder: str, saves: bool) -> list[float]:
+    """Two steps before a checkpoint of the plain module, or behind the one that is in a folder."""
+    plain, optimizer, batch = _plain(Kind(bias=True))
+    losses = _train(plain, optimizer, batch, 2) if saves else []
+    state = {"model": plain.state_dict(), "optimizer": get_optimizer_state_dict(plain, optimizer)}
+    if saves:
+        dcp.save(state, checkpoint_id=folder, no_dist=True)
+        return losses
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    plain.load_state_dict(state["model"])
+    set_optimizer_state_dict(plain, optimizer, state["optimizer"])
+    return _train(plain, optimizer, batch, 2)
+
+
 def test_checkpoints_go_to_any_mesh_and_back(four: Ranks, tmp_path: Path) -> None:
     plain, optimizer, batch = _plain(Kind(bias=True))
     straight = _train(plain, optimizer, batch, 4)
     for source, zero, targets in (
-        ("ep=4", 0, (("dp=4", 3), ("ep=2,tp=2", 0))),
+        ("ep=4", 0, (("dp=4", 3), ("ep=2,tp=2", 0), ("one device", 0))),
         ("dp=2,ep=2", 3, (("ep=4", 0),)),
+        ("one device", 0, (("ep=4", 1),)),
     ):
-        folder = str(tmp_path / source)
-        before = four.run(_save, source, zero, folder)[0]
+        folder, is_one = str(tmp_path / source), source == "one device"
+        before = _on_one_device(folder, True) if is_one else four.run(_save, source, zero, folder)[0]
         for mesh, stage in targets:
-            after = four.run(_resume, mesh, stage, folder)[0]
+            is_one = mesh == "one device"
+            after = _on_one_device(folder, False) if is_one else four.run(_resume, mesh, stage, folder)[0]
             assert [*before, *after] == pytest.approx(straight, rel=1e-9), (source, mesh, stage)
 
 
@@ -396,9 +433,10 @@ def test_an_expert_that_does_not_exist_is_an_error_on_all_ranks(four: Ranks) -> 
         texts
         == [
             [
-                f"expert {expert} is out of range: there are 4, so an index is 0 to 3, and 1 of the rows that part "
-                f"{part} of the batch sends are of others. Correct the router. It is at test_experts_gloo.py:N."
-                for expert, part in ((4, 3), (9, 2), (-2, 2))
+                f"expert {expert} is out of range: there are 4, so an index is 0 to 3, and 1 of the rows that rank "
+                f"{part} on their axis sends, part {part} of the batch, are of others. Correct the router. "
+                f"It is at test_experts_gloo.py:N."
+                for expert, part in ((9, 2), (9, 2), (-2, 2))
             ]
         ]
         * 4

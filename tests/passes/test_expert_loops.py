@@ -13,7 +13,7 @@ from expert_spellings import batch, spelled
 from torch import Tensor, nn
 
 import autopar
-from autopar.errors import LayoutError
+from autopar.errors import BatchError, CaptureError, LayoutError
 from autopar.ir.ops.ops import op, op_name
 from autopar.ir.program import Program, record
 from autopar.passes.sorts import loop_masks
@@ -41,6 +41,12 @@ DIVIDED: list[Way] = [
     (ways.counted_masks, False, 2, [("dp=2,ep=2", {})]),
     (ways.flat, False, 2, [("ep=4", {}), ("ep=2", {"microbatches": 2})]),
     (ways.sorted_, True, 2, [("ep=4", {})]),
+    (ways.titan, True, 2, [("ep=4", {}), ("dp=2,ep=2,tp=2", {})]),
+    (ways.megatron, False, 2, [("ep=2", {"microbatches": 2}), ("dp=2,ep=2,tp=2", {"zero": 1})]),
+    (ways.moe_infer, False, 2, [("ep=4", {}), ("dp=2,ep=2,tp=2", {})]),
+    (ways.slices, False, 2, [("ep=4", {"recompute": "full"}), ("dp=2,ep=2,tp=2", {"zero": 3})]),
+    (ways.written, False, 2, [("ep=4", {"expert_rows": 4.0}), ("pp=2,ep=2", {"microbatches": 4})]),
+    (ways.columns, True, 2, [("ep=4", {}), ("dp=2,ep=2,tp=2", {})]),
     (ways.dropped, False, 2, [("ep=2,tp=2", {}), ("ep=2", {"microbatches": 2}), ("dp=2,ep=2", {"expert_rows": 2.0})]),
     (ways.dropped_hit, False, 2, [("dp=2,ep=2", {"zero": 1}), ("ep=4", {"recompute": "full"})]),
     (ways.dropped_mask, False, 2, [("pp=2,ep=2", {"microbatches": 4, "compile": "triton"})]),
@@ -184,6 +190,37 @@ def test_experts_that_are_passed_over_by_their_counts(way: Any, mesh: str, optio
     assert report.ok and report.max_error < 1e-10, report
     guards = [out for out in autopar.compile(module, mesh, batch=batch()).program.outputs if out.kind == "guard"]
     assert len(guards) == 1, "how many rows there are, for parameters of which no call is made"
+
+
+def test_counts_that_leave_rows_out_are_an_error() -> None:
+    """As `split` has it: its pieces are all rows."""
+
+    def compute(m: Any, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        given, start = [], 0
+        for e, count in enumerate(torch.bincount(chosen.view(-1), minlength=ways.EXPERTS).tolist()):
+            given.append(m.experts[e](x.repeat(4, 1)[start : start + count]))
+            start += count
+        return torch.zeros_like(x) + torch.cat(given).sum(0)
+
+    with pytest.raises(BatchError, match=r"^index 4 is out of range: the table has 4 entries"):
+        verify(spelled(compute, False, 2), "dp=1", batch=batch())
+
+
+@pytest.mark.parametrize("change", ["order", "neighbour", "gap"])
+def test_slices_that_are_no_groups_are_refused_or_right(change: str) -> None:
+    """Pieces in another order, of other places, or with a group left out, are not taken for all rows."""
+
+    def compute(m: Any, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        order = chosen.view(-1).argsort(stable=True)
+        rows, ends = x[order // ways.CHOSEN], torch.bincount(chosen.view(-1), minlength=4).cumsum(0).tolist()
+        starts = [0, *ends]
+        at = {"order": [1, 0, 2, 3], "neighbour": [0, 1, 2, 3], "gap": [0, 2, 3]}[change]
+        far = int(change == "neighbour")
+        y = torch.cat([m.experts[e](rows[starts[e] : ends[min(e + far, 3)]]) for e in at])
+        return torch.zeros_like(x) + y.sum(0)
+
+    with pytest.raises(CaptureError):
+        autopar.compile(spelled(compute, False, 2), "dp=2", batch=batch())
 
 
 def test_what_hangs_on_counts_otherwise_is_another_program() -> None:

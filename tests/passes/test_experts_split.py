@@ -192,6 +192,29 @@ def test_rows_go_along_joined_axes_at_once() -> None:
     assert layouts["mixed.0.up"] == layouts["mixed.0.down"] == "[dp:fsdp,-,-]"
 
 
+FOLDED = [
+    ("cp=2", "cp", "ep=2"), ("dp=2,cp=2", "cp", "dp=2,ep=2"), ("dp=2,cp=2", "dp:cp", "ep=4"),
+    ("fsdp=2", "fsdp", "ep=2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("mesh", "axis", "own"), FOLDED)
+def test_rows_go_from_where_they_lie_to_experts_on_an_axis_that_is_there(mesh: str, axis: str, own: str) -> None:
+    """Byte for byte as over an axis of their own: where a rank has a piece of each sample no row is gathered first."""
+    model, batch = mixture_case(PLAIN)
+    moved = [
+        [(one.op, one.bytes, one.phase) for one in autopar.compile(model, *given, batch=batch, **options).collectives
+         if one.op != "all_reduce" and "weight" not in one.reason]
+        for given, options in (((mesh,), {"experts": axis}), ((own,), {}))
+    ]  # fmt: skip
+    found, wanted = (
+        [one for one in rows if one[0] in ("route", "dispatch", "combine", "all_to_all")] for rows in moved
+    )
+    assert found == wanted and len(wanted) == 5 * PLAIN.blocks
+    if "fsdp" not in mesh:  # which gathers weights
+        assert not any(name in ("all_gather", "reduce_scatter") for name, *_ in moved[0])
+
+
 def test_experts_over_an_axis_that_is_there_lie_as_over_one_of_their_own() -> None:
     own = {entry.name: record(node).layout for node, entry in _program(PLAIN, "ep=2", zero=2).parameters()}
     folded = _program(PLAIN, "dp=2", zero=2, experts="dp")

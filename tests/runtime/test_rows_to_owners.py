@@ -94,8 +94,8 @@ def test_an_expert_that_does_not_exist_is_said_by_all() -> None:
             with pytest.raises(BatchError) as error:
                 step.then(torch.stack([one.x[place] for one in given]))
             assert str(error.value) == (
-                f"expert {wrong} is out of range: there are 6, so an index is 0 to 5, and {rows} of the rows that part "
-                f"1 of the batch sends are of others. Correct the router."
+                f"expert {wrong} is out of range: there are 6, so an index is 0 to 5, and {rows} of the rows that rank "
+                f"1 on their axis sends, part 1 of the batch, are of others. Correct the router."
             )
 
 

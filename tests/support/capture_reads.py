@@ -231,9 +231,9 @@ def least_squares(m: Any, x: Tensor) -> Tensor:
     return m.linear(x) * torch.linalg.lstsq(x, x[:, :1]).solution.sum()  # HERE
 
 
-@refused(".tolist()", "Sizes for split() must be Python integers")
+@refused(".tolist()", "All counts of a tensor may be the sizes of split()")
 def split_by_tensor(m: Any, x: Tensor) -> Tensor:
-    parts = m.linear(x).split(x[:, 0].long().tolist())  # HERE
+    parts = m.linear(x).split(x[:, 0].long().tolist()[::-1])  # HERE
     return parts[0]
 
 

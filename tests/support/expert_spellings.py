@@ -287,6 +287,86 @@ def counted_otherwise(m: Spelled, x: Tensor, weights: Tensor, chosen: Tensor) ->
     return out
 
 
+# -- rows sorted by expert, and cut by counts --------------------------------------------------------------------------
+
+
+def titan(m: Spelled, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """As torchtitan's experts in a loop: split by counts, each with its matrices, put together and added up."""
+    flat = chosen.view(-1)
+    counts = torch.histc(flat.float(), bins=EXPERTS, min=0, max=EXPERTS)
+    order = torch.argsort(flat, stable=True)
+    places = (order // CHOSEN).reshape(-1, 1).expand(-1, WIDTH)
+    rows, sizes, given = torch.gather(x, 0, places), counts.int().tolist(), []
+    for e, part in enumerate(torch.split(rows[: sum(sizes)], split_size_or_sections=sizes, dim=0)):
+        given.append(torch.matmul(F.silu(torch.matmul(part, m.up[e])), m.down[e]))
+    y = torch.cat(given, dim=0) * weights.view(-1)[order].reshape(-1, 1)
+    return torch.zeros_like(x).scatter_add(0, places, y)
+
+
+def megatron(m: Spelled, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """As Megatron's sequential experts: modules take pieces, and rows are put back before they are weighed."""
+    flat = chosen.flatten()
+    order = flat.argsort(stable=True)
+    pieces = x.index_select(0, order // CHOSEN).split(torch.bincount(flat, minlength=EXPERTS).tolist())
+    y = torch.cat([expert(piece) for expert, piece in zip(m.experts, pieces, strict=True)])
+    back = torch.zeros(len(flat), WIDTH, dtype=y.dtype).scatter(0, order.unsqueeze(1).expand(-1, WIDTH), y)
+    return (back.view(*chosen.shape, -1) * weights.unsqueeze(-1)).sum(1)
+
+
+def moe_infer(m: Spelled, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """As DeepSeek's own code infers: counts on the host, and experts without rows passed over."""
+    table = chosen.new_zeros((len(chosen), EXPERTS))
+    table.scatter_(1, chosen, 1)
+    order = chosen.view(-1).argsort()
+    rows, given, start = x[order // chosen.shape[1]], [], 0
+    for e, count in enumerate(table.sum(dim=0).cpu().numpy()):
+        end = start + count
+        if count == 0:
+            continue
+        given.append(m.experts[e](rows[start:end]))
+        start = end
+    y = torch.cat(given, dim=0) if len(given) else rows.new_empty(0)
+    back = torch.empty_like(y)
+    back[order] = y
+    return back.view(*chosen.shape, -1).mul_(weights.unsqueeze(-1)).sum(1)
+
+
+def slices(m: Spelled, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """Slices of the order between running sums, added up by scatter."""
+    order, out = chosen.view(-1).argsort(), torch.zeros_like(x)
+    ends, tokens = torch.bincount(chosen.view(-1), minlength=EXPERTS).cumsum(0).tolist(), order // CHOSEN
+    for e, end in enumerate(ends):
+        start = 0 if e == 0 else ends[e - 1]
+        if start == end:
+            continue
+        rows = tokens[start:end]
+        y = m.experts[e](x[rows]) * weights.view(-1, 1)[order[start:end]]
+        out.scatter_add_(0, rows.view(-1, 1).repeat(1, x.shape[-1]), y)
+    return out
+
+
+def written(m: Spelled, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """Each slice is written into its place."""
+    keys, order = torch.sort(chosen.view(-1), stable=True)
+    ends = [0, *torch.searchsorted(keys, torch.arange(EXPERTS), right=True).tolist()]
+    rows = x[order // CHOSEN]
+    y = torch.zeros_like(rows)
+    for e, expert in enumerate(m.experts):
+        if ends[e] < ends[e + 1]:
+            y[ends[e] : ends[e + 1]] = expert(rows[ends[e] : ends[e + 1]])
+    return torch.zeros_like(x).index_add(0, order // CHOSEN, y * weights.view(-1)[order, None])
+
+
+def columns(m: Spelled, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """The rows of an expert as columns, and scatter_add in place of index_add."""
+    out = torch.zeros_like(x)
+    for e in range(EXPERTS):
+        rows, place = torch.where(chosen == e)
+        y = (m.down[e].T @ F.silu(m.up[e].T @ x[rows].T.contiguous())).T * weights[rows, place, None]
+        out.scatter_add_(0, rows.unsqueeze(-1).expand(-1, WIDTH), y)
+    return out
+
+
 # -- without a loop over rows ------------------------------------------------------------------------------------------
 
 

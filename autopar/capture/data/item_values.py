@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 
+from autopar.capture.python.spans import CountSum
 from autopar.capture.python.stand_in import Misuse, Scalar
 from autopar.capture.refusals.constructs import READS, TOLIST, Construct
 from autopar.capture.refusals.explain_failure import read_refusal
@@ -75,6 +77,14 @@ class Items:
         self.found.append(item)
         wide = torch.float64 if tensor.is_floating_point() else torch.int64
         return Scalar.of_tensor(tensor.detach().reshape(()).to(wide), item)
+
+    def array(self, given: Sequence[tuple[Tensor, CountSum | None]], line: Line | None, take: Take) -> np.ndarray:
+        """The numbers of several tensors as numpy has them. given: each with what it is an element of."""
+        made = np.empty(len(given), dtype=object)
+        for at, (tensor, span) in enumerate(given):
+            made[at] = self.number(tensor, line, False, take, True)
+            made[at].span = span
+        return made
 
     def close(self) -> None:
         """The run is over. Raises CaptureError for a number that somebody kept."""

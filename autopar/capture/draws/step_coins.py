@@ -140,16 +140,15 @@ class Coins:
         if join is None or number < join.end:
             return
         del self._pending[segment]
-        trail.is_idle = True
-        coin = trail.coins[join.coin].reshape(())
-        coin = coin if coin.dtype == torch.bool else coin != 0
-        for v, u in join.pairs:
-            kept, instead = trail.found[v], trail.found[u]
-            instead = self._inputs.get(id(instead), instead)
-            sides = (kept, instead) if join.keeps else (instead, kept)
-            joined = self._inputs[id(kept)] = where(coin, *sides)
-            trail.joined(joined, v)
-        trail.is_idle = False
+        with trail.idle():
+            coin = trail.coins[join.coin].reshape(())
+            coin = coin if coin.dtype == torch.bool else coin != 0
+            for v, u in join.pairs:
+                kept, instead = trail.found[v], trail.found[u]
+                instead = self._inputs.get(id(instead), instead)
+                sides = (kept, instead) if join.keeps else (instead, kept)
+                joined = self._inputs[id(kept)] = where(coin, *sides)
+                trail.joined(joined, v)
 
     def left(self, results: Sequence[Any]) -> list[Any]:
         """What a run gives, with the sides of its coins joined. Raises CoinFound if the plan is not made yet."""

@@ -6,7 +6,8 @@ run; a call is known by its segment and its number in it, so that two runs which
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +62,15 @@ class Trail:
     def at(self) -> tuple[int, int]:
         """The segment, and how many calls it has so far."""
         return len(self.segments) - 1, len(self.segments[-1])
+
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """What is called meanwhile is no part of the run."""
+        self.is_idle = True
+        try:
+            yield
+        finally:
+            self.is_idle = False
 
     def given(self, tensors: Iterable[Tensor]) -> None:
         """The inputs of the run."""

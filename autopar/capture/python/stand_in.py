@@ -12,11 +12,13 @@ import os
 import sys
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from autopar.capture.python.arithmetic import DTYPES, Arithmetic, is_input, plain
+from autopar.capture.python.spans import CountSum, RowGroup, piece_between, sum_of
 from autopar.capture.refusals.location import user_frame
 from autopar.errors import CaptureError
 from autopar.ir.ops.op_facts import numbers_of
@@ -76,25 +78,54 @@ def _comparison(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     def method(self: Scalar, other: Any) -> Any:
         if isinstance(other, Tensor):
             return _of_two(function, self, other)
-        is_number = type(other) in DTYPES
-        value = self.read(lambda: function(self.tensor(), other), bool) if is_number else NotImplemented
+        value = _compared(function, self, other)
+        if value is NotImplemented and type(other) in DTYPES:
+            value = self.read(lambda: function(self.tensor(), other), bool)
         return self.refuse(f"is compared ({function.__name__})") if value is NotImplemented else value
 
     return method
+
+
+def _compared(function: Callable[[Any, Any], Any], one: Scalar, other: Any) -> Any:
+    """Whether rows begin where they end, of which there are as many as a tensor says; NotImplemented for other numbers.
+    They do not end before."""
+    spans = [_span(number) for number in (one, other)]
+    for (start, end), may_be in ((spans, operator.lt), (spans[::-1], operator.gt)):
+        piece = piece_between(start, end)
+        if piece is not None and function in (operator.eq, operator.ne, may_be, _NOT[may_be]):
+            is_empty = function in (operator.eq, _NOT[may_be])
+            return one.read(partial(_is_empty if is_empty else _has_rows, piece), bool)
+    return NotImplemented
+
+
+def _is_empty(piece: RowGroup) -> Tensor:
+    return piece.count() == 0
+
+
+def _has_rows(piece: RowGroup) -> Tensor:
+    return piece.count() != 0
+
+
+def _span(number: Any) -> Any:
+    return number.span if type(number) is Scalar else number
+
+
+_NOT = {operator.lt: operator.ge, operator.gt: operator.le}
 
 
 class Scalar:
     """Stands for a Python number, or for one that was computed of such.
 
     value: the number now, where Python has it, as the result of the step `at` of its book's arithmetic. tensor: what
-    stands for it in the graph; made where a tensor meets the number."""
+    stands for it in the graph; made where a tensor meets the number. span: of which counts it is the sum."""
 
-    __slots__ = ("__weakref__", "_at", "_book", "_number", "_tensor", "_value")
+    __slots__ = ("__weakref__", "_at", "_book", "_number", "_tensor", "_value", "span")
     __array_ufunc__ = None  # numpy leaves arithmetic to this class
 
     def __init__(self, book: tuple[Misuse, frozenset[Hashable]], tensor: Tensor | None = None, value: Any = None,
-                 at: int | None = None, number: Any = None) -> None:  # fmt: skip
+                 at: int | None = None, number: Any = None, span: CountSum | None = None) -> None:  # fmt: skip
         self._tensor, self._value, self._at, self._number, self._book = tensor, value, at, number, book
+        self.span = span
         book[0].watch(self)
         if tensor is not None:
             tensor.is_autopar_number = True  # type: ignore[attr-defined]
@@ -119,6 +150,8 @@ class Scalar:
         """What `isinstance` is told: C code, which would take a value out, looks at the real type."""
         if self._at is not None:
             return type(self._value)
+        if self.span is not None:
+            return int
         return float if self.tensor().dtype == torch.float64 else int
 
     @__class__.setter
@@ -127,6 +160,8 @@ class Scalar:
 
     def tensor(self) -> Tensor:
         """What stands for the number in the graph: nothing of it is rounded."""
+        if self._tensor is None and self.span is not None:
+            self._tensor = self.span.total()
         if self._tensor is None:
             if not is_input(self._value):
                 self.refuse(_TOO_LARGE)
@@ -316,6 +351,9 @@ def _of_tensors(function: Callable[..., Any], *numbers: Any) -> Scalar:
     """A function of numbers of which a tensor holds one: it may not decide what Python does."""
     known = next(number for number in numbers if type(number) is Scalar and number._at is None)
     left, right = numbers[0], numbers[-1]
+    span = sum_of(*(_span(number) for number in numbers)) if function is operator.add else None
+    if span is not None:  # it may only say where rows begin: the sum is made when it is asked for
+        return Scalar(known._book, span=span)
     if function is operator.truediv and not (type(right) in DTYPES and right != 0):
         known.refuse(_DIVIDES)
     if function is operator.pow and not ((type(right) is int and right >= 0) or (type(left) is float and left > 0)):

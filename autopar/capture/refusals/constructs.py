@@ -81,7 +81,9 @@ READS: Mapping[Any, Construct] = {
 }
 
 # Torch calls .item() for it.
-TOLIST = Construct(".tolist()", f"{_NUMBER.instead} Sizes for split() must be Python integers.")
+TOLIST = Construct(
+    ".tolist()", f"{_NUMBER.instead} All counts of a tensor may be the sizes of split(): x.split(counts.tolist())."
+)
 
 # Functions whose result has as many elements as the data say, by the call that failed.
 SIZES: Mapping[Any, Construct] = {
@@ -95,12 +97,15 @@ SIZES: Mapping[Any, Construct] = {
     **dict.fromkeys((torch.masked_select, Tensor.masked_select), Construct(
         "masked_select", _MASKED)),
     **dict.fromkeys((torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere), Construct(
-        "nonzero()", "Work with the mask itself: x * mask, or topk(k) for a number of places that is fixed.")),
+        "nonzero()", "Work with the mask itself: x * mask, or topk(k) for a number of places that is fixed. Places by "
+        "which rows are taken and put back may be torch.where(mask).")),
     torch.where: Construct(
         "torch.where(condition) with one argument", "Give it all three: torch.where(condition, a, b)."),
     **dict.fromkeys(
         (torch.unique, Tensor.unique, torch.unique_consecutive, Tensor.unique_consecutive),
-        Construct("unique()", "Do it to the batch beforehand, and pad to a fixed size; or torch.sort keeps the size.")),
+        Construct("unique()", "Do it to the batch beforehand, and pad to a fixed size; or torch.sort keeps the size. A "
+        "loop over experts goes through all, for e in range(experts), of which torch.bincount(chosen, "
+        "minlength=experts) counts the rows.")),
     **dict.fromkeys((torch.repeat_interleave, Tensor.repeat_interleave), Construct(
         "repeat_interleave with a tensor of repeats",
         "Pass output_size= as a Python integer, repeat by one Python integer, or expand the batch beforehand.")),
@@ -108,6 +113,10 @@ SIZES: Mapping[Any, Construct] = {
         "the rows of a packed sequence (pack_padded_sequence), as many as the lengths say",
         "Give the packed sequence to torch's recurrent layers and to pad_packed_sequence: of a loss by its padded "
         "result with a mask, or F.cross_entropy(..., ignore_index=...)."),
+    torch.split: Construct(
+        "rows that counts of the data cut (split() or a slice)",
+        "Take those of an expert by rows, place = torch.where(chosen == e)."
+    ),
     torch.linalg.lstsq: Construct(
         "linalg.lstsq, which has residuals if the matrix has full rank",
         "Of full rank it is torch.linalg.pinv(a) @ b, or torch.linalg.solve(a.mT @ a, a.mT @ b)."),

@@ -27,6 +27,9 @@ def is_implied(mask: fx.Node, place: int | None, condition: fx.Node) -> bool:
     element of a mask is True."""
     if place is None:
         return _compared(mask) == (_compared(condition) or ())
+    piece = _piece(condition)
+    if piece is not None and piece[1] == place and _all_of(_bare(mask)) in piece[0]:
+        return True
     counted, taken = _counted(mask), _taken(condition)
     if counted is not None and (*counted, place) == taken:
         return True
@@ -45,6 +48,7 @@ def count_asked(truth: fx.Node) -> tuple[fx.Node, int | None, bool] | None:
         node = _bare(node)
         if node.op != "call_function" or not isinstance(node.args[0], fx.Node):
             return None
+        node = _later(node) or node
         of: Any = node.args[0]
         if op_name(node.target) in ("any", "sum") and _is_positive(of) and node.meta["val"].numel() == 1:
             return (of, None, is_none) if _compared(of) is not None else None
@@ -57,6 +61,30 @@ def count_asked(truth: fx.Node) -> tuple[fx.Node, int | None, bool] | None:
             continue
         place: Any = node.args[-1]
         return (of, place % len(of.meta["val"]), is_none) if of.meta["val"].ndim == 1 else None
+
+
+def _later(node: fx.Node) -> fx.Node | None:
+    """The end of a group, of which the end of the group before it is subtracted: how many rows it has."""
+    if node.target is not aten.sub.Tensor or node.kwargs:
+        return None
+    last, first = (_bare(one) for one in node.args)  # type: ignore[arg-type]
+    if not (last.target is first.target is aten.select.int) or last.args[:2] != first.args[:2]:
+        return None
+    return last if last.args[2] == first.args[2] + 1 else None  # type: ignore[operator]
+
+
+def _piece(condition: fx.Node) -> tuple[list[_Numbers], int] | None:
+    """The ends of groups, or how many rows each has, and the group whose rows a condition holds for, as `segments.py`
+    asks for a piece."""
+    condition = _bare(condition)
+    group: Any = condition.args[0] if condition.target is aten.eq.Scalar else condition
+    while group.op == "call_function" and op_name(group.target) == "checked_index":
+        group = group.args[0]
+    if group.op != "call_function" or op_name(group.target) != "searchsorted":
+        return None
+    ends: Any = _bare(group.args[0])
+    counts = [ends.args[0]] if ends.op == "call_function" and op_name(ends.target) == "cumsum" else []
+    return [_all_of(_bare(one)) for one in (ends, *counts)], condition.args[1]  # type: ignore[return-value]
 
 
 def _counted(node: fx.Node) -> _Slice | None:

@@ -27,7 +27,7 @@ from autopar.passes.rules import TABLE
 from autopar.passes.rules.rule import Call
 from autopar.passes.rules.splits import Split
 from autopar.passes.rules.through import through
-from autopar.torch_compat import no_function_modes
+from autopar.torch_compat import no_function_modes, storage_of
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -65,6 +65,8 @@ class ValidRows:
     place: int | None = None  # of the places themselves, their dim of the mask
     may_specialize: bool = False  # the mask hangs on what a step leaves as it is
     is_column: bool = False  # the places of a mask of one dim, as nonzero() has them: [n, 1]
+    is_whole: bool = False  # the padding has what stands there for other rows
+    repeats: Tensor | None = None  # the numbers [n] of which each stands all along its row
     guards: tuple[Guard, ...] = ()  # what their gradient passes before anything adds it up
 
 
@@ -190,10 +192,15 @@ _PRODUCTS: Mapping[str, Callable[..., Product | None]] = {
 
 
 def product(self: KnownRows, name: str, args: Any, kwargs: Any) -> tuple[Tensor, bool] | None:
-    """The product of rows with one matrix, of those that count alone; and whether something is added to it. None for
-    another function, or another product."""
+    """The product of rows with one matrix, or of one with columns, of those that count alone; and whether something is
+    added to it. None for another function, or another product."""
     found = _PRODUCTS[name](*args, **kwargs) if name in _PRODUCTS else None
     rows = None if found is None else self.row_of(found.x)
+    columns = None if found is None else self.row_of(found.matrix)
+    if found is not None and rows is None and columns is not None and found.bias is None:
+        is_columns = columns.dim == 1 and found.x.ndim == found.matrix.ndim == 2 and found.x.is_floating_point()
+        x, matrix = autocast(found.matrix.t(), found.x.t())
+        return (_product_of(x, matrix, columns.valid).t(), False) if is_columns else None
     if found is None or rows is None or any(self.row_of(one) for one in (found.matrix, found.bias)):
         return None
     x, matrix = found.x, found.matrix
@@ -201,10 +208,14 @@ def product(self: KnownRows, name: str, args: Any, kwargs: Any) -> tuple[Tensor,
     if not is_rows or not x.is_floating_point():
         return None
     x, matrix = autocast(x, matrix)
-    other = torch.where(rows.valid, 0, 1)  # there is one matrix; the padding has none
-    y: Tensor = ExpertMM.apply(x.reshape(-1, x.shape[-1]), matrix.unsqueeze(0), other)
-    y = y.reshape(*x.shape[:-1], matrix.shape[1])
+    y = _product_of(x, matrix, rows.valid)
     return (y, False) if found.bias is None else (y + autocast(found.bias)[0], True)
+
+
+def _product_of(x: Tensor, matrix: Tensor, valid: Tensor) -> Tensor:
+    other = torch.where(valid, 0, 1)  # there is one matrix; the padding has none
+    y: Tensor = ExpertMM.apply(x.reshape(-1, x.shape[-1]), matrix.unsqueeze(0), other)
+    return y.reshape(*x.shape[:-1], matrix.shape[1])
 
 
 def together(self: KnownRows, run: Run, function: Any, args: Any, kwargs: Any) -> Any:
@@ -361,4 +372,16 @@ def only_valid(rows: Tensor, valid: Tensor, dim: int, number: float = 0) -> Tens
 def puts_back(name: str) -> bool:
     """True for a function that puts rows into places, or adds them there."""
     base, is_index, what = name.removesuffix("_").partition("index_")
-    return name == "__setitem__" or (bool(is_index) and not base and what in ("add", "put", "copy"))
+    is_put = bool(is_index) and not base and what in ("add", "put", "copy")
+    return is_put or name in ("__setitem__", "scatter_add", "scatter_add_")
+
+
+def repeated_rows(name: str, mine: ValidRows | None, result: Any) -> Tensor | None:
+    """The numbers [n] of which a view of them has each all along its row; None for another call."""
+    if mine is None or not isinstance(result, Tensor) or result.shape[:1] != mine.valid.shape or result._version:
+        return None
+    numbers = mine.tensor if mine.tensor.ndim == 1 else mine.repeats
+    is_shown = storage_of(result) == storage_of(mine.tensor)
+    is_column = result.numel() == result.shape[0] and is_shown
+    is_wide = mine.repeats is not None and (is_shown or name == "repeat")
+    return numbers if is_column or is_wide else None

@@ -50,11 +50,13 @@ class Turns:
 class RowSides:
     """A run on shapes in which some masks have rows. Each mask begins a segment of its trail.
 
-    bases: by the segment and number of a call that puts rows back, the mask and the place of what it adds them to."""
+    bases: by the segment and number of a call that puts rows back, the mask and the place of what it adds them to.
+    kept: of masks whose rows are put together, one that has rows: together they have all."""
 
     has: Has
     trail: Trail
     bases: dict[tuple[int, int], tuple[int, Place]] = field(default_factory=dict)
+    kept: set[int] = field(default_factory=set)
     _mask_of: dict[int, tuple[Tensor, int]] = field(default_factory=dict)  # of places, by their id
 
     @staticmethod
@@ -71,6 +73,24 @@ class RowSides:
         """The places that a mask selects."""
         self._mask_of.update((id(place), (place, number)) for place in places)
 
+    def cut(self) -> tuple[int, int]:
+        """Rows are cut, which may be put together with others: keep a place for that among the calls of their mask."""
+        at = self.trail.at
+        self.trail.segments[-1].append(TrailStep(hash("joined"), (), (), self.trail.draws()))
+        return at
+
+    def joined(self, places: Sequence[tuple[int, int]], pieces: Sequence[Tensor], whole: Tensor) -> None:
+        """Rows put together that were cut: as if each mask put its own among those of the masks before it."""
+        self.kept.update(segment - 1 for segment, _ in places[:1])
+        base: Place = ("joined",)
+        for at, piece in zip(places, pieces, strict=True):
+            segment, number = at
+            steps = self.trail.segments[segment]
+            steps[number] = replace(steps[number], operands=(self.trail.place_of(piece), base))
+            self.bases[at] = segment - 1, base
+            base = ("call", *at, 0)
+        self.trail.joined(whole, base)
+
     def saw(self, function: Any, args: Any, kwargs: Any, result: Any, written: Sequence[Tensor]) -> None:
         """A call with what it returned, and what it wrote into."""
         name = getattr(function, "__name__", "")
@@ -84,6 +104,8 @@ class RowSides:
             known = self._mask_of.get(id(args[0]))
             if known is not None and known[0] is args[0]:
                 self._mask_of[id(result)] = result, known[1]
+            elif mask is None and function is Tensor.__getitem__ and (of := self._mask_in(args[1:])) is not None:
+                self._mask_of[id(result)] = result, of
 
     def _mask_in(self, value: Any) -> int | None:
         if isinstance(value, Tensor):
@@ -117,7 +139,7 @@ def row_uses(run: Callable[[Has], RowSides], names: Sequence[str | None]) -> Row
 
     Raises UnfitRows where the model does something else than to leave out calls."""
     whole, parts = run(_all), dict[int, CoinJoin]()
-    for has in (_none, _odd, _even):
+    for has in (whole.kept.__contains__, _odd, _even):
         for mask, part in _parts(whole, run(has)).items():
             if parts.setdefault(mask, part) != part:
                 raise UnfitRows
@@ -129,10 +151,6 @@ def row_uses(run: Callable[[Has], RowSides], names: Sequence[str | None]) -> Row
 
 def _all(mask: int) -> bool:
     return True
-
-
-def _none(mask: int) -> bool:
-    return False
 
 
 def _odd(mask: int) -> bool:

@@ -40,9 +40,11 @@ from autopar.capture.rows.row_rules import (
     picked,
     product,
     puts_back,
+    repeated_rows,
     source_of,
     together,
 )
+from autopar.capture.rows.segments import Segments
 from autopar.capture.rows.selections import NONZERO, mask_of, selecting
 from autopar.capture.rows.turns import MaskOrder
 from autopar.capture.trace.tracer import Tracer
@@ -71,6 +73,7 @@ class Selected:
     decided: dict[tuple[int, int], tuple[Tensor, bool]] = field(default_factory=dict)  # masks, and if they select any
     is_inside: bool = False  # of a call that is followed: torch may spell it out in calls of its own
     draws: RowDraws = field(default_factory=RowDraws)
+    segments: Segments = field(default_factory=Segments)
 
     def __post_init__(self) -> None:
         self.order = MaskOrder(self.locator, Branches() if self.reads is None else self.reads.branches)
@@ -183,7 +186,8 @@ class Selected:
 
     def saw(self, function: Any, args: Any, kwargs: Any, result: Any, computes: bool) -> None:
         """A call with what it returned. computes: it is the model's."""
-        if computes and selecting(function, args, kwargs) is not None:
+        self.segments.saw(function, args, kwargs, result)
+        if computes and not self.segments.is_cutting and selecting(function, args, kwargs) is not None:
             mine = None if self.row_of(args[0]) else next(self.rows_in(result), None)
             self.draws.selected(None if mine is None else mine.valid)
 
@@ -222,9 +226,9 @@ class Selected:
         read = args[1:] if form_argument(name) == 0 else args
         is_new = next(counts_in((args, kwargs)), None) is not None
         if name == "expand_as" or (is_new and not any(self.row_of(one) for one in _tensors_in((read, kwargs)))):
-            return self._sized(like, run, function, args, kwargs)
+            return self._shown(name, args[0], self._sized(like, run, function, args, kwargs))
         if puts_back(name) and not self._is_within(name, args):
-            return self._added(name, like, *args, **kwargs)
+            return self._added(*self._as_index_add(name, like, *args), **kwargs)
         if mask_of(function, args, True) is not None and not puts_back(name):
             return self._again(*args)
         if name in ("__getitem__", "index_select") and self.row_of(args[0]) is None:
@@ -251,7 +255,27 @@ class Selected:
             and args[1].shape == result.shape
         ):
             self.sums[id(result)] = AddedRows.of(result, taken.base, taken.key, args[1])
+        return self._shown(name, args[0], result)
+
+    def _shown(self, name: str, rows: Any, result: Any) -> Any:
+        """The result of a view, with a note of the numbers that it shows."""
+        numbers = repeated_rows(name, self.row_of(rows), result)
+        mine = self.row_of(result)
+        if numbers is not None and mine is not None:
+            self.known[id(result)] = replace(mine, repeats=numbers)
         return result
+
+    def _as_index_add(self, name: str, rows: ValidRows, *args: Any) -> tuple[Any, ...]:
+        """base.scatter_add(0, index, source), where each row goes to one place, as index_add."""
+        if not name.startswith("scatter_add"):
+            return name, rows, *args
+        base, dim, index, source = (*args, None, None, None)[:4]
+        mine = self.row_of(index)
+        if mine is None or mine.repeats is None or index._version or dim not in (0, -base.ndim):
+            raise Refused("its index has another place for each element")
+        if index.shape != source.shape or index.shape[1:] != base.shape[1:]:
+            raise Refused("its index is not as wide as its rows")
+        return name.replace("scatter", "index"), rows, base, 0, mine.repeats, source
 
     def _again(self, rows: Tensor, mask: Tensor) -> Tensor:
         """Rows that a mask made of such rows selects once more."""
@@ -368,7 +392,7 @@ class Selected:
     def in_range(self, index: Tensor) -> Tensor:
         """Places of rows, or numbers made of them, which the padding may have anywhere."""
         mine = self.known[id(index)]
-        return index if mine.place is not None else self._fill(index, mine, 0)
+        return index if mine.place is not None or mine.is_whole else self._fill(index, mine, 0)
 
     def _guard(self, tensor: Tensor, valid: Tensor, dim: int) -> Guard:
         """Watch the gradient of rows behind which it is added up."""
@@ -382,6 +406,10 @@ class Selected:
             like, tensor=tensor, dim=dim, place=None, is_column=False, guards=tuple(guards)
         )
         return tensor
+
+    def cut(self, mode: Run, function: Any, args: Any, kwargs: Any, line: Line | None) -> Any:
+        """What a call gives that cuts rows, or puts them together; NotImplemented for another one."""
+        return NotImplemented if self.is_inside else self.segments.call(self, mode, function, args, kwargs, line)
 
     def check_counts(self) -> None:
         """Raise CaptureError where the model asks how many rows there are, and takes the same ones together, if it is
@@ -497,7 +525,8 @@ class Selected:
         shape = next(self.known[id(item)].shape for item in dims if isinstance(item, Tensor))
         first = min(of.values())
         after = [at for at in range(first, base.ndim) if at not in of.values()]
-        value = base.permute(*range(first), *(of[place] for place in sorted(of)), *after)  # type: ignore[type-var]
+        order = [*range(first), *(of[place] for place in sorted(of)), *after]  # type: ignore[type-var]
+        value = base if order == sorted(order) else base.permute(order)
         for place in range(len(shape)):
             value = value if place in of else value.unsqueeze(first + place)
         value = value.expand(*base.shape[:first], *shape, *(base.shape[at] for at in after))

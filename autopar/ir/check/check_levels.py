@@ -160,6 +160,8 @@ def _check_move(node: fx.Node, program: Program) -> None:
     inferred = moved_layout(mesh_op_name(node.target), node.args[1:], has)
     if inferred is None:
         _fail(node, f"cannot be applied to {has}: {node.args[1:]}")
+    elif mesh_op_name(node.target) in _TO_OWNERS and _axes_of_rows(inferred) == _axes_of_rows(record(node).layout):
+        pass  # how rows lie at home their index says
     elif not _is_same(_canonical(inferred), record(node).layout):
         _fail(node, f"turns {has} into {_canonical(inferred)}, not into {record(node).layout}")
 
@@ -221,6 +223,10 @@ def moved_layout(name: str, args: tuple[object, ...], has: Layout) -> Layout | N
         for axis in axes:
             _insert(dims, axis, at[0], at[1])
     return Layout(tuple(tuple(dim) for dim in dims), tuple(partial))
+
+
+def _axes_of_rows(layout: Layout) -> tuple[object, ...]:
+    return layout.owned, [axis for axis in layout.dims[0] if isinstance(axis, str)], layout.dims[1:], layout.partial
 
 
 def _with_owners(has: Layout, axes: tuple[str, ...], owned: bool) -> Layout | None:
