@@ -1,6 +1,6 @@
 """Every private torch name that autopar uses, each with its reason (those for speed alone are in `torch_shortcuts.py`,
 those by which a parameter becomes another one in place in `torch_identity.py`).
-torch 2.11 to 2.14.
+torch 2.11 to 2.15.
 
 - `torch._subclasses.FakeTensorMode`: shapes without memory during the capture. The public way to get one
   (`make_fx(tracing_mode="fake")`) needs real tensors as its inputs, which a 70B model has not.
@@ -22,7 +22,7 @@ torch 2.11 to 2.14.
 - `DeviceMesh._pg_registry`, from torch 2.13 on: the groups that a mesh keeps after they were destroyed, with their
   threads; and the defaults of the functions of `torch.distributed.nn`, which keep the default group of their import.
 - `torch.distributed.distributed_c10d._set_pg_timeout`: how long the default group waits once all ranks have met in it,
-  which they do minutes apart; its public timeout bounds the meeting too.
+  which they do minutes apart; its public timeout bounds the meeting too. From torch 2.15 on `set_timeout`.
 - `torch._foreach_norm`: the norms of many tensors by a few kernels, as gradient clipping computes them; the public
   `torch.nn.utils.get_total_norm` gives only the norm of all.
 - `_torchdynamo_orig_callable`: what `torch.compile` asks of a module first, which is the place to say that a parallel
@@ -92,9 +92,9 @@ from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import _engine_run_backward
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _coalescing_manager, _set_pg_timeout
+from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.fx import _symbolic_trace
 from torch.nn.modules import module as _modules
@@ -169,10 +169,10 @@ ASKED_TO_COMPILE = "_torchdynamo_orig_callable"
 assert_async: Callable[[torch.Tensor, str], None] = torch._assert_async
 _VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 SUBCLASSED_DTENSORS = _VERSION >= (2, 13)
-_NEWEST = (2, 14)  # that autopar was tried with
+_NEWEST = (2, 15)  # that autopar was tried with
 if _VERSION > _NEWEST:
     warnings.warn(
-        f"torch {torch.__version__} is newer than those that autopar was tried with, 2.11 to 2.14: it may lack a "
+        f"torch {torch.__version__} is newer than those that autopar was tried with, 2.11 to 2.15: it may lack a "
         f"private name that autopar uses (autopar/torch_compat.py lists them).",
         stacklevel=2,
     )
@@ -220,7 +220,7 @@ def take_in_lists(kind: Any) -> None:
 
 def end_waits_after(timeout: timedelta) -> None:
     """Bound how long a rank waits for another one in the default group, from now on."""
-    _set_pg_timeout(timeout)
+    (getattr(torch.distributed, "set_timeout", None) or distributed_c10d._set_pg_timeout)(timeout)
 
 
 def forget_groups(mesh: DeviceMesh | None) -> None:

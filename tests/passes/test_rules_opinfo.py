@@ -225,7 +225,8 @@ def test_what_has_no_rule_is_in_the_docs_with_the_reason(database: Database) -> 
     found = _ruleless(database)
     assert found - set(told) == set()
     if torch.__version__.startswith("2.13"):  # another version calls others
-        assert set(told) - found == set()
+        newer = {name for name, why in told.items() if why.startswith("from torch 2.15 on")}
+        assert set(told) - found - newer == set()
     assert all(len(why) > 20 for why in told.values())
 
 

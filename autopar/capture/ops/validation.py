@@ -18,7 +18,8 @@ _FOLDER = os.path.dirname(os.path.abspath(torch.distributions.__file__)) + os.se
 # The functions whose every bool() of a tensor asks whether all is valid.
 _CHECKS = frozenset(
     (("distribution.py", "__init__"), ("distribution.py", "_validate_sample"), ("geometric.py", "__init__"),
-     ("continuous_bernoulli.py", "__init__"), ("constraints.py", "check"))
+     ("continuous_bernoulli.py", "__init__"), ("constraints.py", "check"),
+     ("distribution.py", "_all_true_or_runtime_assert"))  # both of the first two, since torch 2.15
 )  # fmt: skip
 _NAMED = 3
 
