@@ -212,6 +212,8 @@ class Maker:
         twice = (group_name(compiled.plan.zero_axes), PIPELINE) if has_queues(device) else ()
         made = make_groups(where.mesh, axes, where.device_mesh, settings.timeout, twice=twice)
         self._groups.update(made)
+        if self._agreement.patience is not None:
+            self._agreement.patience.know(handle for group in made.values() for handle in group.known)
         if has_queues(device):
             with lost_peers("connecting"):
                 connect(made, compiled.pipeline, where.coord.get(PIPELINE, 0), device)
