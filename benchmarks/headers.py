@@ -125,6 +125,8 @@ def faults(seed: int, numbers: range, seconds: float) -> tuple[dict[int, str], i
                 _sign(manifest, file.name, len(put), put[: 8 + min(length, len(put))])
             try:
                 fault = fault_of(readers[file], names=top)
+                if fault is not None and fault.startswith("no name: Error(s) in loading state_dict"):
+                    fault = None  # what does not fit the model is told in these words, by the tensor's name
             finally:
                 file.write_bytes(data)
                 manifest.write_bytes(listed)

@@ -514,3 +514,16 @@ def test_the_tensors_of_a_tree_are_found_in_their_order() -> None:
     names = iter("abc")
     tree = encode({"x": [torch.ones(1), 3], "y": (torch.ones(2), {"z": torch.ones(3)})}, lambda *_: next(names), "")
     assert tensors_of(tree) == ["a", "b", "c"]
+
+
+def test_a_number_that_reads_as_infinite_is_none(saved: Path, tmp_path: Path) -> None:
+    """Red before: a ValueError of json, where the manifest was compared between ranks."""
+    path = tmp_path / "run"
+    shutil.copytree(saved / "run", path)
+    file = path / folder.folder_of(1) / "manifest.json"
+    _, _, rest = file.read_bytes().partition(b"\n")
+    rest = rest.replace(b'"lr": 0.', b'"lr": 1e999, "was": 0.', 1)
+    assert b"1e999" in rest
+    file.write_bytes(b'{"crc32": "%08x",\n' % zlib.crc32(rest) + rest)
+    with pytest.raises(CheckpointError, match=r"manifest\.json' is not a manifest of autopar: ValueError: 1e999"):
+        autopar.load(path, *_made(5), step=1)
