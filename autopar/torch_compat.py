@@ -22,7 +22,8 @@ torch 2.11 to 2.15.
 - `DeviceMesh._pg_registry`, from torch 2.13 on: the groups that a mesh keeps after they were destroyed, with their
   threads; and the defaults of the functions of `torch.distributed.nn`, which keep the default group of their import.
 - `torch.distributed.distributed_c10d._set_pg_timeout`: how long the default group waits once all ranks have met in it,
-  which they do minutes apart; its public timeout bounds the meeting too. From torch 2.15 on `set_timeout`.
+  which they do minutes apart; its public timeout bounds the meeting too. Of any group: once steps were measured. From
+  torch 2.15 on it is public: `set_timeout`.
 - `torch._foreach_norm`: the norms of many tensors by a few kernels, as gradient clipping computes them; the public
   `torch.nn.utils.get_total_norm` gives only the norm of all.
 - `_torchdynamo_orig_callable`: what `torch.compile` asks of a module first, which is the place to say that a parallel
@@ -218,9 +219,9 @@ def take_in_lists(kind: Any) -> None:
             kinds.append(kind)
 
 
-def end_waits_after(timeout: timedelta) -> None:
-    """Bound how long a rank waits for another one in the default group, from now on."""
-    (getattr(torch.distributed, "set_timeout", None) or distributed_c10d._set_pg_timeout)(timeout)
+def end_waits_after(timeout: timedelta, group: ProcessGroup | None = None) -> None:
+    """Bound how long a rank waits for another one in a group, or the default one, from now on."""
+    (getattr(torch.distributed, "set_timeout", None) or distributed_c10d._set_pg_timeout)(timeout, group)
 
 
 def forget_groups(mesh: DeviceMesh | None) -> None:

@@ -508,7 +508,7 @@ class _Capture:
             if self.coins.trail is not None:
                 loss, aux = self._joined(loss, aux)
             check_returned((loss,))
-            check_loss(loss, self.loss_fn, bool(trainable))
+            check_loss(loss, self.loss_fn, trainable)
             self.fault = outside_fault(loss, {id(tensor) for _, tensor in trainable}, self.untrained, self.outside)
             buffers = self._buffers()
             self.outputs = [Output("loss", "loss")]

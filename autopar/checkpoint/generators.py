@@ -29,3 +29,15 @@ def set_generators(states: Mapping[str, Any]) -> None:
         setters["cuda"] = torch.cuda.set_rng_state
     for name in states.keys() & setters.keys():
         setters[name](states[name])
+
+
+def check_generators(states: Mapping[str, Any]) -> None:
+    """Let generators of our own go on from some states, as a trial. Raises what they raise of one that is none."""
+    setters: dict[str, Callable[[Any], Any]] = {
+        "torch": torch.Generator().set_state, "python": random.Random().setstate,
+        "numpy": numpy.random.RandomState().set_state,
+    }  # fmt: skip
+    if torch.cuda.is_available():
+        setters["cuda"] = torch.Generator("cuda").set_state
+    for name in states.keys() & setters.keys():
+        setters[name](states[name])

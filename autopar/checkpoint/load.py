@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from autopar import compiled
 from autopar.capture.inputs import tables
 from autopar.checkpoint import folder
 from autopar.checkpoint.fitting import fit_model, fit_optimizer, pick
-from autopar.checkpoint.generators import set_generators
+from autopar.checkpoint.generators import check_generators, set_generators
 from autopar.checkpoint.manifest import NAME, Manifest, damaged
 from autopar.checkpoint.outgoing import targets
 from autopar.checkpoint.run import Run, plain, state_of_module
@@ -23,9 +23,10 @@ from autopar.checkpoint.tensor_files import Reader, check_files
 from autopar.checkpoint.together import AllRanks
 from autopar.checkpoint.tree import decode, outline
 from autopar.compiled import Compiled
-from autopar.errors import CheckpointError
+from autopar.errors import AutoparError, CheckpointError
 from autopar.parallel.agree.agreement import Phase
 from autopar.parallel.module import ParallelModule
+from autopar.parallel.session.random_state import RandomState
 from autopar.parallel.tensors.parameter import ParameterTensor
 from autopar.torch_compat import local_of
 
@@ -116,12 +117,14 @@ class Loading:
             raise CheckpointError("\n".join(fault))
         own, theirs = _own_of(manifest, ranks, run)
         loaders = pick("loaders", own, run.loaders, path)
+        generators = {name: decode(each, outline) for name, each in theirs.items()}
+        _check_draws(generators, models.values(), path)
         give = reader.whole
         return Loading(
             run, reader, models, optimizers,
             {label: decode(each, give) for label, each in schedulers.items()},
             {label: decode(each, outline) for label, each in loaders.items()},
-            {name: decode(each, outline) for name, each in theirs.items()},
+            generators,
             decode(manifest.state["extra"]["extra"], give),
         )  # fmt: skip
 
@@ -212,6 +215,19 @@ def fit_all(
         yield from fit_model(label, run.models[label], entry, reader.manifest)
     for label, entry in optimizers.items():
         yield from fit_optimizer(label, run, entry)
+
+
+def _check_draws(generators: Mapping[str, Any], models: Iterable[Any], path: Path) -> None:
+    """Try on objects of our own what is said of random numbers. Raises CheckpointError."""
+    try:
+        check_generators(generators)
+        for entry in models:
+            if "random" in entry:
+                drawn = RandomState(0)
+                drawn.load_state_dict(entry["random"])
+                drawn.tensor(torch.device("cpu"), True)
+    except (AutoparError, LookupError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise CheckpointError(damaged(path / NAME, f"no random generator can go on from it: {error}")) from None
 
 
 def _own_of(manifest: Manifest, ranks: AllRanks, run: Run) -> tuple[Any, dict[str, Any]]:

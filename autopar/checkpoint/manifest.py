@@ -102,7 +102,9 @@ class Manifest:
         if data[:cut] != (_HEAD % zlib.crc32(data[cut:])).encode():
             raise CheckpointError(damaged(file, "its checksum is not that of its content"))
         try:
-            return _checked(json.loads(data, object_pairs_hook=_once, parse_constant=_refused), folder)
+            return _checked(
+                json.loads(data, object_pairs_hook=_once, parse_constant=_refused, parse_float=_finite), folder
+            )
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise CheckpointError(
                 f"'{file}' is not a manifest of autopar: {type(error).__name__}: {str(error)[:200]}."
@@ -128,6 +130,12 @@ def _once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refused(constant: str) -> Any:
     raise ValueError(f"{constant} is no number of JSON")
+
+
+def _finite(text: str) -> float:
+    """A number that `json` would read as infinite, such as 1e999, is none."""
+    value = float(text)
+    return value if math.isfinite(value) else _refused(text[:40])
 
 
 def _checked(content: Any, folder: Path) -> Manifest:

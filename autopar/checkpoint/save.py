@@ -58,7 +58,7 @@ class Saving:
     out: Outgoing
     manifest: Manifest  # without files and other ranks' pieces
     own: Any
-    failure: CheckpointError | None = None
+    failure: Exception | None = None
     sum: FileSum | None = None
 
     @property
@@ -67,14 +67,14 @@ class Saving:
         return self.partial.with_name(self.partial.name.removeprefix(folder.PARTIAL))
 
     def write(self) -> None:
-        """Write this rank's file. An error is kept for `finish`."""
+        """Write this rank's file. An error of any kind is kept for `finish`, where all ranks learn of it."""
         try:
             if self.out.mine:
                 with _told(self.partial / self.out.file):
                     self.sum, sums = write_file(self.partial / self.out.file, self.out.mine)
                     self.out.keep(sums)
                     folder.flush(self.partial)
-        except CheckpointError as error:
+        except Exception as error:  # also of threads, memory, a device: a rank that raised alone would leave the others
             self.failure = error
         self.out.mine.clear()
 

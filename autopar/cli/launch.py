@@ -88,7 +88,7 @@ def report(error: Exception) -> None:
     if file is None:
         return
     said = {
-        "message": f"{type(error).__name__}: {error}",
+        "message": "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]),
         "extraInfo": {"py_callstack": "".join(traceback.format_exception(error)), "timestamp": str(int(time.time()))},
     }
     draft = file.with_suffix(".draft")

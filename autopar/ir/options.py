@@ -278,9 +278,9 @@ class StepOptions:
       bytes, of states also patterns of modules: `{"activations": 0.5, "optimizer": ["embed", "blocks.0-7"]}`. Where
       recompute= is a number, it is the budget of both: each value is kept, computed again or moved, whichever takes the
       least time (arXiv 2104.07857).
-    offload_dir: a folder of this node's disk: optimizer states that wait lie in files there, not in the host's memory,
-      with offload="parameters" too, and with `{"parameters": "disk"}` parameters and gradients as well. The files have
-      no names, so nothing is left of a run however it ends.
+    offload_dir: a folder of this node's disk: optimizer states that wait lie in files there, not in the host's memory.
+      So they do with offload="parameters", and with `{"parameters": "disk"}` parameters and gradients as well. The
+      files have no names, so nothing is left of a run however it ends.
     horizon: layers by which activations, or parameters, are back before they are read: more hide slower copies, fewer
       need less memory. "auto" begins each copy as late as hides it, by two layers at most, and of parameters by one.
     memory: bytes that a rank's device may hold at its peak (an int, or text as "60GiB"), parameters, gradients and

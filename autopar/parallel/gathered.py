@@ -19,6 +19,7 @@ from autopar.parallel.session.session import Session
 from autopar.parallel.tensors.parameter import ParameterTensor
 from autopar.parallel.weights.materialize import assign
 from autopar.parallel.weights.store import ParameterStore
+from autopar.runtime.ranks.process_groups import default_group
 from autopar.runtime.ranks.wire import on_wire
 from autopar.torch_compat import local_of
 
@@ -49,7 +50,7 @@ def gathered(session: Session, rank: int | None, write: bool) -> Iterator[nn.Mod
         raise AutoparError(
             f"gathered(rank={rank}): there is no such rank. Give one of 0 to {size - 1}, or None for all."
         )
-    plain = _Plain.of(store, is_here=rank in (None, dist.get_rank()))
+    plain = _Plain.of(store, is_here=rank in (None, default_group().rank()))
     failure: Exception | None = None
     try:
         yield store.model if plain.is_here else None
@@ -64,7 +65,7 @@ def gathered(session: Session, rank: int | None, write: bool) -> Iterator[nn.Mod
         plain.write(values, rank or 0)
     if failure is not None:
         raise failure
-    if not write and dist.get_rank() == (rank or 0) and (lost := plain.changed(values)):
+    if not write and default_group().rank() == (rank or 0) and (lost := plain.changed(values)):
         more = f" and {len(lost) - _NAMED} more" if lost[_NAMED:] else ""
         _log.warning(
             "changes inside of `with model.gathered()` are gone behind it (%s%s): gathered(write=True) keeps them",
@@ -161,13 +162,13 @@ class _Plain:
     @torch.no_grad()
     def write(self, values: Mapping[str, torch.Tensor], source: int) -> None:
         """Write what one rank has into the parts of all. Every rank must call this."""
-        is_source = dist.get_rank() == source
+        is_source = default_group().rank() == source
         for swap in self.swaps:
             held, local = swap.held, _memory(swap.held)
             value = torch.empty(held.shape, dtype=local.dtype, device=local.device)
             if is_source:
                 value.copy_(values[swap.entry.name])
-            if dist.get_world_size() > 1:
+            if default_group().size() > 1:
                 dist.broadcast(on_wire(value), src=source)
             local.copy_(held.place.part(value) if isinstance(held, ParameterTensor) else value)
 

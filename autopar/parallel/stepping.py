@@ -16,6 +16,7 @@ from autopar.errors import BatchError
 from autopar.ir.layout import Layout, local_part
 from autopar.ir.program import Input, record
 from autopar.parallel.last_step import check_rows
+from autopar.parallel.out_of_memory import explaining_memory
 from autopar.parallel.programs.own_batch import means, of_all_places, seed_of
 from autopar.parallel.programs.portions import Given
 from autopar.parallel.programs.running import Running
@@ -24,6 +25,7 @@ from autopar.parallel.tensors.parameter import accumulate, drop_gradients
 from autopar.parallel.weights.gradients import Added, added_up, finished, guarded, held, multiply
 from autopar.runtime.executor.inputs import StepInputs
 from autopar.runtime.kernels import host
+from autopar.runtime.ranks.process_groups import default_group
 
 
 def train_step(
@@ -122,7 +124,8 @@ def run_step(session: Session, running: Running, given: Given, is_step: bool) ->
             where = "is on the meta device, where nothing has data"
             raise BatchError(f"{given.parts.paths[i]} {where}: only prepare() can take it.")
     lift = session.settings.lift
-    with default_dtype(lift) if lift is not None else nullcontext():
+    explaining = explaining_memory(running.compiled, default_group().rank(), session.settings.device)
+    with explaining, default_dtype(lift) if lift is not None else nullcontext():
         outputs = running.run(_inputs(session, running, given, is_step))
     _check(session, running, outputs)
     if running.is_bounded:

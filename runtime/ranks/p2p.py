@@ -23,6 +23,7 @@ from autopar.runtime.ranks.process_groups import Group
 from autopar.runtime.ranks.wire import on_wire
 
 LEAVING = 8  # tensors on their way at a time. Gloo says that a send is done only to those who wait for it.
+LEAVING_BYTES = 256 << 20  # of them, on any device; one message may be larger
 GRAIN = 16  # bytes: where a tensor begins in a message
 
 
@@ -51,7 +52,8 @@ class Leaving:
 @dataclass(slots=True)
 class Peers:
     """The other ranks of this rank's pipeline. in_order: whether the device does what it is given in order (a GPU).
-    Then nobody waits for a send: the stream that computes would stand still until the other rank receives it."""
+    Then a send is waited for only where LEAVING_BYTES are on their way: the stream that computes stands still until the
+    other rank receives it."""
 
     group: Group
     device: torch.device
@@ -90,13 +92,15 @@ class Peers:
 
     def _let_go(self) -> None:
         """Free the buffers of sends that completed."""
-        while self.leaving and (self._is_late() or self.leaving[0].work.is_completed()):
+        while self.leaving and ((is_late := self._is_late()) or self.leaving[0].work.is_completed()):
             one = self.leaving.popleft()
-            if not self.in_order:
+            if is_late or not self.in_order:
                 one.work.wait()
 
     def _is_late(self) -> bool:
-        return not self.in_order and len(self.leaving) > LEAVING
+        """Whether too much is on its way for another message."""
+        is_many = not self.in_order and len(self.leaving) > LEAVING
+        return is_many or sum(one.sent.nbytes for one in self.leaving) > LEAVING_BYTES
 
     def _is_flat(self, line: Instruction) -> bool:
         return self.in_order and len(line.types) > 1

@@ -95,6 +95,11 @@ class Group:
         return (self.handle,) if self.second is None else (self.handle, self.second())
 
     @property
+    def known(self) -> tuple[Known, ...]:
+        """What gives these groups."""
+        return (self.first,) if self.second is None else (self.first, self.second)
+
+    @property
     def of_sums(self) -> dist.ProcessGroup:
         """What scatters sums."""
         return self.handles[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
@@ -106,12 +107,18 @@ def test_a_save_that_fails_beside_is_raised_behind_a_step(tmp_path: Path, monkey
 # -- on ranks ----------------------------------------------------------------------------------------------------------
 
 
-def _full(rank: int, path: str, beside: bool) -> None:
-    """A disk that is full on one rank."""
+FAILURES = {  # by what is said of it
+    "rank-00001.safetensors' cannot be written": OSError(28, "No space left on device"),
+    "can't start new thread": RuntimeError("can't start new thread"),
+}
+
+
+def _full(rank: int, path: str, beside: bool, said: str) -> None:
+    """A disk that is full on one rank, or anything else that fails there."""
 
     def fails(file: Path, tensors: Any) -> Any:
         if rank == 1 and "00000004" in str(file):
-            raise OSError(28, "No space left on device", str(file))
+            raise FAILURES[said]
         return write_file(file, tensors)
 
     save.write_file = fails
@@ -137,10 +144,10 @@ def _goes_on(rank: int, path: str) -> list[str]:
 @pytest.mark.gloo
 def test_what_one_rank_cannot_write_is_an_error_on_all(two: Ranks, tmp_path: Path) -> None:
     straight = two.run(_goes_on, str(tmp_path / "a"))[0]
-    for beside in (False, True):
-        path = tmp_path / f"{beside}"
-        for outcome in two.attempt(_full, str(path), beside):
-            assert outcome.error is not None and "rank-00001.safetensors' cannot be written" in outcome.error
+    for beside, said in itertools.product((False, True), FAILURES):
+        path = tmp_path / f"{beside}{len(said)}"
+        for outcome in two.attempt(_full, str(path), beside, said):
+            assert outcome.error is not None and said in outcome.error
         assert [each.name for each in path.iterdir()] == ["step-00000002"]
         assert two.run(_goes_on, str(path))[0] == straight[2:]
 

@@ -19,7 +19,7 @@ import autopar
 from autopar.checkpoint import folder
 from autopar.checkpoint.manifest import Manifest
 from autopar.checkpoint.tensor_files import DTYPES, write_file
-from autopar.checkpoint.tree import decode, encode, inline, outline
+from autopar.checkpoint.tree import decode, encode, inline, outline, tensors_of
 from autopar.errors import CheckpointError
 
 
@@ -508,3 +508,22 @@ def test_the_newest_stays(tmp_path: Path) -> None:
     assert list(folder.committed(tmp_path)) == [3]
     assert autopar.load(tmp_path, model).step == 3
     assert autopar.load(tmp_path / "step-00000003", model).step == 3
+
+
+def test_the_tensors_of_a_tree_are_found_in_their_order() -> None:
+    names = iter("abc")
+    tree = encode({"x": [torch.ones(1), 3], "y": (torch.ones(2), {"z": torch.ones(3)})}, lambda *_: next(names), "")
+    assert tensors_of(tree) == ["a", "b", "c"]
+
+
+def test_a_number_that_reads_as_infinite_is_none(saved: Path, tmp_path: Path) -> None:
+    """Red before: a ValueError of json, where the manifest was compared between ranks."""
+    path = tmp_path / "run"
+    shutil.copytree(saved / "run", path)
+    file = path / folder.folder_of(1) / "manifest.json"
+    _, _, rest = file.read_bytes().partition(b"\n")
+    rest = rest.replace(b'"lr": 0.', b'"lr": 1e999, "was": 0.', 1)
+    assert b"1e999" in rest
+    file.write_bytes(b'{"crc32": "%08x",\n' % zlib.crc32(rest) + rest)
+    with pytest.raises(CheckpointError, match=r"manifest\.json' is not a manifest of autopar: ValueError: 1e999"):
+        autopar.load(path, *_made(5), step=1)

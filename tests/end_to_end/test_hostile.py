@@ -1,4 +1,4 @@
-"""A part of `benchmarks.specs` and `benchmarks.hostile`: wrong specs and damaged files end in words."""
+"""A part of `benchmarks.specs`, `hostile`, `headers` and `uncapturable`: what is wrong ends in words."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import autopar
 from autopar.errors import MachineError, PlanError, ScheduleError
 from autopar.machines.files import read_machine
 from autopar.planning.space.decisions import read_plan
-from benchmarks import hostile, specs
+from benchmarks import headers, hostile, specs, uncapturable
 
 SECONDS = 40
 
@@ -25,6 +25,23 @@ def test_damaged_files_are_refused_by_name() -> None:
     found, tried = hostile.faults(5, range(70), SECONDS)
     assert not found, found
     assert tried > 20
+
+
+def test_changed_headers_are_refused_by_name() -> None:
+    found, tried = headers.faults(5, range(60), SECONDS)
+    assert not found, found
+    assert tried > 20
+
+
+def test_models_that_cannot_be_captured_are_refused_with_their_line() -> None:
+    assert len(uncapturable.ROWS) >= 60
+    found = uncapturable.faults(uncapturable.ROWS[::5], "dp=2")
+    assert not found, found
+
+
+def test_the_tester_sees_a_model_that_is_none_of_these() -> None:
+    found = uncapturable.faults([lambda net, x: net.down(net.up(x))], "dp=2")
+    assert list(found.values()) == ["no error"]
 
 
 def test_the_tester_sees_another_error() -> None:

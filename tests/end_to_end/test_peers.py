@@ -12,7 +12,7 @@ from autopar.ir.schedule import Action, Instruction
 from autopar.parallel.agree.agreement import lost_peers
 from autopar.runtime.pipeline.run_pipeline import Send
 from autopar.runtime.ranks.distributed import DistributedDriver
-from autopar.runtime.ranks.p2p import LEAVING, Peers
+from autopar.runtime.ranks.p2p import LEAVING, LEAVING_BYTES, Peers
 from autopar.runtime.ranks.process_groups import Group
 
 
@@ -46,6 +46,20 @@ def test_what_has_left_is_let_go(monkeypatch: pytest.MonkeyPatch):
         assert sum(work.waited for work in works) == 2 * sent - len(peers.leaving), "the oldest are waited for"
     peers.finish()
     assert not peers.leaving and all(work.waited for work in works)
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize("bytes_", [LEAVING_BYTES // 2 + 1, 2 * LEAVING_BYTES])
+def test_what_is_on_its_way_is_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch, in_order: bool, bytes_: int):
+    """On a GPU as well, which else waits for no send: one message may be larger than the bound, and goes alone."""
+    monkeypatch.setattr(dist, "isend", lambda tensor, group, group_dst: Leaving())
+    monkeypatch.setattr(Peers, "in_order", in_order)
+    peers = Peers(Group(lambda: None, 8, (6, 7)), torch.device("cpu"))  # type: ignore[arg-type]
+    message = Send(Instruction("SEND", Action(0, "F", 0), 1), (torch.empty(bytes_, dtype=torch.uint8),))
+    for _ in range(6):
+        peers.send(message)
+        assert sum(one.sent.nbytes for one in peers.leaving) <= LEAVING_BYTES + bytes_
+        assert len(peers.leaving) <= 2
 
 
 GONE = [

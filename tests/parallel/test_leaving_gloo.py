@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,3 +88,31 @@ def test_what_is_ended(backends: str, size: int, ended: str, monkeypatch: pytest
     monkeypatch.setattr(process_groups, "default_group", lambda: "all")
     process_groups._leave(lambda: "host")  # type: ignore[arg-type, return-value]
     assert said == [ended]
+
+
+def _gone(rank: int) -> list[str]:
+    """What each use of a model says behind `dist.destroy_process_group()`."""
+    model = autopar.parallelize(nn.Linear(8, 8), "tp=2", loss_fn=lambda m, x: m(x).square().mean())
+    x = torch.ones(4, 8)
+    model.forward_backward(x)
+    dist.destroy_process_group()
+    weight: Any = next(model.parameters())
+    uses: list[Callable[[], object]] = [
+        lambda: model.forward_backward(x), lambda: model(x), lambda: model.prepare(x[:2]),
+        lambda: model.training_loss(x), lambda: weight.norm(), weight.full_tensor, model.full_state_dict,
+        model.check_replicas, lambda: model.gathered().__enter__(), lambda: autopar.save("nowhere", model),
+    ]  # fmt: skip
+    said = []
+    for use in uses:
+        with pytest.raises(RankError) as caught:
+            use()
+        said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.gloo
+def test_a_model_whose_groups_are_gone_says_so() -> None:
+    """Red before: torch's `ValueError: Default process group has not been initialized`."""
+    with ranks_of(2) as ranks:
+        for said in ranks.run(_gone):
+            assert all("the process groups of this model are gone: dist.destroy" in each for each in said), said

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
+import subprocess
+import sys
+import threading
 import time
 from typing import Any
 
@@ -15,7 +19,14 @@ from torch import nn
 import autopar
 from autopar.ir.mesh import parse_mesh
 from autopar.parallel.agree import pace as pace_of
-from autopar.parallel.agree.pace import Pace
+from autopar.parallel.agree.pace import Pace, queued
+
+
+class FakeProcessGroup:
+    """The group of all ranks, seen from rank 0."""
+
+    def rank(self) -> int:
+        return 0
 
 
 def told(pace: Pace, steps: list[list[int]]) -> None:
@@ -27,7 +38,7 @@ def told(pace: Pace, steps: list[list[int]]) -> None:
 
 @pytest.fixture
 def pace(monkeypatch: pytest.MonkeyPatch) -> Pace:
-    monkeypatch.setattr(pace_of.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(pace_of, "default_group", FakeProcessGroup)
     made = Pace()
     made.lie_over(parse_mesh("dp=2,tp=2"))
     return made
@@ -44,7 +55,7 @@ def test_a_slow_rank_is_named_once_with_both_numbers(pace: Pace, caplog: pytest.
     ]
     told(pace, [[20_000, 21_000, 20_000, 27_300]] * 100)
     assert len(caplog.messages) == 1
-    told(pace, [[20_000, 21_000, 20_000, 27_300]] * 100)
+    told(pace, [[20_000, 21_000, 20_000, 27_300]] * 106)
     assert len(caplog.messages) == 2
 
 
@@ -59,8 +70,43 @@ def test_noise_and_single_steps_are_no_slow_rank(pace: Pace, caplog: pytest.LogC
     assert caplog.messages == []
 
 
+def test_bursts_of_other_work_are_no_slow_rank(pace: Pace, caplog: pytest.LogCaptureFixture) -> None:
+    """A machine that others use as well: now one rank and now another one is slow for some steps in a row."""
+    chance = random.Random(7)
+    steps: list[list[int]] = []
+    while len(steps) < 10_000:
+        rank, factor = chance.randrange(4), chance.uniform(1.3, 4)
+        steps += [[int(20_000 * (factor if each == rank else 1)) for each in range(4)]] * chance.randint(1, 6)
+        steps += [[20_000] * 4] * chance.randint(3, 6)
+    told(pace, steps)
+    assert caplog.messages == []
+
+
+def test_waiting_for_a_core_is_counted() -> None:
+    """Two threads on one core: each waits while the other one computes."""
+    allowed, end = os.sched_getaffinity(0), time.monotonic() + 0.2
+    waited: list[float] = []
+
+    def compute() -> None:
+        while time.monotonic() < end:
+            sum(range(1000))
+        waited.append(queued())
+
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        thread = threading.Thread(target=compute)
+        thread.start()
+        thread.join()
+        process.kill()
+        process.wait()
+    finally:
+        os.sched_setaffinity(0, allowed)
+    assert waited[0] > 0.02
+
+
 def test_stages_are_compared_with_their_own(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(pace_of.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(pace_of, "default_group", FakeProcessGroup)
     made = Pace()
     made.lie_over(parse_mesh("pp=2,dp=2"))
     told(made, [[20_000, 20_000, 90_000, 90_000]] * 40)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from processes import Ranks
 from torch import nn
 
@@ -53,7 +53,7 @@ def test_what_to_write_is_said(two: Ranks, tmp_path: Path, mesh: str, zero: int)
     assert not list(tmp_path.glob("*.safetensors"))
 
 
-def _save(rank: int, folder: str, mesh: str, tied: bool, options: dict[str, int]) -> None:
+def _save(rank: int, folder: str, run: str, mesh: str, tied: bool, options: dict[str, int]) -> None:
     plain, model = llama(tied), autopar.parallelize(llama(tied), mesh, loss_fn=_loss, **options)
     x = torch.arange(32).view(4, 8)
     for one in (plain, model):
@@ -61,14 +61,29 @@ def _save(rank: int, folder: str, mesh: str, tied: bool, options: dict[str, int]
         (_loss(plain, x).backward() if one is plain else model.forward_backward(x))
         optimizer.step()
     weights = model.full_state_dict()  # on every rank: the ranks put their parts together
-    if rank == 0:
-        model.original.save_pretrained(folder, state_dict=weights)
-    dist.barrier()
+    # Every rank calls it, since it writes to the configuration, which the next step reads; rank 0 alone makes files.
+    model.original.save_pretrained(folder, state_dict=weights, is_main_process=rank == 0, max_shard_size="8KB")
+    autopar.save(run, model, optimizer, step=1)
+    files = json.loads((Path(folder) / "model.safetensors.index.json").read_text())["weight_map"]
+    assert len(set(files.values())) > 1, "one file, though more than 8 KB"
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert type(loaded) is type(plain)
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(loaded.state_dict()[name], value, rtol=1e-4, atol=1e-5, msg=name)
     assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
+    again = autopar.parallelize(on_meta("class", folder), "dp=2", loss_fn=_loss, weights=folder)
+    torch.testing.assert_close(again.forward_backward(x), model.forward_backward(x), rtol=1e-5, atol=0)
+
+
+def _exported(run: str, folder: Path, tied: bool) -> None:
+    """A checkpoint of any mesh becomes those files on one device, without its mesh: the same values, bit by bit."""
+    plain: Any = llama(tied)
+    autopar.load(run, plain)
+    plain.save_pretrained(folder / "exported", max_shard_size="8KB")
+    trained = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder / "exported")
+    for name, value in trained.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), name
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["apart", "tied"])
@@ -76,7 +91,8 @@ def _save(rank: int, folder: str, mesh: str, tied: bool, options: dict[str, int]
 def test_a_trained_model_is_saved_whole(
     two: Ranks, tmp_path: Path, mesh: str, options: dict[str, int], tied: bool
 ) -> None:
-    two.run(_save, str(tmp_path), mesh, tied, options)
+    two.run(_save, str(tmp_path), str(tmp_path / "run"), mesh, tied, options)
+    _exported(str(tmp_path / "run"), tmp_path, tied)
 
 
 def _checkpointed(rank: int) -> None:

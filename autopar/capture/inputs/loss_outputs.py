@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +43,8 @@ def split_result(result: Any, loss_fn: LossFn | None) -> tuple[Any, Any]:
     return loss, others[0] if len(others) == 1 else others or None
 
 
-def check_loss(loss: Any, loss_fn: LossFn | None, has_trainable: bool) -> None:
+def check_loss(loss: Any, loss_fn: LossFn | None, trainable: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Raise CaptureError for a loss of which no gradients can be taken. trainable: parameters with their names."""
     origin = "the module (loss_fn=None)" if loss_fn is None else f"loss_fn '{getattr(loss_fn, '__name__', loss_fn)}'"
     if not isinstance(loss, torch.Tensor):
         raise CaptureError(
@@ -57,12 +58,19 @@ def check_loss(loss: Any, loss_fn: LossFn | None, has_trainable: bool) -> None:
         )
     if not loss.is_floating_point():
         raise CaptureError(f"{origin} returned a loss of dtype {loss.dtype}, which has no gradient: return a float.")
-    if not has_trainable:
+    if not trainable:
         raise CaptureError("the model has no parameter with requires_grad=True: there is nothing to train.")
     if not loss.requires_grad:
         raise CaptureError(
             f"the loss of {origin} does not depend on any parameter that requires a gradient. "
             f"Look for .detach(), torch.no_grad() or .item() on its way."
+        )
+    frozen = [name for name, parameter in trainable if not parameter.requires_grad]
+    if frozen:
+        raise CaptureError(
+            f"the forward pass of {origin} took requires_grad from '{frozen[0]}', which the step trains: freeze "
+            f"parameters before the step, `parameter.requires_grad_(False)` behind `model = Net()`, or use "
+            f"`.detach()` of them."
         )
 
 

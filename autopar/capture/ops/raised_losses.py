@@ -146,6 +146,8 @@ def embedding(
     count rows (max_norm, scale_grad_by_freq) and for sparse gradients."""
     if max_norm is not None or scale_grad_by_freq or sparse or weight.ndim != 2:
         return NotImplemented
+    if input.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"the indices of an embedding are {input.dtype}: give torch.int64 or torch.int32.")
     padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
     return Embedding.apply(weight, op("checked_index")(input, weight.shape[0], None), padding)
 

@@ -25,7 +25,10 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 def _contract(a: Tensor, b: Tensor, equation: str) -> Any:
     if not (a.is_floating_point() and b.is_floating_point()):
         return NotImplemented
-    return Einsum.apply(*autocast(a, b), equation)
+    a, b = autocast(a, b)
+    if a.dtype != b.dtype:  # which torch sees where there is data, and not before
+        raise TypeError(f"a product of {a.dtype} and {b.dtype}: write `.to({b.dtype})` behind one of them.")
+    return Einsum.apply(a, b, equation)
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:

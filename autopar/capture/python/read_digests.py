@@ -161,7 +161,7 @@ def _functions_of_dataclasses(files: Set[str]) -> Iterator[FunctionType]:
         return
     for module in list(sys.modules.values()):
         for kind in list(vars(module).values()) if isinstance(module, ModuleType) else ():
-            if isinstance(kind, type) and "__dataclass_fields__" in vars(kind):
+            if issubclass(type(kind), type) and "__dataclass_fields__" in vars(kind):  # `isinstance` wakes what is old
                 methods = [one for one in vars(kind).values() if isinstance(one, FunctionType)]
                 held = [one for method in methods for one in _held_by(method) if isinstance(one, FunctionType)]
                 yield from (*methods, *held)

@@ -23,6 +23,7 @@ from torch import nn
 from autopar.capture.refusals.location import user_line
 from autopar.errors import RankError, name_ranks
 from autopar.parallel.agree.pace import Pace
+from autopar.parallel.agree.patience import Patience
 from autopar.runtime.ranks.lost import OTHERS, is_loss_of_peer, loss_of_peers
 from autopar.runtime.ranks.process_groups import Known, default_group, known
 from autopar.torch_compat import local_of
@@ -104,6 +105,7 @@ class Agreement:
         self.size = dist.get_world_size()
         self.call = UserCall("parallelize")
         self.pace = pace if pace is not None else Pace()
+        self.patience: Patience | None = None  # where nobody said how long ranks wait
         self.host_group = _host_group()
 
     def end_waits_after(self, timeout: timedelta) -> None:
@@ -364,6 +366,8 @@ class Announcer:
         self._agreement.call = UserCall(name, str(self._progress))
         if name in _TRAINING:
             self._agreement.pace.begin()
+            if self._agreement.patience is not None:
+                self._agreement.patience.step()
         return self._agreement.check(what, lines, data, fault)
 
     def operation(self, name: str) -> None:

@@ -3,24 +3,28 @@
 What a rank does between two exchanges is its own: its part of the step, the user's data loader, the optimizer. A rank
 that is slow at these waits for nobody, and all others wait for it. Each training step tells its number in the exchange
 that it makes anyway. On a GPU the host's time says nothing of the device's: a slow loader is seen, no slow device.
+
+A rank is slow if it is so in all steps but one of a window, twice in a row: windows share no step, so that a burst of
+other work on a machine is none. Ranks that share cores wait for them in turns, which is nobody's fault: not counted.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import statistics
-from collections import deque
 from collections.abc import Hashable, Sequence
+from pathlib import Path
 from time import perf_counter
-
-import torch.distributed as dist
 
 from autopar.ir.mesh import PIPELINE, Mesh
 from autopar.runtime.ranks.distributed import Waits
+from autopar.runtime.ranks.process_groups import default_group
+from autopar.settings import Settings
 
 _log = logging.getLogger("autopar")
 SLOW = 1.3  # times the median
-WINDOW, EVERY = 8, 4  # steps that are looked at, and from one look to the next
+WINDOW = 6  # steps that are looked at together: a rank that gets slow within a window is named 11 to 17 steps later
 LEAST_US = 1000  # that a rank is slower: less is noise
 SILENT = 200  # steps until the same rank is named again
 
@@ -30,11 +34,12 @@ class Pace:
 
     def __init__(self) -> None:
         self.waits = Waits()
+        self._shares_cores = (Settings.read().local_world_size or 1) >= (os.cpu_count() or 1)
         self._mark: tuple[float, float] | None = None  # when the last step began, and the waits until then
         self._own_us = 0  # to be told
         self._alike: dict[Hashable, list[int]] = {}  # ranks that do the same
         self._names: list[str] = []
-        self._seen: list[deque[int]] = []
+        self._seen: list[list[int]] = []  # of the window at hand, by rank
         self._steps, self._suspects = 0, frozenset[int]()
         self._named: dict[int, int] = {}  # ranks, with the step at which each was named
 
@@ -45,11 +50,11 @@ class Pace:
         self._alike = {}
         for rank, coord in enumerate(coords):  # stages of a pipeline do different things
             self._alike.setdefault(coord.get(PIPELINE, 0), []).append(rank)
-        self._seen = [deque(maxlen=WINDOW) for _ in coords]
+        self._seen = [[] for _ in coords]
 
     def begin(self) -> None:
         """A training step begins."""
-        now, waited = perf_counter(), self.waits.seconds
+        now, waited = perf_counter(), self.waits.seconds + (queued() if self._shares_cores else 0)
         if self._mark is not None:
             self._own_us = max(1, int(1e6 * (now - self._mark[0] - waited + self._mark[1])))
         self._mark = now, waited
@@ -58,7 +63,7 @@ class Pace:
         """What this rank tells in an exchange that takes the highest of each of `room` numbers."""
         numbers = [0] * room
         if self._own_us and len(self._seen) <= room and self._seen:
-            numbers[dist.get_rank()] = self._own_us
+            numbers[default_group().rank()] = self._own_us
         return numbers
 
     def heard(self, numbers: Sequence[int]) -> None:
@@ -66,26 +71,36 @@ class Pace:
         if not self._own_us:
             return
         self._own_us = 0
-        if dist.get_rank() or len(numbers) < len(self._seen) or not all(numbers[: len(self._seen)]):
+        if default_group().rank() or len(numbers) < len(self._seen) or not all(numbers[: len(self._seen)]):
             return
         for seen, number in zip(self._seen, numbers, strict=False):
             seen.append(number)
         self._steps += 1
-        if self._steps >= WINDOW and self._steps % EVERY == 0:
+        if self._steps % WINDOW == 0:
             self._look()
+            self._seen = [[] for _ in self._seen]
 
     def _look(self) -> None:
-        """Name the ranks that are slow at two looks in a row."""
+        """Name the ranks that are slow in two windows in a row."""
         own = [statistics.median(seen) for seen in self._seen]
+        least = [sorted(seen)[1] for seen in self._seen]  # of all steps but one
         found: dict[int, float] = {}
         for ranks in self._alike.values():
             usual = statistics.median_low([own[rank] for rank in ranks])
-            found.update((r, usual) for r in ranks if own[r] >= SLOW * usual and own[r] - usual >= LEAST_US)
+            found.update((r, usual) for r in ranks if least[r] >= SLOW * usual and least[r] - usual >= LEAST_US)
         for rank in found.keys() & self._suspects:
             if self._steps - self._named.get(rank, -SILENT) >= SILENT:
                 self._named[rank] = self._steps
                 _log.warning("%s", _text(rank, self._names[rank], own[rank], found[rank]))
         self._suspects = frozenset(found)
+
+
+def queued() -> float:
+    """Seconds for which this thread has waited for a core that others had; 0 where the system does not say."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) * 1e-9
+    except (OSError, IndexError, ValueError):
+        return 0.0
 
 
 def _text(rank: int, name: str, own: float, usual: float) -> str:

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from autopar.capture.inputs.containers import Parts
 from autopar.ir.mesh import Mesh
 from autopar.parallel.batches.local_batch import data_part
 from autopar.runtime.kernels import host
+from autopar.runtime.ranks.process_groups import default_group
 from autopar.torch_compat import FakeTensor
 
 SAMPLE = 1 << 14  # elements of a tensor that each step reads
@@ -68,7 +68,7 @@ class Digests:
         """What the maximum over all ranks is taken of: by place the digest and its negative; None for one rank alone.
         parts: None for a batch that was refused. at_once: all data is read, and nothing left for the next call. shared:
         the leaves of a local batch that are the same on all ranks."""
-        if dist.get_world_size() == 1:
+        if default_group().size() == 1:
             return None
         call = None if at_once or self._calls % EVERY == 0 else self._calls
         if parts is None:

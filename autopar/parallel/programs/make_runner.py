@@ -7,7 +7,6 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import fx, nn
 
 from autopar.compiler.check_options import Graphs
@@ -26,7 +25,7 @@ from autopar.runtime.executor.executor import describe
 from autopar.runtime.executor.inputs import Slot
 from autopar.runtime.pipeline.run_pipeline import RankCode
 from autopar.runtime.ranks.distributed import DistributedDriver
-from autopar.runtime.ranks.process_groups import Group
+from autopar.runtime.ranks.process_groups import Group, default_group
 from autopar.runtime.ranks.runner import PipelineRunner, Runner, executor_runner
 from autopar.runtime.tiers.host_buffers import host_buffers, moves_to_host
 from autopar.runtime.tiers.host_tier import HostTier
@@ -56,7 +55,7 @@ def make_runner(
 
 def _filled(compiled: Lowered, agreement: Agreement, tier: Callable[[], HostTier]) -> HostTier:
     def fill(_: Phase) -> HostTier:
-        place = compiled.mesh.coord(dist.get_rank()).get(PIPELINE, 0)
+        place = compiled.mesh.coord(default_group().rank()).get(PIPELINE, 0)
         made = tier()
         made.fill(host_buffers(compiled.program, compiled.pipeline, place))
         return made
@@ -70,7 +69,7 @@ def _compiled_program(
     def compile_here(phase: Phase) -> Runner:
         from autopar.runtime.compilers.inductor import compile_program  # and with it Inductor
 
-        made = compile_program(program, dist.get_rank(), groups, device, STEP)
+        made = compile_program(program, default_group().rank(), groups, device, STEP)
         phase.texts[_ORDER] = made.code.collectives
         return made
 

@@ -8,8 +8,6 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-import torch.distributed as dist
-
 from autopar.capture import Captured, Earlier
 from autopar.capture.data.reads import Answers
 from autopar.capture.python.guards import Change, Guards
@@ -33,7 +31,7 @@ from autopar.parallel.session.session import Session
 from autopar.parallel.weights.owners import Joined, Owners, as_trained, check_partners
 from autopar.report.memory.within_memory import lower_within
 from autopar.runtime.executor.inputs import slots_of
-from autopar.runtime.ranks.process_groups import Group, connect, has_queues, make_groups
+from autopar.runtime.ranks.process_groups import Group, connect, default_group, has_queues, make_groups
 
 _log = logging.getLogger("autopar")
 _CHANGES = 2  # of a number, after which it is expected to change again
@@ -214,13 +212,15 @@ class Maker:
         twice = (group_name(compiled.plan.zero_axes), PIPELINE) if has_queues(device) else ()
         made = make_groups(where.mesh, axes, where.device_mesh, settings.timeout, twice=twice)
         self._groups.update(made)
+        if self._agreement.patience is not None:
+            self._agreement.patience.know(handle for group in made.values() for handle in group.known)
         if has_queues(device):
             with lost_peers("connecting"):
                 connect(made, compiled.pipeline, where.coord.get(PIPELINE, 0), device)
 
     def _say(self, notes: Sequence[str]) -> None:
         """Log a program's notes on rank 0, each once: another batch's program mostly has the same."""
-        if dist.get_rank() == 0:
+        if default_group().rank() == 0:
             for note in notes:
                 if note not in self._said:
                     _log.warning("%s", note)
@@ -281,5 +281,5 @@ class ChangingNumbers:
 
 
 def _note(text: str) -> None:
-    if dist.get_rank() == 0:
+    if default_group().rank() == 0:
         _log.warning("%s", text)

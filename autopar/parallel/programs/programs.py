@@ -11,7 +11,6 @@ from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from autopar.capture.data.reads import Answers, OtherValues, Value
 from autopar.capture.draws.host_draws import Drawn, generators, set_generators
@@ -30,6 +29,7 @@ from autopar.parallel.programs.running import Running
 from autopar.parallel.session.session import Session
 from autopar.parallel.weights.gradients import check_enabled
 from autopar.parallel.weights.owners import describe, flags_of
+from autopar.runtime.ranks.process_groups import default_group
 from autopar.torch_compat import no_torch_function
 
 _log = logging.getLogger("autopar")
@@ -157,7 +157,7 @@ class Programs:
         count = sum(bool(each.captured.reads) for each in signature.programs)
         if count >= (PROGRAMS if other.read.is_guard else VALUES):
             raise other.read.refused(other.values[-1], f" {count} programs were compiled for other values already.")
-        if dist.get_rank() == 0:
+        if default_group().rank() == 0:
             _log.warning("%s is %s for this batch and was another value: compiling again", other.read, other.values[-1])
         try:
             return self._make(signature, given, train, other.values)
@@ -233,7 +233,7 @@ class Programs:
         if agreement.equal("generators of the host", [repr(own)]):
             yield
             return
-        rank = dist.get_rank()
+        rank = default_group().rank()
         set_generators(agreement.everyone("generators of the host", own if rank == 0 else None)[0])
         try:
             yield
@@ -321,7 +321,7 @@ class Programs:
         else:
             is_other = any(train == running.trains for running in self.all)
             why = f"new input signature ({', '.join(batches.describe(given.whole))})" if is_other else ""
-        if why and dist.get_rank() == 0:
+        if why and default_group().rank() == 0:
             _log.warning("%s: compiling again", why)
 
     def _forget(self, running: Running) -> None:

@@ -38,6 +38,7 @@ from autopar.ir.plan import Fixed, Plan
 from autopar.machines import DEVICES, named
 from autopar.parallel.agree.agreement import Agreement, Announcer, Phase, Watched
 from autopar.parallel.agree.pace import Pace
+from autopar.parallel.agree.patience import Patience
 from autopar.parallel.batches.local_batch import BatchWorld
 from autopar.parallel.session.auto_options import AUTO, check_open, check_own, machine_for
 from autopar.parallel.session.compilers import check_compiler, compiler_on
@@ -58,7 +59,7 @@ from autopar.parallel.weights.identity import check_identity
 from autopar.parallel.weights.replicas import Replicas, every_of
 from autopar.parallel.weights.store import ParameterStore, describe_state
 from autopar.runtime.ranks.meet import attempt_name
-from autopar.runtime.ranks.process_groups import forget_at_exit, leave_at_exit, mesh_over
+from autopar.runtime.ranks.process_groups import default_group, forget_at_exit, known, leave_at_exit, mesh_over
 from autopar.runtime.tiers.disk_tier import check_folder, check_room_of_parameters, parameter_tier
 from autopar.runtime.tiers.host_tier import HostTier, host_tier
 from autopar.runtime.tiers.side_by_side import bytes_of
@@ -273,6 +274,9 @@ def join(asked: Requested) -> tuple[Agreement, Mesh, DeviceMesh, StepOptions]:
             end_waits_after(timeout)
     device_mesh = asked.mesh if isinstance(asked.mesh, DeviceMesh) else mesh_over(mesh, place.type, timeout)
     forget_at_exit(device_mesh)
+    if timeout is None and is_ours and world > 1:
+        of_axes = [known(device_mesh.get_group(axis)) for axis in device_mesh.mesh_dim_names or ()]
+        agreement.patience = Patience([default_group, agreement.host_group, *of_axes])
     return agreement, mesh, device_mesh, options
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 from autopar.errors import AutoparError, RankError
 from autopar.ir.layout import Layout, combine_grid, local_shape, padded_shape, replicated
@@ -24,7 +24,7 @@ from autopar.ir.mesh import PIPELINE, Mesh
 from autopar.parallel.tensors.padding import beginning, padded_part, with_padding, without_padding
 from autopar.runtime.ranks.distributed import all_gather_flat
 from autopar.runtime.ranks.process_groups import forget_at_exit
-from autopar.torch_compat import StridedShard, local_of, mesh_elsewhere, spec_of
+from autopar.torch_compat import StridedShard, local_of, mesh_elsewhere
 from autopar.torch_identity import GuardedSpec
 
 
@@ -181,11 +181,7 @@ class Place:
                 self._specs.clear()
             size = torch.Size(shape)
             stride = tuple(stride) if stride is not None else torch.empty(size, device="meta").stride()
-            local = torch.empty((0,) * len(size), dtype=part.dtype, device="meta")  # of no dims: torch takes its shape
-            made = DTensor.from_local(
-                local, self.device_mesh, self.placements, run_check=False, shape=size, stride=stride
-            )
-            self._specs[key] = PlacedSpec.of(spec_of(made))
+            self._specs[key] = PlacedSpec.of(self.device_mesh, self.placements, size, stride, part.dtype)
         return self._specs[key]
 
     def like(self, ndim: int) -> Place:

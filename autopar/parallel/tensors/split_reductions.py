@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from autopar.parallel.tensors.placed import PlacedTensor, ViewOf, is_split, tensors_in
 from autopar.parallel.tensors.split_call import SplitCall
+from autopar.runtime.ranks.process_groups import default_group
 from autopar.torch_compat import local_of
 
 Number = Callable[[torch.Tensor], torch.Tensor]
@@ -55,7 +56,7 @@ def unscale(call: SplitCall) -> Any:
 def _over_ranks(call: SplitCall, x: Any, part: Number, all_: Number, dtype: torch.dtype) -> torch.Tensor:
     """A number of a split tensor: of its parts, then of all ranks' numbers."""
     counting = x.place.ranks_that_count(x.shape)
-    here = dist.get_rank() in counting
+    here = default_group().rank() in counting
     number = part(local_of(x)).to(dtype) if here else torch.zeros((), dtype=dtype, device=x.device)
     call.world.talk(call.name)
     everyone = call.world.gather_bytes(number.reshape(1))

@@ -18,6 +18,7 @@ from autopar.parallel.tensors.parameter import ParameterTensor, parameter_tensor
 from autopar.parallel.tensors.place import World
 from autopar.parallel.weights.identity import lay_out
 from autopar.passes.collectives.zero import stored_layout
+from autopar.runtime.ranks.process_groups import default_group
 from autopar.runtime.ranks.wire import on_wire
 from autopar.runtime.tiers.disk_tier import in_file
 from autopar.runtime.tiers.host_tier import in_host
@@ -102,7 +103,7 @@ class Distributor:
     ) -> torch.Tensor | None:
         """The whole CPU tensor, of `shape`, on rank 0; None elsewhere. Every rank must call this, in a call that
         announced itself."""
-        first = dist.get_rank() == 0
+        first = default_group().rank() == 0
         part = part.detach()
         if owner is not None:
             value = self.gather_everywhere(part, layout, shape, owner)

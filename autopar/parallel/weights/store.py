@@ -24,6 +24,7 @@ from autopar.parallel.tensors.parameter import ParameterTensor
 from autopar.parallel.weights.distribute import Distributor
 from autopar.parallel.weights.identity import lay_out, make_parallel, tell_held, tell_moved
 from autopar.parallel.weights.materialize import materialize
+from autopar.runtime.ranks.process_groups import default_group
 from autopar.runtime.ranks.wire import on_wire
 from autopar.torch_compat import local_of
 
@@ -54,7 +55,7 @@ class ParameterStore:
 
         weights: the files of what is on the meta device; None for `reset_parameters`.
         """
-        self.told = tell_held(self.model) if dist.get_rank() == 0 else set()
+        self.told = tell_held(self.model) if default_group().rank() == 0 else set()
         home = torch.device("cpu") if self.distributor.on_host else self.device
         materialize(self.model, self.distributor, home, agreement, seed, weights)
         entries = self.entries()[::-1]
@@ -73,7 +74,7 @@ class ParameterStore:
                 return nn.Parameter(part, requires_grad=tensor.requires_grad)
             is_missing = tensor.device.type == "meta"  # and rank 0 has it
             value = torch.empty_like(tensor, device=self.device) if is_missing else tensor.detach().to(self.device)
-            if dist.get_world_size() > 1:
+            if default_group().size() > 1:
                 value = value.contiguous()
                 dist.broadcast(on_wire(value), src=0)
         if entry.kind != "parameter":
@@ -99,7 +100,7 @@ class ParameterStore:
         wanted = {name: (layout, owners.get(name)) for name, layout in layouts.items()}
         moved = {name: to for name, to in wanted.items() if to != (self.layouts[name], self.owners[name])}
         parameters = {name: tables.parameter(self.model, name) for name in moved}
-        if dist.get_rank() == 0:
+        if default_group().rank() == 0:
             tell_moved(parameters, self.told)
         for name, (layout, owner) in moved.items():
             self.distributor.relayout(name, parameters[name], self.layouts[name], layout, self.owners[name], owner)
@@ -108,7 +109,7 @@ class ParameterStore:
     def move(self, other: Distributor) -> None:
         """Lie over another mesh of the same ranks, as before the first program; the next one decides layouts. Who
         holds parameters keeps holding them. Every rank must call this, in a call that announced itself."""
-        if dist.get_rank() == 0:
+        if default_group().rank() == 0:
             tell_moved(self.parameters(), self.told)
         for name, parameter in self.parameters().items():
             layout, owner = self.layouts[name], self.owners[name]
