@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dis
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
 from torchmetrics import Metric, MetricCollection
 
 from autopar.capture.inputs import tables
@@ -91,10 +92,15 @@ class AutoparStrategy(OnePlace, SingleDeviceStrategy):
         assert isinstance(model, ParallelModule) and module is not None
         loss = model.training_loss(batch, batch_idx if self._step.asks_number else 0, *args)
         logged, more, updates = model.last_aux
+        returned = {}
         for key, (given, named) in updates.items():
-            _, metric, method = key.split()
-            getattr(getattr(module, metric), method)(*given, **named)
-        for name, value in {**logged, **{name: getattr(module, at) for name, at in self._step.metrics.items()}}.items():
+            number, method, *path = key.split("\n")
+            returned[int(number)] = getattr(_inside(getattr(module, path[0]), path[1:]), method)(*given, **named)
+        heard = {
+            name: _inside(getattr(module, of) if isinstance(of, str) else returned[of], keys)
+            for name, (of, *keys) in self._step.metrics.items()
+        }
+        for name, value in {**logged, **heard}.items():
             module.log(name, value, **self._step.options[name])
         return {"loss": loss, **more} if self._step.gives_dict else loss
 
@@ -136,15 +142,16 @@ class AutoparStrategy(OnePlace, SingleDeviceStrategy):
 class _Step:
     """The loss function that is captured, and what was found out of `training_step` meanwhile.
 
-    options: how each name is logged. metrics: which metric of torchmetrics is logged under a name. asks_number: whether
-    the code reads the number of the batch, which changes at each step. gives_dict: whether the loss comes in a dict."""
+    options: how each name is logged. metrics: what of torchmetrics is logged under a name: a metric, by the attribute
+    and the keys under which it lies, or what the n-th call gave, by n and its key. asks_number: whether the code reads
+    the number of the batch, which changes at each step. gives_dict: whether the loss comes in a dict."""
 
     def __init__(self) -> None:
         self.options: dict[str, dict[str, Any]] = {}
         self.asks_number, self.gives_dict = False, False
-        self.metrics: dict[str, str] = {}
+        self.metrics: dict[str, tuple[str | int, ...]] = {}  # no metrics: their counters would be the step's to watch
         self.logged: dict[str, Any] | None = None  # while a step is captured
-        self.updates: dict[str, Any] = {}  # with what a metric is called then: by order, name and method
+        self.updates: dict[str, Any] = {}  # with what a metric is called then: by order, method and name
 
     def loss(self, module: Any, batch: Any, number: int, *args: Any) -> Any:
         """The loss, what was logged and returned beside it, and what metrics were given."""
@@ -161,20 +168,59 @@ class _Step:
         return given["loss"], (logged, more, updates)
 
 
+def _inside(found: Any, keys: Sequence[Any]) -> Any:
+    """What lies under keys in a collection of metrics or in what it gave."""
+    for key in keys:
+        found = found[int(key) if isinstance(found, nn.ModuleList) else key]
+    return found
+
+
 class _HeardMetric:
-    """A metric of torchmetrics while a step is captured: what it is called with leaves the step beside the loss."""
+    """A metric of torchmetrics, or a collection of them, while a step is captured: what it is called with leaves the
+    step beside the loss."""
 
-    def __init__(self, step: _Step, name: str) -> None:
-        self.step, self.name = step, name
+    def __init__(self, step: _Step, metric: Any, *path: str) -> None:
+        self.step, self.metric, self.path = step, metric, path
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        self._hear("__call__", args, kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> _HeardValue:
+        return _HeardValue(self.metric, self._hear("__call__", args, kwargs))
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         self._hear("update", args, kwargs)
 
-    def _hear(self, method: str, args: Any, kwargs: Any) -> None:
-        self.step.updates[f"{len(self.step.updates)} {self.name} {method}"] = (args, kwargs)
+    def __getitem__(self, key: Any) -> _HeardMetric:
+        # A collection of metrics notes in itself that one of them was looked at.
+        inner = None if isinstance(self.metric, MetricCollection) else self.metric[key]
+        return _HeardMetric(self.step, inner, *self.path, str(key))
+
+    def items(self) -> list[tuple[str, _HeardMetric]]:
+        return [(key, self[key]) for key in self.metric.keys()]  # noqa: SIM118 - a list of modules has none
+
+    def _hear(self, method: str, args: Any, kwargs: Any) -> int:
+        number = len(self.step.updates)
+        self.step.updates["\n".join((str(number), method, *self.path))] = (args, kwargs)
+        return number
+
+
+class _HeardValue:
+    """What a metric gives for a batch, which is known behind the step only: it can be logged, and nothing else."""
+
+    def __init__(self, metric: Any, *path: int | str) -> None:
+        self.metric, self.path = metric, path
+
+    def __getitem__(self, key: str) -> _HeardValue:
+        return _HeardValue(None, *self.path, key)
+
+    def items(self) -> list[tuple[str, _HeardValue]]:
+        return [(key, self[key]) for key in self.metric.keys()]  # noqa: SIM118 - a list of modules has none
+
+
+def _is_metric(value: Any) -> bool:
+    """True for a metric, a collection of metrics, and a dict or list of modules that are all such."""
+    if isinstance(value, (nn.ModuleDict, nn.ModuleList)) and not isinstance(value, MetricCollection):
+        inner = list(value.values() if isinstance(value, nn.ModuleDict) else value)
+        return bool(inner) and all(map(_is_metric, inner))
+    return isinstance(value, (Metric, MetricCollection))
 
 
 def _has_ranks() -> bool:
@@ -205,8 +251,8 @@ def _logging_aside(module: pl.LightningModule, step: _Step) -> Any:
     def log(self: Any, name: str, value: Any, **options: Any) -> None:
         if step.logged is None:
             kind.log(self, name, value, **options)
-        elif isinstance(value, _HeardMetric):
-            step.metrics[name], step.options[name] = value.name, options
+        elif isinstance(value, (_HeardMetric, _HeardValue)):
+            step.metrics[name], step.options[name] = value.path, options
         elif value is None:
             raise AutoparError(
                 f"self.log('{name}', ...) in training_step is given None. A metric of torchmetrics has no value in a "
@@ -221,8 +267,8 @@ def _logging_aside(module: pl.LightningModule, step: _Step) -> Any:
 
     def __getattr__(self: Any, name: str) -> Any:
         value = kind.__getattr__(self, name)
-        is_heard = step.logged is not None and isinstance(value, (Metric, MetricCollection))
-        return _HeardMetric(step, name) if is_heard else value
+        is_heard = step.logged is not None and _is_metric(value)
+        return _HeardMetric(step, value, name) if is_heard else value
 
     names = {
         "log": log,

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from loops import data
 from torch import nn
 from torch.utils.data import DataLoader
-from torchmetrics import SumMetric
+from torchmetrics import MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 
@@ -25,6 +25,9 @@ class Classifier(L.LightningModule):
         self.model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.GELU(), nn.Linear(8, 4)).double()
         self.uses_number = uses_number
         self.accuracy, self.seen = MulticlassAccuracy(4), SumMetric()
+        self.of_batch = MetricCollection({"macro": MulticlassAccuracy(4), "top": MulticlassAccuracy(4, top_k=2)})
+        self.kept = self.of_batch.clone(prefix="kept_")
+        self.by_part = nn.ModuleDict({"fit": self.of_batch.clone(prefix="fit_")})
 
     def forward(self, x: Any) -> Any:
         return self.model(x)
@@ -37,6 +40,11 @@ class Classifier(L.LightningModule):
         self.log_dict({"right": (output.argmax(-1) == y).double().mean()}, on_step=False, on_epoch=True)
         self.accuracy(output, y)
         self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+        self.log_dict(self.of_batch(output, y), on_step=False, on_epoch=True)
+        self.kept.update(output, y)
+        self.log_dict(self.kept, on_step=False, on_epoch=True)
+        for name, value in self.by_part["fit"](output, y).items():
+            self.log(name, value, on_step=False, on_epoch=True)
         return {"loss": loss, "norm": output.square().sum()}
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
