@@ -64,7 +64,9 @@ def test_no_thread_of_gloo_is_left(is_destroyed: bool) -> None:
 
 def _refused(rank: int) -> None:
     with pytest.raises(PlanError) as refused:
-        autopar.parallelize(nn.Linear(6, 8), "dp=2", loss_fn=loss_fn, offload="parameters", microbatches=2)
+        autopar.parallelize(
+            nn.Linear(6, 8), "dp=2", loss_fn=loss_fn, offload="parameters", zero=3, reshard_after_forward=False
+        )
     HELD.append(refused)
     atexit._run_exitfuncs()
     assert not _of_gloo(), f"{_of_gloo()} are left"

@@ -152,6 +152,7 @@ def test_off_the_cpu_groups_connect_before_the_first_step(device: str, monkeypat
     monkeypatch.setattr(making, "connect", lambda groups, *_: calls.append(("connect", tuple(groups))))
     maker: Any = object.__new__(making.Maker)
     maker._groups, maker._settings = {}, SimpleNamespace(device=torch.device(device), timeout=None)
+    maker._agreement = SimpleNamespace(patience=None)
     maker._store = SimpleNamespace(distributor=SimpleNamespace(mesh=None, device_mesh=None, coord={"pp": 0}))
     maker._connect(["pp"], SimpleNamespace(plan=SimpleNamespace(zero_axes=("dp",)), pipeline=None))
     assert calls == ([("make", ("dp", "pp")), ("connect", ("pp",))] if device == "cuda" else [("make", ())])

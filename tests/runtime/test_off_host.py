@@ -148,6 +148,7 @@ KINDS: dict[str, str] = {
     "autopar/parallel/session/devices.py": "which GPU is a rank's",
     "autopar/parallel/session/session.py": "which back end connects the ranks, which machine the search weighs by",
     "autopar/parallel/tensors/place.py": "a mesh says the kind alone, without an index",
+    "autopar/parallel/out_of_memory.py": "which memory was full, and what its allocator counts",
 }
 _ASKS = re.compile(r'(==|!=) "(cpu|cuda)"|\bis_cuda\b|\bis_cpu\b')
 

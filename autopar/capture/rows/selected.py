@@ -226,7 +226,7 @@ class Selected:
         read = args[1:] if form_argument(name) == 0 else args
         is_new = next(counts_in((args, kwargs)), None) is not None
         if name == "expand_as" or (is_new and not any(self.row_of(one) for one in _tensors_in((read, kwargs)))):
-            return self._shown(name, args[0], self._sized(like, run, function, args, kwargs))
+            return self._shown(name, args, self._sized(like, run, function, args, kwargs))
         if puts_back(name) and not self._is_within(name, args):
             return self._added(*self._as_index_add(name, like, *args), **kwargs)
         if mask_of(function, args, True) is not None and not puts_back(name):
@@ -255,11 +255,11 @@ class Selected:
             and args[1].shape == result.shape
         ):
             self.sums[id(result)] = AddedRows.of(result, taken.base, taken.key, args[1])
-        return self._shown(name, args[0], result)
+        return self._shown(name, args, result)
 
-    def _shown(self, name: str, rows: Any, result: Any) -> Any:
+    def _shown(self, name: str, args: Any, result: Any) -> Any:
         """The result of a view, with a note of the numbers that it shows."""
-        numbers = repeated_rows(name, self.row_of(rows), result)
+        numbers = repeated_rows(name, self.row_of(args[0]) if args else None, result)
         mine = self.row_of(result)
         if numbers is not None and mine is not None:
             self.known[id(result)] = replace(mine, repeats=numbers)

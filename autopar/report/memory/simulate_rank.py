@@ -325,7 +325,6 @@ class FakeGroup(dist.ProcessGroup):
     def __init__(self, rank: int, size: int, copies: bool) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         self.copies = copies
-        self._sent: _Done | None = None
 
     def _scatter(self, _: Any, x: torch.Tensor, *__: Any, **___: Any) -> dist.Work:
         return _Done(x.clone() if self.copies else None, not self.copies)
@@ -333,14 +332,7 @@ class FakeGroup(dist.ProcessGroup):
     def _done(self, *_: Any, **__: Any) -> dist.Work:
         return _Done(is_known=not self.copies)
 
-    def send(self, *_: Any) -> dist.Work:
-        """A message is on its way until the next one is: on a GPU, which says by itself that it has left."""
-        if self._sent is not None:
-            self._sent.is_known = not self.copies
-        self._sent = _Done()
-        return self._sent
-
-    allreduce = broadcast = allgather = reduce_scatter = alltoall = recv = _done
+    allreduce = broadcast = allgather = reduce_scatter = alltoall = send = recv = _done
     _allgather_base = alltoall_base = all_gather_single = all_to_all_single = _done
     all_gather_single_coalesced = allgather_into_tensor_coalesced = _done
     _reduce_scatter_base = reduce_scatter_single = _scatter  # type: ignore[assignment]
