@@ -169,7 +169,8 @@ BUGS = (
     Historic(
         A_KIND, "a resumed run begins with other random numbers", "autopar/checkpoint/load.py",
         'if isinstance(model, ParallelModule):\n            if "random" in entry:',
-        'if isinstance(model, ParallelModule):\n            if "random_" in entry:', ("checkpoint/test_checkpointer.py",),
+        'if isinstance(model, ParallelModule):\n            if "random_" in entry:',
+        ("checkpoint/test_checkpointer.py",),
     ),
     Historic(
         A_KIND, "an optimizer's states are left as they were when a run is resumed",
