@@ -1,6 +1,6 @@
 """Every private torch name that autopar uses, each with its reason (those for speed alone are in `torch_shortcuts.py`,
 those by which a parameter becomes another one in place in `torch_identity.py`).
-torch 2.11 to 2.15.
+torch 2.11 to 2.14.
 
 - `torch._subclasses.FakeTensorMode`: shapes without memory during the capture. The public way to get one
   (`make_fx(tracing_mode="fake")`) needs real tensors as its inputs, which a 70B model has not.
@@ -170,10 +170,10 @@ ASKED_TO_COMPILE = "_torchdynamo_orig_callable"
 assert_async: Callable[[torch.Tensor, str], None] = torch._assert_async
 _VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 SUBCLASSED_DTENSORS = _VERSION >= (2, 13)
-_NEWEST = (2, 15)  # that autopar was tried with
+_NEWEST = (2, 14)  # that autopar was tried with
 if _VERSION > _NEWEST:
     warnings.warn(
-        f"torch {torch.__version__} is newer than those that autopar was tried with, 2.11 to 2.15: it may lack a "
+        f"torch {torch.__version__} is newer than those that autopar was tried with, 2.11 to 2.14: it may lack a "
         f"private name that autopar uses (autopar/torch_compat.py lists them).",
         stacklevel=2,
     )

@@ -28,8 +28,8 @@ TYPES = {
 }  # fmt: skip
 NARROW = ("one_before", "stacked_numbers")  # rows of odd lengths, and groups of two numbers
 REGISTERS = 65_536  # of a multiprocessor
-# Bytes of a thread's stack, where spilled values lie. From Triton 3.8 on powers of half floats keep two numbers there.
-STACK = 8 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8) else 0
+# Bytes of a thread's stack, where spilled values lie: none, but from Triton 3.8 on (3.9 seen) in two kernels of halfs.
+STACKS = {"powers": 8, "router": 8} if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8) else {}
 WIDTHS = (8192, 16_384, 32_000)  # of rows that fill the registers, and of some that do not fit
 WIDE = ("rms_norm_backward", "layer_norm", "cross_entropy", "softmax_backward", "add_rms_norm")
 FAR = ("rms_norm_backward", "rope", "dropout", "layer_norm", "swiglu_backward")
@@ -81,7 +81,7 @@ def check(case: Case, width: int, dtype: torch.dtype, capability: int, folder: P
     (function,) = _functions([kernel], folder)
     code = code_of(kernel, lowered, function, capability, far)
     name = f"{case.name} of {width} {dtype} on sm_{capability}: {code}"
-    assert code.stack <= STACK, name
+    assert code.stack <= (STACKS.get(case.name, 0) if dtype == torch.float16 else 0), name
     assert code.registers * 32 * kernel.tile.warps * (1 if width > 4096 else 2) <= REGISTERS, name
     if case.name in NARROW:
         return

@@ -118,7 +118,8 @@ class _Search:
         layers = policies_of(plain.program, "full").layers
         self.layers = [name for name in units if name in layers]
         self.gathered = _gathered(plain, units) if plan.gathers_again and not plan.offloads("parameters") else []
-        self.all_move = {"offload": self._moving(1.0)} if plan.options.compile != "inductor" else {}
+        moved = {**plan.options.offloaded, "activations": 1.0}
+        self.all_move = {"offload": moved} if plan.options.compile != "inductor" else {}
 
     def run(self) -> Lowered:
         best = self._best([self.plain])
@@ -167,9 +168,6 @@ class _Search:
     def _full(self, part: float) -> Changes:
         names = self.layers[: math.ceil(part * len(self.layers))]
         return {"recompute": dict.fromkeys(names, "full")} if names else {}
-
-    def _moving(self, part: float) -> Mapping[str, Any]:
-        return {**self.plain.lowered.plan.options.offloaded, "activations": part}
 
     def _guess(self) -> float:
         """The place of a way where it would fit if all it saves were activations that are kept at the peak."""
