@@ -139,7 +139,7 @@ def inspect(
     others = (html, pass_, diff, timeline_file, over, graph, device)
     if as_json and (timeline or memory or formula or full or any(each is not None for each in others)):
         raise TargetError("--json prints collectives and the peak of a rank: of other options it takes --rank alone.")
-    compiled = _compiled(target, mesh, options)
+    compiled = _compiled(target, mesh, options, over)
     from autopar.cli.show import draw_timeline, show_memory, show_pass, show_rank, write_page
 
     if html is not None:
@@ -161,8 +161,9 @@ def inspect(
         show_rank(compiled, rank, graph, full)
 
 
-def _compiled(target: str, mesh: str | None, options: CommandOptions) -> Compiled:
-    """The step of a TARGET on a mesh, or of the folder that `autopar compile` wrote. Raises TargetError."""
+def _compiled(target: str, mesh: str | None, options: CommandOptions, traced: Path | None = None) -> Compiled:
+    """The step of a TARGET on a mesh, or of the folder that `autopar compile` wrote. traced: the folder of a trace, for
+    whose machine the step is made. Raises TargetError."""
     if Path(target).is_dir():
         if mesh is not None or options != CommandOptions(seed=options.seed):
             raise TargetError(f"'{target}' is compiled already: it takes no --mesh and no options of a step.")
@@ -172,8 +173,9 @@ def _compiled(target: str, mesh: str | None, options: CommandOptions) -> Compile
     if mesh is None:
         raise TargetError(f"inspect '{target}': a TARGET needs --mesh, e.g. --mesh dp=2,tp=2.")
     from autopar.cli.compiling import compiled_of
+    from autopar.report.timeline.trace import machine_of
 
-    return compiled_of(target, mesh, options)
+    return compiled_of(target, mesh, options, machine_of(traced) if traced is not None else None)
 
 
 @app.command()

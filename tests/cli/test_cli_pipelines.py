@@ -14,10 +14,12 @@ import torch
 
 import autopar
 from autopar.cli import commands as cli
+from autopar.cli import compiling
 from autopar.cli.arguments.command_options import CommandOptions
 from autopar.compiler.check_options import options_of
 from autopar.errors import PlanError
 from autopar.ir.options import StepOptions
+from autopar.ir.plan import Fixed
 from autopar.report.inspection import collectives_text
 from autopar.report.inspection_pipeline import memory_of_rank, saved_bytes, transfers_of
 
@@ -223,7 +225,9 @@ def test_timeline_in_the_terminal_and_in_files(jobs: Path, call: Call, tmp_path:
 
 
 @pytest.mark.gloo
-def test_a_run_trains_as_one_device_does_and_is_traced(jobs: Path, call: Call, on_ranks: Call, tmp_path: Path):
+def test_a_run_trains_as_one_device_does_and_is_traced(
+    jobs: Path, call: Call, on_ranks: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     options = (f"{jobs}:job", "--mesh", "pp=2", "--microbatches", 4)
     steps = ("--steps", 12, "--seed", 5)
     said = call("run", f"{jobs}:job", "--mesh", "dp=1", *steps, "--losses", tmp_path / "one.jsonl")
@@ -243,6 +247,10 @@ def test_a_run_trains_as_one_device_does_and_is_traced(jobs: Path, call: Call, o
     assert {event["args"]["step"] for event in events if event["ph"] == "X"} == {9, 10, 11}, "the last three"
     names = [event["name"] for event in events]
     assert names.count("0F2") == names.count("1B2") == names.count("step 10") + 1 == 3
+    assert json.loads((tmp_path / "trace" / "trace.json").read_text())["otherData"]["machine"] == "cpu"
+    compiled_for: list[Any] = []
+    monkeypatch.setattr(compiling, "Fixed", lambda machine: compiled_for.append(machine.name) or Fixed(machine=machine))
     shown = call("inspect", *options, "--timeline", "--over", tmp_path / "trace")
+    assert compiled_for == ["cpu"], "red before: stages were cut for a GPU, elsewhere than those that ran"
     assert "measured: " in shown and shown.count("  idle ") == 4
     assert "cannot read" in call("inspect", *options, "--over", tmp_path, code=1)

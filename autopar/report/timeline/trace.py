@@ -17,10 +17,11 @@ from typing import Any
 import torch.distributed as dist
 
 from autopar.compiler.lowered import Lowered
-from autopar.errors import TargetError
+from autopar.errors import AutoparError, TargetError
 from autopar.ir.mesh import PIPELINE, Mesh
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.schedule import KINDS, ONCE, Costs, Span, Timeline
+from autopar.machines import Machine, named
 from autopar.report.artifact.pipeline_json import parse_instruction, parse_run
 from autopar.runtime.ranks.recorder import RUN, WAITED, Event, Recorder
 
@@ -75,10 +76,21 @@ def read_trace(folder: Path, compiled: Lowered) -> Timeline:
     try:
         steps = _steps(content, first, pipeline)
     except (ValueError, KeyError, TypeError) as error:
-        raise TargetError(f"--over {folder}: '{path}' has a wrong event: {type(error).__name__} {error}.") from None
+        raise TargetError(
+            f"--over {folder}: '{path}' has a wrong event, or one of stages that are cut otherwise: "
+            f"{type(error).__name__} {error}."
+        ) from None
     if not steps:
         raise TargetError(f"--over {folder}: '{path}' holds no whole step.")
     return min(steps, key=lambda timeline: timeline.span_us)
+
+
+def machine_of(folder: Path) -> Machine | None:
+    """The machine that a traced step was made for: stages are cut by its times. None where no trace says one."""
+    try:
+        return named(json.loads((folder / MERGED).read_text())["otherData"]["machine"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, AutoparError):
+        return None  # what is wrong with the file `read_trace` says
 
 
 def read_events(folder: Path, compiled: Lowered) -> list[dict[str, Any]]:
@@ -149,7 +161,7 @@ def _ordered(spans: Iterator[Span] | list[Span]) -> tuple[Span, ...]:
 
 
 def _content(compiled: Lowered, events: list[dict[str, Any]]) -> dict[str, Any]:
-    said = {"format": FORMAT, **_said(compiled)}
+    said = {"format": FORMAT, "machine": compiled.plan.fixed.machine.name, **_said(compiled)}
     return {"displayTimeUnit": "ms", "otherData": said, "traceEvents": events}
 
 
