@@ -133,13 +133,13 @@ def test_what_is_no_trace_of_this_pipeline(compiled: Compiled, folder: Path, tmp
     path.write_text(text.replace('"name": "0F0"', '"name": "zero"'))
     with pytest.raises(
         TargetError,
-        match="wrong event, or one of .*: ValueError 'zero' is not an action",
+        match=r"wrong event, or one of .*: ValueError 'zero' is not an action",
     ):
         read_trace(folder, compiled)
     path.write_text(text.replace('"name": "0F0"', '"name": "7F0"'))
     with pytest.raises(
         TargetError,
-        match="wrong event, or one of .*: ValueError '7F0' is no action of this pipeline",
+        match=r"wrong event, or one of .*: ValueError '7F0' is no action of this pipeline",
     ):
         read_trace(folder, compiled)
     content = json.loads(text)
