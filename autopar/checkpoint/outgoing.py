@@ -14,7 +14,7 @@ from autopar.checkpoint.manifest import SavedBlock, SavedTensor
 from autopar.checkpoint.tensor_files import DTYPES, bytes_of, stored
 from autopar.errors import CheckpointError
 from autopar.ir.mesh import PIPELINE
-from autopar.parallel.tensors.parameter import chunks
+from autopar.parallel.tensors.blocks import blocks
 from autopar.parallel.tensors.place import Place
 from autopar.parallel.tensors.placed import PlacedTensor, ViewOf
 from autopar.torch_compat import local_of
@@ -102,7 +102,7 @@ class Outgoing:
             if self.rank == 0:
                 yield (0,) * tensor.ndim, tensor
         elif self._is_turn(tensor.place, tensor.numel() * tensor.element_size()):
-            for offset, (_, part) in chunks(tensor).items():
+            for offset, part in blocks(tensor).items():
                 yield tuple(offset), part
 
     def _is_turn(self, place: Place, bytes_: int) -> bool:
@@ -126,5 +126,5 @@ def targets(tensor: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tenso
         yield (0,) * held.ndim, held
         return
     local_of(held)[:0].zero_() if local_of(held).ndim else None  # every rank counts it as a write
-    for offset, (_, part) in chunks(held).items():
+    for offset, part in blocks(held).items():
         yield tuple(offset), part

@@ -1,7 +1,7 @@
 """Files of a checkpoint: safetensors, written with checksums beside, and read by regions.
 
-The library makes a file in memory first; here each tensor is written from where it lies, and its checksum is taken by
-another thread meanwhile (numpy and write() both leave the interpreter).
+The library makes a file in memory first; here each tensor is written from where it lies, and its checksum is taken
+while fsync waits for the disk in another thread.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def stored(value: torch.Tensor) -> torch.Tensor:
 
 def write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[FileSum, dict[str, int]]:
     """Write contiguous tensors of the host to a new file, and wait until the disk has them. Gives the checksums of the
-    file and of each tensor, which another thread computes meanwhile."""
+    file and of each tensor, which are computed while the disk works."""
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())  # so that each lies aligned
     header: dict[str, Any] = {}
     end = 0
@@ -52,13 +52,12 @@ def write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[FileSum
     head = len(text).to_bytes(8, "little") + text
     with ThreadPoolExecutor(1) as beside, path.open("xb", buffering=0) as file:
         _write(file, memoryview(head))
-        sums = {}
-        for name, value in ordered:
-            data = bytes_of(value)
-            sums[name] = beside.submit(checksum, data)
-            _write(file, data)
-        os.fsync(file.fileno())
-        return FileSum(len(head) + end, zlib.crc32(head)), {name: each.result() for name, each in sums.items()}
+        for _, value in ordered:
+            _write(file, bytes_of(value))
+        on_disk = beside.submit(os.fsync, file.fileno())
+        sums = {name: checksum(bytes_of(value)) for name, value in ordered}
+        on_disk.result()
+        return FileSum(len(head) + end, zlib.crc32(head)), sums
 
 
 def write_text(path: Path, text: bytes) -> None:

@@ -7,22 +7,18 @@ operators.py says how. The methods that optimizers call for each tensor have a s
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
 from autopar.errors import AutoparError
-from autopar.ir.layout import Layout
 from autopar.parallel.tensors import operators
+from autopar.parallel.tensors.blocks import blocks, chunks, write_items
 from autopar.parallel.tensors.place import Place, refused_blocks
 from autopar.parallel.tensors.placed import TO_SAVE, PlacedTensor, Step, ViewOf, follow, refusal, whole_value
 from autopar.parallel.tensors.quick import take_short_way
@@ -91,10 +87,10 @@ class _Held(PlacedTensor):
         return write_items(fqn, self)
 
     def __create_chunk_list__(self) -> list[Any]:
-        return [chunk for chunk, _ in chunks(self).values()]
+        return chunks(self)
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        return chunks(self)[index.offset][1]
+        return blocks(self)[index.offset]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         part = local_of(self)
@@ -325,48 +321,3 @@ def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
 
 if not SUBCLASSED_DTENSORS:
     _Held.__torch_function__ = classmethod(_torch_function)  # type: ignore[assignment]
-
-# -- chunks of checkpoints --------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class PartRun:
-    """Neighbours in the whole that are neighbours in the part."""
-
-    whole: int
-    part: int
-    size: int
-
-
-def chunks(tensor: PlacedTensor) -> dict[torch.Size, tuple[ChunkStorageMetadata, torch.Tensor]]:
-    """By offset in the whole: each block, and the piece of this rank's memory that holds it."""
-    chunks: dict[torch.Size, tuple[ChunkStorageMetadata, torch.Tensor]] = {}
-    if not tensor.place.is_here:
-        return chunks
-    for runs in itertools.product(*(_runs(tensor, dim) for dim in range(tensor.ndim))):
-        offsets, sizes = torch.Size(run.whole for run in runs), torch.Size(run.size for run in runs)
-        piece = local_of(tensor)
-        for dim, run in enumerate(runs):
-            piece = piece.narrow(dim, run.part, run.size)
-        chunks[offsets] = ChunkStorageMetadata(offsets, sizes), piece.detach()
-    return chunks
-
-
-def write_items(name: str, tensor: PlacedTensor) -> list[WriteItem]:
-    """The blocks as a checkpoint writes them."""
-    properties, size = TensorProperties.create_from_tensor(local_of(tensor)), tensor.size()
-    return [
-        WriteItem(
-            MetadataIndex(name, offset), WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, properties, size)
-        )
-        for offset, (chunk, _) in chunks(tensor).items()
-    ]
-
-
-def _runs(tensor: PlacedTensor, dim: int) -> list[PartRun]:
-    """The blocks along one dim, from what a tensor of all its positions would leave here."""
-    place = tensor.place
-    along = place.world.place(Layout((place.layout.dims[dim],)), place.owner)
-    here = along.part(torch.arange(tensor.shape[dim])).tolist()
-    starts = [i for i, at in enumerate(here) if i == 0 or at != here[i - 1] + 1]
-    return [PartRun(here[a], a, b - a) for a, b in itertools.pairwise([*starts, len(here)])]
