@@ -26,7 +26,6 @@ class Settings:
     rank, world_size, local_rank, local_world_size: what torchrun sets; None without a launcher. Slurm's srun and Open
       MPI's mpirun have names of their own for the place on a machine.
     attempt: how often torchrun has started this machine's ranks anew.
-    keeps_store: whether it gives them a store that the ranks before them had, too.
     error_file: where torchrun looks for what a rank that fails has to say.
     """
 
@@ -41,7 +40,6 @@ class Settings:
     local_rank: int | None = None
     local_world_size: int | None = None
     attempt: int = 0
-    keeps_store: bool = False
     error_file: Path | None = None
 
     @staticmethod
@@ -59,7 +57,6 @@ class Settings:
             local_rank=_first_integer(_LOCAL_RANK) if _integer("RANK") is not None else _integer("LOCAL_RANK"),
             local_world_size=_integer("LOCAL_WORLD_SIZE"),
             attempt=_integer("TORCHELASTIC_RESTART_COUNT") or 0,
-            keeps_store=_flag("TORCHELASTIC_USE_AGENT_STORE"),
             error_file=_path("TORCHELASTIC_ERROR_FILE"),
         )
 

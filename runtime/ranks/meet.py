@@ -1,8 +1,9 @@
 """Meet the ranks that a launcher started, in a store that those before them may have used.
 
 torchrun's agents keep one store from restart to restart, where keys of dead ranks still stand: an early rank would call
-at the address of a dead one. The number of restarts tells no attempt from another: each machine counts its own. So
-rank 0 makes up a name for the attempt, and tells it to each rank that asks with a word that it has just made up itself.
+at the address of a dead one. So does the store of a group that was destroyed, while a model or a script holds it.
+The number of restarts tells no attempt from another: each machine counts its own. So rank 0 makes up a name for the
+attempt, and tells it to each rank that asks with a word that it has just made up itself.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,29 @@ def test_no_thread_of_gloo_is_left(is_destroyed: bool) -> None:
     """Red before: all were, whether the script destroyed its groups or not."""
     with ranks_of(2) as ranks:
         ranks.run(_left, is_destroyed)
+
+
+def _again(rank: int, port: int) -> list[float]:
+    """Losses of a script that parallelizes, destroys the groups, and parallelizes again, and holds all of it."""
+    dist.destroy_process_group()
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    losses = []
+    for _ in range(3):
+        torch.manual_seed(0)
+        HELD.append(autopar.parallelize(nn.Linear(4, 4), "dp=2", loss_fn=loss_fn))
+        losses.append(HELD[-1].forward_backward(torch.ones(4, 4)).item())
+        dist.destroy_process_group()
+    return losses
+
+
+@pytest.mark.gloo
+def test_groups_are_made_again_while_a_model_holds_those_before() -> None:
+    """Red before: the store of those before stood, and rank 1 waited at an address of theirs."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with ranks_of(2) as ranks:
+        losses = ranks.run(_again, port)
+    assert len({loss for its in losses for loss in its}) == 1
 
 
 def _refused(rank: int) -> None:

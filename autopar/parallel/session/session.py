@@ -261,7 +261,7 @@ def join(asked: Requested) -> tuple[Agreement, Mesh, DeviceMesh, StepOptions]:
         if settings.world_size is None:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         else:
-            _meet(backend, settings.keeps_store)
+            _meet(backend)
     agreement = Agreement(place, Pace())
     leave_at_exit(lambda: agreement.host_group())  # also where ranks are refused below
     mesh, options = agreement.together("arguments", lambda phase: asked.check(phase, world, place))
@@ -280,11 +280,9 @@ def join(asked: Requested) -> tuple[Agreement, Mesh, DeviceMesh, StepOptions]:
     return agreement, mesh, device_mesh, options
 
 
-def _meet(backend: str, keeps_store: bool) -> None:
-    """Join the ranks that a launcher started. keeps_store: it gives them the store of those before them."""
-    if not keeps_store:
-        dist.init_process_group(backend)
-        return
+def _meet(backend: str) -> None:
+    """Join the ranks that a launcher started, under a name that no group before had: torchrun gives restarted ranks the
+    store of those before them, and the store of a group that was destroyed lives on while anything holds the group."""
     (store, rank, size), (own, *_) = next(dist.rendezvous("env://")), next(dist.rendezvous("env://"))
     with attempt_name(store, own, rank, size) as name:
         dist.init_process_group(backend, store=dist.PrefixStore(name, store), rank=rank, world_size=size)
