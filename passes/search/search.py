@@ -354,8 +354,9 @@ def problem_of(
     sequences = sequences_of(classes, intent)
 
     def add(
-        source: int, result: int, user: int, wanted: tuple[State, ...], to_gradient: bool = False, position: int = -1
-    ) -> None:
+        source: int, result: int, user: int, wanted: tuple[State, ...], to_gradient: bool = False, position: int = -1,
+        leaves: bool = False,
+    ) -> None:  # fmt: skip
         given = tuple(states[result] for states in results[source])
         item = classes.items[source]
         bytes_ = _bytes(item.types[result], item.states[result], sizes) * item.count
@@ -373,11 +374,14 @@ def problem_of(
                     continue  # the terms of a gradient are summed between their casts
                 if strict and intent.only_positions and not attends and s == "sum" and joins not in (None, s != t):
                     continue  # over all axes in time at once: what one of them alone adds up is nothing to go on with
-                factor = _factor(classes, intent, source, s, t, to_gradient, along, attends) if strict else 1.0
+                is_free = not strict or (leaves and intent.divides_products and isinstance(s, tuple))
+                factor = 1.0 if is_free else _factor(classes, intent, source, s, t, to_gradient, along, attends)
                 if factor is not None:
-                    more = reductions if strict and intent.is_last_resort(s, t) else 0.0
+                    more = 0.0 if is_free or not intent.is_last_resort(s, t) else reductions
                     move[s, t] = move_cost(s, t, bytes_, size) * factor + more
-        problem.edges.append(Edge((source, result), source, given, user, wanted, move))
+        # Calls do not share what leaves whole: each rank would do the work of all, each micro-batch wait for the last.
+        value = (source, result, leaves and intent.divides_products)
+        problem.edges.append(Edge(value, source, given, user, wanted, move))
 
     for source, result, user, position in classes.edges:
         wanted = tuple(states[position] for states in operands[user])
@@ -387,7 +391,7 @@ def problem_of(
     if classes.results:
         problem.costs.append([0.0])
         for source, result in dict.fromkeys(classes.results):
-            add(source, result, len(problem.costs) - 1, (None,))
+            add(source, result, len(problem.costs) - 1, (None,), leaves=True)
     return problem
 
 

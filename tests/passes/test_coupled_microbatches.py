@@ -14,7 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
+from autopar.capture import capture
+from autopar.compiler.check_options import options_of
+from autopar.compiler.compile import lower
 from autopar.errors import CoupledError, ScheduleError
+from autopar.ir.mesh import parse_mesh
+from autopar.parallel.weights.owners import as_trained
 
 F64 = torch.float64
 X = torch.randn(12, 6, dtype=F64, generator=torch.Generator().manual_seed(0))
@@ -182,3 +187,29 @@ def second_derivative(model: nn.Module, x: Tensor) -> Tensor:
 def test_a_gradient_inside_of_a_loss_is_forward(loss: Loss, mesh: str, options: dict[str, Any]) -> None:
     report = autopar.verify(Net(), mesh, loss_fn=loss, batch=(X,), **options)
     assert report.ok, report
+
+
+class Keeps(nn.Module):
+    """Two layers, of which each gives what it normed beside the output, in a longer dtype: a cache of latents."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3)).double()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        kept = []
+        for layer in self.layers:
+            short = layer(x).float()
+            x = (short * torch.rsqrt(short.square().mean(-1, keepdim=True) + 1e-6)).double()
+            kept.append(x)
+        return (x, *kept)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_what_leaves_whole_is_no_reason_to_compute_whole(microbatches: int) -> None:
+    """Red before: a value was gathered before its norm, where it is shorter, since it was to leave whole anyway. Then
+    each rank did the work of all, and micro-batches were refused."""
+    captured = capture(Keeps(), None, (X[:8],), {}, train=False)
+    program = lower(as_trained(captured), parse_mesh("dp=2"), options_of(microbatches=microbatches))
+    gathered = [one.dtype for one in program.collectives if one.op == "all_gather"]
+    assert gathered == [F64] * 3

@@ -487,10 +487,13 @@ def _neighbours(index: Tensor, size: int, place: int, counts: Tensor, bound: int
     return rows_to_owners.owned_index(index, size, place, counts.roll(1, 1))
 
 
+@pytest.mark.parametrize(("mesh", "options"), [("ep=2", {}), ("cp=2", {"experts": "cp"})], ids=str)
 @pytest.mark.parametrize("way", [_backwards, _dropped, _lost_row])
-def test_rows_that_come_back_wrong_are_found(way: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_come_back_wrong_are_found(
+    way: Callable[..., Any], mesh: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(collectives._BEGIN, op("combine"), way)  # type: ignore[arg-type]
-    report = _verified(PLAIN, "ep=2")
+    report = _verified(PLAIN, mesh, **options)
     assert not report.ok and report.mismatch is not None and report.mismatch.module == "mixed.0"
 
 
@@ -529,6 +532,24 @@ def test_gradients_of_experts_that_are_as_many_times_too_large_are_found(monkeyp
 
 def _instead(function_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda target: _summed if target is op("expert_mm_backward") else function_of(target)
+
+
+def test_rows_that_are_not_put_together_by_expert_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What counts cut rows into, and in which order: as they came, of which products would take runs of others."""
+    monkeypatch.setattr(rows_to_owners, "_regrouped", lambda rows, runs: rows)
+    report = _verified(PLAIN, "ep=2")
+    assert not report.ok and report.mismatch is not None and report.mismatch.module == "mixed.0"
+
+
+def test_an_index_of_other_places_of_a_sequence_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where experts lie over cp, rows lie at home as their index does: each rank's are those of its neighbour here."""
+
+    def shifted(index: Tensor, size: int, groups: int, bound: int) -> Tensor:
+        return rows_to_owners.order_by_owner(index, size, groups, bound).roll(1, 0)
+
+    monkeypatch.setattr(mesh_ops, "order_by_owner", shifted)
+    report = _verified(PLAIN, "cp=2", experts="cp")
+    assert not report.ok and report.mismatch is not None and report.mismatch.module == "mixed.0"
 
 
 def test_rows_of_another_expert_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
