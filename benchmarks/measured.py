@@ -11,6 +11,7 @@ from autopar.capture.inputs.containers import take_call_apart
 from autopar.parallel.module import ParallelModule
 from autopar.report.memory.track import Tracker
 from autopar.runtime.tiers.host_tier import HostPool
+from autopar.runtime.tiers.offloaded_states import moving_of, parameters_of
 from autopar.torch_compat import local_of
 
 
@@ -54,8 +55,10 @@ def measure(model: ParallelModule, optimizer: torch.optim.Optimizer | None, *arg
     with tracker:
         loss = model.forward_backward(*args, **kwargs)
         middle = len(tracker.events)
-        if optimizer is not None:
+        if optimizer is not None and not steps_on_host(model):
             optimizer.step()
+    if optimizer is not None and steps_on_host(model):
+        optimizer.step()
     del loss
     step, end = tracker.peak_bytes(start, middle), tracker.peak_bytes(middle)
     tracker.close()
@@ -65,16 +68,23 @@ def measure(model: ParallelModule, optimizer: torch.optim.Optimizer | None, *arg
 
 
 def host_memory(model: ParallelModule, optimizer: torch.optim.Optimizer | None = None) -> list[torch.Tensor]:
-    """The buffers in which a model's values wait between its passes, and the states of an optimizer that all wait."""
+    """The buffers in which a model's values wait between its passes, and what an optimizer has there."""
     found = [one for pool in pools(model) for one in pool.buffers]
-    options = [running.compiled.plan.options for running in model.programs]
-    is_there = any(option.offloaded.get("parameters") for option in options)
-    if is_there:
-        every = [x for p in model.parameters() for x in (p, p.grad) if x is not None]
-        found += [local_of(x) for x in every]
-    if optimizer is None or not (is_there or any(option.offloaded.get("optimizer") == 1 for option in options)):
+    states = optimizer.state if optimizer is not None else {}
+    if steps_on_host(model):
+        found += [local_of(x) for p in model.parameters() for x in (p, p.grad) if x is not None]
+        return found + [local_of(x) if x.ndim else x for state in states.values() for x in state.values()]
+    amount = next((a for one in model.programs if (a := one.compiled.plan.options.offloaded.get("optimizer"))), 0.0)
+    if not amount or optimizer is None:
         return found
-    return found + [local_of(x) for states in optimizer.state.values() for x in states.values() if x.ndim]
+    names = {id(p): name for name, p in model.named_parameters()}
+    there = moving_of(parameters_of(optimizer), amount, lambda p: names[id(p)])
+    return found + [local_of(x) for p in there for x in states.get(p, {}).values() if x.ndim]
+
+
+def steps_on_host(model: ParallelModule) -> bool:
+    """Whether parameters, gradients and states, and all that an optimizer makes, lie in the host's memory."""
+    return any(running.compiled.plan.offloads("parameters") for running in model.programs)
 
 
 def pools(model: ParallelModule) -> list[HostPool]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -51,7 +52,7 @@ def host_parameters(program: Program, plan: Plan) -> Program:
         return gradient "layers.0.weight" = %einsum_1_left
 
     - Casts and views of a parameter are made of what came, each time.
-    - What the last layer reads in both passes comes once: no other layer lies between.
+    - What the last layer reads in both passes comes once: no other layer reads a parameter between.
     - With ZeRO-3 it is a rank's part that comes, and that is gathered a layer ahead then.
 
     It stands behind `prefetch` and `bucket`: what comes, comes before the gather that reads it; what leaves has been
@@ -152,7 +153,10 @@ class _HostParameters:
         self.stays: dict[tuple[fx.Node, fx.Node], _Stay] = {}  # by user and parameter
         self.begins: dict[int, list[_Stay]] = defaultdict(list)
         self.first = next(i for i, node in enumerate(self.line.nodes) if node.op != "placeholder")
-        for stay in self._stays():
+        stays = self._stays()
+        users = {user for stay in stays for user in stay.uses}
+        self.layers = self._layers(node for node in self.line.nodes if node in users)
+        for stay in stays:
             self.begins[self._begin(stay)].append(stay)
         self.ends: dict[int, list[fx.Node]] = defaultdict(list)
         self.left: dict[fx.Node, fx.Node] = {}  # gradients -> what goes, and has gone
@@ -202,13 +206,14 @@ class _HostParameters:
                 read = [one for one, leaves in results if not leaves] if node.op == "output" else node.all_input_nodes
                 for parameter in dict.fromkeys(self.own[one] for one in read if one in self.own):
                     users[parameter].append(node)
+        readers = sorted({user for reading in users.values() for user in reading}, key=self.line.position.__getitem__)
         for parameter, reading in users.items():
             last: _Stay | None = None
             known: dict[tuple[bool, str], _Stay] = {}
             for user in reading:
-                key = self.line.position[user] >= self.line.begins_back, unit_of(record(user).module)
+                key = self._layer(user)
                 stay = known.get(key)
-                if stay is None and last is not None and self._is_near(last.uses[-1], user):
+                if stay is None and last is not None and not self._reads_between(readers, last.uses[-1], user):
                     stay = last
                 if stay is None:
                     stay = _Stay(parameter)
@@ -218,22 +223,32 @@ class _HostParameters:
                 self.stays[user, parameter] = stay
         return found
 
-    def _is_near(self, before: fx.Node, user: fx.Node) -> bool:
-        """True if at most one other layer (the loss) computes between two calls."""
-        between = self.line.nodes[self.line.position[before] : self.line.position[user]]
+    def _reads_between(self, readers: Sequence[fx.Node], before: fx.Node, user: fx.Node) -> bool:
+        """True if another layer reads a parameter between two calls."""
+        between = (
+            node for node in readers if self.line.position[before] < self.line.position[node] < self.line.position[user]
+        )
         own = {unit_of(record(node).module) for node in (before, user)}
-        others = set[str]()
-        for node in between:
-            others |= {unit_of(record(node).module)} - own
-            if len(others) > 1:
-                return False
-        return True
+        return any(unit_of(record(node).module) not in own for node in between)
+
+    def _layers(self, users: Iterable[fx.Node]) -> list[int]:
+        """The places where layers begin in a pass: their first calls that read a parameter, or of those that only give
+        gradients the first ones. What is computed again of a layer for another one does not begin it."""
+        giving = {self._layer(node) for node in self.leaving}
+        first: dict[tuple[bool, str], int] = {}
+        for node in (*users, *(node for node in self.line.nodes if self._layer(node) in giving)):
+            first.setdefault(self._layer(node), self.line.position[node])
+        return sorted(first.values())
+
+    def _layer(self, node: fx.Node) -> tuple[bool, str]:
+        return self.line.position[node] >= self.line.begins_back, unit_of(record(node).module)
 
     def _begin(self, stay: _Stay) -> int:
         """The place where a copy starts: some layers ahead of its first use, in the same pass."""
-        line, use = self.line, self.line.position[stay.uses[0]]
-        begin = line.begins_back if use >= line.begins_back else self.first
-        return min(use, line.first(begin, line.end, line.begun[use] - self.ahead))
+        use = self.line.position[stay.uses[0]]
+        begin = self.line.begins_back if use >= self.line.begins_back else self.first
+        begun = [place for place in self.layers if begin <= place <= use]
+        return begun[-1 - self.ahead] if len(begun) > self.ahead else min(use, begin)
 
     def _load(self, stay: _Stay) -> None:
         parameter = stay.parameter
@@ -266,8 +281,8 @@ class _HostParameters:
                            reason="gradients wait in the host's memory")  # fmt: skip
         made = self.build.value[gradient]
         self.left[gradient] = self.build.call(TO_HOST, made, True, *before, like=like, name=f"{gradient.name}_out")
-        line = self.line
-        self.ends[max(place + 1, line.first(place, line.end, line.begun[place] + BEHIND + 1))].append(gradient)
+        later = self.layers[bisect_right(self.layers, place) :]
+        self.ends[later[BEHIND] if len(later) > BEHIND else self.line.end].append(gradient)
 
     def _end(self, gradient: fx.Node) -> None:
         started = self.left[gradient]

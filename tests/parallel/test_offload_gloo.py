@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -79,22 +80,48 @@ def beside_estimate(rank: int, name: str, parallel: Any, optimizer: torch.optim.
     for _ in range(3):  # a thread of Gloo may let go of a buffer late, where the machine is busy
         optimizer.zero_grad()
         held.append(measure(parallel, optimizer, *batch))
-    # where parameters lie on the host, so does the optimizer's step, whose values are no memory of the device
     report = parallel.prepare(*batch).memory(rank)
+    before = sum(bytes_ for kind, bytes_ in report.states.items() if kind != "gradients")
     parts = (
         ("step", min(x.step for x in held), report.step),
         ("its", min(x.optimizer for x in held), report.optimizer),
+        ("before", min(x.before for x in held), before),
     )
-    for what, measured, estimated in parts[: 1 if parallel.compiled.plan.offloads("parameters") else 2]:
-        if abs(measured - estimated) > estimated * 0.005:
+    for what, measured, estimated in parts:
+        if measured != estimated:
             yield f"{what}: {measured} bytes of the device, {estimated} estimated"
-    host = sum(one.nbytes for one in host_memory(parallel, optimizer))
-    if not report.host or host != report.host:
+    there = host_memory(parallel, optimizer)
+    on_host = parallel.compiled.plan.offloads("parameters")
+    host = sum(one.nbytes for one in there if one.ndim or not on_host)  # counts of steps are no memory that is told
+    if not report.host + report.disk or host != report.host + report.disk:
         yield f"{host} bytes of the host, {report.host} estimated"
 
 
 def test_training_is_the_same_and_is_what_was_estimated(two: Ranks):
     assert two.run(_train, timeout=120) == [[], []]
+
+
+ESTIMATED: list[tuple[str, str, dict[str, Any]]] = [
+    ("gpt", "dp=2", {"offload": {"optimizer": 0.5}, "zero": 1}),
+    ("gpt", "dp=2", {"offload": "parameters", "zero": 2, "microbatches": 3}),
+    ("gpt", "dp=2", {"offload": {"parameters": "disk"}, "offload_dir": tempfile.gettempdir(), "zero": 3}),
+    ("gpt", "dp=2", {"offload": "optimizer", "offload_dir": tempfile.gettempdir(), "recompute": "full"}),
+    ("deep", "pp=2", {"microbatches": 4, "schedule": "interleaved-1f1b", "offload": ["parameters", "activations"]}),
+    ("deep", "pp=2", {"microbatches": 4, "schedule": "dualpipev", "offload": "optimizer"}),
+]
+
+
+def _estimate(rank: int) -> list[str]:
+    wrong = []
+    for name, mesh, options in ESTIMATED:
+        parallel, _, optimizer = trained(name, mesh, options)
+        wrong += [f"{name} {mesh} {options}: {text}" for text in beside_estimate(rank, name, parallel, optimizer)]
+    return wrong
+
+
+def test_estimates_are_what_is_held_to_the_byte(two: Ranks):
+    """Of the device before a step, in it and in the optimizer's, and of the host and the disk."""
+    assert two.run(_estimate, timeout=120) == [[], []]
 
 
 def _go_on(rank: int) -> list[str]:

@@ -65,6 +65,7 @@ def test_parameters_that_wait_are_the_same_step_to_the_bit(name: str, mesh: str,
     found = case.compiled(name, mesh, F64, **{"offload": "parameters", **options})
     got = case.step(name, found, F64)
     assert got.keys() == want.keys() and not [key for key in want if not torch.equal(got[key], want[key])]
+    assert peak_of_all(found) < peak_of_all(case.compiled(name, mesh, F64, **plain))
     entries = dict(found.program.entries)
     assert all((record(node).tier == HOST) == (entries[node].kind == "parameter") for node in entries)
     left = [node for node, out in found.program.leaving if out.kind == "gradient" and node is not None]
@@ -136,6 +137,7 @@ def test_it_is_the_same_step_to_the_bit(place: int, name: str, mesh: str, option
     assert got.keys() == want.keys()
     different = [key for key in want if not torch.equal(got[key], want[key])]
     assert not different
+    assert peak_of_all(found) <= peak_of_all(case.compiled(name, mesh, F64, **alone))
 
 
 def programs(found: Any) -> list[Program]:

@@ -8,13 +8,16 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from autopar.ir.mesh import CONTEXT_AXES, SHARDED, Mesh, group_name
+from autopar.ir.modules import unit_of
 from autopar.ir.ops.measure import group_of
 from autopar.machines import Machine
 from autopar.machines.model import RankGroup
 from autopar.passes.costs.streams import BACK, OUT, Streams
+from autopar.passes.offload.place_copies import BEHIND
 from autopar.passes.overlap.bucket import SCATTER, Buckets, Sum, bucket_limit
 from autopar.passes.overlap.coalesce import MovesNow, Together
 from autopar.passes.overlap.prefetch import Ahead, Gather, small_limit
+from autopar.planning.shallow.events import OUTSIDE
 from autopar.planning.shallow.graph_track import FORWARD, ParameterPlace, Road, place_of
 from autopar.planning.space.candidates import Candidate
 
@@ -22,7 +25,7 @@ ALONE = RankGroup(1)
 GATHER, SUM = "all_gather", "all_reduce"
 SHARDS, COPIES, TENSOR = "shards", "copies", "tp"
 BACKWARD, PART = "B", "part"
-GOING = 2  # layers whose gradients are on their way to the host's memory
+GOING = BEHIND + 1  # layers that begin until a gradient of one has gone to the host's memory
 LOSS, LOSS_BYTES = "loss", 4  # what leaves beside the gradients
 Known = dict[tuple[str, float, RankGroup], float]
 
@@ -81,8 +84,9 @@ class Moving:
     moves: list[tuple[bool, str, float]] = field(default_factory=list)
     leaves: bool = False
     loads: Mapping[ParameterPlace, float] = field(default_factory=dict)
-    # of gradients on the way out their layers, bytes, and us when they have gone
+    # of gradients on the way out: how many layers had begun, bytes, and us when they have gone
     going: list[tuple[int, float, float]] = field(default_factory=list)
+    begun: set[tuple[str, int, str]] = field(default_factory=set)  # layers, by graph
 
     def __post_init__(self) -> None:
         self.streams = Streams(self.net.machine)
@@ -114,12 +118,15 @@ class Moving:
         for number, step in road.steps:
             for read in step.events.reads:
                 place = place_of(road.kind, number, read.own)
+                self.begin(place, read.unit)
                 if self.ahead is not None and place in self.gathers:
                     self.use(self.gathers[place])
                 elif is_whole and read.is_cast and place._replace(kind=FORWARD) not in self.held:
                     self._hold(place, read.bytes_)
-            self._mark(step.most)
             given = [place_of(road.kind, number, each.own) for each in step.events.gives]
+            for place in given:
+                self.begin(place, unit_of(place.name.rpartition(".")[0]))
+            self._mark(step.most)
             is_summed = any(place in self.sums for place in given)
             if is_whole or is_summed:  # else the last call adds to a gradient that is there
                 self._mark(step.last + sum(each.bytes_ for each in step.events.gives if not each.holds))
@@ -135,13 +142,18 @@ class Moving:
                 elif is_whole:
                     self.alive += gradient.alive
                     if self.leaves:
-                        self._leave(place.layer, gradient.alive)
+                        self._leave(gradient.alive)
 
-    def _leave(self, layer: int, bytes_: float) -> None:
-        """A gradient of a layer starts to go; those of the layer before the last one have gone."""
-        self.going.append((layer, bytes_, self.streams.start(OUT, self.net.machine.copy_us(bytes_))))
-        while len({each[0] for each in self.going}) > GOING:
+    def begin(self, place: ParameterPlace, unit: str) -> None:
+        """A layer reads a parameter, or gives a gradient, perhaps its first one: gradients of those before have
+        gone."""
+        self.begun.add((place.kind, place.layer, unit if place.layer == OUTSIDE else ""))
+        while self.going and self.going[0][0] + GOING <= len(self.begun):
             self._gone()
+
+    def _leave(self, bytes_: float) -> None:
+        """A gradient starts to go."""
+        self.going.append((len(self.begun), bytes_, self.streams.start(OUT, self.net.machine.copy_us(bytes_))))
 
     def _gone(self) -> None:
         """Wait for the first gradient that is on the way out."""
@@ -157,9 +169,10 @@ class Moving:
                 self._gather(bundle)
             else:
                 self.streams.wait(self.ends.pop(bundle), bundle.members[0].over)
-                for member in bundle.members if self.loads else ():  # it is cast, and what came goes
-                    self._mark(member.bytes_)
-                    self._hold(member.of, member.bytes_)
+                for member in bundle.members:
+                    if self.loads.get(member.of, 0.0) > member.bytes_:  # it is cast, and what came goes
+                        self._mark(member.bytes_)
+                        self._hold(member.of, member.bytes_)
                 self.moves.append((False, GATHER, bundle.bytes_))
 
     def give(self, coming: Sum[ParameterPlace], alive: float) -> None:
@@ -234,7 +247,7 @@ class Moving:
                     part = bytes_ / self.net.groups[over].size
                     self.alive -= self.whole.pop(bucket) + self.is_added * part
                     if self.leaves:
-                        self._leave(first.of.layer, part)
+                        self._leave(part)
                 continue
             lies_in = sum(self.lies_in.pop(each.of, each.bytes_) for each in bucket.members)
             if len(bucket.members) > 1:
