@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -178,21 +177,18 @@ def _joined(program: Program, bodies: list[Bodies], place: Places, values: Numbe
     given = dict[tuple[fx.Node, ...], fx.Node]()
     joins = [_Join(one, Stacks(build, len(one.loop.masks), given), values, table) for one in bodies]
     at = {node: (join, number) for join in joins for node, number in join.bodies.last(place)}
-    roots = dict[fx.Node, list[_Join]]()
-    for join in joins:
-        for root in (*join.bodies.sums, *join.bodies.choices):
-            roots.setdefault(root, []).append(join)
+    roots = {root: join for join in joins for root in (*join.bodies.sums, *join.bodies.choices)}
     later = {node for one in bodies for node in (*one.member, *one.inner, *one.sums, *one.choices)}
 
     def put(node: fx.Node) -> fx.Node | None:
-        if node not in at and node not in roots:
+        join = at[node][0] if node in at else roots.get(node)
+        if join is None:
             return None
-        join, *others = [at[node][0]] if node in at else roots[node]
         try:
             if node in at:
                 join.compute(at[node][1])
                 return build.value.get(node)
-            return join.total(node, others) if node in join.bodies.sums else join.choose(node)
+            return join.total(node) if node in join.bodies.sums else join.choose(node)
         except Apart as why:
             raise _Failed(join.bodies, why) from None
 
@@ -520,26 +516,20 @@ class _Join:
             made = infer(aten.sum.dim_IntList, apart, [dim + 1], like=like)
         return self.of.turned(made, dim, like, back=True)
 
-    def total(self, root: fx.Node, others: Sequence[_Join] = ()) -> fx.Node:
-        """What stands for a sum over experts. others: loops whose experts are added to it, too."""
+    def total(self, root: fx.Node) -> fx.Node:
+        """What stands for a sum over experts."""
+        leaves, rest = self.bodies.sums[root]
         like, infer = record(root), self.build.infer
-        theirs = {node for one in others for node in (*one.bodies.member, *one.bodies.inner)}
-        rest = [node for node in self.bodies.sums[root][1] if node not in theirs]
         if any(node not in self.build.value for node in rest):
             raise Apart(f"what another loop gives is added to it at {like.source}")
         terms = [self.build.value[node] for node in rest]
-        terms += [term for one in (self, *others) for term in one._terms(root)]
+        for leaf in dict.fromkeys(ExpertTerm(leaf.family, 0, leaf.shape, leaf.dim) for leaf in leaves):
+            value = self.made[leaf.family]
+            terms.append(self._summed(value, like) if leaf.dim is None else self._put(value, leaf, like))
         made = terms[0]
         for term in terms[1:]:
             made = infer(aten.add.Tensor, made, term, like=like)
         return made
-
-    def _terms(self, root: fx.Node) -> Iterator[fx.Node]:
-        """What the experts of this loop add to a sum."""
-        leaves, like = self.bodies.sums[root][0], record(root)
-        for leaf in dict.fromkeys(ExpertTerm(leaf.family, 0, leaf.shape, leaf.dim) for leaf in leaves):
-            value = self.made[leaf.family]
-            yield self._summed(value, like) if leaf.dim is None else self._put(value, leaf, like)
 
     def choose(self, root: fx.Node) -> fx.Node:
         """What stands for rows that all experts put in their places."""

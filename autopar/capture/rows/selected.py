@@ -44,6 +44,7 @@ from autopar.capture.rows.row_rules import (
     source_of,
     together,
 )
+from autopar.capture.rows.row_sides import lies_at
 from autopar.capture.rows.segments import Segments
 from autopar.capture.rows.selections import NONZERO, mask_of, selecting
 from autopar.capture.rows.turns import MaskOrder
@@ -71,6 +72,7 @@ class Selected:
     asked: set[int] = field(default_factory=set)  # ids of what says which rows count, where it is asked how many do
     taken: set[int] = field(default_factory=set)  # likewise, where rows are taken together
     decided: dict[tuple[int, int], tuple[Tensor, bool]] = field(default_factory=dict)  # masks, and if they select any
+    _shown_masks: dict[Any, Tensor] = field(default_factory=dict)  # of those that lie alike the first
     is_inside: bool = False  # of a call that is followed: torch may spell it out in calls of its own
     draws: RowDraws = field(default_factory=RowDraws)
     segments: Segments = field(default_factory=Segments)
@@ -149,6 +151,7 @@ class Selected:
 
     def _mask_key(self, mask: Tensor) -> Any:
         """What a mask is made of: two of the same are one. In a run that is not looked at all of a shape are."""
+        mask = self._shown_masks.setdefault(lies_at(mask), mask)
         if self.order.sides is not None:
             return self.order.sides.trail.made_of(mask), mask._version
         if not self.is_first or self.tracer is None:
