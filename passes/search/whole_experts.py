@@ -37,7 +37,12 @@ def whole_experts(search: AxisSearch, solution: Solution) -> list[str]:
     why += ["loops that take one expert at a time (see their notes)"] * bool(alone)
     if not why:
         return []
-    whole = {*left, *alone, *(user for i in kept for user in _products(classes, i)), *(i for _, found in looked_up for i in _products(classes, found))}
+    whole = {
+        *left,
+        *alone,
+        *(user for i in kept for user in _products(classes, i)),
+        *(i for _, found in looked_up for i in _products(classes, found)),
+    }
     share = operations([classes.items[i] for i in sorted(whole)]) / max(1, operations(classes.items))
     return [
         f"axis '{axis}' (size {size}) leaves experts whole, {100 * share:.3g} % of the work: "

@@ -1,4 +1,4 @@
-"""Mixtures of experts as public code has them: further ways than those of `expert_spellings.py`, of the same modules."""
+"""Mixtures of experts as public code has them: further ways than those of `expert_spellings.py`."""
 
 from __future__ import annotations
 
@@ -295,7 +295,7 @@ def searched(m: Any, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     return out
 
 
-# -- a capacity, one-hot ------------------------------------------------------------------------------------------------
+# -- a capacity, one-hot -----------------------------------------------------------------------------------------------
 
 
 def _experts(m: Any, inputs: Tensor) -> Tensor:
@@ -382,7 +382,7 @@ def switch_room(m: Any, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     return y[where] * kept * weights[:, :1]
 
 
-# -- other mixtures -----------------------------------------------------------------------------------------------------
+# -- other mixtures ----------------------------------------------------------------------------------------------------
 
 
 def shared(m: Any, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
@@ -442,7 +442,7 @@ def fewer_pieces(m: Any, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     flat = chosen.masked_fill(weights < 0.35, -1).flatten()
     order = torch.argsort(flat, stable=True)
     counts = torch.stack([(flat == e).sum() for e in range(EXPERTS)]).tolist()
-    out, start = torch.zeros_like(x), int(len(flat)) - sum(counts)
+    out, start = torch.zeros_like(x), len(flat) - sum(counts)
     for e, count in enumerate(counts):
         rows = order[start : start + count]
         out.index_add_(0, rows // CHOSEN, m.experts[e](x[rows // CHOSEN]) * weights.flatten()[rows, None])

@@ -101,12 +101,17 @@ class RowSides:
         self.trail.saw(function, args, kwargs, result, written)
         if mask is not None and base is not None and self.trail.at != at:
             self.bases[at] = mask, base
-        if len(args) > 0 and isinstance(result, Tensor):  # other views of the places
-            of = self._mask_in(args[0]) if isinstance(args[0], Tensor) else None
-            if of is None and mask is None and function is Tensor.__getitem__:
-                of = self._mask_in(args[1:])
-            if of is not None:
-                self._mask_of[lies_at(result)] = result, of
+        if args:  # other views of the places
+            of = args[0] if isinstance(args[0], Tensor) and self._mask_in(args[0]) is not None else None
+            is_taken = of is None and mask is None and function is Tensor.__getitem__
+            self.shown(args[1:] if is_taken else of, result)
+
+    def shown(self, of: Any, made: Any) -> None:
+        """What is made of the places of a mask alone."""
+        mask = self._mask_in(of)
+        for one in made if isinstance(made, (tuple, list)) else (made,):
+            if mask is not None and isinstance(one, Tensor):
+                self._mask_of[lies_at(one)] = one, mask
 
     def _mask_in(self, value: Any) -> int | None:
         if isinstance(value, Tensor):
