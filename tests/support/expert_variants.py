@@ -46,10 +46,11 @@ def a_set(m: Any, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
 
 
 def unsorted_set(m: Any, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    table = _table(x, weights, chosen)
     out = torch.zeros_like(x)
     for e in set(chosen.view(-1).tolist()):
         mask = (chosen == e).any(-1)
-        out[mask] += m.experts[e](x[mask]) * _table(x, weights, chosen)[mask, e, None]
+        out[mask] += m.experts[e](x[mask]) * table[mask, e, None]
     return out
 
 
@@ -132,22 +133,24 @@ def split_pairs(m: Any, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
 
 def selected(m: Any, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     """masked_select and masked_scatter, whose elements are viewed as rows."""
+    table = _table(x, weights, chosen)
     out = torch.zeros_like(x)
     for e, expert in enumerate(m.experts):
         mask = (chosen == e).any(-1)
         rows = torch.masked_select(x, mask[:, None]).view(-1, WIDTH)
-        y = expert(rows) * _table(x, weights, chosen)[mask, e, None]
+        y = expert(rows) * table[mask, e, None]
         out = out + torch.zeros_like(x).masked_scatter(mask[:, None], y)
     return out
 
 
 def token_numbers(m: Any, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     """masked_select of the numbers of rows, and index_put_."""
+    table = _table(x, weights, chosen)
     out, numbers = torch.zeros_like(x), torch.arange(len(x))
     for e, expert in enumerate(m.experts):
         mask = (chosen == e).any(-1)
         rows = numbers.masked_select(mask)
-        y = expert(x[rows]) * _table(x, weights, chosen)[rows, e, None]
+        y = expert(x[rows]) * table[rows, e, None]
         out.index_put_((rows,), y, accumulate=True)
     return out
 
@@ -212,7 +215,7 @@ def joined(m: Any, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
 def sparse_dispatcher(m: Any, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     """As David Rau's mixture-of-experts: sorted pairs of nonzero(), cut by the numbers of rows."""
     gates = _table(x, weights, chosen)
-    order = torch.nonzero(gates)[torch.nonzero(gates)[:, 1].sort(0, stable=True)[1]]
+    order = torch.nonzero(gates)[torch.nonzero(gates)[:, 1].sort(stable=True, dim=0)[1]]
     sizes = (gates > 0).sum(0).tolist()
     rows = torch.split(x[order[:, 0]], sizes)
     y = torch.cat([expert(rows[e]) for e, expert in enumerate(m.experts)])
@@ -395,8 +398,8 @@ def shared(m: Any, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
 
 
 def hashed(m: Any, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-    """Hash layers: the number of a row says its expert."""
-    out, which = torch.zeros_like(x), torch.arange(len(x)) * 7 % EXPERTS
+    """Hash layers: what is no weight says the expert."""
+    out, which = torch.zeros_like(x), (x[:, 0] * 1000).long() % EXPERTS
     for e, expert in enumerate(m.experts):
         mask = which == e
         out[mask] = expert(x[mask])

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from autopar.capture.rows.row_rules import KnownRows, Refused, Run, ValidRows, only_valid
+from autopar.ir.ops.ops import op_name
 
 Tensor = torch.Tensor
 
@@ -158,6 +159,17 @@ def column_of(made: Tensor, mine: ValidRows) -> Any:
     if not dims or (not is_one and made.numel() != mine.valid.numel() * width):
         raise Refused("it takes some of them")
     return dims[0]
+
+
+def places_in_range(self: KnownRows, base: Tensor, key: Any) -> Tensor | None:
+    """The places that `arange(n)[places]` gives, which are these; None for another call."""
+    index = key[0] if isinstance(key, tuple) and len(key) == 1 else key
+    mine, node = self.row_of(index), None if self.tracer is None else self.tracer.node_of(base)
+    if mine is None or mine.place is None or node is None or op_name(node.target) != "arange":
+        return None
+    numbers = [one for one in node.args if isinstance(one, int)]
+    is_whole = base.shape == mine.shape[mine.place : mine.place + 1] and numbers in ([*base.shape], [0, *base.shape])
+    return index if is_whole and not base.dtype.is_floating_point and base.dtype == index.dtype else None
 
 
 def is_all(self: KnownRows, base: Tensor, items: list[Any]) -> bool:

@@ -20,6 +20,7 @@ from autopar.capture.ops.canonical import filled
 from autopar.capture.ops.functions import ExpertMM
 from autopar.capture.ops.raised_products import autocast
 from autopar.capture.refusals.location import Line
+from autopar.capture.trace.tracer import Tracer
 from autopar.ir.ops.op_facts import NEUTRAL, facts_of, is_view
 from autopar.ir.ops.ops import op
 from autopar.ir.program import TensorType, is_getitem
@@ -96,6 +97,7 @@ class KnownRows(Protocol):
     """What the rules ask of the rows that are known."""
 
     known: dict[int, ValidRows]
+    tracer: Tracer | None
 
     def row_of(self, value: Any) -> ValidRows | None:
         """What a tensor is, if it is such rows."""

@@ -24,7 +24,8 @@ from autopar.capture.data.row_counts import RowCount, counted, counts_in, sizes_
 from autopar.capture.refusals.constructs import SIZES, Construct
 from autopar.capture.refusals.explain_failure import size_refusal, wants_data
 from autopar.capture.refusals.location import Line, Locator
-from autopar.capture.rows.places import added, as_index_add, column_of, indexed, picked
+from autopar.capture.rows.classes import unique
+from autopar.capture.rows.places import added, as_index_add, column_of, indexed, picked, places_in_range
 from autopar.capture.rows.row_draws import RowDraws
 from autopar.capture.rows.row_rules import (
     AddedRows,
@@ -238,6 +239,8 @@ class Selected:
         if name in ("__getitem__", "index_select") and self.row_of(args[0]) is None:
             result, dim = (indexed if name == "__getitem__" else picked)(self, run, function, *args, **kwargs)
             if name == "__getitem__":
+                if (numbers := places_in_range(self, args[0], args[1])) is not None:
+                    return numbers
                 self.sums[id(result)] = AddedRows.of(result, *args)
             return self._note(like, result, dim, [self._guard(result, like.valid, dim)])
         each = partial(self._call, rows, name, run)
@@ -409,8 +412,15 @@ class Selected:
         return tensor
 
     def cut(self, mode: Run, function: Any, args: Any, kwargs: Any, line: Line | None) -> Any:
-        """What a call gives that cuts rows, or puts them together; NotImplemented for another one."""
-        return NotImplemented if self.is_inside else self.segments.call(self, mode, function, args, kwargs, line)
+        """What a call gives that cuts rows, puts them together, or tells which numbers there are; NotImplemented for
+        another one."""
+        if self.is_inside:
+            return NotImplemented
+        if self.reads is None or not self.reads.is_permitted:
+            made = unique(mode, self.order.branches, self.tracer, function, args, kwargs, line)
+            if made is not NotImplemented:
+                return made
+        return self.segments.call(self, mode, function, args, kwargs, line)
 
     def check_counts(self) -> None:
         """Raise CaptureError where the model asks how many rows there are, and takes the same ones together, if it is
