@@ -15,21 +15,12 @@ from torch import fx
 from autopar.capture.data.reads import Branches
 from autopar.capture.refusals.location import Line
 from autopar.capture.trace.tracer import Tracer
-from autopar.ir.ops.op_facts import facts_of, is_view
+from autopar.ir.ops.op_facts import dim_of_places, facts_of, is_view
 from autopar.ir.ops.ops import op_name
 from autopar.ir.program import is_getitem
 
 Tensor = torch.Tensor
 _UNIQUE = (torch.unique, Tensor.unique)
-_ALONG = {
-    "topk": 2,
-    "sort": 1,
-    "max": 1,
-    "min": 1,
-    "argmax": 1,
-    "argmin": 1,
-    "argsort": 1,
-}  # the argument that is a dim
 
 
 def unique(
@@ -58,14 +49,8 @@ def _count(node: fx.Node) -> int | None:
     while node.op == "call_function" and (is_view(node.target) or facts_of(node.target).moves == "same"):
         node = node.all_input_nodes[0]
     source: Any = node.args[0] if is_getitem(node) and node.args[1] == 1 else node
-    if source.op != "call_function":
-        return None
-    name, args = op_name(source.target), source.args
-    if name == "remainder" and isinstance(args[1], int):
-        return args[1] if args[1] > 0 else None
-    if name not in _ALONG:
-        return None
-    dim = source.kwargs.get("dim", args[_ALONG[name]] if len(args) > _ALONG[name] else None)
-    shape = args[0].meta["val"].shape
-    dim = -1 if dim is None and name in ("topk", "sort", "argsort") else dim
-    return int(shape[dim]) if isinstance(dim, int) and shape else None
+    if source.op == "call_function" and op_name(source.target) == "remainder" and isinstance(source.args[1], int):
+        return source.args[1] if source.args[1] > 0 else None
+    dim = dim_of_places(source)
+    shape = () if dim is None else source.args[0].meta["val"].shape
+    return int(shape[dim]) if shape else None

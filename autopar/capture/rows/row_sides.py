@@ -124,7 +124,7 @@ class RowSides:
 
 
 def lies_at(tensor: Tensor) -> Any:
-    """The same for tensors that show the same elements in the same shape, as long as one of them lives."""
+    """Tell where the elements of a tensor lie: alike for tensors that show the same ones in one shape."""
     storage = storage_of(tensor)
     return id(tensor) if storage is None else (storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
 

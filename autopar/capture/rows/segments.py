@@ -163,12 +163,15 @@ class Segments:
         elif isinstance(ends, (list, tuple)):
             ends = [one.span if type(one) is Scalar else None for one in ends]
         spans = [0, *map(self._of_all, ends)] if isinstance(ends, list) else []
-        pieces = [piece_between(*pair) for pair in pairwise(spans)]
+        found = [piece_between(*pair) for pair in pairwise(spans)]
+        pieces = [piece for piece in found if piece is not None and piece.is_next]
         if not pieces or dim not in (0, -x.ndim) or len(pieces) + 1 != len(getattr(spans[-1], "tensor", ())):
             return NotImplemented
-        if any(piece is None or not piece.is_next or piece.place != at for at, piece in enumerate(pieces)):
+        if len(pieces) < len(found) or any(piece.place != at for at, piece in enumerate(pieces)):
             return NotImplemented
-        groups = self._of(selected, run, RowGroup(spans[-1].tensor, 0, pieces[-1].is_ended), x)
+        if pieces[-1].is_ended and id(pieces[-1].tensor) not in self._ends:
+            return NotImplemented
+        groups = self._of(selected, run, RowGroup(pieces[-1].tensor, 0, pieces[-1].is_ended), x)
         return tuple(self._take(selected, run, x, groups, place) for place in range(len(pieces) + 1))
 
     def _sliced(self, selected: CutRows, run: Run, function: Any, x: Any, key: Any, *value: Any) -> Any:

@@ -25,8 +25,8 @@ from autopar.capture.refusals.constructs import SIZES, Construct
 from autopar.capture.refusals.explain_failure import size_refusal, wants_data
 from autopar.capture.refusals.location import Line, Locator
 from autopar.capture.rows.classes import unique
-from autopar.capture.rows.places import added, as_index_add, column_of, indexed, picked, places_in_range
 from autopar.capture.rows.row_draws import RowDraws
+from autopar.capture.rows.row_places import added, as_index_add, column_of, indexed, picked, places_in_range
 from autopar.capture.rows.row_rules import (
     AddedRows,
     Guard,
