@@ -308,7 +308,8 @@ def used_role(classes: Classes, i: int, role: Role) -> Role:
 
 
 def _is_of_experts(classes: Classes, i: int) -> bool:
-    """True for a parameter of which rows pick their owner's part, as it is or after views."""
+    """True for a parameter of which rows pick their owner's part, as it is or after views; in a program where no row
+    does, for the matrices [E, ..] of a product that takes as many parts [E, ..] of the batch."""
     known, pending = {i}, [i]
     while pending:
         for user, position in classes.users(pending.pop()):
@@ -316,10 +317,18 @@ def _is_of_experts(classes: Classes, i: int) -> bool:
             is_owner = rule is not None and rule.owned and any(rule.owned[1] in dim for dim in rule.operands[position])
             if is_owner and classes.is_by_owner(user):
                 return True
+            if not classes.owner_indices() and user in classes.of_batch and _is_batched(rule, position):
+                return True
             if user in classes.of_parameters and user not in known:
                 known.add(user)
                 pending.append(user)
     return False
+
+
+def _is_batched(rule: Rule | None, position: int) -> bool:
+    """True for a product that takes the matrices of an operand with as many parts of the other one."""
+    first = rule.operands[position][:1] if rule is not None and rule.flops else ()
+    return bool(first) and rule is not None and all(of[:1] == first for of in (*rule.operands, *rule.results))
 
 
 def _looks_up(classes: Classes, user: int, position: int) -> bool:

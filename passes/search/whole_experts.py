@@ -25,7 +25,10 @@ def whole_experts(search: AxisSearch, solution: Solution) -> list[str]:
     why = [line for i in left if (line := _reason(classes, classes.items[i], axis, size))]
     looked_up = [(item, found) for i, item in enumerate(classes.items) if (found := _lookup(classes, i)) is not None]
     why += [_batched(item, classes.items[found]) for item, found in looked_up]
-    if len(left) == len(products) and search.may_refuse:
+    batched = [] if products else [i for i, item in enumerate(classes.items) if item.role and item.role.experts]
+    kept = [i for i in batched if not solution.strategy(i).results[0]]
+    why += [_undivided(search, i) for i in kept]
+    if len(left) + len(kept) == len(products) + len(batched) and search.may_refuse:
         nothing = f"the model has no product that takes the matrix of each row by an index{_loop(classes)}"
         lines = "\n".join(f"  {line}" for line in list(dict.fromkeys(why))[:SHOWN] or [nothing])
         raise LayoutError(f"axis '{axis}' (size {size}) splits experts, and can split none of the model:\n{lines}")
@@ -34,7 +37,12 @@ def whole_experts(search: AxisSearch, solution: Solution) -> list[str]:
     why += ["loops that take one expert at a time (see their notes)"] * bool(alone)
     if not why:
         return []
-    whole = {*left, *alone, *(i for _, found in looked_up for i in _products(classes, found))}
+    whole = {
+        *left,
+        *alone,
+        *(user for i in kept for user in _products(classes, i)),
+        *(i for _, found in looked_up for i in _products(classes, found)),
+    }
     share = operations([classes.items[i] for i in sorted(whole)]) / max(1, operations(classes.items))
     return [
         f"axis '{axis}' (size {size}) leaves experts whole, {100 * share:.3g} % of the work: "
@@ -77,9 +85,24 @@ def _reason(classes: Classes, item: Item, axis: str, size: int) -> str | None:
     whose = f"of {name}" if name else f"of %{item.node.name} at {record(item.node).source}"
     left = count // math.prod(pieces for choice, pieces in item.taken if choice[1] == OWNED)
     if left % size:
-        those = f"the {count} experts {whose}" + f", {left} in each piece" * (left < count)
-        return f"{axis}={size} does not divide {those}: {axis} may be {one_of(divisors(left))}"
+        return _undividable(axis, size, count, left, whose)
     return f"the {count} experts {whose} are used by calls that cannot have rows at their experts"
+
+
+def _undividable(axis: str, size: int, count: int, left: int, whose: str) -> str:
+    those = f"the {count} experts {whose}" + f", {left} in each piece" * (left < count)
+    return f"{axis}={size} does not divide {those}: {axis} may be {one_of(divisors(left))}"
+
+
+def _undivided(search: AxisSearch, i: int) -> str:
+    """Why the matrices [E, ..] of a product with as many parts of the batch stay whole."""
+    item, whose = search.classes.items[i], f"of {_parameter(search.classes, i)}"
+    earlier = [search.mesh[axis] for axis, state in item.states[0].items() if isinstance(state, tuple) and not state[0]]
+    count = item.types[0].shape[0]
+    left = count // math.prod(earlier)
+    if left % search.size:
+        return _undividable(search.axis, search.size, count, left, whose)
+    return f"the {count} experts {whose} are used by calls that need all of them"
 
 
 def _parameter(classes: Classes, i: int) -> str | None:

@@ -172,8 +172,6 @@ def _find_sum(user: fx.Node, found: Bodies) -> None:
             found.inner.add(node)
         else:
             rest.append(node)
-    if any(record(node).type != record(root).type for node in rest):
-        raise Apart(f"what is added at {record(root).source} has another shape")
     counts = Counter((leaf.family, leaf.shape, leaf.dim) for leaf in leaves)
     if len({(leaf.family, leaf.dim, leaf.expert) for leaf in leaves}) != len(leaves) or any(
         count != len(found.loop.masks) for count in counts.values()
@@ -218,7 +216,9 @@ def _placed(node: fx.Node, family: int, expert: int) -> ExpertTerm:
 
 
 def _adds(node: fx.Node) -> bool:
-    return node.target is aten.add.Tensor and not node.kwargs and len(operand_nodes(node)) == 2
+    if node.target is not aten.add.Tensor or node.kwargs or len(operand_nodes(node)) != 2:
+        return False
+    return all(record(one).type == record(node).type for one in operand_nodes(node))
 
 
 def _check_leaves(found: Bodies) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.ops.op_facts import facts_of, is_view
+from autopar.ir.ops.op_facts import dim_of_places, facts_of, is_view
 from autopar.ir.ops.ops import op, op_name
 from autopar.ir.program import Program, is_getitem, operand_nodes, record
 
@@ -182,12 +182,8 @@ def _below(key: fx.Node, experts: int) -> bool:
     while _keeps(key):
         key = key.args[0]  # type: ignore[assignment]
     source: Any = key.args[0] if is_getitem(key) and key.args[1] == 1 else key
-    name = op_name(source.target) if source.op == "call_function" else ""
-    dim = {"topk": 2, "max": 1, "argmax": 1}.get(name)
-    if dim is None or len(source.args) < 2:
-        return False
-    along = source.args[dim] if len(source.args) > dim else -1
-    return isinstance(along, int) and record(source.args[0]).type.shape[along] <= experts
+    along = dim_of_places(source)
+    return along is not None and record(source.args[0]).type.shape[along] <= experts
 
 
 def _most(tensor: fx.Node, dim: int) -> int:

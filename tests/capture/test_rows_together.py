@@ -60,6 +60,12 @@ def in_short(y: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
     return (y[mask].half() * 0 + 30000).mean().to(y.dtype) * 1e-4 + y.square().mean()
 
 
+def columns(y: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    """The places of a mask of two dims, a row for each, and their numbers."""
+    at = (labels[:, None] == labels).nonzero()
+    return (y[at[:, 0]] - y[at.T[1]]).exp().mean() + y.mean() * at.to(y.dtype).mean() + y[at[:, 1:].squeeze(1)].sum()
+
+
 LOSSES: dict[str, Loss] = {
     "mean": lambda y, labels, mask: y[mask].mean(),
     "sum over a count": lambda y, labels, mask: y[mask].sum() / mask.sum(),
@@ -92,7 +98,7 @@ LOSSES: dict[str, Loss] = {
     "norm": lambda y, labels, mask: torch.linalg.vector_norm(y[mask]) + y[mask].norm(p=1) + y[mask].norm(2, 0).sum(),
     "product": lambda y, labels, mask: y[mask].prod(0).sum() + (y[mask] > 0).any() * y[mask].mean(),
     "a log of padding": lambda y, labels, mask: (y * mask[:, None]).abs()[mask].log().mean(),
-    **{loss.__name__: loss for loss in (weighted, within, spline, in_short)},
+    **{loss.__name__: loss for loss in (weighted, within, spline, in_short, columns)},
 }  # fmt: skip
 
 

@@ -139,7 +139,7 @@ def test_edges_of_a_buffer(mesh: str) -> None:
 
 
 # What takes rows together that a mask selects needs no number of them (test_rows_together.py).
-WITHOUT = ("x[mask of two dims]", "pairs", "triplets")
+WITHOUT = ("x[mask of two dims]", "pairs", "triplets", "argwhere")
 
 
 @pytest.mark.parametrize("name", [name for name in BODIES if name not in WITHOUT])

@@ -41,6 +41,7 @@ DIVIDED: list[Way] = [
     (ways.counted_masks, False, 2, [("dp=2,ep=2", {})]),
     (ways.flat, False, 2, [("ep=4", {}), ("ep=2", {"microbatches": 2})]),
     (ways.sorted_, True, 2, [("ep=4", {})]),
+    (ways.gshard, True, 2, [("ep=4", {}), ("dp=2,ep=2,tp=2", {"zero": 3})]),
     (ways.titan, True, 2, [("ep=4", {}), ("dp=2,ep=2,tp=2", {})]),
     (ways.megatron, False, 2, [("ep=2", {"microbatches": 2}), ("dp=2,ep=2,tp=2", {"zero": 1})]),
     (ways.moe_infer, False, 2, [("ep=4", {}), ("dp=2,ep=2,tp=2", {})]),
@@ -132,7 +133,6 @@ REFUSED: list[tuple[Any, bool, str]] = [
         f"computes, or {INSTEAD}",
     ),
     (ways.dense, False, f"{NOTHING}: {INSTEAD}"),
-    (ways.gshard, True, f"{NOTHING}: {INSTEAD}"),
     (
         ways.gathered, True,
         "axis 'ep' (size 2) splits experts, and can split none of the model:\n"

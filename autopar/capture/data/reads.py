@@ -223,13 +223,14 @@ _TOO_MANY = Construct(
 class Branches:
     """What the run that is captured found of branches by a number of rows, and others go by. zero: by line, True for
     one that is taken where there are none. masks: the lines of those whose rows they are. joined: the lines where what
-    was cut is put together again; copied: where rows are, which lie otherwise. is_off: they are branches on data like
-    any others, since a capture that took them so failed."""
+    was cut is put together again; copied: where rows are, which lie otherwise. numbers: by line, below which those
+    are that a tensor has. is_off: they are branches on data like any others: a capture that took them so failed."""
 
     zero: dict[Line | None, bool] = field(default_factory=dict)
     masks: set[Line | None] = field(default_factory=set)
     joined: set[Line | None] = field(default_factory=set)
     copied: set[Line | None] = field(default_factory=set)
+    numbers: dict[Line | None, int] = field(default_factory=dict)
     is_off: bool = False
 
 

@@ -20,6 +20,7 @@ from autopar.capture.ops.canonical import filled
 from autopar.capture.ops.functions import ExpertMM
 from autopar.capture.ops.raised_products import autocast
 from autopar.capture.refusals.location import Line
+from autopar.capture.trace.tracer import Tracer
 from autopar.ir.ops.op_facts import NEUTRAL, facts_of, is_view
 from autopar.ir.ops.ops import op
 from autopar.ir.program import TensorType, is_getitem
@@ -64,7 +65,7 @@ class ValidRows:
     shape: tuple[int, ...] = ()  # of the mask
     place: int | None = None  # of the places themselves, their dim of the mask
     may_specialize: bool = False  # the mask hangs on what a step leaves as it is
-    is_column: bool = False  # the places of a mask of one dim, as nonzero() has them: [n, 1]
+    columns: tuple[Tensor, ...] = ()  # the places of each dim, of which it is all or some, as nonzero() has them
     is_whole: bool = False  # the padding has what stands there for other rows
     repeats: Tensor | None = None  # the numbers [n] of which each stands all along its row
     guards: tuple[Guard, ...] = ()  # what their gradient passes before anything adds it up
@@ -95,59 +96,17 @@ class Refused(Exception):
 class KnownRows(Protocol):
     """What the rules ask of the rows that are known."""
 
+    known: dict[int, ValidRows]
+    tracer: Tracer | None
+
     def row_of(self, value: Any) -> ValidRows | None:
         """What a tensor is, if it is such rows."""
 
-    def is_all(self, base: Tensor, items: list[Any]) -> bool:
-        """True if an index takes all places of one mask."""
-
-    def at_places(self, base: Tensor, items: list[Any]) -> Tensor:
-        """base[items] for all places of a mask."""
+    def taken_of(self, rows: Any) -> AddedRows | None:
+        """What rows are that nobody has written to since."""
 
     def in_range(self, index: Tensor) -> Tensor:
         """Numbers of rows with 0 for the padding."""
-
-
-Made = tuple[Any, int]
-
-
-def indexed(self: KnownRows, run: Run, function: Any, base: Tensor, key: Any) -> Made:
-    """x[.., places, ..] of another tensor."""
-    items = list(key) if isinstance(key, tuple) else [key]
-    taken = sum(item is not None and item is not Ellipsis for item in items)
-    if Ellipsis in [item for item in items if not isinstance(item, Tensor)]:
-        at = next(i for i, item in enumerate(items) if item is Ellipsis)
-        items[at : at + 1] = [slice(None)] * (base.ndim - taken)
-    advanced = [i for i, item in enumerate(items) if isinstance(item, (Tensor, int))]
-    if any(isinstance(items[i], Tensor) and self.row_of(items[i]) is None for i in advanced):
-        raise Refused("another index is beside the places")
-    if any(isinstance(items[i], bool) for i in advanced) or advanced[-1] - advanced[0] + 1 != len(advanced):
-        raise Refused("the places are not beside each other")
-    others = [item for item in items if not isinstance(item, int)]
-    if self.is_all(_selected(base, items), others):
-        return self.at_places(_selected(base, items), others), advanced[0]
-    items = [self.in_range(item) if isinstance(item, Tensor) else item for item in items]
-    return run(function, base, tuple(items)), advanced[0]
-
-
-def _selected(base: Tensor, items: list[Any]) -> Tensor:
-    """A tensor at those of its places that are plain numbers."""
-    dim = 0
-    for item in items:
-        if isinstance(item, int):
-            base = base.select(dim, item)
-        else:
-            dim += item is not None
-    return base
-
-
-def picked(self: KnownRows, run: Run, function: Any, base: Tensor, dim: int, index: Tensor) -> Made:
-    """index_select of another tensor."""
-    dim = dim % max(base.ndim, 1)
-    items = [*[slice(None)] * dim, index]
-    if self.is_all(base, items):
-        return self.at_places(base, items), dim
-    return run(function, base, dim, self.in_range(index)), dim
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from autopar.capture.draws.joins import CoinJoin, in_whole
 from autopar.capture.draws.trail import Place, Trail, TrailStep
 from autopar.capture.draws.uses import Uses
 from autopar.capture.rows.row_rules import puts_back
+from autopar.torch_compat import storage_of
 
 Tensor = torch.Tensor
 Has = Callable[[int], bool]  # whether a mask has rows, by its number
@@ -57,7 +58,7 @@ class RowSides:
     trail: Trail
     bases: dict[tuple[int, int], tuple[int, Place]] = field(default_factory=dict)
     kept: set[int] = field(default_factory=set)
-    _mask_of: dict[int, tuple[Tensor, int]] = field(default_factory=dict)  # of places, by their id
+    _mask_of: dict[Any, tuple[Tensor, int]] = field(default_factory=dict)  # of places, by where they lie
 
     @staticmethod
     def of(has: Has, draws: Callable[[], int]) -> RowSides:
@@ -71,7 +72,7 @@ class RowSides:
 
     def selected(self, number: int, places: Sequence[Tensor]) -> None:
         """The places that a mask selects."""
-        self._mask_of.update((id(place), (place, number)) for place in places)
+        self._mask_of.update((lies_at(place), (place, number)) for place in places)
 
     def cut(self) -> tuple[int, int]:
         """Rows are cut, which may be put together with others: keep a place for that among the calls of their mask."""
@@ -100,21 +101,32 @@ class RowSides:
         self.trail.saw(function, args, kwargs, result, written)
         if mask is not None and base is not None and self.trail.at != at:
             self.bases[at] = mask, base
-        if len(args) > 0 and isinstance(result, Tensor):  # other views of the places
-            known = self._mask_of.get(id(args[0]))
-            if known is not None and known[0] is args[0]:
-                self._mask_of[id(result)] = result, known[1]
-            elif mask is None and function is Tensor.__getitem__ and (of := self._mask_in(args[1:])) is not None:
-                self._mask_of[id(result)] = result, of
+        if args:  # other views of the places
+            of = args[0] if isinstance(args[0], Tensor) and self._mask_in(args[0]) is not None else None
+            is_taken = of is None and mask is None and function is Tensor.__getitem__
+            self.shown(args[1:] if is_taken else of, result)
+
+    def shown(self, of: Any, made: Any) -> None:
+        """What is made of the places of a mask alone."""
+        mask = self._mask_in(of)
+        for one in made if isinstance(made, (tuple, list)) else (made,):
+            if mask is not None and isinstance(one, Tensor):
+                self._mask_of[lies_at(one)] = one, mask
 
     def _mask_in(self, value: Any) -> int | None:
         if isinstance(value, Tensor):
-            known = self._mask_of.get(id(value))
-            return known[1] if known is not None and known[0] is value else None
+            known = self._mask_of.get(lies_at(value))
+            return None if known is None else known[1]
         if isinstance(value, dict):
             return self._mask_in(list(value.values()))
         found = [self._mask_in(item) for item in value] if isinstance(value, (tuple, list)) else []
         return next((mask for mask in found if mask is not None), None)
+
+
+def lies_at(tensor: Tensor) -> Any:
+    """Tell where the elements of a tensor lie: alike for tensors that show the same ones in one shape."""
+    storage = storage_of(tensor)
+    return id(tensor) if storage is None else (storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -33,7 +34,8 @@ _CATS = (torch.cat, torch.concat, torch.concatenate)
 _PIECES = (Tensor.unbind, torch.unbind, Tensor.__iter__)
 _CASTS = (Tensor.to, Tensor.int, Tensor.long, Tensor.cpu, Tensor.detach, Tensor.clone, Tensor.type)
 _ENDS = (torch.cumsum, Tensor.cumsum, torch.searchsorted)
-_CUTS = frozenset((*_SPLITS, *_CATS, Tensor.contiguous, Tensor.__getitem__, Tensor.__setitem__))
+_AT_ENDS = (torch.tensor_split, Tensor.tensor_split)
+_CUTS = frozenset((*_SPLITS, *_AT_ENDS, *_CATS, Tensor.contiguous, Tensor.__getitem__, Tensor.__setitem__))
 
 
 class CutRows(Protocol):
@@ -64,13 +66,15 @@ class _Groups:
 class Segments:
     """The pieces of one run. is_cutting: rows are selected that the model cuts, and no mask of its own.
 
-    elements: of tensors of integers, by the id of each. ends: tensors that say where groups end."""
+    elements: of tensors of integers, by the id of each. ends: tensors that say where groups end.
+    parts: slices of such tensors, with what each is of, and from where."""
 
     is_cutting: bool = False
     last: _Groups | None = None
     _groups: dict[Any, _Groups] = field(default_factory=dict)
     _elements: dict[int, tuple[Tensor, CountSum]] = field(default_factory=dict)
     _ends: dict[int, Tensor] = field(default_factory=dict)
+    _parts: dict[int, tuple[Tensor, Tensor, int]] = field(default_factory=dict)
 
     def saw(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Note the elements of tensors of integers, and which of these say where groups end."""
@@ -82,13 +86,28 @@ class Segments:
                 self._elements[id(one)] = one, CountSum.element(source, place)
         elif function is Tensor.__getitem__ and type(args[1]) is int and isinstance(result, Tensor):
             self._elements[id(result)] = result, CountSum.element(source, args[1] % len(source))
-        elif isinstance(result, Tensor) and (function in _ENDS or (function in _CASTS and id(source) in self._ends)):
-            self._ends[id(result)] = result
+        elif isinstance(result, Tensor):
+            if function in _ENDS or (function in _CASTS and id(source) in self._ends):
+                self._ends[id(result)] = result
+            base, first = self._parts.get(id(source), (source, source, 0))[1:]
+            if function is Tensor.__getitem__ and type(args[1]) is slice and args[1].step in (None, 1):
+                self._parts[id(result)] = result, base, first + args[1].indices(len(source))[0]
+            elif function in _CASTS and base is not source:
+                self._parts[id(result)] = result, base, first
 
     def span_of(self, tensor: Tensor) -> CountSum | None:
         """What a tensor of one element is an element of."""
         found = self._elements.get(id(tensor))
         return found[1] if found is not None and found[0] is tensor else None
+
+    def _of_all(self, span: Any) -> Any:
+        """The same numbers as those of the tensor of which one of counts, or of ends, is a slice."""
+        if not isinstance(span, CountSum) or id(span.tensor) not in self._parts:
+            return span
+        part, base, first = self._parts[id(span.tensor)]
+        is_as_it_was = part._version == span.version == base._version
+        places = tuple(first + place for place in span.places)
+        return CountSum(base, places, span.version) if is_as_it_was else span
 
     def elements(self, mode: Run, tensor: Tensor) -> list[tuple[Tensor, CountSum | None]]:
         """The elements of a tensor of integers, each with what it is; none of another tensor."""
@@ -109,6 +128,8 @@ class Segments:
             return self._copied(selected, run, line, *args, **kwargs)
         if function in _SPLITS:
             return self._split(selected, run, *args, **kwargs)
+        if function in _AT_ENDS:
+            return self._at_ends(selected, run, *args, **kwargs)
         if function in (Tensor.__getitem__, Tensor.__setitem__):
             return self._sliced(selected, run, function, *args)
         return self._joined(selected, run, line, *args, **kwargs) if function in _CATS else NotImplemented
@@ -134,6 +155,25 @@ class Segments:
         groups = self._of(selected, run, RowGroup(spans[0].tensor, 0, False), x)
         return tuple(self._take(selected, run, x, groups, place) for place in range(len(spans)))
 
+    def _at_ends(self, selected: CutRows, run: Run, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """tensor_split: where all groups but the last one end."""
+        ends, dim = (*args, *kwargs.values(), 0)[:2]
+        if isinstance(ends, Tensor):
+            ends = [self.span_of(one) for one in run(Tensor.unbind, ends)] if ends.ndim == 1 else []
+        elif isinstance(ends, (list, tuple)):
+            ends = [one.span if type(one) is Scalar else None for one in ends]
+        spans = [0, *map(self._of_all, ends)] if isinstance(ends, list) else []
+        found = [piece_between(*pair) for pair in pairwise(spans)]
+        pieces = [piece for piece in found if piece is not None and piece.is_next]
+        if not pieces or dim not in (0, -x.ndim) or len(pieces) + 1 != len(getattr(spans[-1], "tensor", ())):
+            return NotImplemented
+        if len(pieces) < len(found) or any(piece.place != at for at, piece in enumerate(pieces)):
+            return NotImplemented
+        if pieces[-1].is_ended and id(pieces[-1].tensor) not in self._ends:
+            return NotImplemented
+        groups = self._of(selected, run, RowGroup(pieces[-1].tensor, 0, pieces[-1].is_ended), x)
+        return tuple(self._take(selected, run, x, groups, place) for place in range(len(pieces) + 1))
+
     def _sliced(self, selected: CutRows, run: Run, function: Any, x: Any, key: Any, *value: Any) -> Any:
         first, *rest = key if isinstance(key, tuple) else (key,)
         if type(first) is not slice or type(first.stop) is not Scalar or first.step is not None:
@@ -141,7 +181,7 @@ class Segments:
         if not isinstance(x, Tensor) or any(item != slice(None) for item in rest):
             return NotImplemented
         start, end = first.start or 0 if type(first.start) is not Scalar else first.start.span, first.stop.span
-        piece = piece_between(start, end)
+        piece = piece_between(self._of_all(start), self._of_all(end))
         if piece is None or not (piece.is_next or selected.order.sides is not None):
             if start != 0 or value or end is None or end.places != tuple(range(len(end.tensor))):
                 return NotImplemented

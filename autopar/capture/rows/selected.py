@@ -11,7 +11,6 @@ How many rows there are shows nowhere in the tensors. So that no number is made 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,7 +24,9 @@ from autopar.capture.data.row_counts import RowCount, counted, counts_in, sizes_
 from autopar.capture.refusals.constructs import SIZES, Construct
 from autopar.capture.refusals.explain_failure import size_refusal, wants_data
 from autopar.capture.refusals.location import Line, Locator
+from autopar.capture.rows.classes import unique
 from autopar.capture.rows.row_draws import RowDraws
+from autopar.capture.rows.row_places import added, as_index_add, column_of, indexed, picked, places_in_range
 from autopar.capture.rows.row_rules import (
     AddedRows,
     Guard,
@@ -34,23 +35,22 @@ from autopar.capture.rows.row_rules import (
     ValidRows,
     are_views,
     follow_rows,
-    indexed,
     loss_of_rows,
     only_valid,
-    picked,
     product,
     puts_back,
     repeated_rows,
     source_of,
     together,
 )
+from autopar.capture.rows.row_sides import lies_at
 from autopar.capture.rows.segments import Segments
 from autopar.capture.rows.selections import NONZERO, mask_of, selecting
 from autopar.capture.rows.turns import MaskOrder
 from autopar.capture.trace.tracer import Tracer
 from autopar.errors import CaptureError
 from autopar.ir.ops.op_facts import QUERIES, form_argument, writes_first
-from autopar.torch_compat import custom_function
+from autopar.torch_compat import custom_function, storage_of
 
 Tensor = torch.Tensor
 
@@ -71,6 +71,7 @@ class Selected:
     asked: set[int] = field(default_factory=set)  # ids of what says which rows count, where it is asked how many do
     taken: set[int] = field(default_factory=set)  # likewise, where rows are taken together
     decided: dict[tuple[int, int], tuple[Tensor, bool]] = field(default_factory=dict)  # masks, and if they select any
+    _shown_masks: dict[Any, Tensor] = field(default_factory=dict)  # of those that lie alike the first
     is_inside: bool = False  # of a call that is followed: torch may spell it out in calls of its own
     draws: RowDraws = field(default_factory=RowDraws)
     segments: Segments = field(default_factory=Segments)
@@ -117,13 +118,12 @@ class Selected:
     def places_of(self, function: Any, kwargs: Any, mask: Tensor, line: Line | None, may_specialize: bool) -> Any:
         """The places of a mask as a call gives them: a tensor for each dim, or a row for each place."""
         places = self.select(function, mask, line, may_specialize)
-        if function not in NONZERO or kwargs:
+        if function not in NONZERO or kwargs.get("as_tuple"):
             return places
-        (column,) = places
-        made = column.unsqueeze(1)
-        self.order.shown((column,), made)
-        if id(column) in self.known:
-            self.known[id(made)] = replace(self.known[id(column)], tensor=made, place=None, is_column=True)
+        made = places[0].unsqueeze(1) if len(places) == 1 else torch.stack(places, 1)
+        self.order.gave(places, made)
+        if id(places[0]) in self.known:
+            self.known[id(made)] = replace(self.known[id(places[0])], tensor=made, place=None, columns=places)
         return made
 
     def by_places(
@@ -149,6 +149,7 @@ class Selected:
 
     def _mask_key(self, mask: Tensor) -> Any:
         """What a mask is made of: two of the same are one. In a run that is not looked at all of a shape are."""
+        mask = self._shown_masks.setdefault(lies_at(mask), mask)
         if self.order.sides is not None:
             return self.order.sides.trail.made_of(mask), mask._version
         if not self.is_first or self.tracer is None:
@@ -216,6 +217,10 @@ class Selected:
             mine = self.row_of(args[0])
             result = run(function, *args, **kwargs)
             return result if mine is None else counted(function, result, args, mine, self.asked)
+        if like.columns and len(rows) == 1 and not writes_first(name):
+            result = self._columns(like, run, function, args, kwargs)
+            if result is not NotImplemented:
+                return result
         if name in ("unbind", "__iter__"):  # as many turns of a loop as the data say
             raise Refused(
                 "it goes through as many as there are. Go through all (for e in range(experts)): those without rows "
@@ -228,12 +233,14 @@ class Selected:
         if name == "expand_as" or (is_new and not any(self.row_of(one) for one in _tensors_in((read, kwargs)))):
             return self._shown(name, args, self._sized(like, run, function, args, kwargs))
         if puts_back(name) and not self._is_within(name, args):
-            return self._added(*self._as_index_add(name, like, *args), **kwargs)
+            return added(self, *as_index_add(self, name, like, *args), **kwargs)
         if mask_of(function, args, True) is not None and not puts_back(name):
             return self._again(*args)
         if name in ("__getitem__", "index_select") and self.row_of(args[0]) is None:
             result, dim = (indexed if name == "__getitem__" else picked)(self, run, function, *args, **kwargs)
             if name == "__getitem__":
+                if (numbers := places_in_range(self, args[0], args[1])) is not None:
+                    return numbers
                 self.sums[id(result)] = AddedRows.of(result, *args)
             return self._note(like, result, dim, [self._guard(result, like.valid, dim)])
         each = partial(self._call, rows, name, run)
@@ -246,7 +253,7 @@ class Selected:
         if made is not None:
             result, is_biased = made
             return self._note(like, result, like.dim, [self._guard(result, like.valid, like.dim)] if is_biased else [])
-        taken = self._taken(args[0]) if name in ("__iadd__", "add_", "__add__", "add") and not kwargs else None
+        taken = self.taken_of(args[0]) if name in ("__iadd__", "add_", "__add__", "add") and not kwargs else None
         result = self._followed(rows, name, run, function, args, kwargs)
         if (
             taken is not None
@@ -257,6 +264,19 @@ class Selected:
             self.sums[id(result)] = AddedRows.of(result, taken.base, taken.key, args[1])
         return self._shown(name, args, result)
 
+    def _columns(self, like: ValidRows, run: Run, function: Any, args: Any, kwargs: Any) -> Any:
+        """What a view of the places of a mask is, a row for each; NotImplemented where something is computed."""
+        result = run(function, *args, **kwargs)
+        parts = result if isinstance(result, (tuple, list)) else (result,)
+        if not all(isinstance(one, Tensor) and storage_of(one) == storage_of(like.tensor) for one in parts):
+            return NotImplemented
+        found = [column_of(one, like) for one in parts]
+        for one, shown in zip(parts, found, strict=True):
+            if isinstance(shown, int):
+                self.known[id(one)] = replace(like, tensor=one, dim=shown)
+        made = [one if isinstance(shown, int) else shown for one, shown in zip(parts, found, strict=True)]
+        return type(result)(made) if isinstance(result, (tuple, list)) else made[0]
+
     def _shown(self, name: str, args: Any, result: Any) -> Any:
         """The result of a view, with a note of the numbers that it shows."""
         numbers = repeated_rows(name, self.row_of(args[0]) if args else None, result)
@@ -264,18 +284,6 @@ class Selected:
         if numbers is not None and mine is not None:
             self.known[id(result)] = replace(mine, repeats=numbers)
         return result
-
-    def _as_index_add(self, name: str, rows: ValidRows, *args: Any) -> tuple[Any, ...]:
-        """base.scatter_add(0, index, source), where each row goes to one place, as index_add."""
-        if not name.startswith("scatter_add"):
-            return name, rows, *args
-        base, dim, index, source = (*args, None, None, None)[:4]
-        mine = self.row_of(index)
-        if mine is None or mine.repeats is None or index._version or dim not in (0, -base.ndim):
-            raise Refused("its index has another place for each element")
-        if index.shape != source.shape or index.shape[1:] != base.shape[1:]:
-            raise Refused("its index is not as wide as its rows")
-        return name.replace("scatter", "index"), rows, base, 0, mine.repeats, source
 
     def _again(self, rows: Tensor, mask: Tensor) -> Tensor:
         """Rows that a mask made of such rows selects once more."""
@@ -310,7 +318,7 @@ class Selected:
         first, is_short = items[0], len(items) <= mine.tensor.ndim
         return is_short and (first is Ellipsis or (isinstance(first, slice) and first == slice(None)))
 
-    def _taken(self, rows: Any) -> AddedRows | None:
+    def taken_of(self, rows: Any) -> AddedRows | None:
         """What rows are that nobody has written to since."""
         known = self.sums.get(id(rows))
         return known if known is not None and known.rows is rows and known.is_as_it_was() else None
@@ -361,9 +369,7 @@ class Selected:
             at = None if node is None else found.get(source_of(node))
             if node is None or (at is not None and one.shape[at[0]] != count):
                 raise Refused("it joins them with another dim")
-            if at is not None and like.is_column and one.ndim == 1 and are_views(nodes):
-                self.known[id(one)] = replace(like, tensor=one, place=0, is_column=False)
-            elif at is not None:
+            if at is not None:
                 more = [self._guard(one, like.valid, at[0])] if meets else []
                 self._note(like, one, at[0], [*guards.values(), *more])
         return result
@@ -402,14 +408,19 @@ class Selected:
         return guard
 
     def _note(self, like: ValidRows, tensor: Tensor, dim: int, guards: Iterable[Guard]) -> Tensor:
-        self.known[id(tensor)] = replace(
-            like, tensor=tensor, dim=dim, place=None, is_column=False, guards=tuple(guards)
-        )
+        self.known[id(tensor)] = replace(like, tensor=tensor, dim=dim, place=None, columns=(), guards=tuple(guards))
         return tensor
 
     def cut(self, mode: Run, function: Any, args: Any, kwargs: Any, line: Line | None) -> Any:
-        """What a call gives that cuts rows, or puts them together; NotImplemented for another one."""
-        return NotImplemented if self.is_inside else self.segments.call(self, mode, function, args, kwargs, line)
+        """What a call gives that cuts rows, puts them together, or tells which numbers there are; NotImplemented for
+        another one."""
+        if self.is_inside:
+            return NotImplemented
+        if self.reads is None or not self.reads.is_permitted:
+            made = unique(mode, self.order.branches, self.tracer, function, args, kwargs, line)
+            if made is not NotImplemented:
+                return made
+        return self.segments.call(self, mode, function, args, kwargs, line)
 
     def check_counts(self) -> None:
         """Raise CaptureError where the model asks how many rows there are, and takes the same ones together, if it is
@@ -428,115 +439,6 @@ class Selected:
         """What a tensor is, if it is such rows."""
         return next(self.rows_in(value), None) if isinstance(value, Tensor) else None
 
-    def _added(self, name: str, rows: ValidRows, base: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """base[index] += rows, in which padding is zero; or rows that are put in the place of those before."""
-        if self.row_of(base) is not None:
-            raise Refused
-        if name == "__setitem__":
-            return self._set(rows, base, *args)
-        if name.startswith("index_put"):
-            return self._index_put(name, rows, base, *args, **kwargs)
-        dim, index, source = (*args, *(kwargs[key] for key in ("dim", "index", "source")[len(args) :]))
-        dim = dim % max(base.ndim, 1)
-        if name.startswith("index_copy"):
-            base = base if name.endswith("_") else base.clone()
-            self._set(rows, base, (*[slice(None)] * dim, index), source)
-            return base
-        mine = self.row_of(source)
-        if self.row_of(index) is None or (mine is not None and mine.dim != dim):
-            raise Refused
-        options = {key: value for key, value in kwargs.items() if key == "alpha"}
-        return self._put_back(name, base, dim, index, only_valid(source, rows.valid, dim), options)
-
-    def _set(self, rows: ValidRows, base: Tensor, key: Any, value: Any) -> None:
-        """base[places] = rows. Of all places of a mask each row is chosen; else adds what they differ by: two rows of
-        one place would be torch's own fault. Where something was added to rows of `base` that alone is added, too."""
-        items = [item for item in (key if isinstance(key, tuple) else (key,)) if item is not Ellipsis]
-        while items and isinstance(items[-1], slice) and items[-1] == slice(None):
-            items.pop()
-        if not items or not isinstance(value, Tensor) or any(self.row_of(item) is None for item in items):
-            raise Refused
-        shape = (rows.valid.numel(), *base.shape[len(items) :])
-        mine = [self.row_of(item) for item in items]
-        known = self._taken(value)
-        if known is not None and known.added is not None and known.base is base and _is_same_key(known.key, key):
-            value, is_sum = known.added, True
-        else:
-            is_sum = False
-        in_order = [one.place for one in mine if one is not None] == list(range(len(rows.shape)))
-        if in_order and value.shape == shape and self.is_all(base, items):
-            if is_sum:
-                base.add_(only_valid(value, rows.valid, 0).to(base.dtype).reshape(base.shape))
-                return
-            is_chosen = rows.valid.reshape(*rows.shape, *(1 for _ in shape[1:]))
-            base.copy_(torch.where(is_chosen, value.reshape(base.shape).to(base.dtype), base))
-            return
-        if len(items) > 1 or value.shape != shape:
-            raise Refused
-        if not is_sum:
-            value = value - (self.at_places(base, items) if self.is_all(base, items) else base[items[0]])
-        change = only_valid(value, rows.valid, 0).to(base.dtype)
-        self._put_back("index_add_", base, 0, items[0], change, {})
-
-    def _index_put(self, name: str, rows: ValidRows, base: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """index_put of rows by places, as index_add or as a choice."""
-        indices, value, *adds = *args, *(kwargs[key] for key in ("indices", "values")[len(args) :])
-        if not (adds or [kwargs.get("accumulate")])[0]:
-            base = base if name.endswith("_") else base.clone()
-            self._set(rows, base, tuple(indices), value)
-            return base
-        mine, index = self.row_of(value), indices[0]
-        if len(indices) > 1 or self.row_of(index) is None or mine is None or value.shape[1:] != base.shape[1:]:
-            raise Refused
-        source = only_valid(value, rows.valid, 0)
-        return self._put_back(name.replace("put", "add"), base, 0, index, source, {})
-
-    def _put_back(self, name: str, base: Tensor, dim: int, index: Tensor, source: Tensor, options: Any) -> Tensor:
-        """Rows added to their places; where these are all places of a dim, by a sum over the other one."""
-        mine = self.known[id(index)]
-        if mine.place is None or base.shape[dim] != mine.shape[mine.place]:
-            made: Tensor = getattr(base, name)(dim, self.in_range(index), source, **options)
-            return made
-        others = [dim + other for other in range(len(mine.shape)) if other != mine.place]
-        apart = source.reshape(*source.shape[:dim], *mine.shape, *source.shape[dim + 1 :])
-        total = apart.sum(others) if others else apart
-        return base.add_(total, **options) if name.endswith("_") else base.add(total, **options)
-
-    def is_all(self, base: Tensor, items: list[Any]) -> bool:
-        """True if an index is made of the places of one mask, each as long as the dim it looks up, and of slices."""
-        at, found = 0, []
-        for item in items:
-            if isinstance(item, Tensor):
-                mine = self.known[id(item)]
-                if mine.place is None or at >= base.ndim or base.shape[at] != mine.shape[mine.place]:
-                    return False
-                found.append(mine.place)
-            elif item is not None and item != slice(None):
-                return False
-            at += item is not None
-        return len(found) == len(set(found)) > 0
-
-    def at_places(self, base: Tensor, items: list[Any]) -> Tensor:
-        """base[items] for all places of a mask: a matter of views, so that rows may be split. A copy, as an index gives
-        it, for the model may write into it."""
-        dims = [item for item in items if item is not None]
-        dims += [slice(None)] * (base.ndim - len(dims))
-        of = {self.known[id(item)].place: at for at, item in enumerate(dims) if isinstance(item, Tensor)}
-        shape = next(self.known[id(item)].shape for item in dims if isinstance(item, Tensor))
-        first = min(of.values())
-        after = [at for at in range(first, base.ndim) if at not in of.values()]
-        order = [*range(first), *(of[place] for place in sorted(of)), *after]  # type: ignore[type-var]
-        value = base if order == sorted(order) else base.permute(order)
-        for place in range(len(shape)):
-            value = value if place in of else value.unsqueeze(first + place)
-        value = value.expand(*base.shape[:first], *shape, *(base.shape[at] for at in after))
-        value = value.reshape(*base.shape[:first], math.prod(shape), *(base.shape[at] for at in after))
-        where = next(i for i, item in enumerate(items) if isinstance(item, Tensor))
-        keys = [None if item is None else slice(None) for item in items if not isinstance(item, Tensor)]
-        keys.insert(where, slice(None))
-        made: Tensor = value[tuple(keys)].clone()
-        return made
-
 
 def _of_none(function: Any, args: Any, mask: Tensor) -> tuple[Any, ...]:
     """The arguments of `x[mask]`, or of `x[mask] = rows`, for a mask that selects none: nothing hangs on the batch, but
@@ -546,13 +448,6 @@ def _of_none(function: Any, args: Any, mask: Tensor) -> tuple[Any, ...]:
     key = args[1][1:] if isinstance(args[1], tuple) else ()
     none = args[0].sum() if args[0].requires_grad else args[0].new_zeros(())
     return none.expand(0, *args[0].shape[mask.ndim :]).clone(), (slice(None), *key)
-
-
-def _is_same_key(a: Any, b: Any) -> bool:
-    """True if two indices are made of the same tensors."""
-    if isinstance(a, tuple) and isinstance(b, tuple):
-        return len(a) == len(b) and all(map(_is_same_key, a, b))
-    return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and bool(a == b))
 
 
 def _made_of(node: fx.Node, depth: int = 8) -> Any:

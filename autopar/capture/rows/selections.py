@@ -47,4 +47,4 @@ def asks_for_places(func: Any, args: Any, kwargs: Any) -> bool:
         return False
     if func is torch.where:
         return not kwargs
-    return kwargs == {"as_tuple": True} or (not kwargs and args[0].ndim == 1)
+    return kwargs in ({}, {"as_tuple": True}, {"as_tuple": False})

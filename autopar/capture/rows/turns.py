@@ -103,6 +103,13 @@ class MaskOrder:
         if self.sides is not None:
             self.sides.selected(number, (*places, mask))  # by either of which rows are put back
 
+    def gave(self, places: Sequence[Tensor], made: Tensor) -> None:
+        """The places of a mask as a row for each."""
+        if len(places) == 1:
+            self.shown(places, made)
+        if self.sides is not None:
+            self.sides.shown(places, made)
+
     def narrowed(self, valid: Tensor, condition: Tensor) -> Tensor:
         """Which rows count in a turn: none where its mask is False, unless there is none anyhow."""
         if self.turn is None:

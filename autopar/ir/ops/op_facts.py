@@ -261,6 +261,20 @@ def form_argument(name: str) -> int | None:
     return 0 if name.startswith("new_") or name.endswith("_like") else None
 
 
+# Calls that give places along a dim, with the argument that is the dim.
+_PLACES = {"topk": 2, "sort": 1, "max": 1, "min": 1, "argmax": 1, "argmin": 1, "argsort": 1}
+
+
+def dim_of_places(node: fx.Node) -> int | None:
+    """The dim along which a call gives places, alone or as the second result: `topk`, `argmax`; None for others."""
+    name = op_name(node.target) if node.op == "call_function" else ""
+    if name not in _PLACES:
+        return None
+    given = node.args[_PLACES[name]] if len(node.args) > _PLACES[name] else node.kwargs.get("dim")
+    last = -1 if given is None and name in ("topk", "sort", "argsort") else given
+    return last if isinstance(last, int) else None
+
+
 @cache
 def writes_first(name: str) -> bool:
     """True for a function that by its name writes into its first argument."""
