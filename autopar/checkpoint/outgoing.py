@@ -14,7 +14,7 @@ from autopar.checkpoint.manifest import SavedBlock, SavedTensor
 from autopar.checkpoint.tensor_files import DTYPES, bytes_of, stored
 from autopar.errors import CheckpointError
 from autopar.ir.mesh import PIPELINE
-from autopar.parallel.tensors.blocks import blocks
+from autopar.parallel.tensors.held_blocks import blocks
 from autopar.parallel.tensors.place import Place
 from autopar.parallel.tensors.placed import PlacedTensor, ViewOf
 from autopar.torch_compat import local_of

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
 from autopar.errors import AutoparError
 from autopar.parallel.tensors import operators
-from autopar.parallel.tensors.blocks import blocks, chunks, write_items
+from autopar.parallel.tensors.held_blocks import blocks, chunks, write_items
 from autopar.parallel.tensors.place import Place, refused_blocks
 from autopar.parallel.tensors.placed import TO_SAVE, PlacedTensor, Step, ViewOf, follow, refusal, whole_value
 from autopar.parallel.tensors.quick import take_short_way
