@@ -39,7 +39,7 @@ class Gpus:
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpus]:
     """Four GPUs; what `join` would do with groups is written down and not done."""
     made = Gpus(monkeypatch, 4)
-    monkeypatch.setattr(dist, "init_process_group", lambda *args, **kwargs: made.calls.append(f"group {args[0]}"))
+    monkeypatch.setattr(session, "_meet", lambda backend: made.calls.append(f"group {backend}"))
 
     def agreement(place: torch.device, pace: Any) -> Any:
         made.calls.append(f"agree on {place}")
