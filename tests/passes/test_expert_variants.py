@@ -57,6 +57,7 @@ def test_it_is_divided_and_its_step_is_that_of_one_device(way: Any) -> None:
 LOOP = "takes one at a time"
 NO_PRODUCT = "the model has no product that takes the matrix of each row by an index"
 NOT_DIVIDED: list[tuple[Any, type[Exception], str]] = [
+    (ways.unique_floats, CaptureError, "unique()"),
     (ways.a_set, CaptureError, "sorted(set(chosen.flatten().tolist()))"),
     (ways.unsorted_set, CaptureError, "set(chosen.view(-1).tolist())"),
     (ways.is_in_set, CaptureError, "set(chosen.flatten().tolist())"),

@@ -37,6 +37,15 @@ def unique_list(m: Any, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     return out
 
 
+def unique_floats(m: Any, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """Numbers that are floats, which nobody can count as places."""
+    out = torch.zeros_like(x)
+    for e in torch.unique(chosen.to(x.dtype)):
+        rows, place = torch.where(chosen == e)
+        out[rows] += m.experts[int(e)](x[rows]) * weights[rows, place, None]
+    return out
+
+
 def a_set(m: Any, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     out = torch.zeros_like(x)
     for e in sorted(set(chosen.flatten().tolist())):

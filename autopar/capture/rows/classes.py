@@ -32,6 +32,8 @@ def unique(
     others = [kwargs.get(name) for name in ("return_inverse", "return_counts", "dim")]
     if function not in _UNIQUE or len(args) != 1 or others not in ([None] * 3, [False, False, None]):
         return NotImplemented
+    if args[0].dtype != torch.int64:  # as places have it, and the numbers that it has
+        return NotImplemented
     if tracer is not None:
         node = tracer.node_of(args[0])
         count = None if node is None else _count(node)
