@@ -15,6 +15,7 @@ import traceback
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
@@ -35,7 +36,14 @@ LINGER_S = 2  # a rank that waited in vain stays for so long: the others may be 
 ASK_S, GRACE_S = 1, 4  # after its words, others that said nothing are asked where they stand, and are ended by force
 PERIOD_S = 0.25
 ASKS = signal.SIGUSR2
-ERROR, PID, STACK = "error.json", "pid", "stack"  # files of a rank
+ERROR, PID, STACK, MAPPED = "error.json", "pid", "stack", "mapped"  # files of a rank
+# What a signal that nobody sent says of its cause, and what to do; {mapped} is the folder of `offload_dir=`.
+CAUSES = {
+    "SIGBUS": "Memory that is mapped from a file{mapped} could not be read or written: look whether the disk failed "
+    "(dmesg), whether somebody cut a file there, and whether /dev/shm is full.",
+    "SIGKILL": "If nobody ended it, the system did for want of memory (dmesg says so): take smaller batches, "
+    "recompute= or offload=, or fewer ranks on this machine.",
+}
 
 
 def launch(arguments: Sequence[str], mesh: Mesh, restarts: int = 0) -> str | None:
@@ -73,7 +81,8 @@ def _launch(arguments: Sequence[str], mesh: Mesh, restarts: int, folder: Path) -
         asked = {each.exitcode - 128 for each in error.failures.values()}
         if len(asked) == 1 and asked <= set(SIGNALS):  # ranks that saved and left, as somebody told them
             raise Stopped(mesh.size, signal.Signals(asked.pop())) from None
-        return _first_failure({**error.failures, **_reported(folder)}, mesh, _stacks(folder))
+        failures = {**error.failures, **_reported(folder)}
+        return _first_failure(failures, mesh, _left(folder, STACK), _left(folder, MAPPED))
     except SignalException as error:
         raise Stopped(mesh.size, error.sigval) from None
     return None
@@ -100,11 +109,21 @@ def report(error: Exception) -> None:
 
 def stand_ready() -> None:
     """In a worker: leave the number of its process for the launcher, which asks one that hangs where it stands, and
-    ends by force what does not end."""
+    ends by force what does not end. One that a fault ends says where it stood."""
     file = Settings.read().error_file
     if file is not None:
-        faulthandler.register(ASKS, file.with_name(STACK).open("w"), all_threads=False)
+        stack = file.with_name(STACK).open("w")
+        faulthandler.register(ASKS, stack, all_threads=False)
+        if not faulthandler.is_enabled():
+            faulthandler.enable(stack)
         file.with_name(PID).write_text(str(os.getpid()))
+
+
+def leave_mapped(folder: Path) -> None:
+    """In a worker: leave for the launcher in which folder the files lie that its memory is mapped from."""
+    file = Settings.read().error_file
+    if file is not None:
+        file.with_name(MAPPED).write_text(str(folder))
 
 
 @contextmanager
@@ -157,15 +176,20 @@ def _reported(folder: Path) -> dict[int, ProcessFailure]:
     return {rank: ProcessFailure(rank, pid=0, exitcode=1, error_file=str(file)) for rank, file in files.items()}
 
 
-def _stacks(folder: Path) -> dict[int, str]:
-    return {int(file.parent.name): file.read_text() for file in _last_attempt(folder).rglob(STACK)}
+def _left(folder: Path, name: str) -> dict[int, str]:
+    """What each rank left in its file of a name, by rank."""
+    return {int(file.parent.name): file.read_text() for file in _last_attempt(folder).rglob(name)}
 
 
 def _first_failure(
-    failures: Mapping[int, ProcessFailure], mesh: Mesh, stacks: Mapping[int, str] = MappingProxyType({})
+    failures: Mapping[int, ProcessFailure],
+    mesh: Mesh,
+    stacks: Mapping[int, str] = MappingProxyType({}),
+    mapped: Mapping[int, str] = MappingProxyType({}),
 ) -> str:
     """The root cause: what a rank said of itself first, before those that lost their peers because of it.
-    stacks: what ranks that were asked where they stand had to say."""
+    stacks: where ranks that were asked, or that a fault ended, stood. mapped: folders of the files that their memory is
+    mapped from."""
     waited = {rank: text for rank, each in failures.items() if LOST in (text := _said(each))}
     is_hang = any(IN_VAIN in text for text in waited.values())
     ended = {"SIGTERM", "SIGKILL"} if is_hang else {"SIGTERM"}  # by the launcher
@@ -179,7 +203,12 @@ def _first_failure(
         return _hung(waited, stacks, mesh)
     name = _name(rank, mesh)
     if failure.exitcode < 0:
-        return f"{name} died: killed by {failure.signal_name()}. The other ranks were ended."
+        died = (
+            f"{name} died: killed by {failure.signal_name()}{_place(stacks.get(rank, ''))}. The other ranks were ended."
+        )
+        of = f" of offload_dir='{mapped[rank]}'" if rank in mapped else ""
+        cause = CAUSES.get(failure.signal_name(), "").format(mapped=of)
+        return f"{died} {cause}".rstrip()
     text = _said(failure)
     if not text:
         return f"{name} failed with exit code {failure.exitcode}; see its output above."
@@ -197,8 +226,9 @@ def _hung(waited: Mapping[int, str], stacks: Mapping[int, str], mesh: Mesh) -> s
 
 
 def _place(stack: str) -> str:
-    """Where a stack that `faulthandler` wrote stands, in the innermost code of the user's."""
-    frames = re.findall(r'File "(.*)", line (\d+) in (.*)', stack)
+    """Where a stack that `faulthandler` wrote stands, in the innermost code of the user's that our command called."""
+    found = re.findall(r'File "(.*)", line (\d+) in (.*)', stack)
+    frames = list(takewhile(lambda frame: Path(frame[0]).parent != Path(__file__).parent, found)) or found
     frame = next((frame for frame in frames if is_user_file(frame[0])), frames[0] if frames else None)
     return f" in {frame[2]}() at {os.path.basename(frame[0])}:{frame[1]}" if frame else ""
 

@@ -166,6 +166,53 @@ def test_the_rank_that_said_nothing_hung(tmp_path: Path, monkeypatch: pytest.Mon
     assert _first_failure({1: killed, 2: lost}, mesh).startswith("rank 1 (dp=1) died: killed by SIGKILL.")
 
 
+def test_a_fault_is_told_with_its_place_and_what_it_may_come_of() -> None:
+    """Where the innermost code of the user's stood; else where the innermost of ours did."""
+    bus = ProcessFailure(1, pid=0, exitcode=-7, error_file="<N/A>")
+    stack = 'Fatal Python error: Bus error\n\n  File "/job/train.py", line 7 in look\n'
+    assert _first_failure({1: bus}, parse_mesh("dp=2"), {1: stack}, {1: "/nvme"}).startswith(
+        "rank 1 (dp=1) died: killed by SIGBUS in look() at train.py:7. The other ranks were ended. "
+        "Memory that is mapped from a file of offload_dir='/nvme' could not be read or written: "
+    )
+    killed = ProcessFailure(0, pid=0, exitcode=-9, error_file="<N/A>")
+    assert "for want of memory" in _first_failure({0: killed}, parse_mesh("dp=2"))
+    aborted = ProcessFailure(0, pid=0, exitcode=-6, error_file="<N/A>")
+    assert _first_failure({0: aborted}, parse_mesh("dp=2")) == (
+        "rank 0 (dp=0) died: killed by SIGABRT. The other ranks were ended."
+    )
+
+
+BROKEN = """
+import os
+import torch
+from torch import nn
+import autopar
+
+FOLDER = os.path.dirname(__file__)
+
+def broken():
+    def data(step):
+        for line in open("/proc/self/maps") if step == 2 and os.environ["RANK"] == "1" else ():
+            if f"{FOLDER}/" in line and "deleted" in line:  # a file without a name, cut under its memory
+                os.truncate(f"/proc/self/map_files/{line.split()[0]}", 0)
+        return torch.ones(4, 64), torch.ones(4, 64)
+    model, mse = nn.Linear(64, 64), nn.functional.mse_loss
+    return autopar.Job(
+        model, lambda model, x, y: mse(model(x), y), data(0), data=data, offload="optimizer", offload_dir=FOLDER)
+"""
+
+
+@pytest.mark.gloo
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root opens /proc/self/map_files")
+def test_a_disk_that_fails_in_a_run_ends_all_ranks_with_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN)
+    command = [sys.executable, "-m", "autopar", "run", f"{tmp_path}/broken.py:broken", "--mesh", "dp=2", "--steps", "9"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1 and "killed by SIGBUS" in done.stderr, done.stderr
+    assert f"Memory that is mapped from a file of offload_dir='{tmp_path}' could not be read" in done.stderr
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["broken.py"]
+
+
 @pytest.mark.parametrize("timeout", [0, -1, 0.5, float("nan"), float("inf"), True, "5"])
 def test_what_a_timeout_cannot_be(timeout: object) -> None:
     with pytest.raises(AutoparError) as caught:
