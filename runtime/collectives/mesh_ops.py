@@ -9,6 +9,7 @@ An axis may be several, joined by ":" ("dp:cp"): their ranks as one group, the f
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -36,6 +37,15 @@ def axis_group(mesh: Mesh, rank: int, axis: str) -> tuple[int, ...]:
     coord, names = mesh.coord(rank), axes_of_group(axis)
     points = itertools.product(*(range(mesh[name]) for name in names))
     return tuple(mesh.rank({**coord, **dict(zip(names, point, strict=True))}) for point in points)
+
+
+def axis_groups(mesh: Mesh, axis: str) -> list[tuple[int, ...]]:
+    """The groups of all ranks along the axis (or axes), as of `axis_group`, sorted."""
+    along = [mesh.names.index(name) for name in axes_of_group(axis)]
+    others = [dim for dim in range(len(mesh.names)) if dim not in along]
+    ranks = torch.arange(mesh.size).view(mesh.shape).permute(*others, *along)
+    size = math.prod(mesh[name] for name in axes_of_group(axis))
+    return sorted(map(tuple, ranks.reshape(-1, size).tolist()))
 
 
 def pieces(x: torch.Tensor, count: int, dim: int, outer: int) -> torch.Tensor:

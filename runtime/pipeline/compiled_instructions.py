@@ -16,6 +16,7 @@ from autopar.runtime.executor.executor import CPU, Executable, Kernels, Study
 from autopar.runtime.executor.inputs import Key
 from autopar.runtime.executor.kernel_table import adding_variant
 from autopar.runtime.executor.owned import owned
+from autopar.runtime.pipeline.arrivals import arrivals
 from autopar.runtime.pipeline.microbatches import ExecutorGraph, StageGraph
 
 # Where a result goes: to the values; to what the micro-batches add up to, as a part of it or already with those
@@ -79,11 +80,13 @@ class Line:
 
 @dataclass(frozen=True)
 class RankCode:
-    """What one rank of a pipeline runs; the same for all ranks with its coordinate on "pp"."""
+    """What one rank of a pipeline runs; the same for all ranks with its coordinate on "pp". arrived: by the place of a
+    RECV the SENDs that have left when it is there."""
 
     pipeline: Pipeline
     graphs: Mapping[Place, StageGraph]
     lines: tuple[Line, ...]
+    arrived: Mapping[int, tuple[Instruction, ...]]
 
 
 def compile_rank(
@@ -116,7 +119,7 @@ def code_of(pipeline: Pipeline, rank: int, graphs: Mapping[Place, StageGraph]) -
     """The list of a rank, over its graphs. Those of kind C are on our executor."""
     steps = pipeline.flow.step_values()
     lines = [_line(pipeline, graphs, steps, instruction) for instruction in pipeline.lists[rank]]
-    return RankCode(pipeline, graphs, _with_waits(lines))
+    return RankCode(pipeline, graphs, _with_waits(lines), arrivals(pipeline.lists, pipeline.flow, rank))
 
 
 def sums_of(program: Program, pipeline: Pipeline) -> dict[str, fx.Node]:

@@ -56,10 +56,11 @@ class Receive:
 
 @dataclass(frozen=True, slots=True)
 class Await:
-    """Wait for what was posted by a `Receive`; the answer is the tensors."""
+    """Wait for what was posted by a `Receive`; the answer is the tensors. arrived: the SENDs that have left by then."""
 
     posted: Any
     instruction: Instruction
+    arrived: tuple[Instruction, ...] = ()
 
 
 Steps = Generator[Any, Any, Finals]
@@ -78,7 +79,8 @@ def steps_of(code: RankCode, inputs: StepInputs, watch: Watch | None = None) -> 
     step = _Step(code, inputs)
     for place, line in enumerate(code.lines):
         for receive in line.awaits:
-            step.arrive(code.lines[receive], (yield Await(*step.posted.pop(receive))).pop())
+            arrived = code.arrived.get(receive, ())
+            step.arrive(code.lines[receive], (yield Await(*step.posted.pop(receive), arrived)).pop())
         for name in line.totals:
             step.values[name, ONCE] = step.totals.take(name)
         start = time.perf_counter() if watch is not None else 0.0

@@ -165,7 +165,7 @@ class DistributedDriver:
                 case Receive():
                     return self._peers.receive(request.instruction)
                 case Await():
-                    return request.posted.wait()
+                    return self._peers.wait(request)
         except RuntimeError as error:
             line = request.instruction
             peer = axis_group(self.mesh, self.rank, PIPELINE)[line.peer]

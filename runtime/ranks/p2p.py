@@ -18,7 +18,7 @@ import torch.distributed as dist
 from autopar.ir.program import TensorType
 from autopar.ir.schedule import Instruction
 from autopar.runtime.kernels import host
-from autopar.runtime.pipeline.run_pipeline import Send
+from autopar.runtime.pipeline.run_pipeline import Await, Send
 from autopar.runtime.ranks.process_groups import Group
 from autopar.runtime.ranks.wire import on_wire
 
@@ -42,11 +42,17 @@ class PostedReceive:
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """A send on its way, with the memory that it reads. is_foreign: others may write to that after the step."""
+    """A send on its way, with the memory that it reads. step: in which it was posted."""
 
     work: Any
     sent: torch.Tensor
-    is_foreign: bool
+    line: Instruction
+    step: int
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether others may write to that memory after the step."""
+        return self.line.action.kind == "P"
 
 
 @dataclass(slots=True)
@@ -58,6 +64,7 @@ class Peers:
     group: Group
     device: torch.device
     leaving: deque[Leaving] = field(default_factory=deque)
+    step: int = 0
 
     @property
     def in_order(self) -> bool:
@@ -71,7 +78,7 @@ class Peers:
         moved = (_together(tensors, line.types),) if self._is_flat(line) else [one.contiguous() for one in tensors]
         for sent in moved:
             work = dist.isend(on_wire(sent), group=handle, group_dst=target)
-            self.leaving.append(Leaving(work, sent, line.action.kind == "P"))
+            self.leaving.append(Leaving(work, sent, line, self.step))
 
     def receive(self, line: Instruction) -> PostedReceive:
         handle, source = self.group.of_messages(line.action), self.group.rank_at(line.peer)
@@ -83,8 +90,24 @@ class Peers:
             tuple(dist.irecv(on_wire(one), group=handle, group_src=source) for one in tensors), tensors
         )
 
+    def wait(self, request: Await) -> tuple[torch.Tensor, ...]:
+        """The tensors of a receive. What the other rank has surely got by then is free: all that was sent to it in
+        earlier steps, and what the order of its instructions says. On a GPU that holds for the stream that computes,
+        and costs it no time, whatever the host knows."""
+        tensors: tuple[torch.Tensor, ...] = request.posted.wait()
+        still = deque[Leaving]()
+        for one in self.leaving:
+            is_earlier = one.step < self.step and one.line.peer == request.instruction.peer
+            if is_earlier or one.line in request.arrived:
+                one.work.wait()
+            else:
+                still.append(one)
+        self.leaving = still
+        return tensors
+
     def finish(self) -> None:
         """The end of a step: what others may write to has left, and with Gloo all else."""
+        self.step += 1
         for one in self.leaving:
             if not self.in_order or one.is_foreign:
                 one.work.wait()

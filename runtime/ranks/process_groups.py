@@ -27,7 +27,7 @@ from autopar.ir.mesh import PIPELINE, Mesh
 from autopar.ir.ops.ring_ops import axes_of
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.schedule import Action
-from autopar.runtime.collectives.mesh_ops import axis_group
+from autopar.runtime.collectives.mesh_ops import axis_group, axis_groups
 from autopar.runtime.kernels import host
 from autopar.torch_compat import forget_groups
 
@@ -139,13 +139,13 @@ def mesh_over(mesh: Mesh, device_type: str, timeout: timedelta | None) -> Device
     return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=mesh.names)
 
 
-def leave_at_exit(host: Known) -> None:
+def leave_at_exit(host: Callable[[], Iterable[Known]]) -> None:
     """End Gloo's threads before Python ends. One of them may still hold the tensor of the last collective, and needs
     Python to free it: once Python is being taken apart, that aborts the process ("terminate called without an active
     exception"). A group's threads end once nobody holds it; see `forget_at_exit`.
 
     Groups that nobody destroyed are destroyed; of NCCL's none that has peers, for which it would wait and which may
-    hang. host: gives a group of Gloo's beside those of NCCL.
+    hang. host: gives the groups of Gloo's beside those of NCCL.
     """
     atexit.register(_leave, host)
 
@@ -159,18 +159,19 @@ def _forget(device_mesh: weakref.ref[DeviceMesh]) -> None:
     forget_groups(device_mesh())
 
 
-def _leave(host: Known) -> None:
+def _leave(host: Callable[[], Iterable[Known]]) -> None:
     if dist.is_initialized():
         has_peers = "nccl" in dist.get_backend_config() and dist.get_world_size() > 1
-        ended = host if has_peers else default_group
+        ended = tuple(host()) if has_peers else (default_group,)
         leaving = threading.Thread(target=_end, args=(ended,), name="autopar-leave", daemon=True)
         leaving.start()
         leaving.join(_LEAVING_S)
 
 
-def _end(group: Known) -> None:
-    with suppress(RankError):  # that it is gone already
-        dist.destroy_process_group(group())
+def _end(groups: Iterable[Known]) -> None:
+    for group in groups:
+        with suppress(RankError):  # that it is gone already
+            dist.destroy_process_group(group())
 
 
 def make_groups(
@@ -209,7 +210,7 @@ def _new_group(
 ) -> dist.ProcessGroup:
     """Every rank takes part in the making of every group, in the same order."""
     mine: dist.ProcessGroup | None = None
-    for ranks in sorted({axis_group(mesh, r, axis) for r in range(mesh.size)}):
+    for ranks in axis_groups(mesh, axis):
         made = dist.new_group(list(ranks), timeout=timeout, pg_options=_urgent() if is_urgent else None)
         if ranks == members:
             mine = made

@@ -24,8 +24,9 @@ from autopar.capture.refusals.location import user_line
 from autopar.errors import RankError, name_ranks
 from autopar.parallel.agree.pace import Pace
 from autopar.parallel.agree.patience import Patience
+from autopar.runtime.ranks.levels import NODE, Levels
 from autopar.runtime.ranks.lost import OTHERS, is_loss_of_peer, loss_of_peers
-from autopar.runtime.ranks.process_groups import Known, default_group, known
+from autopar.runtime.ranks.process_groups import Known, known
 from autopar.torch_compat import local_of
 
 _log = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ _version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 T = TypeVar("T")
 Fault = Callable[[str, list[list[str]]], Exception]
 WIDTH = 64  # numbers in an exchange, whatever it compares: one of another size would not meet it
+DIRECT = 64  # so many ranks meet in one group
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +108,12 @@ class Agreement:
         self.call = UserCall("parallelize")
         self.pace = pace if pace is not None else Pace()
         self.patience: Patience | None = None  # where nobody said how long ranks wait
-        self.host_group = _host_group()
+        self.levels = _levels()
 
     def end_waits_after(self, timeout: timedelta) -> None:
         """From now on no comparison waits longer than that for a rank. Every rank must call this."""
         if self.size > 1:
-            self.host_group = known(dist.new_group(backend="gloo", timeout=timeout))
+            self.levels = _new_levels(self.size, timeout)
 
     def _waits(self, what: str) -> AbstractContextManager[None]:
         """Say of a loss of peers what was compared, and in which call of the user's."""
@@ -209,20 +211,15 @@ class Agreement:
 
     def everyone(self, what: str, mine: Any) -> list[Any]:
         """What each rank says. Raises RankError on every rank if they are in different calls."""
-        said: list[Any] = [None] * self.size
         with self._waits(what):
-            dist.all_gather_object(
-                said, _Said(self.call, user_line(sys._getframe()), what, mine), group=self.host_group()
-            )
+            said = self.levels.everyone(_Said(self.call, user_line(sys._getframe()), what, mine))
         _check_calls(said)
         return [each.value for each in said]
 
     def of_first(self, what: str, mine: T | None) -> T | None:
         """What rank 0 says, which is all that is sent. Every rank must call this."""
-        said = [mine]
         with self._waits(what):
-            dist.broadcast_object_list(said, src=0, group=self.host_group())
-        return said[0]
+            return self.levels.of_first(mine)
 
     def equal(self, what: str, lines: Sequence[str]) -> bool:
         """Whether all ranks have the same lines. One tiny all-reduce."""
@@ -249,19 +246,29 @@ class Agreement:
     def _highest(self, numbers: Sequence[int]) -> list[int]:
         """The highest of each number over all ranks."""
         sent, since = torch.tensor(numbers, dtype=torch.int64), perf_counter()
-        dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=self.host_group())
+        self.levels.highest(sent)
         self.pace.waits.seconds += perf_counter() - since
         highest: list[int] = sent.tolist()
         return highest
 
 
-def _host_group() -> Known:
-    """What gives the group of all ranks for tensors of the host: the default one, unless that is NCCL's alone. Every
-    rank must call this."""
-    backends = dist.get_backend_config()
-    if dist.get_world_size() == 1 or "nccl" not in backends or "gloo" in backends:
-        return default_group
-    return known(dist.new_group(backend="gloo"))
+def _levels() -> Levels:
+    """Where ranks meet with tensors of the host: in the default group, unless that is NCCL's alone. Every rank must
+    call this."""
+    backends, size = dist.get_backend_config(), dist.get_world_size()
+    if size == 1 or "nccl" not in backends or "gloo" in backends:
+        return Levels.all_direct()
+    return _new_levels(size)
+
+
+def _new_levels(size: int, timeout: timedelta | None = None) -> Levels:
+    """Groups of Gloo in which no rank waits longer than that for another one: one, if ranks are few."""
+
+    def make(ranks: list[int]) -> Known | None:
+        made = dist.new_group(ranks, backend="gloo", timeout=timeout)
+        return known(made) if dist.get_rank() in ranks else None
+
+    return Levels.of(size, make, size if size <= DIRECT else NODE)
 
 
 @contextmanager

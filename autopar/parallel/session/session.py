@@ -263,7 +263,7 @@ def join(asked: Requested) -> tuple[Agreement, Mesh, DeviceMesh, StepOptions]:
         else:
             _meet(backend)
     agreement = Agreement(place, Pace())
-    leave_at_exit(lambda: agreement.host_group())  # also where ranks are refused below
+    leave_at_exit(lambda: agreement.levels.groups)  # also where ranks are refused below
     mesh, options = agreement.together("arguments", lambda phase: asked.check(phase, world, place))
     if place.type == "cuda" and world > 1:
         check_places(agreement.everyone("devices", place_of(place)))
@@ -276,7 +276,7 @@ def join(asked: Requested) -> tuple[Agreement, Mesh, DeviceMesh, StepOptions]:
     forget_at_exit(device_mesh)
     if timeout is None and is_ours and world > 1:
         of_axes = [known(device_mesh.get_group(axis)) for axis in device_mesh.mesh_dim_names or ()]
-        agreement.patience = Patience([default_group, agreement.host_group, *of_axes])
+        agreement.patience = Patience([default_group, *agreement.levels.groups, *of_axes])
     return agreement, mesh, device_mesh, options
 
 

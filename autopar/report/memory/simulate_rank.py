@@ -303,7 +303,8 @@ def _key(entry: Input) -> str:
 
 class _Done(dist.Work):
     """scratch: what the backend holds for as long as this lives. is_known: whether it says that it is done before
-    somebody waits. Gloo does not, and so what a send reads is kept for longest."""
+    somebody waits. Gloo does not, and NCCL not of a send while the host is ahead of the GPU: so what a send reads is
+    kept for longest."""
 
     def __init__(self, scratch: torch.Tensor | None = None, is_known: bool = False) -> None:
         super().__init__()
@@ -332,7 +333,11 @@ class FakeGroup(dist.ProcessGroup):
     def _done(self, *_: Any, **__: Any) -> dist.Work:
         return _Done(is_known=not self.copies)
 
-    allreduce = broadcast = allgather = reduce_scatter = alltoall = send = recv = _done
+    def _sent(self, *_: Any, **__: Any) -> dist.Work:
+        return _Done()
+
+    allreduce = broadcast = allgather = reduce_scatter = alltoall = recv = _done
+    send = _sent
     _allgather_base = alltoall_base = all_gather_single = all_to_all_single = _done
     all_gather_single_coalesced = allgather_into_tensor_coalesced = _done
     _reduce_scatter_base = reduce_scatter_single = _scatter  # type: ignore[assignment]
