@@ -20,7 +20,7 @@ NODE, NODES = 8, 24  # ranks that meet first, and groups whose first ranks meet 
 
 
 @dataclass(frozen=True, slots=True)
-class RankGroup:
+class MeetingGroup:
     """A group of this rank. first: its first rank, which speaks for it in the next level. is_last: of all levels."""
 
     group: Known
@@ -32,12 +32,12 @@ class RankGroup:
 class Levels:
     """The groups of this rank, from that of its node on: of the first ranks of groups one more."""
 
-    levels: tuple[RankGroup, ...]
+    levels: tuple[MeetingGroup, ...]
 
     @classmethod
     def all_direct(cls) -> Self:
         """All ranks in one group, torch's default."""
-        return cls((RankGroup(default_group, 0, True),))
+        return cls((MeetingGroup(default_group, 0, True),))
 
     @classmethod
     def of(cls, size: int, make: Callable[[list[int]], Known | None], node: int = NODE, nodes: int = NODES) -> Self:
@@ -47,7 +47,7 @@ class Levels:
             for members in groups:
                 made = make(members)
                 if made is not None:
-                    levels.append(RankGroup(made, members[0], len(groups) == 1))
+                    levels.append(MeetingGroup(made, members[0], len(groups) == 1))
         return cls(tuple(levels))
 
     @property
@@ -81,7 +81,7 @@ class Levels:
             dist.broadcast_object_list(box, level.first, group=level.group())
         return box[0]
 
-    def _down(self) -> list[RankGroup]:
+    def _down(self) -> list[MeetingGroup]:
         """The groups that wait for what their first rank has learned in the others, the last one first."""
         return [level for level in reversed(self.levels) if not level.is_last]
 
