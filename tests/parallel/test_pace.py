@@ -18,6 +18,7 @@ from torch import nn
 
 import autopar
 from autopar.ir.mesh import parse_mesh
+from autopar.parallel.agree import agreement as agreement_of
 from autopar.parallel.agree import pace as pace_of
 from autopar.parallel.agree.pace import Pace, queued
 
@@ -115,14 +116,25 @@ def test_stages_are_compared_with_their_own(monkeypatch: pytest.MonkeyPatch, cap
     assert [message.partition(" is")[0] for message in caplog.messages] == ["rank 3 (pp=1,dp=1)"]
 
 
-def test_a_mesh_of_more_ranks_than_an_exchange_has_room_for_tells_nothing(pace: Pace) -> None:
+def test_ranks_that_are_more_than_an_exchange_has_room_for_tell_of_windows(
+    pace: Pace, caplog: pytest.LogCaptureFixture
+) -> None:
     pace._own_us = 5
     assert pace.told(3) == [0, 0, 0]
     assert pace.told(5) == [5, 0, 0, 0, 0]
+    for step in range(1, 13):
+        pace._own_us = 20_000
+        pace.heard(pace.told(3))
+        assert pace.is_due == (step % pace_of.WINDOW == 0)
+        if pace.is_due:
+            pace.heard_windows([pace.window, pace.window, [30_000] * pace_of.WINDOW, pace.window])
+    assert [message.partition(" is")[0] for message in caplog.messages] == ["rank 2 (dp=1,tp=0)"]
 
 
-def _train(rank: int, slow: int, steps: int) -> list[str]:
+def _train(rank: int, slow: int, steps: int, room: int = agreement_of.WIDTH) -> list[str]:
+    """What is said of slow ranks. room: numbers in an exchange."""
     found: list[str] = []
+    agreement_of.WIDTH = room
 
     class Heard(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -142,7 +154,7 @@ def _train(rank: int, slow: int, steps: int) -> list[str]:
 @pytest.mark.gloo
 def test_a_slow_data_loader_is_named_within_20_steps() -> None:
     with ranks_of(2) as ranks:
-        for slow in (0, 1):
-            (said, nothing) = ranks.run(_train, slow, 20)
+        for slow, room in ((0, agreement_of.WIDTH), (1, agreement_of.WIDTH), (1, 3)):
+            (said, nothing) = ranks.run(_train, slow, 20, room)
             assert [text.partition(" is")[0] for text in said] == [f"rank {slow} (dp={slow})"], said
             assert nothing == []

@@ -237,6 +237,8 @@ class Agreement:
         with self._waits(what):
             highest, lowest, *rest = self._highest(sent + self.pace.told(WIDTH - len(sent)))
             self.pace.heard(rest[len(sent) - len(head) :])
+            if self.pace.is_due:
+                self.pace.heard_windows(self.levels.everyone(self.pace.window))
             if not fits and highest == -lowest:
                 rest = self._highest(data)
         half = len(data) // 2

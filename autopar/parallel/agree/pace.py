@@ -2,7 +2,8 @@
 
 What a rank does between two exchanges is its own: its part of the step, the user's data loader, the optimizer. A rank
 that is slow at these waits for nobody, and all others wait for it. Each training step tells its number in the exchange
-that it makes anyway. On a GPU the host's time says nothing of the device's: a slow loader is seen, no slow device.
+that it makes anyway; ranks that are more than it has numbers make one more for each window. On a GPU the host's time
+says nothing of the device's: a slow loader is seen, no slow device.
 
 A rank is slow if it is so in all steps but one of a window, twice in a row: windows share no step, so that a burst of
 other work on a machine is none. Ranks that share cores wait for them in turns, which is nobody's fault: not counted.
@@ -40,6 +41,7 @@ class Pace:
         self._alike: dict[Hashable, list[int]] = {}  # ranks that do the same
         self._names: list[str] = []
         self._seen: list[list[int]] = []  # of the window at hand, by rank
+        self.window: list[int] = []  # of this rank alone, where ranks are too many to be told in each step
         self._steps, self._suspects = 0, frozenset[int]()
         self._named: dict[int, int] = {}  # ranks, with the step at which each was named
 
@@ -68,10 +70,13 @@ class Pace:
 
     def heard(self, numbers: Sequence[int]) -> None:
         """Take what all ranks told; rank 0 names those that are slow."""
-        if not self._own_us:
+        own, self._own_us = self._own_us, 0
+        if not own:
             return
-        self._own_us = 0
-        if default_group().rank() or len(numbers) < len(self._seen) or not all(numbers[: len(self._seen)]):
+        if len(numbers) < len(self._seen):
+            self.window.append(own)
+            return
+        if default_group().rank() or not all(numbers[: len(self._seen)]):
             return
         for seen, number in zip(self._seen, numbers, strict=False):
             seen.append(number)
@@ -79,6 +84,18 @@ class Pace:
         if self._steps % WINDOW == 0:
             self._look()
             self._seen = [[] for _ in self._seen]
+
+    @property
+    def is_due(self) -> bool:
+        """Whether ranks tell each other of a window now: on all ranks at the same step."""
+        return len(self.window) == WINDOW
+
+    def heard_windows(self, windows: Sequence[list[int]]) -> None:
+        """Take what each rank did in a window; rank 0 names those that are slow."""
+        self.window = []
+        if default_group().rank() == 0:
+            self._seen, self._steps = list(windows), self._steps + WINDOW
+            self._look()
 
     def _look(self) -> None:
         """Name the ranks that are slow in two windows in a row."""
