@@ -18,7 +18,7 @@ from torch import nn
 import autopar
 from autopar.checkpoint import folder
 from autopar.checkpoint.manifest import Manifest
-from autopar.checkpoint.tensor_files import DTYPES, write_file
+from autopar.checkpoint.tensor_files import DTYPES, Reader, write_file
 from autopar.checkpoint.tree import decode, encode, inline, outline, tensors_of
 from autopar.errors import CheckpointError
 
@@ -527,3 +527,19 @@ def test_a_number_that_reads_as_infinite_is_none(saved: Path, tmp_path: Path) ->
     file.write_bytes(b'{"crc32": "%08x",\n' % zlib.crc32(rest) + rest)
     with pytest.raises(CheckpointError, match=r"manifest\.json' is not a manifest of autopar: ValueError: 1e999"):
         autopar.load(path, *_made(5), step=1)
+
+
+def test_a_part_of_a_tensor_is_read(tmp_path: Path) -> None:
+    """A region across pieces, of a piece alone, and a tensor without dims."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 8)
+    model.register_buffer("count", torch.tensor(5))
+    autopar.save(tmp_path, model, step=0)
+    where = tmp_path / folder.folder_of(0)
+    reader = Reader(where, Manifest.read(where))
+    names = {name.rpartition(".")[2] if "." in name else name: name for name in reader.manifest.tensors}
+    part, count = torch.zeros(2, 2), torch.tensor(0)
+    reader.fill(names["weight"], (3, 1), part)
+    reader.fill(names["count"], (), count)
+    assert torch.equal(part, model.weight[3:5, 1:3]) and count == 5
+    assert torch.equal(reader.whole(names["bias"]), model.bias)

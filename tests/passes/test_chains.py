@@ -277,6 +277,7 @@ return value "h" = %h
         ("aten.maximum.default(h0, x0)", "h0 +", "cannot be read"),
         ('"cp", 2, 1)', '"cp", 4, 1)', "4 ranks of 'cp' take turns, of which mesh 'cp=2' has 2"),
         ('"cp", 2, 1)', '"cp", 2, -2)', "not in -2 pieces over 'cp'"),
+        ("%h: f64[4,2] [-,-]", "%h: f64[4,2] of [8,2] [cp,-]", "%h is split over 'cp', and all its ranks read it"),
         ("%h: f64[4,2] [-,-]", "%h: f64[2,2] of [4,2] [cp,-]", "its step gives|cannot be computed|after the step"),
     ),
 )

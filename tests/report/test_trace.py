@@ -50,6 +50,14 @@ def recorders(compiled: Compiled) -> list[Recorder]:
     return made
 
 
+def test_a_device_that_works_apart_is_waited_for_before_each_time_is_taken() -> None:
+    waits: list[int] = []
+    made = Recorder(lambda: waits.append(1))
+    with made.timed("optimizer"):
+        assert len(waits) == 1
+    assert len(waits) == 2
+
+
 def test_a_recorder_sees_all_that_a_rank_does(compiled: Compiled, recorders: list[Recorder]):
     assert compiled.pipeline is not None
     for rank, one in enumerate(recorders):
