@@ -22,6 +22,7 @@ from autopar.machines import Machine
 from autopar.passes.costs.node_costs import LazyTimes
 
 MADE_BY = "offload"
+KEPT, WAITED = "kept for the backward pass", "kept in the host's memory"  # why values go, and come back
 BEHIND = 1  # layers of the forward pass that a copy out may take
 AHEAD = 2  # layers that a copy back starts before its use at most, if it starts as late as hides it
 
@@ -195,7 +196,7 @@ class Moves:
         self.stored[node] = self.build.value[node] = made
 
     def _start(self, value: fx.Node) -> None:
-        like = _like(value, "kept for the backward pass", "forward", HOST)
+        like = _like(value, KEPT, "forward", HOST)
         made = self.build.value[value]
         self.under_way[value] = self.build.call(TO_HOST, made, like=like, name=f"{value.name}_out")
 
@@ -204,7 +205,7 @@ class Moves:
         self.stored[value] = self.build.call(AWAITED, self.under_way.pop(value), like=like, name=name)
 
     def _load(self, value: fx.Node) -> None:
-        like = _like(value, "kept in the host's memory", "backward")
+        like = _like(value, WAITED, "backward")
         self.under_way[value] = self.build.call(TO_DEVICE, self.stored[value], like=like, name=f"{value.name}_load")
 
     def _is_view(self, node: fx.Node) -> bool:
