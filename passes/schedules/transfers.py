@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from autopar.errors import ScheduleError
 from autopar.ir.schedule import ONCE, Action, Costs, Flow, Instruction, Turn, Work, actions_of, turns_of
-from autopar.passes.schedules.copies import with_copies
 from autopar.passes.schedules.flows import check_flow
+from autopar.passes.schedules.with_copies import with_copies
 
 Lists = tuple[tuple[Instruction, ...], ...]
 Key = tuple[str, int]  # a value and its micro-batch, or ONCE
