@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import offload_case as case
@@ -17,6 +18,9 @@ from autopar.compiler.meshes import mesh_of
 from autopar.ir.plan import Fixed
 from autopar.ir.schedule import Action, Costs, Instruction, Timeline
 from autopar.machines import DEVICES, named
+from autopar.passes.costs.streams import run
+from autopar.passes.offload.choose_moves import kept_of
+from autopar.passes.offload.place_copies import CallLine, Ways, first_uses
 from autopar.passes.schedules import parse_schedule, simulate, with_transfers
 from autopar.report.artifact.pipeline_json import parse_instruction, print_instruction
 from autopar.report.host_copies import host_copies
@@ -111,3 +115,17 @@ def test_a_picture_shows_what_arrives_from_the_host():
     texts = [message.text for message in picture(found.pipeline, made).lanes[0].messages]
     assert any(text.startswith("0B0 from the host's memory: %") for text in texts)
     assert Instruction("IN", Action(0, "B", 3), values=("x",)).runs == ()
+
+
+@pytest.mark.parametrize("launch", [0.0, 5.0, 20.0])
+@pytest.mark.parametrize("link", [1e9, 12e9, 50e9, 1e12])
+def test_what_the_budget_says_of_copies_is_what_the_simulator_says(link: float, launch: float):
+    """One model of time: the budget of recomputation asks the streams that simulate the emitted program."""
+    machine = replace(named(DEVICES), to_host=link, launch_us=launch)
+    with torch.device("meta"):
+        captured = capture(case.Deep(4, 512), case.squares, (torch.zeros(2048, 512),), {})
+    plain, found = (lower(captured, mesh_of("dp=1"), options_of(**more), Fixed(machine=machine)) for more in ({}, ON))
+    line = CallLine(plain.program, Ways("auto", machine))
+    values = [node for node in line.nodes if node.name in kept_of(line).movable]
+    longer = run(found.program, machine).total - run(plain.program, machine).total
+    assert line.waits_us(values, first_uses(line, values)) == pytest.approx(longer, rel=0.01, abs=10 + 4 * launch)
