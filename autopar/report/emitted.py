@@ -18,7 +18,7 @@ from autopar.ir.ops.ops import op
 from autopar.ir.plan import Fixed
 from autopar.ir.program import Program, operand_nodes, record
 from autopar.passes.costs.streams import BACK, OUT
-from autopar.planning.find_plan import HOST_LARGER
+from autopar.planning.find_plan import DISK_LARGER, HOST_LARGER
 from autopar.planning.others import best_with
 from autopar.planning.planner import Planned, Tell
 from autopar.planning.price.predict import Prediction
@@ -166,11 +166,12 @@ class _Check:
             return None
         time = step_time(compiled, asked.machine)
         reports = [memory_report(compiled, ranks[0]) for ranks in compiled.alike]
-        memory, host = max(one.peak for one in reports), max(one.host for one in reports)
+        memory = max(one.peak for one in reports)
+        host = max(one.disk if candidate.folder else one.host for one in reports)
         data = sum(us for axis, us in time.exposed.items() if _is_of_data(axis))
         exposed = sum(time.exposed.values()) - data
-        if host and host > asked.machine.host_share(asked.gpus):
-            self.dropped[HOST_LARGER] += 1
+        if host and host > (asked.machine.disk_share if candidate.folder else asked.machine.host_share)(asked.gpus):
+            self.dropped[DISK_LARGER if candidate.folder else HOST_LARGER] += 1
             return None
         if memory > asked.limit:
             self.dropped[LARGER] += 1

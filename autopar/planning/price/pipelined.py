@@ -114,13 +114,15 @@ def least_us(candidate: Candidate, layers: Layers) -> float:
 def data_of(candidate: Candidate, layers: Layers) -> Data:
     """What a candidate moves over its data axes."""
     known: Known = layers.kept("collectives", dict)
-    return Data(candidate, layers.micros.machine, layers.micros.options.bucket_bytes, known)
+    machine = layers.micros.machine
+    machine = machine.from_disk(candidate.size) if candidate.folder and candidate.is_hosted else machine
+    return Data(candidate, machine, layers.micros.options.bucket_bytes, known)
 
 
 def _model(candidate: Candidate, layers: Layers) -> tuple[Hashable, ...]:
     """All that stages follow from, beside the place of their ranks of tp and cp."""
     data, one = data_of(candidate, layers), candidate
-    model = one.rows, one.policies, one.ranges, one.adds, one.pp, one.is_hosted
+    model = one.rows, one.policies, one.ranges, one.adds, one.pp, one.is_hosted, one.folder
     if one.pp == 1:  # a step that is one graph moves with ZeRO-1 what it moves with ZeRO-2
         zero = one.zero == 3 if one.is_alone else one.zero
         return *model, min(one.microbatches, 2), one.data > 1 and (data.groups, zero, one.gathers_again)

@@ -24,7 +24,8 @@ Held = tuple[float, float, float, float, float]  # what `Moments` count
 class Prediction:
     """us, and bytes of the fullest rank. bubble, exposed, data: the parts that are idle in the pipeline, that wait for
     tp and cp, and for the data axes, or the host's memory. is_emitted: True if these are of the emitted programs
-    (report/emitted.py). host: bytes of the host's memory, of the rank that takes most."""
+    (report/emitted.py). host: bytes of the host's memory, of the rank that takes most; of the disk, if the candidate
+    has a folder there."""
 
     candidate: Candidate
     total: float
@@ -75,8 +76,9 @@ def _ends(candidate: Candidate, layers: Layers, rank: Stage, machine: Machine) -
     """us of a rank before its first micro-batch, behind the last one, and of the optimizer."""
     stored, cost = rank.share.stored.layers, rank.cost
     optimizer = optimizer_us(
-        machine, ADAMW * cost.trained(stored) / candidate.shards, candidate.offload, candidate.size
-    )
+        machine, ADAMW * cost.trained(stored) / candidate.shards, candidate.offload, candidate.size,
+        is_on_disk=bool(candidate.folder),
+    )  # fmt: skip
     once = cost.once(rank.share.time.layers)
     if rank.step is not None:
         return rank.step.before, rank.step.after, optimizer

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 
 from autopar.compiler.lowered import Lowered
 from autopar.errors import ArtifactError
@@ -41,9 +40,8 @@ def step_time(compiled: Lowered, machine: Machine | None = None, imbalance: floa
         for place, held in states.items()
     }
     if compiled.plan.options.files is not None:  # what all ranks of a node load comes from one disk
-        near = min(mesh.size, machine.ranks)
         optimizer = {place: max(optimizer[place], machine.disk_us(held, mesh.size)) for place, held in states.items()}
-        machine = replace(machine, to_host=min(machine.to_host, machine.disk / near))
+        machine = machine.from_disk(mesh.size)
     rows = compiled.plan.options.expert_rows or imbalance
     if compiled.pipeline is None:
         spent = run(compiled.program, machine, rows)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from autopar.errors import divisors
 from autopar.ir.mesh import CONTEXT, EXPERT, ULYSSES
+from autopar.ir.options import DISK
 from autopar.passes.search.heads import head_splits
 from autopar.planning.space.axis_orders import ORDER, orders
 from autopar.planning.space.deal import Ranges
@@ -31,6 +32,7 @@ SHORT = {"none": "", "selective": "selective", "full": "recompute", LAYERS: ""}
 RESHARD = "reshard_after_forward"
 OFFLOAD, NOTHING, STATES, HOSTED = "offload", "none", "optimizer", "parameters"
 OFFLOADS = (NOTHING, STATES, HOSTED)  # what may wait in the host's memory, with states all that is behind them
+FOLDER = "folder"
 DECIDES_ROWS = {"dp", "fsdp", CONTEXT, ULYSSES, "rows", "order"}
 
 
@@ -69,7 +71,8 @@ class Candidate(NamedTuple):  # of which there are a million: made and hashed in
     replicated over dp. order: of the axes, outermost first. chunks: stages of each rank of a pipeline. again: how many
     layers are, of recompute="layers". ep: ranks of dp, over which experts are split as well. experts: or the axes that
     are there, by the name of their group. reshard_after_forward:
-    with zero=3, False gathers parameters once a step, as zero=2 does. offload: what waits in the host's memory."""
+    with zero=3, False gathers parameters once a step, as zero=2 does. offload: what waits in the host's memory, or in
+    files of a folder."""
 
     dp: int
     tp: int
@@ -90,10 +93,11 @@ class Candidate(NamedTuple):  # of which there are a million: made and hashed in
     ep: int = 1
     offload: str = NOTHING
     experts: str = ""
+    folder: str = ""
 
     @property
     def is_hosted(self) -> bool:
-        """True if parameters wait in the host's memory, with gradients and states."""
+        """True if parameters wait in the host's memory, or in files, with gradients and states."""
         return self.offload == HOSTED
 
     @property
@@ -206,7 +210,9 @@ class Candidate(NamedTuple):  # of which there are a million: made and hashed in
         if self.tp > 1:
             options["sequence_parallel"] = self.sequence
         if self.offload != NOTHING:
-            options["offload"] = self.offload
+            options["offload"] = {HOSTED: DISK} if self.folder and self.is_hosted else self.offload
+        if self.folder:
+            options["offload_dir"] = self.folder
         if self.experts:
             options["experts"] = self.experts
         return options
@@ -224,7 +230,7 @@ class Candidate(NamedTuple):  # of which there are a million: made and hashed in
         words += ["whole sequences" if self.tp > 1 and not self.sequence else ""]
         words += [f"{self.microbatches} x {self.rows} rows", self.schedule if self.pp > 1 else ""]
         words += [f"{self.chunks} chunks" if self.chunks > 2 else ""]
-        words += [f"{self.offload} in host" if self.offload != NOTHING else ""]
+        words += [f"{self.offload} {'on disk' if self.folder else 'in host'}" if self.offload != NOTHING else ""]
         words += [f"experts over {self.experts}" if self.experts else ""]
         return " ".join(word for word in words if word)
 
@@ -378,6 +384,7 @@ class Space:
                             sizes["dp"], sizes["tp"], sizes["pp"], zero_, recompute, rows, own // rows, schedule,
                             sequence, sizes["fsdp"], sizes[CONTEXT], order, chunks,
                             self.model.again if recompute == LAYERS else None, reshard, sizes[ULYSSES], 1, offload,
+                            "", self.fixed.get(FOLDER, ""),
                         )  # fmt: skip
 
     def _may_mix(self, pp: int) -> bool:
