@@ -96,6 +96,11 @@ class Candidate(NamedTuple):  # of which there are a million: made and hashed in
     folder: str = ""
 
     @property
+    def is_ordered(self) -> bool:
+        """True for a step whose order is that of a schedule: of a pipeline, or of pairs without one."""
+        return self.pp > 1 or self.schedule == PAIRED
+
+    @property
     def is_hosted(self) -> bool:
         """True if parameters wait in the host's memory, or in files, with gradients and states."""
         return self.offload == HOSTED
@@ -203,7 +208,7 @@ class Candidate(NamedTuple):  # of which there are a million: made and hashed in
             options["reshard_after_forward"] = False
         if self.microbatches > 1:
             options["microbatches"] = self.microbatches
-        if self.pp > 1:
+        if self.is_ordered:
             options["schedule"] = self.schedule
         if self.chunks > 1:
             options["chunks"] = self.chunks
@@ -228,7 +233,7 @@ class Candidate(NamedTuple):  # of which there are a million: made and hashed in
         words += ["" if self.reshard_after_forward else "gathered once"]
         words += [str(self.again or "")]
         words += ["whole sequences" if self.tp > 1 and not self.sequence else ""]
-        words += [f"{self.microbatches} x {self.rows} rows", self.schedule if self.pp > 1 else ""]
+        words += [f"{self.microbatches} x {self.rows} rows", self.schedule if self.is_ordered else ""]
         words += [f"{self.chunks} chunks" if self.chunks > 2 else ""]
         words += [f"{self.offload} {'on disk' if self.folder else 'in host'}" if self.offload != NOTHING else ""]
         words += [f"experts over {self.experts}" if self.experts else ""]
