@@ -176,7 +176,7 @@ def _refine(found_plans: FoundPlans, space: Space, layers: Layers, machine: Mach
     uniform = [
         made
         for made in found_plans.tried
-        if made.candidate.pp > 1 and made.candidate.recompute in ("selective", "full")
+        if made.candidate.pp > 1 and made.candidate.recompute in ("selective", "full") and not made.candidate.is_hosted
     ]
     for made in sorted(uniform, key=lambda made: made.total)[: REFINED * bool(again and is_open and found_plans.best)]:
         slowest = found_plans.best[-1].total if len(found_plans.best) >= top else math.inf

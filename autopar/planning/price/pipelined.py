@@ -172,9 +172,22 @@ def _stages(candidate: Candidate, layers: Layers) -> Sequence[Stage]:
         graphs = data.graphs(share, own, cost)
         least = cost.on(share).us(share.time.layers, candidate.halves)
         us = {kind: max(graph.moving.streams.device, least[kind]) for kind, graph in graphs.items()}
+        us = {kind: _loaded(kind, each, candidate, cost.on(share), share, data.machine) for kind, each in us.items()}
         backward = (graph.alive for kind, graph in graphs.items() if kind != "F")
         stages.append(Stage(share, cost, us, own, tuple(map(max, zip(*backward, strict=True)))))
     return stages
+
+
+def _loaded(kind: str, us: float, candidate: Candidate, cost: Cost, share: Share, machine: Machine) -> float:
+    """us of an action of a stage whose parameters wait in the host's memory: they come for each pass, a layer ahead, so
+    that nothing hides the first one; sums of gradients come where they are added to, and leave."""
+    if not candidate.is_hosted:
+        return us
+    layers, shards = share.stored.layers, candidate.shards
+    comes = cost.parameters(layers) / shards if kind in "FBI" else 0.0
+    sums = cost.gradients(layers) / shards if kind in "BW" else 0.0
+    first = max(cost.parameters.each, cost.parameters.entry) / shards if kind in "FBI" else 0.0
+    return max(us + machine.copy_us(first), machine.copy_us(comes + sums * (candidate.microbatches > 1)))
 
 
 def _shares(candidate: Candidate, layers: Layers) -> Sequence[Share]:

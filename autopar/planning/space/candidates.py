@@ -382,7 +382,7 @@ class Space:
             if not self._may("microbatches", own // rows) or not self._is_best(rows, context):
                 continue
             for schedule, chunks in pipelines:
-                is_whole = sizes["pp"] == own // rows == 1
+                is_whole = sizes["pp"] > 1 or own // rows == 1
                 if self._fills(sizes["pp"], own // rows, schedule, chunks) and (offload != HOSTED or is_whole):
                     for zero_, recompute, sequence in of_axes:
                         yield Candidate(
