@@ -225,7 +225,7 @@ class Machine:
         return bytes_ * min(ranks, self.ranks) / self.disk * 1e6
 
     def from_disk(self, ranks: int) -> Machine:
-        """The same where what some ranks copy from the host lies on its disk, which these of a node share."""
+        """This machine, where what some ranks copy from the host lies on its disk, which those of a node share."""
         return replace(self, to_host=min(self.to_host, self.disk / min(ranks, self.ranks)))
 
     def host_update_us(self, bytes_: float, ranks: int) -> float:
