@@ -13,7 +13,7 @@ from autopar.capture.data.reads import Answers
 from autopar.capture.python.guards import Change, Guards
 from autopar.capture.python.scalars import NumberPlace, Scalars, places_of
 from autopar.capture.python.spots import Numbers, Spot
-from autopar.compiler.compile import Dealing, capture_step
+from autopar.compiler.compile import Dealing, capture_step, lower
 from autopar.compiler.lowered import Lowered
 from autopar.errors import AutoparError, CaptureError
 from autopar.ir.mesh import PIPELINE, group_name
@@ -58,6 +58,7 @@ class Maker:
         self._joined = Joined(session.settings.device)
         self._groups: dict[str, Group] = {}
         self._tier = session.tier
+        self._lower = lower if session.settings.options.memory is None else lower_within
         self._recordings = recordings(session.settings.graphs, session.settings.device)
         self._said: set[str] = set()
 
@@ -156,7 +157,7 @@ class Maker:
         check_partners(captured, model, mesh, settings.options)
         owners = Owners.of(self._store, captured.partners)
         with naming_parts(given):
-            compiled = lower_within(as_trained(captured), mesh, *owners.bind(options, fixed))
+            compiled = self._lower(as_trained(captured), mesh, *owners.bind(options, fixed))
         rows = self._followed.rows(compiled, given, train)
         structure, decided = compiled.decided
         self._decided.setdefault(structure, decided)
