@@ -65,7 +65,7 @@ def measure_here(
     runner: Meter = CudaRunner(place, transfer) if place.type == "cuda" else HostRunner(place, transfer)
     speed = None if disk is None else ranks.mean(disk_speed(disk))
     found = measure_machine(name, place, tuple(groups), runner, ranks, seconds, told)
-    return found if speed is None else found.with_disk(speed)
+    return found if speed is None or disk is None else found.with_disk(speed, disk)
 
 
 @dataclass(frozen=True, slots=True)

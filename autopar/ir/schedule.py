@@ -2,13 +2,14 @@
 
 An *action* is one graph of one stage on one micro-batch, written as in torch.distributed.pipelining: `2F5` is the
 forward graph of stage 2 on micro-batch 5. A *turn* of a rank is an action, or a pair of them that run side by side:
-`(2F5;1B3)OVERLAP_F_B`. An *instruction* of a rank runs a turn, sends values or receives them.
+`(2F5;1B3)OVERLAP_F_B`. An *instruction* of a rank runs a turn, sends values or receives them,
+or copies them into the host's memory (OUT) or back (IN).
 `rank` in this file is a coordinate on the axis "pp"; ranks that differ on other axes do the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -30,6 +31,7 @@ KINDS: Mapping[str, str] = {
 }
 ONCE_KINDS = "PME"  # once a step
 BESIDE = " beside "  # between the actions of a pair, in texts of instructions
+OUT, IN = "OUT", "IN"  # copies into the host's memory, and back
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -83,9 +85,10 @@ def actions_of(order: Iterable[Turn]) -> Iterator[Action]:
 class Instruction:
     """One line of a rank's list.
 
-    op: RUN, SEND or RECV. action: what is run, or after which the values exist. peer: the other rank. values, types:
-    what is sent or received, with one rank's shapes. frees: the values that nothing needs afterwards. beside: of a
-    pair the RUN of its second action, which begins and ends with this one.
+    op: RUN, SEND, RECV, OUT or IN. action: what is run, or after which the values exist; of an IN, for which they come
+    back. peer: the other rank. values, types: what is sent or received, with one rank's shapes; of an OUT or an IN what
+    the copies make. frees: the values that nothing needs afterwards. beside: of a pair the RUN of its second action,
+    which begins and ends with this one.
     """
 
     op: str
@@ -104,6 +107,11 @@ class Instruction:
         return (self,) if self.beside is None else (replace(self, beside=None), self.beside)
 
     @property
+    def is_copy(self) -> bool:
+        """True for what goes on beside the turns of its own rank: into the host's memory, or back."""
+        return self.op in (OUT, IN)
+
+    @property
     def turn(self) -> Turn:
         """What is run."""
         return self.action if self.beside is None else Pair(self.action, self.beside.action)
@@ -111,8 +119,8 @@ class Instruction:
     def __str__(self) -> str:
         if self.op == "RUN":
             return str(self.action) if self.beside is None else f"{self.action}{BESIDE}{self.beside.action}"
-        way = "to" if self.op == "SEND" else "from"
-        return f"{self.op} {self.action} {way} rank {self.peer}: {', '.join(f'%{name}' for name in self.values)}"
+        other = "" if self.is_copy else f" {'to' if self.op == 'SEND' else 'from'} rank {self.peer}"
+        return f"{self.op} {self.action}{other}: {', '.join(f'%{name}' for name in self.values)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +148,8 @@ class Flow:
     micro-batch is so many of them in a row. works: by (stage, kind). types: of all values, with one rank's shapes.
     owners: the values of the step that are there before it (parameters), with the ranks that have them.
     lengths: the positions of each slice, if they differ; sized: of those, the types of the values that differ too.
+    stores: by (stage, kind), what goes into the host's memory behind an action: by its name there, that on the device.
+    loads: what comes back for an action: by the name that it has then, that in the host's memory.
     """
 
     ranks: tuple[int, ...]
@@ -150,6 +160,12 @@ class Flow:
     slices: int = 1
     lengths: tuple[int, ...] = ()
     sized: Mapping[int, Mapping[str, TensorType]] = field(default_factory=dict)
+    stores: Mapping[tuple[int, str], Mapping[str, str]] = field(default_factory=dict)
+    loads: Mapping[tuple[int, str], Mapping[str, str]] = field(default_factory=dict)
+
+    def copies(self, line: Instruction) -> Mapping[str, str]:
+        """What an OUT or an IN may make, each with what it is a copy of."""
+        return (self.stores if line.op == OUT else self.loads).get((line.action.stage, line.action.kind), {})
 
     def length_of(self, action: Action) -> int:
         """The positions that an action computes, if slices differ; 0 for what is done once a step, and if they are
@@ -194,17 +210,48 @@ class Flow:
         work = self.works[action.stage, action.kind]
         return [(name, action.microbatch) for name in work.reads] + [(name, ONCE) for name in work.step_reads]
 
+    def needs_of(self, action: Action) -> list[tuple[str, int]]:
+        """What must have been made for an action, as `reads_of`: of what comes back the value that went out, or that a
+        graph left in the host's memory."""
+        loads = self.loads.get((action.stage, action.kind), {})
+        stores = self.stores.get((action.stage, "F"), {})
+        stored = ((loads.get(name, name), number) for name, number in self.reads_of(action))
+        return [(stores.get(name, name), number) for name, number in stored]
+
     def rank_of(self, action: Action) -> int:
         """Who runs an action."""
         return self.ranks[action.stage] if action.kind in "FBIW" else action.stage
 
 
+def copies_ended(lines: Sequence[Instruction], flow: Flow) -> dict[int, int]:
+    """The place of each OUT -> the place of the instruction behind which its copies have ended: the next turn, or the
+    IN that stands before it and brings one of them back."""
+    found, open_ = dict[int, int](), list[int]()
+    for place, line in enumerate(lines):
+        if line.op == OUT:
+            open_.append(place)
+            continue
+        ended = open_ if line.op == "RUN" else []
+        if line.op == IN:
+            wanted, number = set(flow.copies(line).values()), line.action.microbatch
+            outs = ((out, lines[out]) for out in open_)
+            ended = [out for out, one in outs if one.action.microbatch == number and wanted & set(one.values)]
+        found.update(dict.fromkeys(ended, place))
+        open_ = [out for out in open_ if out not in ended]
+    return found
+
+
 class Times(Protocol):
-    """What a turn and a transfer take: all that a simulation asks."""
+    """What a turn, a transfer and a copy take: all that a simulation asks. link_us: for how long the copies that stand
+    in the graphs of a turn take the link out, and back."""
 
     def time_us(self, turn: Turn) -> float: ...
 
     def transfer_us(self, types: tuple[TensorType, ...]) -> float: ...
+
+    def copy_us(self, types: tuple[TensorType, ...]) -> float: ...
+
+    def link_us(self, turn: Turn) -> tuple[float, float]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +260,8 @@ class Costs:
     pairs_us: of a pair, by the (stage, kind) of both; as long as both alone where it is not given.
     A transfer takes latency_us and its bytes at bytes_per_us. growing_us: the part of a time, on average over the
     `slices` of a sequence, that grows with the place of the slice: attention to what lies before it. lengths: of the
-    slices, if they differ; the times are then those of a slice of mean length."""
+    slices, if they differ; the times are then those of a slice of mean length. Copies to the host's memory and back
+    take their bytes at host_bytes_per_us; those that stand in a graph are part of its time."""
 
     times_us: Mapping[tuple[int, str], float] = field(default_factory=dict)
     latency_us: float = 0.0
@@ -222,6 +270,7 @@ class Costs:
     slices: int = 1
     lengths: tuple[int, ...] = ()
     pairs_us: Mapping[tuple[tuple[int, str], tuple[int, str]], float] = field(default_factory=dict)
+    host_bytes_per_us: float = float("inf")
 
     def time_us(self, turn: Turn) -> float:
         if isinstance(turn, Action):
@@ -247,6 +296,12 @@ class Costs:
     def transfer_us(self, types: tuple[TensorType, ...]) -> float:
         return self.latency_us + sum(type_.bytes_ for type_ in types) / self.bytes_per_us
 
+    def copy_us(self, types: tuple[TensorType, ...]) -> float:
+        return sum(type_.bytes_ for type_ in types) / self.host_bytes_per_us
+
+    def link_us(self, turn: Turn) -> tuple[float, float]:
+        return 0.0, 0.0
+
 
 def slice_us(linear_us: float, growing_us: float, start: float, length: float) -> float:
     """The time of a slice, of that of the whole sequence: of one part its length, of the other the pairs of a query and
@@ -265,9 +320,11 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """When each rank did what, simulated or measured: `ranks[r]` in order of start."""
+    """When each rank did what, simulated or measured: `ranks[r]` in order of start. copied_us: of each rank, what it
+    waited for copies out and back that are instructions."""
 
     ranks: tuple[tuple[Span, ...], ...]
+    copied_us: tuple[tuple[float, float], ...] = ()
 
     def runs(self, rank: int) -> tuple[Span, ...]:
         """The spans of the actions, without transfers."""

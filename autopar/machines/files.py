@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import math
 import os
 from collections.abc import Iterable, Mapping
@@ -91,6 +92,7 @@ def read_machine(path: Path) -> Machine:
         root.count("ranks", _RANKS), root.number("launch_us", _US), root.flag("is_host"),
         root.number("to_host", _SPEED, TO_HOST), root.number("host_memory", _BYTES, 0.0),
         root.number("host_update", _SPEED, HOST_UPDATE), root.number("disk", _SPEED, DISK),
+        root.text("disk_folder"), root.number("disk_memory", _BYTES, 0.0),
     )  # fmt: skip
     root.end()
     return machine
@@ -162,6 +164,13 @@ class _Table:
             raise self._wrong(key, number, f"a whole number, {what}")
         return int(number)
 
+    def text(self, key: str) -> str:
+        """A string; "" where the table has none."""
+        value = self.values.pop(key, "")
+        if not isinstance(value, str):
+            raise self._wrong(key, value, "a string")
+        return value
+
     def flag(self, key: str) -> bool:
         flag = self.values.pop(key, False)
         if not isinstance(flag, bool):
@@ -217,6 +226,9 @@ def machine_text(machine: Machine, notes: Iterable[str] = ()) -> str:
         lines += [f"host_update = {_word(machine.host_update)}  # bytes a second, of an optimizer on a node's cores"]
     if machine.disk != DISK:
         lines += [f"disk = {_word(machine.disk)}  # bytes a second that a node's disk reads or writes"]
+    if machine.disk_folder:
+        lines += [f"disk_folder = {json.dumps(machine.disk_folder)}  # where files of a step may lie"]
+        lines += [f"disk_memory = {_word(machine.disk_memory)}  # bytes, of all of them on a node"]
     lines += ["is_host = true  # the devices are cores, which move data as well"] if machine.is_host else []
     lines += ["", "[device]", f"bandwidth = {_word(device.bandwidth)}  # bytes a second, of its memory"]
     lines += [f"memory = {_word(device.memory)}  # bytes", f"least_us = {_word(device.least_us)}  # us, of any call"]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -57,9 +59,12 @@ class MeasuredMachine:
     samples: tuple[Sample, ...]
     remarks: tuple[str, ...]
 
-    def with_disk(self, speed: float) -> MeasuredMachine:
-        """With the disk of a node whose ranks each read and wrote so many bytes a second, all at once."""
-        return replace(self, machine=replace(self.machine, disk=short(speed * self.machine.ranks)))
+    def with_disk(self, speed: float, folder: Path) -> MeasuredMachine:
+        """With the disk of a node whose ranks each read and wrote so many bytes a second in a folder, all at once, and
+        what is free there."""
+        disk, free = short(speed * self.machine.ranks), short(shutil.disk_usage(folder).free)
+        machine = replace(self.machine, disk=disk, disk_folder=str(folder.resolve()), disk_memory=free)
+        return replace(self, machine=machine)
 
 
 def items_of(device: torch.device, groups: Sequence[RankGroup]) -> list[Item]:

@@ -134,7 +134,8 @@ class Machine:
     devices are cores, which launch calls and move data as well as compute, one after the other. to_host: bytes a second
     that a device and its host's memory exchange, each way. host_memory: bytes of a node's host; 0 where nobody says.
     host_update: bytes a second that an optimizer on its cores reads and writes, of all ranks of a node together. disk:
-    bytes a second that its disk reads or writes, of all ranks together."""
+    bytes a second that its disk reads or writes, of all ranks together. disk_folder: where files of a step may lie on
+    it, of at most disk_memory bytes together; "" where nobody says."""
 
     name: str
     device: Device
@@ -147,6 +148,8 @@ class Machine:
     host_memory: float = 0.0
     host_update: float = HOST_UPDATE
     disk: float = DISK
+    disk_folder: str = ""
+    disk_memory: float = 0.0
 
     @classmethod
     def flat(cls, flops: float, memory: float, link: float, latency_us: float, least_us: float) -> Machine:
@@ -213,9 +216,17 @@ class Machine:
         """Bytes of the host's memory that each of some ranks may take; 0 where nobody says how much there is."""
         return HOST_FITS * self.host_memory / min(ranks, self.ranks)
 
+    def disk_share(self, ranks: int) -> float:
+        """Bytes of a node's disk that each of some ranks may take; 0 where nobody says where."""
+        return self.disk_memory / min(ranks, self.ranks) if self.disk_folder else 0.0
+
     def disk_us(self, bytes_: float, ranks: int) -> float:
         """The time in which so many bytes of each of some ranks are read from the disk, or written."""
         return bytes_ * min(ranks, self.ranks) / self.disk * 1e6
+
+    def from_disk(self, ranks: int) -> Machine:
+        """This machine, where what some ranks copy from the host lies on its disk, which those of a node share."""
+        return replace(self, to_host=min(self.to_host, self.disk / min(ranks, self.ranks)))
 
     def host_update_us(self, bytes_: float, ranks: int) -> float:
         """The time of an optimizer on the host that reads and writes so many bytes of each of some ranks."""

@@ -19,7 +19,7 @@ from autopar.planning.price.layers import Layers
 from autopar.planning.price.pipelined import least_us
 from autopar.planning.price.predict import Prediction, predict
 from autopar.planning.space.axis_orders import ORDER
-from autopar.planning.space.candidates import LAYERS, OFFLOAD, OFFLOADS, STATES, Candidate, Space
+from autopar.planning.space.candidates import FOLDER, LAYERS, OFFLOAD, OFFLOADS, STATES, Candidate, Space
 
 SMALL = 4  # candidates that are tried for the least memory, where a bound says that none fits
 Alike = tuple[Candidate, ...]
@@ -33,7 +33,8 @@ ALIKE: Mapping[int, Callable[[Candidate], Hashable]] = {
 }
 REFINED = 8  # the fastest pipelines that compute all layers again: it is tried if a part of these is enough
 SAME = "the same without recomputation"  # what became of candidates that need compute no layer again
-HOST_LARGER = "larger than the host's memory"
+HOST = "the host's memory"
+HOST_LARGER, DISK_LARGER = f"larger than {HOST}", "larger than the disk"
 FITS = 0.92  # of a device's memory: the rest is the allocator's, the libraries' and the driver's
 
 
@@ -51,7 +52,7 @@ class FoundPlans:
     counts: Counter[str] = field(default_factory=Counter)
     refined: int = 0
     hosted: str = ""
-    least_host: Prediction | None = None  # of those that are larger than the host's memory
+    least_host: Prediction | None = None  # of those that are larger than the host's memory, or the disk
 
     @property
     def certificate(self) -> str:
@@ -136,7 +137,8 @@ def with_host(
     found_plans: FoundPlans, space: Space, layers: Layers, work: LeastWork, machine: Machine, limit: float, top: int
 ) -> FoundPlans:  # fmt: skip
     """What was found, with plans that have states in the host's memory, or parameters and all where nothing fits
-    without. Where something fits, of the first the fastest one is taken that is faster."""
+    without; on the disk where these do not fit there. Where something fits, of the first the fastest one is taken that
+    is faster."""
     if not machine.host_memory or OFFLOAD in space.fixed:
         return found_plans
     if found_plans.best:
@@ -146,20 +148,23 @@ def with_host(
             found_plans.tried.append(first)
             found_plans.best = [first, *found_plans.best][:top]
         return found_plans
-    searched = []
-    for mode in OFFLOADS[1:]:
-        there = replace(space, fixed={**space.fixed, OFFLOAD: mode})
-        searched.append(search(there, layers, work, machine, limit, top))
-    every = (made for each in searched for made in each.best)
-    found_plans.best = _one_of_each(every)[:top]
-    found_plans.hosted = "nothing fits without the host's memory"
+    searched = list[FoundPlans]()
+    for folder in dict.fromkeys(("", machine.disk_folder)):
+        if folder and found_plans.best:
+            break
+        for mode in OFFLOADS[1:]:
+            there = replace(space, fixed={**space.fixed, OFFLOAD: mode, FOLDER: folder})
+            searched.append(search(there, layers, work, machine, limit, top))
+        every = (made for each in searched for made in each.best)
+        found_plans.best = _one_of_each(every)[:top]
+        found_plans.hosted = f"nothing fits without {'the disk' if folder else HOST}"
     for each in searched:
         found_plans.tried += each.tried
         found_plans.counts += each.counts
         if each.least is not None and not found_plans.best:
             _keep_least(found_plans, each.least)
     lacking = [each.least_host for each in searched if each.least_host is not None]
-    found_plans.least_host = min(lacking, key=lambda made: made.host, default=None)
+    found_plans.least_host = min(lacking, key=lambda made: (not made.candidate.folder, made.host), default=None)
     return found_plans
 
 
@@ -171,7 +176,7 @@ def _refine(found_plans: FoundPlans, space: Space, layers: Layers, machine: Mach
     uniform = [
         made
         for made in found_plans.tried
-        if made.candidate.pp > 1 and made.candidate.recompute in ("selective", "full")
+        if made.candidate.pp > 1 and made.candidate.recompute in ("selective", "full") and not made.candidate.is_hosted
     ]
     for made in sorted(uniform, key=lambda made: made.total)[: REFINED * bool(again and is_open and found_plans.best)]:
         slowest = found_plans.best[-1].total if len(found_plans.best) >= top else math.inf
@@ -208,8 +213,8 @@ def _try(
     made = predict(decided, layers, machine, slowest, limit)
     if candidate.pp == 1 or (made.total < slowest and made.memory <= limit):  # of others no pipeline was simulated
         found_plans.tried.append(made)
-    if made.host > machine.host_share(candidate.size):
-        found_plans.counts[HOST_LARGER] += 1
+    if made.host > (machine.disk_share if candidate.folder else machine.host_share)(candidate.size):
+        found_plans.counts[DISK_LARGER if candidate.folder else HOST_LARGER] += 1
         if found_plans.least_host is None or made.host < found_plans.least_host.host:
             found_plans.least_host = made
         return

@@ -14,7 +14,7 @@ from autopar.ir.program import Program, record
 from autopar.job import Job
 from autopar.machines import Machine
 from autopar.planning.bounds import LeastWork
-from autopar.planning.find_plan import FITS, SAME, FoundPlans, search, with_host
+from autopar.planning.find_plan import FITS, HOST, SAME, FoundPlans, search, with_host
 from autopar.planning.jobs import layers_of
 from autopar.planning.price.layers import Layers
 from autopar.planning.price.step_time import tokens_of
@@ -200,11 +200,13 @@ def _none_fits(asked: Asked, found_plans: FoundPlans, model: Model) -> PlanError
         )
     least, lacks = found_plans.least, found_plans.least_host
     if lacks is not None and least.memory <= asked.limit:
+        is_on_disk = bool(lacks.candidate.folder)
+        share = asked.machine.disk_share if is_on_disk else asked.machine.host_share
         return PlanError(
             f"no plan for {asked.gpus} devices: {lacks.candidate} fits in {human(asked.limit)} a device, and takes "
-            f"{human(lacks.host)} of the host's memory, of which a rank may take "
-            f"{human(asked.machine.host_share(asked.gpus))}. More host memory, more nodes, or a model in bfloat16, "
-            f"whose gradients and states are half as large, would do."
+            f"{human(lacks.host)} of {'the disk' if is_on_disk else HOST}, of which a rank may take "
+            f"{human(share(asked.gpus))}. More {'room there' if is_on_disk else 'host memory'}, more "
+            f"nodes, or a model in bfloat16, whose gradients and states are half as large, would do."
         )
     return PlanError(
         f"no plan fits in {human(asked.limit)} a device on {asked.gpus} devices: the least memory is "

@@ -18,7 +18,7 @@ from autopar.ir.ops.ops import op
 from autopar.ir.plan import Fixed
 from autopar.ir.program import Program, operand_nodes, record
 from autopar.passes.costs.streams import BACK, OUT
-from autopar.planning.find_plan import HOST_LARGER
+from autopar.planning.find_plan import DISK_LARGER, HOST_LARGER
 from autopar.planning.others import best_with
 from autopar.planning.planner import Planned, Tell
 from autopar.planning.price.predict import Prediction
@@ -95,26 +95,24 @@ class _Check:
         return best, text
 
     def _with_pairs(self, shown: list[Prediction]) -> tuple[list[Prediction], str]:
-        """The plans, among them the fastest pipeline with forwards and backwards side by side (PAIRED), if it waits
-        much in its graphs: compiled, since what hides what is in no formula. And what that brings."""
-        asked = self.planned.asked
-        plain = next((each for each in shown if each.candidate.pp > 1), None)
-        if plain is None or not asked.fixed.keys().isdisjoint(("schedule", "chunks")):
+        """The plans, among them the fastest pipeline, and the fastest plan without one that splits experts, with
+        forwards and backwards side by side (PAIRED), if they wait much in their graphs: compiled, since what hides what
+        is in no formula. And what that brings."""
+        asked, said = self.planned.asked, list[str]()
+        if not asked.fixed.keys().isdisjoint(("schedule", "chunks")):
             return shown, ""
-        one = plain.candidate
-        waits = plain.exposed + (plain.data if one.ep > 1 or one.experts or one.zero > 1 else 0.0)
-        if (
-            waits < MUCH_WAITING * plain.total
-            or 2 * one.pp > self.planned.model.layers
-            or one.microbatches < 2 * one.pp
-        ):
-            return shown, ""
-        self.tell(len(self.known), len(self.known) + 1)
-        paired = self._emitted(replace(plain, candidate=one._replace(schedule=PAIRED, chunks=2), is_emitted=False))
-        if paired is None:
-            return shown, ""
-        best = sorted([*shown, paired], key=lambda each: each.total)[: asked.top]
-        return best, f"{PAIRED} in place of {one.schedule}: {paired.total / plain.total - 1:+.1%} ({paired.candidate})"
+        for is_meant in (lambda one: one.pp > 1), (lambda one: one.pp == 1 and _splits(one)):
+            plain = next((each for each in shown if is_meant(each.candidate)), None)
+            pair = None if plain is None else _paired(plain, self.planned.model.layers)
+            if plain is None or pair is None:
+                continue
+            self.tell(len(self.known), len(self.known) + 1)
+            paired = self._emitted(replace(plain, candidate=pair, is_emitted=False))
+            if paired is not None:
+                shown = sorted([*shown, paired], key=lambda each: each.total)[: asked.top]
+                before = plain.candidate.schedule if plain.candidate.pp > 1 else "one graph after the other"
+                said.append(f"{PAIRED} in place of {before}: {paired.total / plain.total - 1:+.1%} ({pair})")
+        return shown, "; ".join(said)
 
     def _shown(self) -> list[Prediction]:
         """The plans of the table as far as is known, the fastest first."""
@@ -166,11 +164,12 @@ class _Check:
             return None
         time = step_time(compiled, asked.machine)
         reports = [memory_report(compiled, ranks[0]) for ranks in compiled.alike]
-        memory, host = max(one.peak for one in reports), max(one.host for one in reports)
+        memory = max(one.peak for one in reports)
+        host = max(one.disk if candidate.folder else one.host for one in reports)
         data = sum(us for axis, us in time.exposed.items() if _is_of_data(axis))
         exposed = sum(time.exposed.values()) - data
-        if host and host > asked.machine.host_share(asked.gpus):
-            self.dropped[HOST_LARGER] += 1
+        if host and host > (asked.machine.disk_share if candidate.folder else asked.machine.host_share)(asked.gpus):
+            self.dropped[DISK_LARGER if candidate.folder else HOST_LARGER] += 1
             return None
         if memory > asked.limit:
             self.dropped[LARGER] += 1
@@ -217,6 +216,16 @@ def _is_of_data(axis: str) -> bool:
     return axis in (OUT, BACK) or not set(DATA_AXES).isdisjoint(axes_of_group(axis))
 
 
+def _paired(plain: Prediction, layers: int) -> Candidate | None:
+    """A plan with forwards and backwards side by side; None if it waits little, or has too few layers or micro-batches:
+    more of these than it has cost more than pairs bring."""
+    one = plain.candidate
+    waits = plain.exposed + (plain.data if _splits(one) or one.zero > 1 else 0.0)
+    if waits < MUCH_WAITING * plain.total or one.microbatches < 2 * one.pp or (one.pp > 1 and 2 * one.pp > layers):
+        return None
+    return one._replace(schedule=PAIRED, chunks=2)
+
+
 # -- experts --------------------------------------------------------------------------------------------------------
 
 
@@ -230,6 +239,11 @@ def _splits_of_experts(plan: Candidate, experts: int, most: int) -> Iterator[Can
         split = plan._replace(experts=group)
         if group != "dp" and experts % _expert_ranks(split) == 0:
             yield split
+
+
+def _splits(plan: Candidate) -> bool:
+    """True for a plan that splits experts, to which rows go."""
+    return plan.ep > 1 or bool(plan.experts)
 
 
 def _row_axes(plan: Candidate) -> list[str]:

@@ -12,7 +12,11 @@ from torch import fx
 from autopar.compiler.lowered import Lowered
 from autopar.ir.ops.measure import human, local_bytes
 from autopar.ir.ops.ops import COPIES, TO_HOST
+from autopar.ir.pipeline import Pipeline
 from autopar.ir.program import record
+from autopar.ir.schedule import OUT, Action, Instruction
+from autopar.machines import Machine
+from autopar.passes.offload.place_copies import KEPT, WAITED
 from autopar.planning.price.step_report import time_text
 
 _HOST_NAME = re.compile(r"_host\d*$")  # of what waits for another graph of its stage
@@ -47,6 +51,21 @@ def host_copies(compiled: Lowered) -> Iterator[HostCopy]:
                 us, known = compiled.plan.fixed.machine.copy_us(bytes_), record(node)
                 of = _of(node, names, gradients)
                 yield HostCopy(of, known.module, node.target is TO_HOST, bytes_, us, known.reason, times)
+    yield from () if pipeline is None else _instructed(pipeline, compiled.plan.fixed.machine)
+
+
+def _instructed(pipeline: Pipeline, machine: Machine) -> Iterator[HostCopy]:
+    """The copies that are instructions of the lists."""
+    found = Counter(
+        (line.op, line.action.stage, line.action.kind, name, type_.bytes_)
+        for lines in pipeline.lists for line in lines if line.is_copy
+        for name, type_ in zip(line.values, line.types, strict=True)
+    )  # fmt: skip
+    for (op, stage, kind, name, bytes_), times in found.items():
+        source = pipeline.flow.copies(Instruction(op, Action(stage, kind)))[name]
+        reason = KEPT if op == OUT else WAITED
+        of = f"%{_HOST_NAME.sub('', source)}"
+        yield HostCopy(of, f"stage {stage}", op == OUT, bytes_, machine.copy_us(bytes_), reason, times)
 
 
 def _of(node: fx.Node, names: Mapping[fx.Node, str], gradients: Mapping[fx.Node, str]) -> str:

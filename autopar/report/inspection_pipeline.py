@@ -14,12 +14,14 @@ from autopar.ir.mesh import PIPELINE
 from autopar.ir.ops.measure import human, local_bytes
 from autopar.ir.ops.storage import root_of
 from autopar.ir.pipeline import Pipeline, graph_name
-from autopar.ir.schedule import Action
+from autopar.ir.program import record
+from autopar.ir.schedule import IN, OUT, Action
 from autopar.ir.text.text_tables import table_text
 from autopar.passes.schedules import in_flight
 from autopar.report.inspection import Memory, bytes_text, collectives_text, memory_of
 
 _HEAD, _TAIL = 24, 8  # the instructions shown of a long list
+_HOST_WAYS = {OUT: "into the host's memory", IN: "back from the host's memory, for it"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +82,11 @@ def transfers_text(compiled: Lowered, rank: int) -> str:
     coord = compiled.mesh.coord(rank)
     rows = []
     for row in transfers_of(compiled.pipeline, coord.get(PIPELINE, 0)):
-        peer = compiled.mesh.rank({**coord, PIPELINE: row.peer})
-        way = f"{'send to' if row.op == 'SEND' else 'receive from'} pp={row.peer} (rank {peer})"
+        if row.op in _HOST_WAYS:
+            way = _HOST_WAYS[row.op]
+        else:
+            peer = compiled.mesh.rank({**coord, PIPELINE: row.peer})
+            way = f"{'send to' if row.op == 'SEND' else 'receive from'} pp={row.peer} (rank {peer})"
         values = ", ".join(f"%{name}" for name in row.values)
         rows.append((row.graph, f"{row.times}x", way, human(row.bytes), values))
     return table_text(("after", "times", "transfer", "bytes", "values"), rows) if rows else "none"
@@ -89,7 +94,7 @@ def transfers_text(compiled: Lowered, rank: int) -> str:
 
 def saved_bytes(pipeline: Pipeline, stage: int, slice_: int = 0) -> int:
     """What a micro-batch (or one slice of it) leaves on a stage between its forward and its backward pass; memory that
-    several values lie in counts once, parameters and the batch not at all."""
+    several values lie in counts once, parameters, the batch and what waits in the host's memory not at all."""
     forward = Action(stage, "F", slice_)
     works, types = (
         pipeline.flow.works,
@@ -107,6 +112,8 @@ def saved_bytes(pipeline: Pipeline, stage: int, slice_: int = 0) -> int:
                 sizes[name] = types[name].bytes_
             continue
         root = root_of(node)
+        if record(node).tier:
+            continue
         if root.op == "call_function":
             sizes[root.name] = local_bytes(root, graph.mesh)
         elif entries[root].kind == "saved":

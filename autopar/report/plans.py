@@ -101,7 +101,9 @@ def fields_of(planned: Planned, lost: Sequence[str]) -> dict[str, Any]:
             {
                 "plan": str(each.candidate), "mesh": str(each.candidate.mesh), "options": each.candidate.options(),
                 "step_us": each.total, "tokens_per_second": planned.tokens / each.total * 1e6,
-                "mfu": _mfu(planned, each), "memory_bytes": each.memory, "host_memory_bytes": each.host,
+                "mfu": _mfu(planned, each), "memory_bytes": each.memory,
+                "host_memory_bytes": 0 if each.candidate.folder else each.host,
+                "disk_bytes": each.host if each.candidate.folder else 0,
                 "figures": FIGURES[each.is_emitted],
             }
             for each in planned.found.best
@@ -118,7 +120,8 @@ def _lines(planned: Planned) -> Iterator[str]:
 
 def memory_text(prediction: Prediction) -> str:
     """The bytes of a device, and of the host's memory for a rank, if any are there."""
-    there = f" + {human(prediction.host)} of the host" if prediction.host else ""
+    where = "on disk" if prediction.candidate.folder else "of the host"
+    there = f" + {human(prediction.host)} {where}" if prediction.host else ""
     return f"{human(prediction.memory)}{there}"
 
 

@@ -9,6 +9,8 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 from torch import fx
 
@@ -20,9 +22,12 @@ from autopar.ir.options import Horizon
 from autopar.ir.program import HOST, Builder, Input, Output, Program, Record, record, set_record
 from autopar.machines import Machine
 from autopar.passes.costs.node_costs import LazyTimes
+from autopar.passes.costs.streams import BACK, OUT, Streams, launches_of
 
 MADE_BY = "offload"
+KEPT, WAITED = "kept for the backward pass", "kept in the host's memory"  # why values go, and come back
 BEHIND = 1  # layers of the forward pass that a copy out may take
+_START, _WAIT = 0, 1  # at one place what starts there comes first
 AHEAD = 2  # layers that a copy back starts before its use at most, if it starts as late as hides it
 
 
@@ -73,12 +78,9 @@ class CallLine:
         """Where copies out are awaited: when they are done, at most a layer later, and behind the forward pass's last
         use."""
         ends: dict[fx.Node, int] = {}
-        is_timed, now, free = self.ways.horizon == "auto", 0.0, 0.0
+        is_timed, free = self.ways.horizon == "auto", 0.0
         waiting = sorted(values, key=self.position.__getitem__)
-        clock = [0.0]
-        for node in self.nodes[:end] if is_timed else ():
-            now += self.times[node] if node.op == "call_function" else 0.0
-            clock.append(now)
+        clock = self.clock if is_timed else []
         for value in waiting:
             made = self.position[value]
             place = self.first(made, end, self.begun[made] + BEHIND + 1)
@@ -89,25 +91,41 @@ class CallLine:
         return ends
 
     def waits_us(self, values: Iterable[fx.Node], uses: Mapping[fx.Node, int]) -> float:
-        """us by which calls wait for copies of values, each on its way out for a layer at most, and back in time. uses:
-        the first uses on the way back. Where the host launches no faster than the device computes, the starts too."""
-        clock, found = [0.0], sorted(values, key=self.position.__getitem__)
-        for node in self.nodes:
-            clock.append(clock[-1] + (self.times[node] if node.op == "call_function" else 0.0))
-        late = free = 0.0
-        for value in found:
-            made = self.position[value]
-            due = self.first(made, self.begins_back, self.begun[made] + BEHIND + 1)
-            due = max(due, self._last_use(value, self.begins_back) + 1)
-            free = max(free, clock[made + 1] + late) + self.copy_us(value)
-            late = max(late, free - clock[min(due, self.begins_back)])
-        ahead, free = AHEAD if self.ways.horizon == "auto" else self.ways.horizon, 0.0
-        for value in sorted((value for value in found if value in uses), key=uses.__getitem__):
-            start = self.first(self.begins_back, self.end, self.begun[uses[value]] - ahead)
-            free = max(free, clock[min(start, uses[value])] + late) + self.copy_us(value)
-            late = max(late, free - clock[uses[value]])
-        launch, calls = self.ways.machine.launch_us, sum(node.op == "call_function" for node in self.nodes)
-        return late + (2 * launch * len(found) if launch * calls > clock[-1] else 0.0)
+        """us by which the passes end later for copies of values, placed as they would be, as the simulator sees them
+        (`Streams`). uses: the first uses on the way back."""
+        ends = self.ends_out(values, self.begins_back)
+        starts = self.starts_back({value: uses[value] for value in ends if value in uses}, self.begins_back)
+        events = [(self.position[value] + 1, _START, OUT, value) for value in ends]
+        events += [(place, _WAIT, OUT, value) for value, place in ends.items()]
+        events += [(starts[value], _START, BACK, value) for value in sorted(starts, key=uses.__getitem__)]
+        events += [(uses[value], _WAIT, BACK, value) for value in starts]
+        return self._simulated(sorted(events, key=lambda event: event[:2])) - self._simulated([])
+
+    def _simulated(self, events: Sequence[tuple[int, int, str, fx.Node]]) -> float:
+        """us of all calls, with copies that start, or are awaited, before those at some places."""
+        streams, at, under_way = Streams(self.ways.machine), 0, dict[tuple[str, fx.Node], float]()
+        for place, what, way, value in (*events, (self.end, _START, "", None)):
+            calls = self.calls[place] - self.calls[at]
+            if calls:
+                streams.compute(self.clock[place] - self.clock[at], calls * self.ways.machine.launch_us)
+            at = place
+            if value is not None and what == _START:
+                under_way[way, value] = streams.start(way, self.copy_us(value))
+            elif value is not None:
+                streams.wait(under_way.pop((way, value)), way)
+        return streams.device
+
+    @cached_property
+    def clock(self) -> list[float]:
+        """us of all calls before each place, one behind the other."""
+        return list(accumulate((self.times[n] if n.op == "call_function" else 0.0 for n in self.nodes), initial=0.0))
+
+    @cached_property
+    def calls(self) -> list[int]:
+        """How many calls before each place the host launches."""
+        launched = iter(launches_of(self.program))
+        found = (n.op == "call_function" and next(launched) is not None for n in self.nodes)
+        return list(accumulate(found, initial=0))
 
     def _last_use(self, value: fx.Node, end: int) -> int:
         """The last place before `end` that reads a value, or a view of it."""
@@ -129,11 +147,8 @@ class CallLine:
             starts[value] = min(use, self.first(begin, self.end, self.begun[use] - ahead))
         if horizon != "auto":
             return starts
-        clock, now = [0.0] * (self.end + 1), 0.0
-        for i in range(begin, self.end + 1):
-            clock[i] = now
-            now += self.times[self.nodes[i]] if self.nodes[i].op == "call_function" else 0.0
-        free = now
+        clock = self.clock
+        free = clock[self.end]
         for value, use in sorted(first_uses.items(), key=lambda pair: -pair[1]):
             free = min(free, clock[use]) - self.copy_us(value)
             while starts[value] < use and clock[starts[value] + 1] <= free:
@@ -195,7 +210,7 @@ class Moves:
         self.stored[node] = self.build.value[node] = made
 
     def _start(self, value: fx.Node) -> None:
-        like = _like(value, "kept for the backward pass", "forward", HOST)
+        like = _like(value, KEPT, "forward", HOST)
         made = self.build.value[value]
         self.under_way[value] = self.build.call(TO_HOST, made, like=like, name=f"{value.name}_out")
 
@@ -204,7 +219,7 @@ class Moves:
         self.stored[value] = self.build.call(AWAITED, self.under_way.pop(value), like=like, name=name)
 
     def _load(self, value: fx.Node) -> None:
-        like = _like(value, "kept in the host's memory", "backward")
+        like = _like(value, WAITED, "backward")
         self.under_way[value] = self.build.call(TO_DEVICE, self.stored[value], like=like, name=f"{value.name}_load")
 
     def _is_view(self, node: fx.Node) -> bool:

@@ -34,6 +34,7 @@ from autopar.passes.schedules import (
     in_flight,
     in_halves,
     parse_schedule,
+    turns_between,
     with_transfers,
 )
 from autopar.passes.schedules.transfers import Lists
@@ -132,7 +133,7 @@ def make_pipeline(program: Program, plan: Plan, explicit: Program | None = None)
         if lengths:
             plan = replace(plan, slice_lengths=lengths)
             pipeline = with_lengths(split_into_stages(program, plan, places), plan, explicit)
-    pipeline = _rewritten(offload_stages(pipeline, program, plan, places.in_flight), plan, beside)
+    pipeline = _rewritten(offload_stages(pipeline, program, plan, _between(schedule)), plan, beside)
     for graphs in (pipeline.graphs, *({**pipeline.graphs, **sized} for sized in pipeline.sized.values())):
         verify_pipeline(pipeline.with_(graphs=graphs), program)
     pipeline = _with_pairs(pipeline, plan, beside)
@@ -250,6 +251,12 @@ def _check_count(program: Program, stages: int) -> None:
             f"{stages} stages are more than the {calls} calls that they would share: fewer stages (a smaller pp, or "
             f"fewer chunks a rank) would do."
         )
+
+
+def _between(schedule: Schedule) -> tuple[int, ...]:
+    """The turns between the passes of a micro-batch on each stage."""
+    orders = in_halves(schedule.orders)
+    return tuple(turns_between(orders[rank], stage) for stage, rank in enumerate(schedule.ranks))
 
 
 def _held(schedule: Schedule) -> tuple[int, ...]:

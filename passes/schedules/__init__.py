@@ -7,7 +7,7 @@ from autopar.ir.schedule import Orders
 from autopar.passes.schedules.check import check_schedule
 from autopar.passes.schedules.orders import SCHEDULES, Entry, apart, forward_only, in_halves
 from autopar.passes.schedules.parse_schedule import Schedule, check_schedule_name, parse_schedule
-from autopar.passes.schedules.simulate import in_flight, simulate
+from autopar.passes.schedules.simulate import in_flight, simulate, turns_between
 from autopar.passes.schedules.span import Walk
 from autopar.passes.schedules.transfers import with_transfers
 
@@ -25,5 +25,6 @@ __all__ = [
     "in_halves",
     "parse_schedule",
     "simulate",
+    "turns_between",
     "with_transfers",
 ]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from autopar.errors import ScheduleError
 from autopar.ir.program import TensorType
-from autopar.ir.schedule import ONCE, ONCE_KINDS, Action, Flow, Instruction, Work
+from autopar.ir.schedule import ONCE, ONCE_KINDS, OUT, Action, Flow, Instruction, Work
 from autopar.ir.text.text import print_type
 from autopar.passes.schedules.flows import check_flow
 
@@ -24,6 +24,7 @@ def check_schedule(lists: Sequence[Sequence[Instruction]], flow: Flow) -> None:
     - no rank waits for ever, and each message is received as it was sent: values, shapes, dtypes;
     - each action of the flow is run once, by the rank of its stage, when all it reads is there;
     - a value comes to a rank once and is freed once, after its last use; a sum is there when all its parts are;
+    - what goes into the host's memory is there when its copy starts, and what comes back has gone out before;
     - where micro-batches are slices of sequences, a stage runs them in order, and back in reverse.
     """
     check_flow(flow)
@@ -84,6 +85,8 @@ class _Run:
                 line = lines[at[rank]]
                 if line.op == "RUN":
                     self.run(rank, line)
+                elif line.is_copy:
+                    self.copy(rank, line)
                 else:
                     peer = line.peer
                     if not self.meets(rank, line):
@@ -161,6 +164,29 @@ class _Run:
             self.parts[name] -= 1
             if not self.parts[name]:
                 self.put(rank, step, name)
+
+    def copy(self, rank: int, line: Instruction) -> None:
+        """Copy values into the host's memory, or back: two values of this rank, each with its own end."""
+        action, known = line.action, self.flow.copies(line)
+        k = action.microbatch
+        if not 0 <= k < self.flow.microbatches:
+            self.fault(rank, "the flow has no such micro-batch")
+            return
+        if (action.stage, action.kind) not in self.flow.works or self.flow.rank_of(action) != rank:
+            self.fault(rank, "this is no action of the rank")
+            return
+        if unknown := [name for name in line.values if name not in known]:
+            way = "goes out behind" if line.op == OUT else "comes back for"
+            self.fault(rank, f"the flow knows no %{unknown[0]} that {way} {action}")
+            return
+        if line.types != self.flow.types_of(action, line.values):
+            self.fault(rank, f"the flow knows other types than {_texts(line)}")
+        here = self.values[rank][k]
+        for name in line.values:
+            if not here.get(known[name]):
+                self.fault(rank, f"it copies %{known[name]}, which {self.state(here, known[name])}")
+            self.put(rank, here, name)
+        self.free(rank, line, here, self.values[rank][ONCE])
 
     def transfer(self, source: int, send: Instruction, target: int, recv: Instruction) -> bool:
         """Whether it was one message on both ranks, so that what follows means anything."""

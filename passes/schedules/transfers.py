@@ -10,6 +10,7 @@ from dataclasses import replace
 from autopar.errors import ScheduleError
 from autopar.ir.schedule import ONCE, Action, Costs, Flow, Instruction, Turn, Work, actions_of, turns_of
 from autopar.passes.schedules.flows import check_flow
+from autopar.passes.schedules.with_copies import with_copies
 
 Lists = tuple[tuple[Instruction, ...], ...]
 Key = tuple[str, int]  # a value and its micro-batch, or ONCE
@@ -40,7 +41,8 @@ def with_transfers(orders: Sequence[Sequence[Turn]], flow: Flow, costs: Costs, p
     replay = _Replay(orders, flow, costs, prefetch)
     replay.run()
     owners = {(name, rank) for name, ranks in flow.owners.items() for rank in ranks}
-    return tuple(_with_frees(rank, lines, flow, replay.step, owners) for rank, lines in enumerate(replay.lists))
+    lists = [with_copies(lines, flow) for lines in replay.lists]
+    return tuple(_with_frees(rank, lines, flow, replay.step, owners) for rank, lines in enumerate(lists))
 
 
 class _Replay:
@@ -64,7 +66,7 @@ class _Replay:
         for rank, order in enumerate(self.orders):
             for action in actions_of(order):
                 self.parts.update(self.work(action).sums)
-                for key in flow.reads_of(action):
+                for key in flow.needs_of(action):
                     ranks = self.readers.setdefault(key, [])
                     if not ranks or ranks[-1] != rank:
                         ranks.append(rank)
@@ -103,7 +105,7 @@ class _Replay:
         heapq.heappush(self.events, (time_us, _START, rank))
 
     def reads(self, turn: Turn) -> Iterator[Key]:
-        return (key for action in turn.actions for key in self.flow.reads_of(action))
+        return (key for action in turn.actions for key in self.flow.needs_of(action))
 
     def end(self, rank: int, turn: Turn) -> None:
         reached = [target for action in turn.actions for target in self.send_all(rank, action)]
@@ -213,6 +215,8 @@ def _with_frees(
         if line.op == "RUN":
             work = flow.works[line.action.stage, line.action.kind]
             names = (*work.reads, *work.writes, *work.sums, *work.step_reads, *work.step_writes)
+        elif line.is_copy:
+            names = (*names, *map(flow.copies(line).__getitem__, names))
         frees = []
         for name in names:
             key = (name, ONCE if name in step else line.action.microbatch)

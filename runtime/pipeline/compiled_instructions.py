@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -11,7 +11,7 @@ from torch import fx
 
 from autopar.ir.pipeline import Graph, Pipeline
 from autopar.ir.program import Program
-from autopar.ir.schedule import ONCE, Action, Instruction
+from autopar.ir.schedule import IN, ONCE, Action, Instruction, copies_ended
 from autopar.runtime.executor.executor import CPU, Executable, Kernels, Study
 from autopar.runtime.executor.inputs import Key
 from autopar.runtime.executor.kernel_table import adding_variant
@@ -61,8 +61,9 @@ class Line:
     """An instruction, ready to run.
 
     runs: of a turn, one or two that go side by side. reads: of what is sent, or received; with True if the value dies
-    here. awaits: the places of the receives that it is the first to need. totals: the sums that are whole and are read
-    for the first time. frees: what else dies here.
+    here; of an OUT or an IN what is copied. makes: the values of the copies. awaits: the places of the receives and
+    copies back that it is the first to need. ends: those of the copies out that have ended behind it, or of an IN
+    before it. totals: the sums that are whole and are read for the first time. frees: what else dies here.
     """
 
     instruction: Instruction
@@ -71,6 +72,8 @@ class Line:
     awaits: tuple[int, ...] = ()
     totals: tuple[str, ...] = ()
     frees: tuple[Key, ...] = ()
+    makes: tuple[Key, ...] = ()
+    ends: tuple[int, ...] = ()
 
     @property
     def keys(self) -> list[Key]:
@@ -119,6 +122,10 @@ def code_of(pipeline: Pipeline, rank: int, graphs: Mapping[Place, StageGraph]) -
     """The list of a rank, over its graphs. Those of kind C are on our executor."""
     steps = pipeline.flow.step_values()
     lines = [_line(pipeline, graphs, steps, instruction) for instruction in pipeline.lists[rank]]
+    ends = defaultdict[int, list[int]](list)
+    for place, end in copies_ended(pipeline.lists[rank], pipeline.flow).items():
+        ends[end].append(place)
+    lines = [replace(line, ends=tuple(ends[i])) for i, line in enumerate(lines)]
     return RankCode(pipeline, graphs, _with_waits(lines), arrivals(pipeline.lists, pipeline.flow, rank))
 
 
@@ -139,6 +146,14 @@ def _line(
     def keys_of(names: Iterable[str], action: Action) -> tuple[Key, ...]:
         return tuple((name, ONCE if name in steps else action.microbatch) for name in names)
 
+    # What dies with a copy lives until that has ended.
+    if instruction.is_copy:
+        copies = pipeline.flow.copies(instruction)
+        frees = set(keys_of(instruction.frees, instruction.action))
+        sources = keys_of(map(copies.__getitem__, instruction.values), instruction.action)
+        makes = keys_of(instruction.values, instruction.action)
+        reads = tuple((key, key in frees) for key in sources)
+        return Line(instruction, reads=reads, frees=tuple(sorted(frees - set(sources))), makes=makes)
     # A message reads what it sends; what dies with a SEND is freed when the message has left.
     if instruction.op != "RUN":
         frees = set(keys_of(instruction.frees, instruction.action))
@@ -208,8 +223,8 @@ def _with_waits(lines: list[Line]) -> tuple[Line, ...]:
     found = []
     for place, line in enumerate(lines):
         keys = line.keys
-        if line.instruction.op == "RECV":
-            coming.update(dict.fromkeys(keys, place))
+        if line.instruction.op in ("RECV", IN):
+            coming.update(dict.fromkeys(line.makes or keys, place))
             found.append(line)
             continue
         awaits = sorted({coming[key] for key in keys if key in coming})

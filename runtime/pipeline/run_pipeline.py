@@ -1,7 +1,8 @@
 """Runs a rank's instruction list: graphs on micro-batches, sends and receives, as one generator for every driver.
 
-A receive is posted where it stands in the list and waited for where its value is first needed; a send is posted and its
-memory kept until it has left. What the micro-batches add up to is kept by name until the epilogue takes it.
+A receive is posted where it stands in the list and waited for where its value is first needed, and so is a copy back; a
+send, or a copy out, is posted and its memory kept until it has left. What the micro-batches add up to is kept by name
+until the epilogue takes it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 from autopar.ir.in_turns import in_turns
 from autopar.ir.program import Output
-from autopar.ir.schedule import ONCE, Action, Instruction, Span
+from autopar.ir.schedule import ONCE, OUT, Action, Instruction, Span
 from autopar.runtime.collectives.mesh_ops import WAIT
 from autopar.runtime.executor.executor import Outputs, Request, run
 from autopar.runtime.executor.inputs import Key, StepInputs
@@ -33,7 +34,19 @@ from autopar.runtime.pipeline.compiled_instructions import (
 from autopar.runtime.pipeline.microbatches import GraphTurn, Totals, side_by_side
 from autopar.runtime.pipeline.slices import Carried
 
-__all__ = ["Await", "Finals", "RankCode", "Receive", "Send", "Watch", "compile_rank", "outputs_of", "steps_of"]
+__all__ = [
+    "Await",
+    "Copied",
+    "Copy",
+    "Finals",
+    "RankCode",
+    "Receive",
+    "Send",
+    "Watch",
+    "compile_rank",
+    "outputs_of",
+    "steps_of",
+]
 
 Finals = dict[tuple[str, str], Any]  # what a step gives, by (kind, name)
 Watch = Callable[[Span], None]
@@ -63,6 +76,21 @@ class Await:
     arrived: tuple[Instruction, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Start to copy values into the host's memory, or back, as `instruction` says; the answer is for `Copied`."""
+
+    instruction: Instruction
+    values: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """Wait for the ends of copies; the answer is what they made."""
+
+    posted: tuple[Any, ...]
+
+
 Steps = Generator[Any, Any, Finals]
 
 
@@ -79,8 +107,12 @@ def steps_of(code: RankCode, inputs: StepInputs, watch: Watch | None = None) -> 
     step = _Step(code, inputs)
     for place, line in enumerate(code.lines):
         for receive in line.awaits:
+            posted, asked = step.posted.pop(receive)
             arrived = code.arrived.get(receive, ())
-            step.arrive(code.lines[receive], (yield Await(*step.posted.pop(receive), arrived)).pop())
+            request = Copied(posted) if asked.is_copy else Await(posted, asked, arrived)
+            del posted
+            step.arrive(code.lines[receive], (yield request).pop())
+            del request
         for name in line.totals:
             step.values[name, ONCE] = step.totals.take(name)
         start = time.perf_counter() if watch is not None else 0.0
@@ -92,8 +124,16 @@ def steps_of(code: RankCode, inputs: StepInputs, watch: Watch | None = None) -> 
             yield from step.run(line.runs[0])
         elif instruction.op == "SEND":
             yield Send(instruction, tuple(step.take(line.reads)))
+        elif instruction.is_copy:
+            for out in line.ends:  # before what went out comes back
+                yield Copied(step.posted.pop(out)[0])
+            step.posted[place] = (yield Copy(instruction, tuple(step.take(line.reads)))).pop(), instruction
+            if instruction.op == OUT:
+                step.store(line, step.posted[place][0])
         else:
             step.posted[place] = (yield Receive(instruction)).pop(), instruction
+        for out in line.ends if line.runs else ():
+            yield Copied(step.posted.pop(out)[0])
         for key in line.frees:
             step.values.pop(key, None)
         if watch is not None:
@@ -155,8 +195,13 @@ class _Step:
         return work is not None and bool(work.carries)
 
     def arrive(self, receive: Line, tensors: Sequence[torch.Tensor]) -> None:
-        for (key, _), tensor in zip(receive.reads, tensors, strict=True):
+        for key, tensor in zip(receive.makes or [key for key, _ in receive.reads], tensors, strict=True):
             self.values[key] = tensor
+
+    def store(self, line: Line, posted: Sequence[Any]) -> None:
+        """What lies in the host's memory when copies out have ended is there for those back, which wait for these."""
+        for key, copying in zip(line.makes, posted, strict=True):
+            self.values[key] = copying.result
 
     def counts(self, count: Count) -> list[Any]:
         """The runs of what the prologue needs of all micro-batches together."""

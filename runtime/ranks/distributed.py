@@ -24,7 +24,7 @@ from autopar.runtime.collectives.mesh_ops import WAIT, axis_coord, axis_group, i
 from autopar.runtime.executor.executor import CPU, Executable, Observe, Outputs, Request, at_call, describe, run
 from autopar.runtime.executor.inputs import StepInputs
 from autopar.runtime.kernels import host
-from autopar.runtime.pipeline.run_pipeline import Await, Finals, RankCode, Receive, Send, Watch, steps_of
+from autopar.runtime.pipeline.run_pipeline import Await, Copied, Copy, Finals, RankCode, Receive, Send, Watch, steps_of
 from autopar.runtime.ranks.lost import OTHERS, is_loss_of_peer, loss_of_peers
 from autopar.runtime.ranks.p2p import Peers
 from autopar.runtime.ranks.process_groups import Group, has_queues
@@ -136,6 +136,10 @@ class DistributedDriver:
     def _answer(self, request: Any, overlap: bool) -> Any:
         if isinstance(request, (Send, Receive, Await)):
             return self._message(request)
+        if isinstance(request, Copy):
+            return self.tier.copy(request.instruction, request.values)
+        if isinstance(request, Copied):
+            return tuple(copying.wait() for copying in request.posted)
         target, args = request.op, request.args
         if is_local(target):
             return local_answer(self.mesh, self.coord, target, args)

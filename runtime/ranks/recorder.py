@@ -19,7 +19,7 @@ from autopar.ir.program import record
 from autopar.ir.schedule import Action, Instruction, Span
 from autopar.runtime.collectives.mesh_ops import WAIT, is_local
 from autopar.runtime.executor.executor import Request
-from autopar.runtime.pipeline.run_pipeline import Await, Receive, Send
+from autopar.runtime.pipeline.run_pipeline import Await, Copied, Copy, Receive, Send
 
 PROFILER = "torch.profiler"  # in place of a recorder: runs name what they do there
 RUN, COLLECTIVE, WAITED, POSTED, OTHER = "run", "collective", "wait", "post", "step"
@@ -98,7 +98,8 @@ class Recorder:
 
 def is_unseen(request: Any) -> bool:
     """True for what is answered without a word to other ranks."""
-    return isinstance(request, Request) and (is_local(request.op) or request.op in COPIES)
+    is_copy = isinstance(request, (Copy, Copied))
+    return is_copy or (isinstance(request, Request) and (is_local(request.op) or request.op in COPIES))
 
 
 def _event(request: Any, step: int) -> Event:

@@ -24,7 +24,7 @@ from autopar.runtime.collectives.mesh_ops import WAIT, axis_group, is_local, loc
 from autopar.runtime.collectives.rows_to_owners import bound_of, check_bound
 from autopar.runtime.executor.executor import CPU, Executable, Outputs, Request, at_call, describe, run
 from autopar.runtime.executor.inputs import StepInputs
-from autopar.runtime.pipeline.run_pipeline import Await, Finals, RankCode, Receive, Send, steps_of
+from autopar.runtime.pipeline.run_pipeline import Await, Copied, Copy, Finals, RankCode, Receive, Send, steps_of
 from autopar.runtime.ranks.recorder import Recorder
 from autopar.runtime.tiers.host_tier import Copying, host_tier
 
@@ -125,6 +125,10 @@ class VirtualMesh:
                 elif isinstance(request, Await):
                     waiting[rank] = request
                     return
+                elif isinstance(request, Copy):
+                    answer = [self.tiers[rank].copy(request.instruction, request.values)]
+                elif isinstance(request, Copied):
+                    answer = [tuple(copying.wait() for copying in request.posted)]
                 elif request.op == WAIT:
                     answer = [given.wait() if isinstance(given := request.args[0], Copying) else given]
                     del given

@@ -11,6 +11,7 @@ from autopar.ir.ops.measure import local_bytes
 from autopar.ir.ops.ops import AWAITED, COPIES, TO_DEVICE, TO_HOST
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.program import Program
+from autopar.ir.schedule import IN, OUT
 
 
 def stays(node: fx.Node) -> bool:
@@ -20,6 +21,8 @@ def stays(node: fx.Node) -> bool:
 
 def moves_to_host(program: Program, pipeline: Pipeline | None = None) -> bool:
     """True for a step in which values wait in the host's memory."""
+    if pipeline is not None and any(line.is_copy for lines in pipeline.lists for line in lines):
+        return True
     graphs = [program] if pipeline is None else [one.program for one in pipeline.every_graph()]
     return any(node.target in COPIES for graph in graphs for node in graph.calls())
 
@@ -42,7 +45,16 @@ def _changes(program: Program, pipeline: Pipeline | None, place: int) -> Iterato
     if pipeline is None:
         yield from _of_graph(program, ())
         return
+    coming: dict[tuple[str, int], int] = {}  # what comes back, with the bytes of a buffer that is free then
     for line in pipeline.lists[place]:
+        reads = [key for run in line.runs for key in pipeline.flow.reads_of(run.action)]
+        yield from ((coming.pop(key), -1) for key in reads if key in coming)
+        if line.is_copy:
+            copies, sizes = pipeline.flow.copies(line), [type_.bytes_ for type_ in line.types]
+            yield from ((size, 1) for size in sizes if line.op == OUT)
+            dying = (name for name in line.values if copies[name] in line.frees and line.op == IN)
+            size_of = dict(zip(line.values, sizes, strict=True))
+            coming |= {(name, line.action.microbatch): size_of[name] for name in dying}
         changes = [one for run in line.runs for one in _of_graph(pipeline.graph(run.action), run.frees)]
         # of a pair, at worst, all is taken before any of it is free again
         yield from changes if line.beside is None else sorted(changes, key=lambda change: -change[1])

@@ -29,6 +29,7 @@ import torch
 
 from autopar.errors import PlanError
 from autopar.ir.ops.ops import TO_HOST
+from autopar.ir.schedule import IN, Instruction
 from autopar.runtime.tiers.side_by_side import bytes_of, dense_strides, joined, side_by_side
 
 Make = Callable[[int], "torch.Tensor | None"]
@@ -249,6 +250,10 @@ class HostTier:
             return Copying(self.queues, value, made, self._copied(OUT, [made], [value]))
         made = torch.empty_strided(value.shape, dense_strides(value), dtype=value.dtype, device=self.device)
         return Copying(self.queues, value, made, self._copied(BACK, [made], [value]))
+
+    def copy(self, line: Instruction, values: Iterable[Any]) -> tuple[Copying, ...]:
+        """Start the copies of an instruction: activations out, or back."""
+        return tuple(self._back(value) if line.op == IN else self._out(value) for value in values)
 
     def finish(self) -> None:
         """Let the host wait for the copies of this step that it looks at: gradients that left, and parameters, which an

@@ -126,7 +126,7 @@ def test_inspect_explain_and_plan(job: str) -> None:
     assert code == 0 and found["devices"] == 2 and found["dtype"] == "float32" and re.search(r"^plans: \d+ of \d", said)
     assert found["plans"][0].keys() == {
         "plan", "mesh", "options", "step_us", "tokens_per_second", "mfu", "memory_bytes", "host_memory_bytes",
-        "figures",
+        "disk_bytes", "figures",
     }  # fmt: skip
 
 

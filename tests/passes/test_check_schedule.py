@@ -10,19 +10,22 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from pipelines import Wrong, flow_of, on_numbers, on_one_device, plain_order, resized
+from pipelines import Wrong, flow_of, on_numbers, on_one_device, plain_order, resized, with_host
 from refusals import refused
 
 from autopar.errors import ScheduleError
-from autopar.ir.schedule import Action, Costs, Flow, Instruction
+from autopar.ir.schedule import Action, Costs, Flow, Instruction, copies_ended
 from autopar.passes.schedules import check_schedule, parse_schedule, with_transfers
 
 Lists = list[list[Instruction]]
 
 
-def lists_of(name: str, ranks: int, microbatches: int, prefetch: bool = False) -> tuple[Lists, Flow]:
+def lists_of(
+    name: str, ranks: int, microbatches: int, prefetch: bool = False, host: bool = False
+) -> tuple[Lists, Flow]:
     schedule = parse_schedule(name, ranks, microbatches)
     flow = flow_of(schedule.ranks, microbatches, "".join(sorted(schedule.kinds)))
+    flow = with_host(flow) if host else flow
     return [list(lines) for lines in with_transfers(schedule.orders, flow, Costs(), prefetch)], flow
 
 
@@ -252,7 +255,7 @@ def broken(rng: random.Random, kind: str, lists: Lists, flow: Flow) -> bool:
 
 def broken_message(rng: random.Random, kind: str, lists: Lists, rank: int, at: int) -> bool:
     line = lists[rank][at]
-    if line.op == "RUN":
+    if line.op == "RUN" or (line.is_copy and kind in BOTH):
         return False
     if kind == "retarget":
         lists[rank][at] = replace(line, peer=rng.randrange(-1, len(lists) + 1))
@@ -285,11 +288,12 @@ def test_500_breaks() -> None:
     rng = random.Random(SEED)
     cases = [
         ("1f1b", 3, 4, False), ("interleaved-1f1b", 2, 3, True), ("zb-h1", 3, 3, False), ("zb-v", 2, 3, True),
-        ("dualpipev", 2, 4, True),
+        ("dualpipev", 2, 4, True), ("1f1b", 3, 4, True, True), ("zb-v", 2, 4, True, True),
     ]  # fmt: skip
     bases = [lists_of(*case) for case in cases]
     turns = [[[line.turn for line in each if line.op == "RUN"] for each in lists] for lists, _ in bases]
-    wanted = [on_one_device(flow, plain_order(flow, order)) for order, (_, flow) in zip(turns, bases, strict=True)]
+    flows = [lists_of(*case[:3])[1] for case in cases]  # nothing waits elsewhere
+    wanted = [on_one_device(flow, plain_order(flow, order)) for order, flow in zip(turns, flows, strict=True)]
     tally: Counter[str] = Counter()
     missed, unnamed = [], []
     while sum(tally.values()) < 500:
@@ -318,6 +322,72 @@ def test_500_breaks() -> None:
     assert tally["matters, refused"] > 300
     assert not missed
     assert tally["harmless, accepted"] > 10  # it does not refuse whatever differs
+
+
+def sabotage(text: str, **changes: object) -> Callable[[Lists, Flow], None]:
+    return lambda lists, flow: change(lists, 0, text, **changes)
+
+
+def moved(text: str, to: str) -> Callable[[Lists, Flow], None]:
+    """An instruction of rank 0 before another one."""
+
+    def move(lists: Lists, flow: Flow) -> None:
+        line = lists[0].pop(place(lists, 0, text))
+        lists[0].insert(place(lists, 0, to), line)
+
+    return move
+
+
+# what waits in the host's memory; rank 0 of three, four micro-batches of 1F1B
+COPIES: dict[str, tuple[Callable[[Lists, Flow], None], str]] = {
+    "no copy out": (lambda lists, _: drop(lists, 0, "OUT 0F1"), "it copies %saved0_host0, which is not there"),
+    "no copy back": (lambda lists, _: drop(lists, 0, "IN 0B1"), "(0B1): it reads %saved0_back0B, which is not there"),
+    "out before it is made": (moved("OUT 0F1", "0F1"), "(OUT 0F1: %saved0_host0): it copies %saved0, which is not th"),
+    "back before it is out": (moved("IN 0B0", "OUT 0F0"), "(IN 0B0: %saved0_back0B): it copies %saved0_host0, which"),
+    "back too late": (moved("0B0", "IN 0B0"), "(0B0): it reads %saved0_back0B, which is not there"),
+    "out twice": (
+        lambda lists, _: lists[0].insert(place(lists, 0, "OUT 0F1"), replace(lists[0][place(lists, 0, "OUT 0F1")],
+                                                                             frees=())),
+        "%saved0_host0 comes to this rank twice",
+    ),
+    "buffer given back early": (
+        sabotage("OUT 0F1", frees=("saved0", "saved0_host0")), "copies %saved0_host0, which is freed already",
+    ),
+    "buffer kept": (sabotage("IN 0B1", frees=()), "%saved0_host0 of micro-batch 1 is never freed"),
+    "device memory kept": (sabotage("OUT 0F1", frees=()), "%saved0 of micro-batch 1 is never freed"),
+    "of another micro-batch": (sabotage("IN 0B1", action=Action(0, "B", 2)), "reads %saved0_back0B, which is not ther"),
+    "of none": (sabotage("IN 0B1", action=Action(0, "B", 9)), "the flow has no such micro-batch"),
+    "of another rank": (sabotage("OUT 0F1", action=Action(1, "F", 1)), "this is no action of the rank"),
+    "of no such value": (sabotage("OUT 0F1", values=("w0",)), "the flow knows no %w0 that goes out behind 0F1"),
+    "of another size": (
+        lambda lists, _: lists[0].__setitem__(at := place(lists, 0, "IN 0B1"), resized(lists[0][at])),
+        "the flow knows other types than %saved0_back0B: f32[7",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_broken_copies_are_named(name: str) -> None:
+    lists, flow = lists_of("1f1b", 3, 4, True, host=True)
+    check_schedule(lists, flow)
+    make, text = COPIES[name]
+    make(lists, flow)
+    with pytest.raises(ScheduleError, match=re.escape(text)):
+        check_schedule(lists, flow)
+
+
+def test_copies_go_beside_the_turns_of_others() -> None:
+    """A copy back starts a turn ahead; the memory of what goes out is free behind the next turn."""
+    lists, flow = lists_of("1f1b", 3, 4, True, host=True)
+    mine = [line for line in lists[0] if line.op in ("RUN", "OUT", "IN") and line.action.kind in "FB"]
+    assert [str(line).partition(":")[0] for line in mine] == [
+        "0F0", "OUT 0F0", "0F1", "OUT 0F1", "IN 0B0", "0F2", "OUT 0F2", "0B0", "IN 0B1", "0F3", "OUT 0F3", "IN 0B2",
+        "0B1", "IN 0B3", "0B2", "0B3",
+    ]  # fmt: skip
+    ends = {str(mine[out].action): str(mine[end].action) for out, end in copies_ended(mine, flow).items()}
+    assert ends == {"0F0": "0F1", "0F1": "0F2", "0F2": "0B0", "0F3": "0B1"}
+    soon = [mine[0], mine[1], replace(mine[4], action=Action(0, "B", 0)), mine[7]]  # no turn is between the two
+    assert copies_ended(soon, flow) == {1: 2}
 
 
 @pytest.mark.parametrize("ranks", [256, pytest.param(1024, marks=pytest.mark.slow)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import torch
 from mixtures import Kind, Mixtures
@@ -11,7 +12,7 @@ from plan_jobs import llama_job
 
 import autopar
 from autopar.compiler.meshes import mesh_of
-from autopar.machines import named
+from autopar.machines import Machine, named
 from autopar.planning.jobs import layers_of
 from autopar.planning.planner import Asked, Planned, planned
 from autopar.planning.space.candidates import Candidate
@@ -19,10 +20,10 @@ from autopar.report.emitted import _splits_of_experts, checked
 from autopar.report.plans import planned_text
 
 
-def _planned(kind: Kind, fixed: dict[str, int]) -> Planned:
+def _planned(kind: Kind, fixed: dict[str, Any], machine: Machine | None = None) -> Planned:
     with torch.device("meta"):
         tokens, model = torch.zeros(8, 64, dtype=torch.long), Mixtures(kind)
-    machine = named("h100-80g")
+    machine = machine or named("h100-80g")
     layers = layers_of(autopar.Job(model, batch=(tokens, tokens)), machine)
     return checked(planned(layers, Asked(4, 8, machine, fixed=fixed)))
 
@@ -57,6 +58,21 @@ def test_forwards_beside_backwards_are_tried_where_a_pipeline_waits_much() -> No
     assert "dualpipev" not in planned_text(
         checked(planned(layers, Asked(4, 8, near, fixed=fixed | {"schedule": "zb-v"})))
     )
+
+
+def test_pairs_are_tried_without_a_pipeline_where_experts_wait_much() -> None:
+    """Of a plan with several micro-batches, as memory may ask for; refused if it is no faster."""
+    fixed = {"tp": 1, "pp": 1, "cp": 1, "zero": 0, "fsdp": 1, "recompute": "none", "microbatches": 2}
+    kind, slow = Kind(experts=64, width=2048, chosen=1, blocks=2), named("h100-80g")
+    slow = replace(slow, inside=replace(slow.inside, bandwidth=slow.inside.bandwidth / 10))
+    found = _planned(kind, fixed, slow)
+    (said,) = re.findall(
+        r"; dualpipev in place of one graph after the other: (.\d+\.\d)% \((.*) dualpipev\)", planned_text(found)
+    )
+    assert "ep=" in said[1] and "2 x 1 rows" in said[1]
+    best = found.found.best[0]
+    assert best.candidate.options().get("schedule") == ("dualpipev" if best.candidate.schedule == "dualpipev" else None)
+    assert "dualpipev" not in planned_text(_planned(kind, fixed | {"microbatches": 1}, slow))
 
 
 def test_experts_are_tried_over_the_ranks_that_split_sequences() -> None:

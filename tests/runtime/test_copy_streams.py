@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from autopar.ir.mesh import PIPELINE
 from autopar.ir.ops.ops import TO_DEVICE, TO_HOST
+from autopar.ir.schedule import Instruction
 from autopar.runtime.executor.executor import Study
 from autopar.runtime.executor.inputs import inputs_of, slots_of
 from autopar.runtime.ranks.distributed import DistributedDriver
@@ -117,13 +118,28 @@ class Watch(TorchDispatchMode):
                 self.api.races.append(f"memory ends at %{self.api.node} that {name} still uses since %{node}")
 
 
+class Named:
+    """A tier that tells a recorder which instruction copies."""
+
+    def __init__(self, tier: HostTier, api: Recorded) -> None:
+        self._tier, self._api = tier, api
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tier, name)
+
+    def copy(self, line: Instruction, values: Any) -> Any:
+        self._api.node = f"{line.op} {line.action}"
+        return self._tier.copy(line, values)
+
+
 def races_of(make: Callable[[Recorded], Queues], options: dict[str, Any], tier: type[HostTier] = HostTier) -> list[str]:
     """The races of two steps of rank 0, and no buffer is made in them."""
     found = case.compiled("deep", "dp=1", **options)
     api = Recorded()
     pool = HostPool(lambda size: torch.empty(size, dtype=torch.uint8))
     pool.fill(host_buffers(found.program, found.pipeline, 0))
-    driver = DistributedDriver(found.mesh, {}, 0, tier=tier(pool, make(api), torch.device("cpu")))
+    made = tier(pool, make(api), torch.device("cpu"))
+    driver = DistributedDriver(found.mesh, {}, 0, tier=Named(made, api))
 
     def enter(node: fx.Node) -> None:
         api.node = node.name
@@ -161,6 +177,27 @@ def races_of(make: Callable[[Recorded], Queues], options: dict[str, Any], tier: 
 @pytest.mark.parametrize("options", [{}, {"microbatches": 4}, {"recompute": "full"}], ids=str)
 def test_every_access_is_ordered(options: dict[str, Any], horizon: Any):
     assert not races_of(lambda api: CopyQueues(api, CPU), {"offload": "activations", "horizon": horizon, **options})
+
+
+# no layer hides a copy, so copies are instructions of the list
+BESIDE: dict[str, Any] = {"offload": "activations", "microbatches": 4, "schedule": "gpipe", "machine": case.SLOW}
+
+
+def test_every_access_of_copies_beside_the_turns_of_others_is_ordered():
+    found = case.compiled("deep", "dp=1", **BESIDE)
+    assert found.pipeline is not None and {line.op for line in found.pipeline.lists[0]} == {"RUN", "OUT", "IN"}
+    for schedule in ("gpipe", "dualpipev"):
+        assert not races_of(lambda api: CopyQueues(api, CPU), {**BESIDE, "schedule": schedule})
+
+
+def test_each_sabotage_of_copies_beside_is_found_by_name():
+    dropped = races_of(lambda api: NoWait(api, CPU), BESIDE)
+    assert any(race.startswith("compute reads at") and "what back writes at %IN 0B0" in race for race in dropped)
+    assert any("still uses since %OUT 0F1" in race for race in dropped), dropped[:3]
+    ahead = races_of(lambda api: Ahead(api, CPU), BESIDE)
+    assert any(race.startswith("out reads at %OUT 0F0 what compute writes") for race in ahead), ahead[:3]
+    soon = races_of(lambda api: TooSoon(api, CPU), BESIDE)
+    assert not soon  # the memory of the copy out is given back before, so the computing stream has waited for it
 
 
 @pytest.mark.parametrize("more", [{}, {"microbatches": 3}], ids=str)

@@ -35,10 +35,10 @@ class Block(nn.Module):
 
 
 class Deep(nn.Module):
-    def __init__(self, layers: int = LAYERS) -> None:
+    def __init__(self, layers: int = LAYERS, width: int = 16) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(layers))
-        self.head = nn.Linear(16, 16)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.head = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:

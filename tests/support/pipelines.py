@@ -62,6 +62,22 @@ def flow_of(ranks: tuple[int, ...], microbatches: int, kinds: str = "FB") -> Flo
     return Flow(ranks, microbatches, works, types, owners)
 
 
+def with_host(flow: Flow) -> Flow:
+    """The flow in which what each stage saves waits in the host's memory, and comes back for each that reads it."""
+    works, types = dict(flow.works), dict(flow.types)
+    stores, loads = dict[tuple[int, str], dict[str, str]](), dict[tuple[int, str], dict[str, str]]()
+    for (s, kind), work in flow.works.items():
+        saved, host = f"saved{s}", f"saved{s}_host{s}"
+        if saved in work.writes:
+            stores[s, kind] = {host: saved}
+        if saved in work.reads:
+            back = f"saved{s}_back{s}{kind}"
+            loads[s, kind] = {back: host}
+            works[s, kind] = replace(work, reads=tuple(back if name == saved else name for name in work.reads))
+            types |= {host: types[saved], back: types[saved]}
+    return replace(flow, works=works, types=types, stores=stores, loads=loads)
+
+
 def number(*parts: object) -> int:
     return zlib.crc32(repr(parts).encode()) + 1
 
@@ -171,6 +187,14 @@ def on_numbers(lists: Sequence[Sequence[Instruction]], flow: Flow) -> dict[str, 
             for run in line.runs:
                 for name in flow.works[run.action.stage, run.action.kind].sums:
                     parts[name] += 1
+        elif line.is_copy:
+            if flow.types_of(line.action, line.values) != line.types:
+                raise Wrong(f"{line} has other buffers")
+            for name in line.values:
+                source = flow.copies(line).get(name)
+                if source is None or (source, line.action.microbatch) not in memories[rank]:
+                    raise Wrong(f"rank {rank} copies {source}")
+                memories[rank][name, line.action.microbatch] = memories[rank][source, line.action.microbatch]
         elif line.op == "RECV" or not 0 <= line.peer < len(lists) or at[line.peer] == len(lists[line.peer]):
             return False  # a message is the act of its sender
         else:

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from autopar.ir.mesh import PIPELINE, Mesh
-from autopar.ir.ops.measure import group_of
+from autopar.ir.ops.measure import group_of, local_bytes
+from autopar.ir.ops.ops import COPIES, TO_HOST
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.program import Program, TensorType
 from autopar.ir.schedule import ONCE, Action, Timeline, Turn
@@ -15,7 +16,7 @@ from autopar.machines import Machine
 from autopar.machines.model import RankGroup
 from autopar.passes.collectives.carried import sees_before
 from autopar.passes.costs.node_costs import node_times
-from autopar.passes.costs.streams import StreamTimes, run, run_pair
+from autopar.passes.costs.streams import BACK, OUT, StreamTimes, run, run_pair
 from autopar.passes.schedules.simulate import simulate
 
 
@@ -41,15 +42,24 @@ def pipeline_time(
     ends = {rank: max((span.end_us for span in spans), default=0.0) for rank, spans in enumerate(timeline.ranks)}
     last = max(ends, key=lambda rank: ends[rank] + optimizer.get(rank, 0.0))
     spent = _sum(emitted.ran(span.instruction.turn) for span in timeline.runs(last))
+    out, back = timeline.copied_us[last]
+    spent = replace(spent, total=spent.total + out + back, exposed=_with_copies(spent.exposed, out, back))
     return PipelineTime(ends[last], spent, ends[last] - spent.total, optimizer.get(last, 0.0), timeline)
+
+
+def _with_copies(exposed: Mapping[str, float], out: float, back: float) -> Mapping[str, float]:
+    """What a rank waited for, with its copies that are instructions."""
+    waited = {OUT: exposed.get(OUT, 0.0) + out, BACK: exposed.get(BACK, 0.0) + back}
+    return {**exposed, **{way: us for way, us in waited.items() if us}}
 
 
 @dataclass(frozen=True, slots=True)
 class Emitted:
     """What the actions of a pipeline take on a machine: `Times` of the emitted graphs.
 
-    graphs: by (stage, kind, length); pairs: of two that run side by side. growing: the part of each that grows with the
-    place of a slice: attention to what lies before it. Its FLOPs are those of a slice in the middle of the sequence.
+    graphs: by (stage, kind, length); pairs: of two that run side by side. links: us of the copies in each graph, out
+    and back. growing: the part of each that grows with the place of a slice: attention to what lies before it. Its
+    FLOPs are those of a slice in the middle of the sequence.
     """
 
     pipeline: Pipeline
@@ -57,6 +67,7 @@ class Emitted:
     link: RankGroup
     graphs: Mapping[tuple[int, str, int], StreamTimes]
     growing: Mapping[tuple[int, str, int], float]
+    links: Mapping[tuple[int, str, int], tuple[float, float]]
     pairs: Mapping[tuple[tuple[int, str, int], ...], StreamTimes]
 
     def time_us(self, turn: Turn) -> float:
@@ -64,6 +75,13 @@ class Emitted:
 
     def transfer_us(self, types: tuple[TensorType, ...]) -> float:
         return self.machine.message_us(sum(type_.bytes_ for type_ in types), self.link)
+
+    def copy_us(self, types: tuple[TensorType, ...]) -> float:
+        return sum(self.machine.copy_us(type_.bytes_) for type_ in types)
+
+    def link_us(self, turn: Turn) -> tuple[float, float]:
+        links = [self.links[self.pipeline.graph_place(action)] for action in turn.actions]
+        return sum(out for out, _ in links), sum(back for _, back in links)
 
     def ran(self, turn: Turn) -> StreamTimes:
         """A turn, with all graphs that it runs."""
@@ -101,7 +119,16 @@ def emitted_costs(pipeline: Pipeline, machine: Machine, rows: float = 1.0) -> Em
     turns = {line.turn for lines in pipeline.lists for line in lines if line.beside is not None}
     both_of = {tuple(map(pipeline.graph_place, turn.actions)) for turn in turns}
     pairs = {both: run_pair(graphs[both[0]], graphs[both[1]], machine, rows) for both in both_of}
-    return Emitted(pipeline, machine, group_of(pipeline.mesh, PIPELINE, machine.ranks), ran, growing, pairs)
+    links = {place: _links(graph, machine) for place, graph in graphs.items()}
+    return Emitted(pipeline, machine, group_of(pipeline.mesh, PIPELINE, machine.ranks), ran, growing, links, pairs)
+
+
+def _links(graph: Program, machine: Machine) -> tuple[float, float]:
+    """us of the copies out of a graph, and back."""
+    copies = [node for node in graph.calls() if node.target in COPIES]
+    us = {node: machine.copy_us(local_bytes(node, graph.mesh)) for node in copies}
+    out = sum(us[node] for node in copies if node.target is TO_HOST)
+    return out, sum(us.values()) - out
 
 
 def _placed(graph: Program, mesh: Mesh) -> Program:

@@ -114,13 +114,15 @@ def least_us(candidate: Candidate, layers: Layers) -> float:
 def data_of(candidate: Candidate, layers: Layers) -> Data:
     """What a candidate moves over its data axes."""
     known: Known = layers.kept("collectives", dict)
-    return Data(candidate, layers.micros.machine, layers.micros.options.bucket_bytes, known)
+    machine = layers.micros.machine
+    machine = machine.from_disk(candidate.size) if candidate.folder and candidate.is_hosted else machine
+    return Data(candidate, machine, layers.micros.options.bucket_bytes, known)
 
 
 def _model(candidate: Candidate, layers: Layers) -> tuple[Hashable, ...]:
     """All that stages follow from, beside the place of their ranks of tp and cp."""
     data, one = data_of(candidate, layers), candidate
-    model = one.rows, one.policies, one.ranges, one.adds, one.pp, one.is_hosted
+    model = one.rows, one.policies, one.ranges, one.adds, one.pp, one.is_hosted, one.folder
     if one.pp == 1:  # a step that is one graph moves with ZeRO-1 what it moves with ZeRO-2
         zero = one.zero == 3 if one.is_alone else one.zero
         return *model, min(one.microbatches, 2), one.data > 1 and (data.groups, zero, one.gathers_again)
@@ -170,9 +172,22 @@ def _stages(candidate: Candidate, layers: Layers) -> Sequence[Stage]:
         graphs = data.graphs(share, own, cost)
         least = cost.on(share).us(share.time.layers, candidate.halves)
         us = {kind: max(graph.moving.streams.device, least[kind]) for kind, graph in graphs.items()}
+        us = {kind: _loaded(kind, each, candidate, cost.on(share), share, data.machine) for kind, each in us.items()}
         backward = (graph.alive for kind, graph in graphs.items() if kind != "F")
         stages.append(Stage(share, cost, us, own, tuple(map(max, zip(*backward, strict=True)))))
     return stages
+
+
+def _loaded(kind: str, us: float, candidate: Candidate, cost: Cost, share: Share, machine: Machine) -> float:
+    """us of an action of a stage whose parameters wait in the host's memory: they come for each pass, a layer ahead, so
+    that nothing hides the first one; sums of gradients come where they are added to, and leave."""
+    if not candidate.is_hosted:
+        return us
+    layers, shards = share.stored.layers, candidate.shards
+    comes = cost.parameters(layers) / shards if kind in "FBI" else 0.0
+    sums = cost.gradients(layers) / shards if kind in "BW" else 0.0
+    first = max(cost.parameters.each, cost.parameters.entry) / shards if kind in "FBI" else 0.0
+    return max(us + machine.copy_us(first), machine.copy_us(comes + sums * (candidate.microbatches > 1)))
 
 
 def _shares(candidate: Candidate, layers: Layers) -> Sequence[Share]:

@@ -24,7 +24,8 @@ Held = tuple[float, float, float, float, float]  # what `Moments` count
 class Prediction:
     """us, and bytes of the fullest rank. bubble, exposed, data: the parts that are idle in the pipeline, that wait for
     tp and cp, and for the data axes, or the host's memory. is_emitted: True if these are of the emitted programs
-    (report/emitted.py). host: bytes of the host's memory, of the rank that takes most."""
+    (report/emitted.py). host: bytes of the host's memory, of the rank that takes most; of the disk, if the candidate
+    has a folder there."""
 
     candidate: Candidate
     total: float
@@ -75,8 +76,9 @@ def _ends(candidate: Candidate, layers: Layers, rank: Stage, machine: Machine) -
     """us of a rank before its first micro-batch, behind the last one, and of the optimizer."""
     stored, cost = rank.share.stored.layers, rank.cost
     optimizer = optimizer_us(
-        machine, ADAMW * cost.trained(stored) / candidate.shards, candidate.offload, candidate.size
-    )
+        machine, ADAMW * cost.trained(stored) / candidate.shards, candidate.offload, candidate.size,
+        is_on_disk=bool(candidate.folder), in_files=candidate.is_hosted,
+    )  # fmt: skip
     once = cost.once(rank.share.time.layers)
     if rank.step is not None:
         return rank.step.before, rank.step.after, optimizer
@@ -95,8 +97,7 @@ def rank_bytes(candidate: Candidate, made: Pipelined, rank: int) -> float:
     layers, cost = own.share.stored.layers, own.cost
     trained, frozen, gradients = cost.trained(layers), cost.frozen(layers), cost.gradients(layers) / shards
     if candidate.is_hosted:
-        assert own.step is not None
-        return own.step.peaks.forward
+        return own.step.peaks.forward if own.step is not None else _hosted(candidate, made, rank)
     part, stepping = trained / shards + frozen / candidate.frozen_shards, trained / shards
     if candidate.offload == STATES:
         largest, others = _chunk(cost, layers), cost.trained(layers) / PARTS
@@ -112,6 +113,22 @@ def rank_bytes(candidate: Candidate, made: Pipelined, rank: int) -> float:
     peak = max(peak, _last(held) + _received(made, own) / candidate.parts)
     copies = _copies(candidate, own, made.stages[-1].cost.lent.outside)
     return max(part + copies + peak, optimizer)
+
+
+def _hosted(candidate: Candidate, made: Pipelined, rank: int) -> float:
+    """Bytes of a rank of a pipeline whose parameters wait in the host's memory: what it saves, with parameters and sums
+    of gradients of two layers, or with those of what lies outside of the layers: what is made first, and last."""
+    cost, parts = made.ranks[rank].cost, candidate.parts
+    weights, sums = cost.parameters, cost.gradients
+    each = 2 * (weights.each + sums.each / parts) + cost.copies.each
+    behind = weights.sections[2] + sums.sections[2] / parts
+    held = [(saved, late, 0.0, others, ahead) for saved, late, _, others, ahead in held_of(candidate, made, rank)]
+    passing = max(each, behind) + made.moments[rank].most(held)
+    if not weights.entry:
+        return passing
+    whole = max(sums.entry, held[0][3])  # the gradient of what is read first is made when all else has gone
+    saved = [(saved, late, 0.0, 0.0, ahead) for saved, late, _, _, ahead in held]
+    return max(passing, whole + (sums.entry + sums.each) / parts + made.moments[rank].most(saved))
 
 
 def _chunk(cost: Cost, layers: float) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 
 from autopar.compiler.lowered import Lowered
 from autopar.errors import ArtifactError
@@ -32,18 +31,17 @@ def step_time(compiled: Lowered, machine: Machine | None = None, imbalance: floa
     offloaded = compiled.plan.options.offloaded
     where = next((name for name in ("parameters", "optimizer") if offloaded.get(name)), "")
     amount, is_on_disk = offloaded.get("optimizer", 0.0), compiled.plan.options.offload_dir is not None
+    in_files = compiled.plan.options.files is not None
     moving = (lambda name: any(is_named(name, one) for one in amount)) if not isinstance(amount, float) else None
     states = _states(compiled)
     moved = _states(compiled, moving) if moving else {place: float(amount) * held for place, held in states.items()}
     moved = states if where == "parameters" else moved
     optimizer = {
-        place: optimizer_us(machine, held, where, mesh.size, moved[place] / max(1.0, held), is_on_disk)
+        place: optimizer_us(machine, held, where, mesh.size, moved[place] / max(1.0, held), is_on_disk, in_files)
         for place, held in states.items()
     }
-    if compiled.plan.options.files is not None:  # what all ranks of a node load comes from one disk
-        near = min(mesh.size, machine.ranks)
-        optimizer = {place: max(optimizer[place], machine.disk_us(held, mesh.size)) for place, held in states.items()}
-        machine = replace(machine, to_host=min(machine.to_host, machine.disk / near))
+    if in_files:  # what all ranks of a node load comes from one disk
+        machine = machine.from_disk(mesh.size)
     rows = compiled.plan.options.expert_rows or imbalance
     if compiled.pipeline is None:
         spent = run(compiled.program, machine, rows)
@@ -67,13 +65,15 @@ def _check_has_flops(compiled: Lowered) -> None:
 
 
 def optimizer_us(
-    machine: Machine, bytes_: float, offload: str, ranks: int, share: float = 1.0, is_on_disk: bool = False
-) -> float:
+    machine: Machine, bytes_: float, offload: str, ranks: int, share: float = 1.0, is_on_disk: bool = False,
+    in_files: bool = False,
+) -> float:  # fmt: skip
     """The time in which AdamW reads and writes so many bytes; or in which a share of its two moments come from the
     host's memory while others go there ("optimizer"); or on the host ("parameters"), whose cores all ranks share. On a
-    disk the moments of all ranks of a node are read and written one after the other."""
+    disk the moments of all ranks of a node are read and written one after the other. in_files: parameters and gradients
+    lie there too."""
     moments = 2 * bytes_ / ADAMW * share if offload in ("optimizer", "parameters") else 0.0
-    disk = machine.disk_us(2 * moments, ranks) if is_on_disk else 0.0
+    disk = machine.disk_us(bytes_ if in_files else 2 * moments, ranks) if is_on_disk else 0.0
     if offload == "parameters":
         return max(machine.host_update_us(bytes_, ranks), disk)
     return max(machine.update_us(bytes_), machine.copy_us(moments), disk)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from autopar.errors import divisors
 from autopar.ir.mesh import CONTEXT, EXPERT, ULYSSES
+from autopar.ir.options import DISK
 from autopar.passes.search.heads import head_splits
 from autopar.planning.space.axis_orders import ORDER, orders
 from autopar.planning.space.deal import Ranges
@@ -31,6 +32,7 @@ SHORT = {"none": "", "selective": "selective", "full": "recompute", LAYERS: ""}
 RESHARD = "reshard_after_forward"
 OFFLOAD, NOTHING, STATES, HOSTED = "offload", "none", "optimizer", "parameters"
 OFFLOADS = (NOTHING, STATES, HOSTED)  # what may wait in the host's memory, with states all that is behind them
+FOLDER = "folder"
 DECIDES_ROWS = {"dp", "fsdp", CONTEXT, ULYSSES, "rows", "order"}
 
 
@@ -69,7 +71,8 @@ class Candidate(NamedTuple):  # of which there are a million: made and hashed in
     replicated over dp. order: of the axes, outermost first. chunks: stages of each rank of a pipeline. again: how many
     layers are, of recompute="layers". ep: ranks of dp, over which experts are split as well. experts: or the axes that
     are there, by the name of their group. reshard_after_forward:
-    with zero=3, False gathers parameters once a step, as zero=2 does. offload: what waits in the host's memory."""
+    with zero=3, False gathers parameters once a step, as zero=2 does. offload: what waits in the host's memory, or in
+    files of a folder."""
 
     dp: int
     tp: int
@@ -90,10 +93,16 @@ class Candidate(NamedTuple):  # of which there are a million: made and hashed in
     ep: int = 1
     offload: str = NOTHING
     experts: str = ""
+    folder: str = ""
+
+    @property
+    def is_ordered(self) -> bool:
+        """True for a step whose order is that of a schedule: of a pipeline, or of pairs without one."""
+        return self.pp > 1 or self.schedule == PAIRED
 
     @property
     def is_hosted(self) -> bool:
-        """True if parameters wait in the host's memory, with gradients and states."""
+        """True if parameters wait in the host's memory, or in files, with gradients and states."""
         return self.offload == HOSTED
 
     @property
@@ -199,14 +208,16 @@ class Candidate(NamedTuple):  # of which there are a million: made and hashed in
             options["reshard_after_forward"] = False
         if self.microbatches > 1:
             options["microbatches"] = self.microbatches
-        if self.pp > 1:
+        if self.is_ordered:
             options["schedule"] = self.schedule
         if self.chunks > 1:
             options["chunks"] = self.chunks
         if self.tp > 1:
             options["sequence_parallel"] = self.sequence
         if self.offload != NOTHING:
-            options["offload"] = self.offload
+            options["offload"] = {HOSTED: DISK} if self.folder and self.is_hosted else self.offload
+        if self.folder:
+            options["offload_dir"] = self.folder
         if self.experts:
             options["experts"] = self.experts
         return options
@@ -222,9 +233,9 @@ class Candidate(NamedTuple):  # of which there are a million: made and hashed in
         words += ["" if self.reshard_after_forward else "gathered once"]
         words += [str(self.again or "")]
         words += ["whole sequences" if self.tp > 1 and not self.sequence else ""]
-        words += [f"{self.microbatches} x {self.rows} rows", self.schedule if self.pp > 1 else ""]
+        words += [f"{self.microbatches} x {self.rows} rows", self.schedule if self.is_ordered else ""]
         words += [f"{self.chunks} chunks" if self.chunks > 2 else ""]
-        words += [f"{self.offload} in host" if self.offload != NOTHING else ""]
+        words += [f"{self.offload} {'on disk' if self.folder else 'in host'}" if self.offload != NOTHING else ""]
         words += [f"experts over {self.experts}" if self.experts else ""]
         return " ".join(word for word in words if word)
 
@@ -371,13 +382,14 @@ class Space:
             if not self._may("microbatches", own // rows) or not self._is_best(rows, context):
                 continue
             for schedule, chunks in pipelines:
-                is_whole = sizes["pp"] == own // rows == 1
+                is_whole = sizes["pp"] > 1 or own // rows == 1
                 if self._fills(sizes["pp"], own // rows, schedule, chunks) and (offload != HOSTED or is_whole):
                     for zero_, recompute, sequence in of_axes:
                         yield Candidate(
                             sizes["dp"], sizes["tp"], sizes["pp"], zero_, recompute, rows, own // rows, schedule,
                             sequence, sizes["fsdp"], sizes[CONTEXT], order, chunks,
                             self.model.again if recompute == LAYERS else None, reshard, sizes[ULYSSES], 1, offload,
+                            "", self.fixed.get(FOLDER, ""),
                         )  # fmt: skip
 
     def _may_mix(self, pp: int) -> bool:

@@ -21,12 +21,12 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.ops.names import DTYPES, dtype_name
 from autopar.ir.pipeline import Join, Pipeline, Reduction, graph_name
 from autopar.ir.program import Program, TensorType
-from autopar.ir.schedule import BESIDE, KINDS, ONCE, ONCE_KINDS, Action, Costs, Flow, Instruction, Work
+from autopar.ir.schedule import BESIDE, IN, KINDS, ONCE, ONCE_KINDS, OUT, Action, Costs, Flow, Instruction, Work
 from autopar.passes.schedules import check_schedule
 
 _FIELDS = ("reads", "writes", "sums", "step_reads", "step_writes", "carries")
 _ACTION = re.compile(rf"(\d+)([{''.join(KINDS)}])(\d*)\Z", re.ASCII)
-_MESSAGE = re.compile(r"(SEND|RECV) (\S+) (?:to|from) rank (\d+): ([^;]*)\Z", re.ASCII)
+_MESSAGE = re.compile(r"(SEND|RECV|OUT|IN) (\S+?)(?: (?:to|from) rank (\d+))?: ([^;]*)\Z", re.ASCII)
 _TYPE = re.compile(r"(\w+)\[([\d,]*)\]\Z", re.ASCII)
 _NAME = re.compile(r"%[^\s,;%]+\Z")
 
@@ -51,6 +51,8 @@ def pipeline_json(pipeline: Pipeline) -> dict[str, Any]:
         },
         "types": _types_json(flow.types),
         "owners": {name: list(ranks) for name, ranks in flow.owners.items()},
+        "stores": {f"{place}{kind}": dict(copies) for (place, kind), copies in flow.stores.items()},
+        "loads": {f"{place}{kind}": dict(copies) for (place, kind), copies in flow.loads.items()},
         "reductions": {
             name: [[one.kind, one.axis, one.dim, one.outer] for one in how.joins]
             for name, how in pipeline.reductions.items()
@@ -63,6 +65,7 @@ def pipeline_json(pipeline: Pipeline) -> dict[str, Any]:
             },
             "latency_us": costs.latency_us,
             "bytes_per_us": None if math.isinf(costs.bytes_per_us) else costs.bytes_per_us,
+            "host_bytes_per_us": None if math.isinf(costs.host_bytes_per_us) else costs.host_bytes_per_us,
         },
         "graphs": [f"{place}{kind}" for place, kind in pipeline.graphs],
         "instructions": {str(rank): [print_instruction(line) for line in lines]
@@ -94,7 +97,10 @@ def parse_instruction(text: str, flow: Flow) -> Instruction:
     unknown = [name for name in values if name not in flow.types]
     if unknown:
         raise ValueError(f"'{text}': '%{unknown[0]}' has no type")
-    return Instruction(match[1], action, int(match[3]), values, flow.types_of(action, values), gone)
+    if (match[3] is None) != (match[1] in (OUT, IN)):
+        raise ValueError(f"'{text}' is no message")
+    peer = -1 if match[3] is None else int(match[3])
+    return Instruction(match[1], action, peer, values, flow.types_of(action, values), gone)
 
 
 def parse_run(text: str) -> Instruction:
@@ -134,7 +140,12 @@ def _parse(content: Any, mesh: Mesh, graphs: Graphs) -> Pipeline:
     stages = tuple(map(int, content["stages"]))
     lengths = tuple(map(int, content["lengths"]))
     sized = {int(length): _types(named) for length, named in content["sized"].items()}
-    flow = Flow(stages, int(content["microbatches"]), works, types, owners, int(content["slices"]), lengths, sized)
+    stores, loads = (
+        {_key(text): {str(made): str(of) for made, of in copies.items()} for text, copies in content[name].items()}
+        for name in ("stores", "loads")
+    )
+    flow = Flow(stages, int(content["microbatches"]), works, types, owners, int(content["slices"]), lengths, sized,
+                stores, loads)  # fmt: skip
     found, others = _graphs(content["graphs"], flow, graphs)
     if lost := sorted(set(works) - set(found)):
         raise ValueError(f"there is no graph of {lost[0][0]}{lost[0][1]}")
@@ -142,6 +153,7 @@ def _parse(content: Any, mesh: Mesh, graphs: Graphs) -> Pipeline:
     if len(lengths) not in (0, flow.slices) or {*sized} != {*lengths} or lost_lengths:
         raise ValueError(f"there are {flow.slices} slices of lengths {list(lengths)}, with types of {sorted(sized)}")
     times, bytes_per_us = content["costs"]["times_us"], content["costs"]["bytes_per_us"]
+    host_bytes_per_us = content["costs"]["host_bytes_per_us"]
     costs = Costs(
         {_key(text): float(time) for text, time in times.items()},
         float(content["costs"]["latency_us"]),
@@ -150,6 +162,7 @@ def _parse(content: Any, mesh: Mesh, graphs: Graphs) -> Pipeline:
         flow.slices,
         lengths,
         {_keys(text): float(time) for text, time in content["costs"]["pairs_us"].items()},
+        math.inf if host_bytes_per_us is None else float(host_bytes_per_us),
     )
     lists = tuple(
         tuple(parse_instruction(line, flow) for line in content["instructions"][str(rank)])

@@ -116,7 +116,7 @@ class _Search:
         self.limit = int(memory * self.plain.peak) if isinstance(memory, float) else memory
         units = _units(plain)
         layers = policies_of(plain.program, "full").layers
-        self.layers = [name for name in units if name in layers]
+        self.layers = [name for name in units if name and name in layers]  # no pattern names the model itself
         self.gathered = _gathered(plain, units) if plan.gathers_again and not plan.offloads("parameters") else []
         moved = {**plan.options.offloaded, "activations": 1.0}
         self.all_move = {"offload": moved} if plan.options.compile != "inductor" else {}
@@ -127,6 +127,8 @@ class _Search:
             best = self._best([best, *self._along(way, {}, best, self._guess())])
         if best is None:
             best = self._best([self.tried(way.changes(1.0)) for way in self._ways()])
+        if best is None and self.all_move:  # nothing of another micro-batch comes or goes beside the one at work
+            best = self._best([self.tried({**way.changes(1.0), "horizon": 1}) for way in self._ways()])
         if best is None:
             raise self._impossible()
         for part in GATHERED if self.gathered else ():

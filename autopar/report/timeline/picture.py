@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autopar.ir.pipeline import Pipeline
-from autopar.ir.schedule import KINDS, ONCE, Action, Span, Timeline
+from autopar.ir.schedule import IN, KINDS, ONCE, Action, Span, Timeline
 
 KIND_NAMES = {kind: name.replace("_", " ") for kind, name in KINDS.items()}
 
@@ -139,7 +139,7 @@ def _lanes(pipeline: Pipeline, timeline: Timeline, measured: bool) -> Iterator[L
                 slices, length = pipeline.flow.slices, pipeline.flow.length_of(action)
                 more = (chunk, len(stages), slices, length, row, len(line.runs))
                 blocks.append(TimeBlock(action, start, end, "", *more))
-            if line.op == "RECV":
+            if line.op in ("RECV", IN):
                 messages.append(TimeBlock(line.action, start, end, _message(span)))
         yield Lane(rank, tuple(blocks), tuple(messages), timeline.bubble(rank), measured)
 
@@ -147,7 +147,8 @@ def _lanes(pipeline: Pipeline, timeline: Timeline, measured: bool) -> Iterator[L
 def _message(span: Span) -> str:
     line = span.instruction
     count = sum(type_.bytes_ for type_ in line.types)
-    return f"{line.action} from rank {line.peer}: {', '.join(f'%{name}' for name in line.values)} ({count:,} bytes)"
+    origin = "the host's memory" if line.is_copy else f"rank {line.peer}"
+    return f"{line.action} from {origin}: {', '.join(f'%{name}' for name in line.values)} ({count:,} bytes)"
 
 
 def _start(timeline: Timeline) -> float:
