@@ -452,7 +452,10 @@ def _is_gathered(node: fx.Node) -> bool:
 
 
 def _reaches(has: Layout, wanted: Layout) -> bool:
-    """True if a move leads from one to the other: only a sum can be made partial again."""
+    """True if a move leads from one to the other: only a sum can be made partial again, and rows at their owners, whose
+    number is known nowhere else, are split no further."""
+    if has.owned and has.owned == wanted.owned and has.dims[0] != wanted.dims[0]:
+        return False
     return all(kind == "sum" for axis, kind in wanted.partial if (axis, kind) not in has.partial)
 
 
