@@ -6,10 +6,8 @@ import re
 from collections import Counter
 from typing import Any
 
-import expert_spellings as ways
 import pytest
 import torch
-from expert_spellings import batch, spelled
 from torch import Tensor, nn
 
 import autopar
@@ -20,6 +18,8 @@ from autopar.passes.sorts import loop_masks
 from autopar.runtime.executor import executor
 from autopar.runtime.kernels.dropout import dropout_of_rows
 from autopar.verification.verify import verify
+from benchmarks.spellings import expert_spellings as ways
+from benchmarks.spellings.expert_spellings import batch, spelled
 
 # (spelling, is_stacked, experts of a row, meshes with options)
 Way = tuple[Any, bool, int, list[tuple[str, dict[str, Any]]]]

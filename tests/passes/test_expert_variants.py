@@ -6,16 +6,16 @@ import inspect
 import re
 from typing import Any
 
-import expert_variants as ways
 import pytest
 import torch
-from expert_spellings import batch, spelled
 from torch import nn
 
 import autopar
 from autopar.errors import CaptureError, LayoutError
 from autopar.ir.program import record
 from autopar.verification.verify import verify
+from benchmarks.spellings import expert_variants as ways
+from benchmarks.spellings.expert_spellings import batch, spelled
 
 DIVIDED = (
     ways.unique, ways.unique_list, ways.pairs, ways.unbound, ways.turned_pairs, ways.as_tuple, ways.argwhere,
