@@ -2,8 +2,9 @@
 
     timeout 1300 .venv/bin/python -m benchmarks.combinations --seconds 1200 --seed 0
 
-Draws a model of the coverage table, a recurrence or a mixture of experts (in a way to write one), a mesh, options that go together on paper (ZeRO, recomputation,
-micro-batches, stages, schedules, slices, sequence parallelism, buckets) and a float: that of the model, or a precision.
+Draws a model of the coverage table, a recurrence or a mixture of experts (in a way to write one), a mesh, options that
+go together on paper (ZeRO, recomputation, micro-batches, stages, schedules, slices, sequence parallelism, buckets) and
+a float: that of the model, or a precision.
 `autopar.verify` judges: of loss, every gradient, every updated weight and buffer over two steps the largest relative
 error is printed, or the refusal in full: an error of ours that says what to do. Replay one with `--only N`, the number
 of its row; `--recurrent`: every model is a recurrence, `--mixtures`: a mixture; `--float64`: no other float.

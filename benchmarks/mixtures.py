@@ -46,7 +46,10 @@ def _case(way: Callable[..., Tensor]) -> tuple[nn.Module, Any, Any]:
     return model_of(way), None, tokens()
 
 
-# The model, its loss function and a batch, by the name of the way.
+# The model, its loss function and a batch, by the name of the way; none whose experts choose rows, for which of rows
+# that are alike they choose hangs on how these were rounded.
 MODELS: dict[str, Callable[[], tuple[nn.Module, Any, Any]]] = {
-    way.__name__: partial(_case, way) for way in (*LOOPS, *SORTED, *ROOMS)
+    way.__name__: partial(_case, way)
+    for way in (*LOOPS, *SORTED, *ROOMS)
+    if way not in (variants.expert_choice, variants.expert_choice_hot)
 }

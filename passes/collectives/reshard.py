@@ -269,6 +269,9 @@ class _Reshard:
         return min(ways, key=lambda way: sum(is_collective(op(step.name)) for step in way[1]))
 
     def _reason(self, node: fx.Node, has: Layout, wanted: Layout, user: fx.Node) -> str:
+        if has.owned != wanted.owned:
+            way = "come back from" if has.owned else "go to"
+            return f"rows {way} the ranks of their experts: %{node.name} is {has}, but %{user.name} wants {wanted}"
         if user.op != "output":
             return f"%{node.name} is {has}, but %{user.name} wants {wanted}"
         out = self.outputs[node]

@@ -371,7 +371,7 @@ def problem_of(
                 along = bool(splits) and splits <= sequences.get((source, result), set()) | heads
                 if s != t and any(split[1] == OWNED and split[0] for split in splits):
                     continue  # rows move along the first dim
-                if s != t and at_owners and any(split[0] == 0 for split in splits):
+                if strict and s != t and at_owners and any(split[0] == 0 for split in splits):
                     continue  # how many rows there are, no rank knows of another one
                 if s == "sum" and s != t and classes.is_unlike_sums(source, result, user, to_gradient):
                     continue  # the terms of a gradient are summed between their casts

@@ -262,8 +262,10 @@ def test_the_time_of_a_step_is_that_of_the_busiest_rank() -> None:
 def test_explain_says_why_a_row_moves() -> None:
     model, batch = mixture_case(PLAIN)
     compiled = autopar.compile(model, "ep=2", batch=batch)
-    why = "'ep' splits the experts; their products have rows where these are"
+    why = "'ep' splits the experts, and a row is computed by the rank that has its expert"
     text = str(compiled.explain("expert_mm"))
+    assert re.search(rf"\[ep,-\] +forbidden +{re.escape(why)}\n", text), text
+    assert re.search(r"dispatch +ep .* its operand is moved: rows go to the ranks of their experts", text), text
     assert f"has each row of dim 0 where its expert is, decided by intent: {why}" in text
     assert why in str(compiled.explain("mixed.0.up"))
 
@@ -331,7 +333,9 @@ REFUSED: list[tuple[Kind, str, dict[str, Any], type[Exception], str]] = [
         Kind(way="mask"), "ep=2", {}, LayoutError,
         "axis 'ep' (size 2) splits experts, and can split none of the model:\n"
         "  the model has no product that takes the matrix of each row by an index: sort rows by expert and use "
-        'F.grouped_mm, with transformers experts_implementation="grouped_mm"; or give the ranks to dp or tp',
+        'F.grouped_mm, with transformers experts_implementation="grouped_mm"; or stack the matrices, [experts, ..], '
+        "and multiply rows that are put together by expert, [experts, rows, ..], by torch.bmm; or give the ranks to "
+        "dp or tp",
     ),
     (
         PLAIN, "cp=2,ep=2,tp=2", {}, MeshError,

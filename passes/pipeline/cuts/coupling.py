@@ -62,7 +62,7 @@ def coupled(
 
 _HINT = (
     "What takes all samples together more than once does this: BatchNorm in training, and a mixture whose experts have "
-    "a capacity, or choose their rows, of the whole batch. Use microbatches=1 (recompute='full' saves memory, too). For "
+    "a capacity, or choose their rows, of the whole batch. Use microbatches=1 (recompute='full' saves memory too). For "
     "BatchNorm use batch_statistics='microbatch', where it takes the samples of each micro-batch as other trainers do, "
     "or a module without it (GroupNorm, LayerNorm; BatchNorm in eval mode). For a loss of each micro-batch by itself "
     "there is autopar.per_microbatch(function, rows)."
