@@ -225,17 +225,34 @@ TASKS: dict[str, tuple[str, Callable[[], Batch], str]] = {
 }  # fmt: skip
 
 
+# Further mixtures of experts, for `python -m benchmarks.coverage.context --mesh ep=2` alone.
+FURTHER: tuple[str, Callable[[], Batch], str] = (
+    "AutoModelForCausalLM",
+    causal_lm,
+    """
+    afmoe aria_text axk1 axk2 bailing_hybrid cohere2_moe deepseek_v32 deepseek_v4 dots3_note_text exaone_moe flint
+    gemma4_text glm4_moe_lite glm_moe_dsa granitemoe_swa granitemoehybrid hunyuan_v1_moe hy_v3 hy_v4 inkling_text
+    kimi_linear kolibri1 laguna lara_mini lfm2_moe llama4_text longcat_flash mellum mimo_v2_flash minimax_m2
+    minimax_m3_vl_text nemotron_h qwen3_5_moe_text qwen4_exp_text sarvam_mla sarvam_moe solar_open zaya""",
+)
+
+
 def build(task: str, kind: str) -> Case:
     """A model of transformers and its batch, from a fixed seed."""
     import transformers
 
-    auto, batch, _ = TASKS[task]
+    auto, batch, _ = TASKS.get(task, FURTHER)
     torch.manual_seed(0)
     config = config_of(kind)
     if task == "batched experts":
         config._experts_implementation = "batched_mm"
     model = getattr(transformers, auto).from_config(config)
     return model.train(), batch()
+
+
+def case_of(name: str) -> tuple[str, str]:
+    """The task and the model type of a case."""
+    return names().get(name, ("mixtures", name))
 
 
 def names() -> dict[str, tuple[str, str]]:
