@@ -44,6 +44,7 @@ MESHES: list[tuple[str, dict[str, Any]]] = [
     ("pp=2,dp=2,ep=2,tp=2", {"zero": 1}),
     ("ep=2", {"recompute": "full"}),
     ("ep=2", {"recompute": "selective"}),
+    ("ep=2", {"recompute": 0.9, "chunked_loss": True}),
     ("ep=2,tp=2", {"compile": "triton"}),
     ("dp=4", {"experts": "dp", "zero": 2}),
     ("dp=2,fsdp=2", {"experts": "fsdp"}),
@@ -180,6 +181,39 @@ def test_two_trips_there_and_two_back_and_one_route_a_layer(options: dict[str, A
     assert _count(program, "route") == PLAIN.blocks, "also for the backward pass, and what is computed again"
     assert _count(program, "dispatch") == 2 * PLAIN.blocks + again
     assert _count(program, "combine") == 2 * PLAIN.blocks + again
+
+
+def test_bytes_are_those_of_four_trips_of_the_rows_whose_expert_is_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the virtual mesh, to the byte; over Gloo see tests/parallel/test_experts_gloo.py."""
+    moved = 0
+
+    def counted(begin: Callable[..., Any]) -> Callable[..., Any]:
+        def move(x: Tensor, member: Any, *args: Any) -> Any:
+            nonlocal moved
+            step = begin(x, member, *args)
+            away = sum(step.sent) - step.sent[member.place]
+            moved += away * step.x[:1].numel() * x.itemsize if away else 0
+            return step
+
+        return move
+
+    for name in ("dispatch", "combine"):
+        monkeypatch.setitem(collectives._BEGIN, op(name), counted(collectives._BEGIN[op(name)]))
+    model, batch = mixture_case(PLAIN)
+    report = verify(model, "ep=4", batch=batch, steps=1)
+    assert report.ok
+    rows, model = 0, model.double()
+
+    def look(mixture: Mixture, args: tuple[Tensor], _: Any) -> None:
+        nonlocal rows
+        chosen = torch.topk(mixture.router(args[0]).softmax(-1), PLAIN.chosen).indices
+        owners = chosen.flatten(0, 1) // (PLAIN.experts // 4)
+        rows += sum(int((part != place).sum()) for place, part in enumerate(owners.chunk(4)))
+
+    for mixture in model.mixed:
+        mixture.register_forward_hook(look)
+    model(*batch)
+    assert rows > 0 and moved == 4 * rows * PLAIN.width * 8
 
 
 def test_rows_go_along_joined_axes_at_once() -> None:
