@@ -230,10 +230,9 @@ FURTHER: tuple[str, Callable[[], Batch], str] = (
     "AutoModelForCausalLM",
     causal_lm,
     """
-    afmoe aria_text axk1 axk2 bailing_hybrid cohere2_moe deepseek_v32 deepseek_v4 dots3_note_text exaone_moe flint
-    gemma4_text glm4_moe_lite glm_moe_dsa granitemoe_swa granitemoehybrid hunyuan_v1_moe hy_v3 hy_v4 inkling_text
-    kimi_linear kolibri1 laguna lara_mini lfm2_moe llama4_text longcat_flash mellum mimo_v2_flash minimax_m2
-    minimax_m3_vl_text nemotron_h qwen3_5_moe_text qwen4_exp_text sarvam_mla sarvam_moe solar_open zaya""",
+    afmoe aria_text cohere2_moe deepseek_v4 exaone_moe granitemoe_swa hunyuan_v1_moe hy_v3 hy_v4 inkling_text
+    kolibri1 laguna lara_mini llama4_text mellum mimo_v2_flash minimax_m2 minimax_m3_vl_text nemotron_h sarvam_moe
+    solar_open""",
 )
 
 
