@@ -26,6 +26,7 @@ def whole_experts(search: AxisSearch, solution: Solution) -> list[str]:
     why = [line for i in left if (line := _reason(classes, classes.items[i], axis, size))]
     looked_up = [(item, found) for i, item in enumerate(classes.items) if (found := _lookup(classes, i)) is not None]
     why += [_batched(item, classes.items[found]) for item, found in looked_up]
+    # Where no index tells experts, they are what a product has a matrix of for each part of the batch.
     batched = [] if products else [i for i, item in enumerate(classes.items) if item.role and item.role.experts]
     kept = [i for i in batched if not solution.strategy(i).results[0]]
     why += [_undivided(search, i) for i in kept]
@@ -45,12 +46,17 @@ def whole_experts(search: AxisSearch, solution: Solution) -> list[str]:
         *(user for i in kept for user in _products(classes, i)),
         *(i for _, found in looked_up for i in _products(classes, found)),
     }
-    share = operations([classes.items[i] for i in sorted(whole)]) / max(1, operations(classes.items))
-    return [
-        *notes,
-        f"axis '{axis}' (size {size}) leaves experts whole, {100 * share:.3g} % of the work: "
-        + "; ".join(list(dict.fromkeys(why))[:SHOWN]),
-    ]
+    return [*notes, _left_whole(search, whole, why)]
+
+
+def _left_whole(search: AxisSearch, whole: set[int], why: list[str]) -> str:
+    """Say what share of the work whole experts are, and why they are whole."""
+    items = search.classes.items
+    share = operations([items[i] for i in sorted(whole)]) / max(1, operations(items))
+    return (
+        f"axis '{search.axis}' (size {search.size}) leaves experts whole, {100 * share:.3g} % of the work: "
+        + "; ".join(list(dict.fromkeys(why))[:SHOWN])
+    )
 
 
 def _taken_for_experts(search: AxisSearch, split: list[int]) -> str:
