@@ -443,7 +443,7 @@ def _are_rows_unmoved(
     classes: Classes, source: tuple[int, int], user: tuple[int, int], splits: set[Split], strict: bool
 ) -> bool:
     """True for splits between which rows at their owners cannot be moved, from (class, result) to (class, operand):
-    they go there along the first dim; and no rank knows how many rows another one has where an earlier axis put them."""
+    they go there along the first dim, and where an earlier axis put them no rank knows how many another one has."""
     if any(outer == OWNED and dim for dim, outer in splits):
         return True
     if not strict or user[1] < 0 or all(dim for dim, _ in splits):
