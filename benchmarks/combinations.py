@@ -2,11 +2,12 @@
 
     timeout 1300 .venv/bin/python -m benchmarks.combinations --seconds 1200 --seed 0
 
-Draws a model of the coverage table or a recurrence, a mesh, options that go together on paper (ZeRO, recomputation,
-micro-batches, stages, schedules, slices, sequence parallelism, buckets) and a float: that of the model, or a precision.
+Draws a model of the coverage table, a recurrence or a mixture of experts (in a way to write one), a mesh, options that
+go together on paper (ZeRO, recomputation, micro-batches, stages, schedules, slices, sequence parallelism, buckets) and
+a float: that of the model, or a precision.
 `autopar.verify` judges: of loss, every gradient, every updated weight and buffer over two steps the largest relative
 error is printed, or the refusal in full: an error of ours that says what to do. Replay one with `--only N`, the number
-of its row; `--recurrent`: every model is a recurrence; `--float64`: no other float.
+of its row; `--recurrent`: every model is a recurrence, `--mixtures`: a mixture; `--float64`: no other float.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from autopar.capture.per_microbatch import per_microbatch
 from autopar.errors import AutoparError
 from autopar.torch_compat import tree_map
 from autopar.verification.verify import verify
-from benchmarks import recurrences
+from benchmarks import mixtures, recurrences
 from benchmarks.coverage import architectures, plain
 from benchmarks.coverage.measure import model_of
 from benchmarks.records import Figure, Records, record_option
@@ -57,9 +58,11 @@ class TooSlow(Exception):
     """A case took longer than LIMIT_S."""
 
 
-def draw(seed: int, number: int, recurrent: bool = False, in_float64: bool = False) -> tuple[str, str, dict[str, Any]]:
-    """The model, the mesh and the options of a row. recurrent: the model is a recurrence; else one in eight is.
-    in_float64: every row is; else one in two."""
+def draw(
+    seed: int, number: int, recurrent: bool = False, in_float64: bool = False, mixed: bool = False
+) -> tuple[str, str, dict[str, Any]]:
+    """The model, the mesh and the options of a row. recurrent: the model is a recurrence, mixed: a mixture of experts;
+    else one in eight is. in_float64: every row is; else one in two."""
     dice = random.Random(f"{seed} {number}")
     name = dice.choice([*architectures.names(), *plain.MODELS])
     options: dict[str, Any] = {}
@@ -116,6 +119,27 @@ def draw(seed: int, number: int, recurrent: bool = False, in_float64: bool = Fal
         options["reshard_after_forward"] = {"*": False}
     if not DECIDED.intersection(options) and dice.random() < 1 / 4:
         options["memory"] = dice.choice((0.9, 0.95))
+    if (dice.random() < 1 / 8 or mixed) and not recurrent:  # last, so that the rows before it stay as they were
+        return _with_experts(dice, mesh, options)
+    return name, mesh, options
+
+
+def _with_experts(dice: random.Random, mesh: str, options: dict[str, Any]) -> tuple[str, str, dict[str, Any]]:
+    """A row of which the model is a mixture in some way to write one, over an axis of its own or one that is there."""
+    name = dice.choice([*mixtures.MODELS])
+    for key in ("specialize", "per_microbatch", "expert_rows", "experts", "slices"):
+        options.pop(key, None)
+    if options.get("schedule") in SLICED and "pp" not in mesh:
+        del options["schedule"]
+    axes = re.findall(r"\b(?:dp|fsdp|cp)=2", mesh)
+    if name in {way.__name__ for way in mixtures.COUPLED}:
+        options |= {"microbatches": 1} if "microbatches" in options else {}
+    if "ep=" not in mesh and axes and dice.random() < 1 / 2:
+        options["experts"] = ":".join(axis.partition("=")[0] for axis in axes[:2])
+    elif "ep=" not in mesh:
+        mesh = re.sub(r"\b(dp|fsdp)=\d", "ep=2", mesh, count=1) if "dp" in mesh else f"ep=2,{mesh}"
+    if dice.random() < 1 / 4:
+        options["expert_rows"] = 4.0  # as many as there may be
     return name, mesh, options
 
 
@@ -123,7 +147,8 @@ def run(name: str, mesh: str, options: Mapping[str, Any], rows: int) -> float:
     """The largest error, of a row that `verify` calls right. `rows` is the size of the batch, repeated as often as it
     takes."""
     torch.manual_seed(0)
-    model, loss_fn, batch = recurrences.MODELS[name]() if name in recurrences.MODELS else model_of(name)
+    made = recurrences.MODELS.get(name) or mixtures.MODELS.get(name)
+    model, loss_fn, batch = made() if made is not None else model_of(name)
     if isinstance(slices := options.get("slices"), tuple):
         options = {**options, "slices": _lengths(batch, slices)}
     if "per_microbatch" in options:
@@ -175,9 +200,9 @@ def _alarm(*_: object) -> None:
     raise TooSlow(f"more than {LIMIT_S} s")
 
 
-def case(seed: int, number: int, rows: int, recurrent: bool, in_float64: bool = False) -> tuple[str, str]:
-    """The verdict on a row (ok, refused, slow, WRONG, BROKEN), and its line."""
-    name, mesh, options = draw(seed, number, recurrent, in_float64)
+def case(seed: int, number: int, rows: int, *kinds: bool) -> tuple[str, str]:
+    """The verdict on a row (ok, refused, slow, WRONG, BROKEN), and its line. kinds: those of `draw`."""
+    name, mesh, options = draw(seed, number, *kinds)
     text = " ".join(f"{key}={value}" for key, value in options.items())
     start, error = time.process_time(), ""
     signal.signal(signal.SIGALRM, _alarm)
@@ -209,6 +234,7 @@ def main() -> None:
     parser.add_argument("--only", type=int, action="append", help="the number of a row")
     parser.add_argument("--rows", type=int, default=12, help="rows of a batch: what 2, 3, 4 and 6 parts divide")
     parser.add_argument("--recurrent", action="store_true", help="every model is a recurrence")
+    parser.add_argument("--mixtures", action="store_true", help="every model is a mixture of experts")
     parser.add_argument("--float64", action="store_true", help="every model is in float64")
     parser.add_argument("--count", type=int, help="the number of rows to draw")
     record_option(parser)
@@ -222,7 +248,8 @@ def main() -> None:
     drawn = itertools.islice(itertools.count(options.first), options.count)
     numbers = drawn if options.only is None else options.only
     for number in numbers:
-        verdict, line = case(options.seed, number, options.rows, options.recurrent, options.float64)
+        kinds = options.recurrent, options.float64, options.mixtures
+        verdict, line = case(options.seed, number, options.rows, *kinds)
         found[verdict] += 1
         print(line, flush=True)
         if time.monotonic() > end:

@@ -146,8 +146,7 @@ class Raise(TorchFunctionMode):
 
     def _in_order(self) -> Iterator[_Interceptor]:
         """What is done about each call, in this order, until one gives a result. They are functions, not methods of
-        this object, which must not hold itself: the tensors of a trace go with it.
-        """
+        this object, which must not hold itself: the tensors of a trace go with it."""
         yield Raise._put_inputs  # first, for a parameter of the user's or a number that stands for a tensor is no value
         yield Raise._make_dense  # before it is raised, also in the plain module: a program has no sparse gradients
         yield Raise._run_partner  # before anything takes the model that is called for an argument
@@ -214,6 +213,7 @@ class Raise(TorchFunctionMode):
 
     def _decide_comparison(self, call: _Call) -> Any:
         """Make of a comparison with a draw that comes out one way whatever is drawn a call that makes its result."""
+        call.args = self.selected.order.with_number(call.function, call.args)
         if call.function in COMPARISONS:
             found = decided(self.known, call.function, call.args, partial(self._number_of, call))
             if found is not None:

@@ -225,7 +225,7 @@ class _Finder:
         for mover, row in zip(moving_nodes(self.moved), collectives_of(self.moved), strict=True):
             ring = Ring.of(mover) if is_attention(mover.target) else None
             moved = operand_nodes(mover)[:1] if ring is None else (ring.k, ring.v)
-            link = next(filter(None, (links.get(record(one).origin) for one in moved)), None)
+            link = next(filter(None, (links.get(record(one).origin or one.name) for one in moved)), None)
             if record(mover).made_by == "partition":
                 link = BESIDE if _belongs_to(mover) == node.name else None
             if is_in_time(row.axis):

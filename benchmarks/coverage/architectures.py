@@ -225,17 +225,33 @@ TASKS: dict[str, tuple[str, Callable[[], Batch], str]] = {
 }  # fmt: skip
 
 
+# Further mixtures of experts, for `python -m benchmarks.coverage.context --mesh ep=2` alone.
+FURTHER: tuple[str, Callable[[], Batch], str] = (
+    "AutoModelForCausalLM",
+    causal_lm,
+    """
+    afmoe aria_text cohere2_moe deepseek_v4 exaone_moe granitemoe_swa hunyuan_v1_moe hy_v3 hy_v4 inkling_text
+    kolibri1 laguna lara_mini llama4_text mellum mimo_v2_flash minimax_m2 minimax_m3_vl_text nemotron_h sarvam_moe
+    solar_open""",
+)
+
+
 def build(task: str, kind: str) -> Case:
     """A model of transformers and its batch, from a fixed seed."""
     import transformers
 
-    auto, batch, _ = TASKS[task]
+    auto, batch, _ = TASKS.get(task, FURTHER)
     torch.manual_seed(0)
     config = config_of(kind)
     if task == "batched experts":
         config._experts_implementation = "batched_mm"
     model = getattr(transformers, auto).from_config(config)
     return model.train(), batch()
+
+
+def case_of(name: str) -> tuple[str, str]:
+    """The task and the model type of a case."""
+    return names().get(name, ("mixtures", name))
 
 
 def names() -> dict[str, tuple[str, str]]:

@@ -60,7 +60,7 @@ def model_of(name: str) -> tuple[Any, Any, Any]:
     torch.manual_seed(0)
     if name in plain.MODELS:
         return plain.MODELS[name]()
-    model, batch = architectures.build(*architectures.names()[name])
+    model, batch = architectures.build(*architectures.case_of(name))
     return model, architectures.loss_fn, batch
 
 
@@ -122,21 +122,24 @@ def _fill(row: Row) -> None:
 
 def _shares(row: Row, compiled: object) -> None:
     from autopar.compiler.lowered import Lowered
-    from autopar.ir.program import record
 
     assert isinstance(compiled, Lowered)
     row.tp_flops, row.dp_flops = flops_split(compiled, "tp"), flops_split(compiled, "dp")
-    sharded = dict(compiled.history)["propagate"]
-    total = split = 0
-    for node, entry in sharded.entries:
-        if entry.kind == "parameter":
-            bytes_ = record(node).type.bytes_
-            total += bytes_
-            split += bytes_ if "tp" in record(node).layout.axes else 0
-    row.tp_bytes = 100 * split / max(total, 1)
+    row.tp_bytes = bytes_split(compiled, "tp")
     row.collectives = len(compiled.collectives)
     marker = "no rule"
     row.without_rule = tuple(note for note in compiled.notes if marker in note)
+
+
+def bytes_split(compiled: object, axis: str) -> float:
+    """Per cent of the parameters' bytes that an axis splits."""
+    from autopar.compiler.lowered import Lowered
+    from autopar.ir.program import record
+
+    assert isinstance(compiled, Lowered)
+    parameters = [record(node) for node, _ in dict(compiled.history)["propagate"].parameters()]
+    split = sum(known.type.bytes_ for known in parameters if axis in known.layout.axes)
+    return 100 * split / max(sum(known.type.bytes_ for known in parameters), 1)
 
 
 def flops_split(compiled: object, axis: str) -> float:

@@ -62,4 +62,6 @@ def options_on(mesh: str, options: Mapping[str, Any]) -> dict[str, Any]:
         kept.pop("attention")
     if "cp" not in axes_of(mesh):
         kept.pop("attention", None)
+    if not {f"{kept.get('experts')}={size}" for size in (2, 4)} & {*mesh.split(",")}:  # of four experts
+        kept.pop("experts", None)
     return kept

@@ -17,7 +17,7 @@ from autopar.torch_compat import on_data
 from autopar.verification.dtypes import module_in
 from benchmarks.journeys.parts import third_of, weighted
 
-TIME, VOCABULARY = 4, 10
+TIME, VOCABULARY, EXPERTS = 4, 10, 4
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 Values = Mapping[str, Any]
 
@@ -192,21 +192,24 @@ class Average(nn.Module):
 
 
 class Experts(nn.Module):
-    """A loop over experts, each of which takes the rows that chose it. One without rows is left out: by a test, or
-    (hit) as the loop goes over those that have some alone, as transformers' models have it."""
+    """A loop over experts, each of which takes the rows that chose it. One without rows is left out: by a test, or as
+    the loop goes over those that have some alone ("hit", as transformers' models have it, or "unique")."""
 
-    def __init__(self, width: int, hit: bool) -> None:
+    def __init__(self, width: int, over: str) -> None:
         super().__init__()
-        self.router, self.hit = nn.Linear(width, 3, bias=False), hit
-        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+        self.router, self.over = nn.Linear(width, EXPERTS, bias=False), over
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(EXPERTS))
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         rows_ND = x_BTD.flatten(0, 1)
         shares_NK, chosen_NK = self.router(rows_ND).softmax(-1).topk(2)
-        hot_EKN = F.one_hot(chosen_NK, 3).permute(2, 1, 0)
+        hot_EKN = F.one_hot(chosen_NK, EXPERTS).permute(2, 1, 0)
         out_ND = torch.zeros_like(rows_ND)
-        for e in hot_EKN.sum((-1, -2)).nonzero() if self.hit else range(3):
-            at, row = torch.where(hot_EKN[e].squeeze(0))
+        over: Any = range(EXPERTS)
+        if self.over != "all":
+            over = chosen_NK.unique() if self.over == "unique" else hot_EKN.sum((-1, -2)).nonzero()
+        for e in over:
+            at, row = torch.where(e == chosen_NK.T if self.over == "unique" else hot_EKN[e].squeeze(0))
             if row.numel() == 0:
                 continue
             out_ND.index_add_(0, row, self.experts[e](rows_ND[row]) * shares_NK[row, at, None])
@@ -246,8 +249,9 @@ BLOCKS: Mapping[str, Callable[[int], nn.Module]] = {
     "twice": Twice,
     "average": Average,
     "scale": Scale,
-    "experts": lambda width: Experts(width, False),
-    "experts hit": lambda width: Experts(width, True),
+    "experts": lambda width: Experts(width, "all"),
+    "experts hit": lambda width: Experts(width, "hit"),
+    "experts unique": lambda width: Experts(width, "unique"),
 }
 
 

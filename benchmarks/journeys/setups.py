@@ -90,6 +90,9 @@ def setups(draw: st.DrawFn, meshes: tuple[str, ...] = ()) -> dict[str, Any]:
         }
     if "precision" in made["options"] or "dtype" in made:  # rounding sends rows to other experts
         made["blocks"] = [name for name in made["blocks"] if not name.startswith("experts")]
+    axes = [axis for axis in ("dp", "fsdp", "cp") if axis in axes_of(mesh)]
+    if axes and any(name.startswith("experts") for name in made["blocks"]) and draw(st.booleans()):
+        made["options"]["experts"] = axes[-1]
     made["options"] = options_on(mesh, made["options"])
     return made
 

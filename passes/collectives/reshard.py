@@ -72,6 +72,7 @@ class _Reshard:
         self.leaving: dict[fx.Node, dict[Layout, fx.Node]] = {}  # for outputs beside the loss alone
         self.carried: dict[tuple[fx.Node, fx.Node], dict[Layout, fx.Node]] = {}  # keys and values, by attention
         self.sent: dict[tuple[fx.Node, fx.Node], dict[Layout, fx.Node]] = {}  # to owners, by index
+        self.waiting: set[tuple[fx.Node, fx.Node]] = set()  # rows, and who wants them, whose index comes later
         results = program.leaving
         self.beside = frozenset(node for node, out in results if out.kind == "aux")
         self.wants: dict[fx.Node, list[tuple[fx.Node, Layout]]] = {}  # users with the layouts that they want
@@ -96,7 +97,9 @@ class _Reshard:
         if not is_given and record(node).is_tensor and layouts and layouts[0] is not None:
             # whole ones first: what is split is sliced from them
             for user, wanted in sorted(self.wants.get(node, ()), key=lambda pair: len(pair[1].axes)):
-                if not (self._is_kept(node, user) or self._key(node, user) or self._lacks_route(node, wanted, user)):
+                if self._lacks_route(node, wanted, user):
+                    self.waiting.add((node, user))
+                elif not (self._is_kept(node, user) or self._key(node, user)):
                     self._move(node, wanted, user)
         return made
 
@@ -233,7 +236,8 @@ class _Reshard:
 
     def _is_late(self, node: fx.Node, user: fx.Node) -> bool:
         """True for a value that is moved where it is used, not where it is made."""
-        is_late = node.op == "placeholder" or node in self.stored or self._is_kept(node, user)
+        is_given = node.op == "placeholder" or node in self.stored
+        is_late = is_given or self._is_kept(node, user) or (node, user) in self.waiting
         return is_late or self._key(node, user) is not None
 
     def _is_kept(self, node: fx.Node, user: fx.Node) -> bool:
@@ -265,6 +269,9 @@ class _Reshard:
         return min(ways, key=lambda way: sum(is_collective(op(step.name)) for step in way[1]))
 
     def _reason(self, node: fx.Node, has: Layout, wanted: Layout, user: fx.Node) -> str:
+        if has.owned != wanted.owned:
+            way = "come back from" if has.owned else "go to"
+            return f"rows {way} the ranks of their experts: %{node.name} is {has}, but %{user.name} wants {wanted}"
         if user.op != "output":
             return f"%{node.name} is {has}, but %{user.name} wants {wanted}"
         out = self.outputs[node]
@@ -452,7 +459,10 @@ def _is_gathered(node: fx.Node) -> bool:
 
 
 def _reaches(has: Layout, wanted: Layout) -> bool:
-    """True if a move leads from one to the other: only a sum can be made partial again."""
+    """True if a move leads from one to the other: only a sum can be made partial again, and rows at their owners, whose
+    number is known nowhere else, are split no further."""
+    if has.owned and has.owned == wanted.owned and has.dims[0] != wanted.dims[0]:
+        return False
     return all(kind == "sum" for axis, kind in wanted.partial if (axis, kind) not in has.partial)
 
 

@@ -157,6 +157,11 @@ class _Question:
         layout = self._layout(state)
         if state == self.chosen:
             return Alternative(layout, CHOSEN, 0.0, 0.0)
+        is_option = any(one.results[self.result] == state for one, _ in self.options[self.number])
+        if self._is_owned() and not is_option:
+            return Alternative(layout, FORBIDDEN, why=f"'{self.axis.axis}' {self._intent()}")
+        if state is None and not is_option and self.item.rule is not None:
+            return Alternative(layout, FORBIDDEN, why=f"each rank of '{self.axis.axis}' would compute all of it")
         fault = self._misfit(state) or self._outside_rule(state)
         if fault:
             return Alternative(layout, IMPOSSIBLE, why=fault)
@@ -258,7 +263,7 @@ class _Question:
                 else "splits the sequence; all other inputs are replicated"
             )
         if self.axis.intent.experts and (self._is_owned() or (self.item.role is not None and self.item.role.experts)):
-            return "splits the experts; their products have rows where these are"
+            return "splits the experts, and a row is computed by the rank that has its expert"
         if self.axis.intent.batch_split:
             if self.entry is None:
                 return "splits what is computed from the batch; only gradients and scalars move"
@@ -356,7 +361,7 @@ class _Plan:
 def _nested(earlier: Mapping[str, State], state: Split, axis: AxisSearch) -> bool:
     """True if a split and those of earlier axes are pieces of each other: else there is no such layout."""
     splits = {**earlier, axis.axis: state}
-    same = [(split[1], axis.mesh[name]) for name, split in splits.items() if isinstance(split, tuple)
+    same = [(split[1] or 1, axis.mesh[name]) for name, split in splits.items() if isinstance(split, tuple)
             and split[0] == state[0]]  # fmt: skip
     position = run = 1
     for outer, size in sorted(same, key=lambda split: abs(split[0])):

@@ -368,8 +368,8 @@ def problem_of(
                 splits = {state for state in (s, t) if isinstance(state, tuple)}
                 heads = {state for state in splits if attends and intent.heads and state[0] == 1}
                 along = bool(splits) and splits <= sequences.get((source, result), set()) | heads
-                if s != t and any(split[1] == OWNED and split[0] for split in splits):
-                    continue  # rows move along the first dim
+                if s != t and _are_rows_unmoved(classes, (source, result), (user, position), splits, strict):
+                    continue
                 if s == "sum" and s != t and classes.is_unlike_sums(source, result, user, to_gradient):
                     continue  # the terms of a gradient are summed between their casts
                 if strict and intent.only_positions and not attends and s == "sum" and joins not in (None, s != t):
@@ -437,6 +437,19 @@ def _moves_in_time(classes: Classes, source: tuple[int, int], user: tuple[int, i
     given = classes.items[source[0]].states[source[1]].get(MICROBATCH)
     wanted = classes.items[user[0]].wanted[user[1]].get(MICROBATCH) if user[1] >= 0 else None
     return None if given is None else given != wanted
+
+
+def _are_rows_unmoved(
+    classes: Classes, source: tuple[int, int], user: tuple[int, int], splits: set[Split], strict: bool
+) -> bool:
+    """True for splits between which rows at their owners cannot be moved, from (class, result) to (class, operand):
+    they go there along the first dim, and where an earlier axis put them no rank knows how many another one has."""
+    if any(outer == OWNED and dim for dim, outer in splits):
+        return True
+    if not strict or user[1] < 0 or all(dim for dim, _ in splits):
+        return False
+    given, wanted = classes.items[source[0]].states[source[1]], classes.items[user[0]].wanted[user[1]]
+    return any(state == wanted.get(axis) == (0, OWNED) for axis, state in given.items())
 
 
 def _is_at_attention(classes: Classes, intent: Intent, source: tuple[int, int], user: tuple[int, int]) -> bool:

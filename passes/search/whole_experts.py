@@ -18,13 +18,15 @@ ONE_BY_ONE = "takes one at a time"  # in the note of a loop over experts that st
 
 
 def whole_experts(search: AxisSearch, solution: Solution) -> list[str]:
-    """List the products by expert that each rank has all matrices of. Raises LayoutError if the axis divides none."""
+    """List the products by expert that each rank has all matrices of, and what is taken for experts where no index
+    tells them. Raises LayoutError if the axis divides none."""
     classes, axis, size = search.classes, search.axis, search.size
     products = [i for i, item in enumerate(classes.items) if item.rule and item.rule.flops and _picks(item)]
     left = [i for i in products if (solution.strategy(i).choice or ("", 1))[1] != OWNED]
     why = [line for i in left if (line := _reason(classes, classes.items[i], axis, size))]
     looked_up = [(item, found) for i, item in enumerate(classes.items) if (found := _lookup(classes, i)) is not None]
     why += [_batched(item, classes.items[found]) for item, found in looked_up]
+    # Where no index tells experts, they are what a product has a matrix of for each part of the batch.
     batched = [] if products else [i for i, item in enumerate(classes.items) if item.role and item.role.experts]
     kept = [i for i in batched if not solution.strategy(i).results[0]]
     why += [_undivided(search, i) for i in kept]
@@ -35,19 +37,37 @@ def whole_experts(search: AxisSearch, solution: Solution) -> list[str]:
     are_loops = any(ONE_BY_ONE in note for note in classes.notes)
     alone = [i for i, item in enumerate(classes.items) if are_loops and _is_by_one(item)]
     why += ["loops that take one expert at a time (see their notes)"] * bool(alone)
+    notes = [_taken_for_experts(search, [i for i in batched if i not in kept])] if len(batched) > len(kept) else []
     if not why:
-        return []
+        return notes
     whole = {
         *left,
         *alone,
         *(user for i in kept for user in _products(classes, i)),
         *(i for _, found in looked_up for i in _products(classes, found)),
     }
-    share = operations([classes.items[i] for i in sorted(whole)]) / max(1, operations(classes.items))
-    return [
-        f"axis '{axis}' (size {size}) leaves experts whole, {100 * share:.3g} % of the work: "
+    return [*notes, _left_whole(search, whole, why)]
+
+
+def _left_whole(search: AxisSearch, whole: set[int], why: list[str]) -> str:
+    """Say what share of the work whole experts are, and why they are whole."""
+    items = search.classes.items
+    share = operations([items[i] for i in sorted(whole)]) / max(1, operations(items))
+    return (
+        f"axis '{search.axis}' (size {search.size}) leaves experts whole, {100 * share:.3g} % of the work: "
         + "; ".join(list(dict.fromkeys(why))[:SHOWN])
-    ]
+    )
+
+
+def _taken_for_experts(search: AxisSearch, split: list[int]) -> str:
+    """Name the matrices [E, ..] of products with as many parts of the batch: they may be of something else."""
+    items = [search.classes.items[i] for i in split]
+    found = [f"'{item.role.entry.name}' {list(item.types[0].shape)}" for item in items if item.role is not None]
+    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    return (
+        f"axis '{search.axis}' (size {search.size}) takes for experts what as many parts of the batch are multiplied "
+        f"by: {', '.join(found[:SHOWN])}{more}. If they are of heads, say, give its ranks to tp or dp"
+    )
 
 
 def _is_by_one(item: Item) -> bool:
@@ -132,7 +152,8 @@ def _batched(item: Item, lookup: Item) -> str:
     assert item.role is not None
     return (
         f"'{item.role.entry.name}' {list(item.types[0].shape)} is looked up for each row at "
-        f'{record(lookup.node).source}, a batched product: with transformers set experts_implementation="grouped_mm"'
+        f'{record(lookup.node).source}, a batched product: with transformers set experts_implementation="grouped_mm", '
+        f"else sort rows by expert and use F.grouped_mm"
     )
 
 
@@ -148,5 +169,6 @@ def _loop(classes: Classes) -> str:
             break
     return (
         f"{why}: {instead}sort rows by expert and use F.grouped_mm, with transformers "
-        f'experts_implementation="grouped_mm"; or give the ranks to dp or tp'
+        f'experts_implementation="grouped_mm"; or stack the matrices, [experts, ..], and multiply rows that are put '
+        f"together by expert, [experts, rows, ..], by torch.bmm; or give the ranks to dp or tp"
     )

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from expert_spellings import batch as expert_batch
-from expert_spellings import dropped_hit, spelled
 from local_cases import GRADED, RIGHT, Local, mlp
 from processes import Ranks
 from torch import Tensor, nn
@@ -26,6 +24,8 @@ from autopar.verification.dtypes import cast
 from autopar.verification.judge.comparison import Report
 from autopar.verification.verify import descent
 from autopar.verification.verify_ranks import verify_on_ranks
+from benchmarks.spellings.expert_spellings import batch as expert_batch
+from benchmarks.spellings.expert_spellings import dropped_hit, spelled
 
 
 def _dropout(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:

@@ -287,10 +287,10 @@ REFUSED: dict[str, tuple[nn.Module, str, dict[str, Any], type[AutoparError], str
     ),
     "a rank's samples with micro-batches": (
         Net(norm()), "dp=2", {"batch_statistics": "rank", "microbatches": 3}, CoupledError,
-        r"micro-batches cannot be computed one after another: .* Use batch_statistics='microbatch', where BatchNorm "
-        r"takes the samples of each micro-batch as other trainers do, autopar\.per_microbatch\(function, rows\) for a "
-        r"loss of each micro-batch by itself, microbatches=1, or a module without it "
-        r"\(GroupNorm, LayerNorm; BatchNorm in eval mode\)\.",
+        r"micro-batches cannot be computed one after another: .* Use microbatches=1 .* For BatchNorm use "
+        r"batch_statistics='microbatch', where it takes the samples of each micro-batch as other trainers do, or a "
+        r"module without it \(GroupNorm, LayerNorm; BatchNorm in eval mode\)\. For a loss of each micro-batch by "
+        r"itself there is autopar\.per_microbatch\(function, rows\)\.",
     ),
     "a word": (
         Net(norm()), "dp=2", {"batch_statistics": "micro-batch"}, PlanError,

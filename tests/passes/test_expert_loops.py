@@ -6,10 +6,8 @@ import re
 from collections import Counter
 from typing import Any
 
-import expert_spellings as ways
 import pytest
 import torch
-from expert_spellings import batch, spelled
 from torch import Tensor, nn
 
 import autopar
@@ -20,6 +18,8 @@ from autopar.passes.sorts import loop_masks
 from autopar.runtime.executor import executor
 from autopar.runtime.kernels.dropout import dropout_of_rows
 from autopar.verification.verify import verify
+from benchmarks.spellings import expert_spellings as ways
+from benchmarks.spellings.expert_spellings import batch, spelled
 
 # (spelling, is_stacked, experts of a row, meshes with options)
 Way = tuple[Any, bool, int, list[tuple[str, dict[str, Any]]]]
@@ -122,8 +122,9 @@ NOTHING = (
     "  the model has no product that takes the matrix of each row by an index"
 )
 INSTEAD = (
-    'sort rows by expert and use F.grouped_mm, with transformers experts_implementation="grouped_mm"; or give the '
-    "ranks to dp or tp"
+    'sort rows by expert and use F.grouped_mm, with transformers experts_implementation="grouped_mm"; or stack the '
+    "matrices, [experts, ..], and multiply rows that are put together by expert, [experts, rows, ..], by torch.bmm; "
+    "or give the ranks to dp or tp"
 )
 REFUSED: list[tuple[Any, bool, str]] = [
     (
@@ -137,9 +138,9 @@ REFUSED: list[tuple[Any, bool, str]] = [
         ways.gathered, True,
         "axis 'ep' (size 2) splits experts, and can split none of the model:\n"
         "  'up' [4, 8, 12] is looked up for each row at expert_spellings.py:N, a batched product: with transformers "
-        'set experts_implementation="grouped_mm"\n'
+        'set experts_implementation="grouped_mm", else sort rows by expert and use F.grouped_mm\n'
         "  'down' [4, 12, 8] is looked up for each row at expert_spellings.py:N, a batched product: with transformers "
-        'set experts_implementation="grouped_mm"',
+        'set experts_implementation="grouped_mm", else sort rows by expert and use F.grouped_mm',
     ),
 ]  # fmt: skip
 

@@ -6,16 +6,16 @@ import inspect
 import re
 from typing import Any
 
-import expert_variants as ways
 import pytest
 import torch
-from expert_spellings import batch, spelled
 from torch import nn
 
 import autopar
 from autopar.errors import CaptureError, LayoutError
 from autopar.ir.program import record
 from autopar.verification.verify import verify
+from benchmarks.spellings import expert_variants as ways
+from benchmarks.spellings.expert_spellings import batch, spelled
 
 DIVIDED = (
     ways.unique, ways.unique_list, ways.pairs, ways.unbound, ways.turned_pairs, ways.as_tuple, ways.argwhere,
@@ -103,6 +103,28 @@ def test_choices_in_loops_of_their_own_are_divided_in_part() -> None:
 def test_experts_of_a_product_that_ep_does_not_divide() -> None:
     with pytest.raises(LayoutError, match=r"ep=8 does not divide the 4 experts of up: ep may be 1, 2 or 4"):
         autopar.compile(_module(ways.tec), "ep=8", batch=batch())
+
+
+class _Heads(nn.Module):
+    """A matrix for each head, and no experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.Parameter(torch.randn(4, 2, 8) * 0.4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(x.unflatten(-1, (4, 2)).transpose(0, 1), self.heads).square().mean()
+
+
+def test_what_is_taken_for_experts_is_said() -> None:
+    """Of a model without an index nobody knows what its batched products are of."""
+    said = "takes for experts what as many parts of the batch are multiplied by: "
+    notes = autopar.compile(_Heads(), "ep=2", batch=batch()).program.notes
+    assert any(f"{said}'heads' [4, 2, 8]. If they are of heads, say, give" in note for note in notes), notes
+    notes = autopar.compile(_module(ways.tec), "ep=2", batch=batch()).program.notes
+    assert any(f"{said}'up' [4, 8, 12], 'down' [4, 12, 8]. If" in note for note in notes), notes
+    for mesh, way in (("dp=2", ways.tec), ("ep=2", ways.unique)):
+        assert not any(said in note for note in autopar.compile(_module(way), mesh, batch=batch()).program.notes)
 
 
 def test_a_capacity_is_of_the_global_batch() -> None:

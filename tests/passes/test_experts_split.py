@@ -44,6 +44,7 @@ MESHES: list[tuple[str, dict[str, Any]]] = [
     ("pp=2,dp=2,ep=2,tp=2", {"zero": 1}),
     ("ep=2", {"recompute": "full"}),
     ("ep=2", {"recompute": "selective"}),
+    ("ep=2", {"recompute": 0.9, "chunked_loss": True}),
     ("ep=2,tp=2", {"compile": "triton"}),
     ("dp=4", {"experts": "dp", "zero": 2}),
     ("dp=2,fsdp=2", {"experts": "fsdp"}),
@@ -182,6 +183,39 @@ def test_two_trips_there_and_two_back_and_one_route_a_layer(options: dict[str, A
     assert _count(program, "combine") == 2 * PLAIN.blocks + again
 
 
+def test_bytes_are_those_of_four_trips_of_the_rows_whose_expert_is_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the virtual mesh, to the byte; over Gloo see tests/parallel/test_experts_gloo.py."""
+    moved = 0
+
+    def counted(begin: Callable[..., Any]) -> Callable[..., Any]:
+        def move(x: Tensor, member: Any, *args: Any) -> Any:
+            nonlocal moved
+            step = begin(x, member, *args)
+            away = sum(step.sent) - step.sent[member.place]
+            moved += away * step.x[:1].numel() * x.itemsize if away else 0
+            return step
+
+        return move
+
+    for name in ("dispatch", "combine"):
+        monkeypatch.setitem(collectives._BEGIN, op(name), counted(collectives._BEGIN[op(name)]))
+    model, batch = mixture_case(PLAIN)
+    report = verify(model, "ep=4", batch=batch, steps=1)
+    assert report.ok
+    rows, model = 0, model.double()
+
+    def look(mixture: Mixture, args: tuple[Tensor], _: Any) -> None:
+        nonlocal rows
+        chosen = torch.topk(mixture.router(args[0]).softmax(-1), PLAIN.chosen).indices
+        owners = chosen.flatten(0, 1) // (PLAIN.experts // 4)
+        rows += sum(int((part != place).sum()) for place, part in enumerate(owners.chunk(4)))
+
+    for mixture in model.mixed:
+        mixture.register_forward_hook(look)
+    model(*batch)
+    assert rows > 0 and moved == 4 * rows * PLAIN.width * 8
+
+
 def test_rows_go_along_joined_axes_at_once() -> None:
     """As over an axis of all these ranks: no row makes two trips."""
     program = _program(PLAIN, "dp=2,fsdp=2", experts="dp:fsdp")
@@ -262,8 +296,10 @@ def test_the_time_of_a_step_is_that_of_the_busiest_rank() -> None:
 def test_explain_says_why_a_row_moves() -> None:
     model, batch = mixture_case(PLAIN)
     compiled = autopar.compile(model, "ep=2", batch=batch)
-    why = "'ep' splits the experts; their products have rows where these are"
+    why = "'ep' splits the experts, and a row is computed by the rank that has its expert"
     text = str(compiled.explain("expert_mm"))
+    assert re.search(rf"\[ep,-\] +forbidden +{re.escape(why)}\n", text), text
+    assert re.search(r"dispatch +ep .* its operand is moved: rows go to the ranks of their experts", text), text
     assert f"has each row of dim 0 where its expert is, decided by intent: {why}" in text
     assert why in str(compiled.explain("mixed.0.up"))
 
@@ -331,7 +367,9 @@ REFUSED: list[tuple[Kind, str, dict[str, Any], type[Exception], str]] = [
         Kind(way="mask"), "ep=2", {}, LayoutError,
         "axis 'ep' (size 2) splits experts, and can split none of the model:\n"
         "  the model has no product that takes the matrix of each row by an index: sort rows by expert and use "
-        'F.grouped_mm, with transformers experts_implementation="grouped_mm"; or give the ranks to dp or tp',
+        'F.grouped_mm, with transformers experts_implementation="grouped_mm"; or stack the matrices, [experts, ..], '
+        "and multiply rows that are put together by expert, [experts, rows, ..], by torch.bmm; or give the ranks to "
+        "dp or tp",
     ),
     (
         PLAIN, "cp=2,ep=2,tp=2", {}, MeshError,

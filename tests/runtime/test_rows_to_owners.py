@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from expert_spellings import batch, capacity, spelled
 from torch import Tensor
 
 import autopar
@@ -16,6 +15,7 @@ from autopar.ir.ops.ops import NO_EXPERT, op
 from autopar.runtime.collectives import mesh_ops
 from autopar.runtime.collectives.collectives import Member, Move, begin, together
 from autopar.runtime.kernels import host
+from benchmarks.spellings.expert_spellings import batch, capacity, spelled
 
 MESH = Mesh((("ep", 3),))
 EXPERTS, WIDTH = 6, 2

@@ -124,13 +124,18 @@ _Numbers = tuple[fx.Node, int]  # a tensor, and how often it was written
 
 def _binned(node: fx.Node) -> _Numbers | None:
     """The numbers of which each was counted: `zeros.index_add(0, numbers, ones)`."""
-    node = _bare(node)
+    numbers = _binned_by(_bare(node))
+    return None if numbers is None else _all_of(numbers)
+
+
+def _binned_by(node: fx.Node) -> fx.Node | None:
+    """The index of such a call."""
     if node.op != "call_function" or op_name(node.target) != "index_add" or node.args[1] != 0:
         return None
     zeros, numbers, ones = (node.args[i] for i in (0, 2, 3))
     is_one = isinstance(ones, fx.Node) and ones.target in (aten.ones_like.default, aten.ones.default)
     is_zero = isinstance(zeros, fx.Node) and zeros.target in _ZEROS
-    return _all_of(numbers) if is_one and is_zero else None
+    return numbers if is_one and is_zero else None  # type: ignore[return-value]
 
 
 def _numbers(found: _Slice) -> _Numbers | None:
@@ -207,7 +212,7 @@ def _is_positive(node: Any) -> bool:
     if dtype is torch.bool or node.op != "call_function" or operand is None:
         return dtype is torch.bool
     name = op_name(node.target)
-    if _is_hot(node):
+    if _is_hot(node) or _binned_by(node) is not None:
         return True
     if name in ("mul", "sum"):
         return all(_is_positive(one) for one in node.args[: len(node.all_input_nodes)])

@@ -150,17 +150,17 @@ _PRODUCTS: Mapping[str, Callable[..., Product | None]] = {
 }
 
 
-def product(self: KnownRows, name: str, args: Any, kwargs: Any) -> tuple[Tensor, bool] | None:
+def product(selected: KnownRows, name: str, args: Any, kwargs: Any) -> tuple[Tensor, bool] | None:
     """The product of rows with one matrix, or of one with columns, of those that count alone; and whether something is
     added to it. None for another function, or another product."""
     found = _PRODUCTS[name](*args, **kwargs) if name in _PRODUCTS else None
-    rows = None if found is None else self.row_of(found.x)
-    columns = None if found is None else self.row_of(found.matrix)
+    rows = None if found is None else selected.row_of(found.x)
+    columns = None if found is None else selected.row_of(found.matrix)
     if found is not None and rows is None and columns is not None and found.bias is None:
         is_columns = columns.dim == 1 and found.x.ndim == found.matrix.ndim == 2 and found.x.is_floating_point()
         x, matrix = autocast(found.matrix.t(), found.x.t())
         return (_product_of(x, matrix, columns.valid).t(), False) if is_columns else None
-    if found is None or rows is None or any(self.row_of(one) for one in (found.matrix, found.bias)):
+    if found is None or rows is None or any(selected.row_of(one) for one in (found.matrix, found.bias)):
         return None
     x, matrix = found.x, found.matrix
     is_rows = matrix.ndim == 2 and rows.dim < x.ndim - 1 and x.shape[rows.dim] == math.prod(x.shape[:-1])
@@ -177,11 +177,11 @@ def _product_of(x: Tensor, matrix: Tensor, valid: Tensor) -> Tensor:
     return y.reshape(*x.shape[:-1], matrix.shape[1])
 
 
-def together(self: KnownRows, run: Run, function: Any, args: Any, kwargs: Any) -> Any:
+def together(selected: KnownRows, run: Run, function: Any, args: Any, kwargs: Any) -> Any:
     """What a function gives that takes rows together (a sum, a mean, the largest), of those that count alone.
     NotImplemented for another one, and where it takes each row by itself."""
     name = getattr(function, "__name__", "").removeprefix("linalg_")
-    rows = self.row_of(args[0]) if args else None
+    rows = selected.row_of(args[0]) if args else None
     if rows is None or name not in NEUTRAL:
         return NotImplemented
     x, at, number = rows.tensor, 2 if "norm" in name else 1, NEUTRAL[name]
@@ -206,7 +206,7 @@ def together(self: KnownRows, run: Run, function: Any, args: Any, kwargs: Any) -
     return (total / (rows.valid.sum() * math.prod(x.shape[dim] for dim in dims if dim != rows.dim))).to(dtype)
 
 
-def loss_of_rows(self: KnownRows, run: Run, each: Run, function: Any, args: Any, kwargs: Any) -> Any:
+def loss_of_rows(selected: KnownRows, run: Run, each: Run, function: Any, args: Any, kwargs: Any) -> Any:
     """A loss that takes the sum or the mean of rows, of those that count. each: the loss of each row by itself.
     NotImplemented for another function."""
     given = _arguments(function, args, kwargs)
@@ -216,16 +216,16 @@ def loss_of_rows(self: KnownRows, run: Run, each: Run, function: Any, args: Any,
     target = given.get("target")
     if "ignore_index" in given and isinstance(target, Tensor) and not target.is_floating_point():
         for name, number in (("input", 0), ("target", given["ignore_index"])):
-            mine = self.row_of(given[name])
+            mine = selected.row_of(given[name])
             if mine is None or mine.dim:
                 raise Refused("another tensor has as many rows of its own")
             given[name] = only_valid(given[name], mine.valid, 0, number)
         return run(function, **given)
     rows = each(function, (), {**given, "reduction": "none"})
-    mine = self.row_of(rows)
+    mine = selected.row_of(rows)
     if mine is None or (how == "batchmean" and mine.dim):
         raise Refused("it adds the rows up")
-    total = together(self, run, torch.mean if how == "mean" else torch.sum, (rows,), {})
+    total = together(selected, run, torch.mean if how == "mean" else torch.sum, (rows,), {})
     return total / mine.valid.sum() if how == "batchmean" else total
 
 

@@ -202,7 +202,7 @@ class Segments:
                 self._groups[key] = made = self._made(run, piece, x)
             for place, mask in made.masks.items() if sides is not None else ():
                 assert sides is not None
-                sides.trail.joined(mask, ("piece", sides.trail.place_of(piece.tensor), place))
+                sides.trail.joined(mask, ("by", "piece", place, sides.trail.place_of(piece.tensor)))
         self.last = self._groups[key]
         return self.last
 

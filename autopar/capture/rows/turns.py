@@ -21,6 +21,7 @@ from autopar.torch_compat import no_function_modes, storage_of
 
 Tensor = torch.Tensor
 _LOOPS = (Tensor.unbind, torch.unbind, Tensor.__iter__, Tensor.tolist)
+_EQUAL = (torch.eq, Tensor.eq, Tensor.__eq__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +120,13 @@ class MaskOrder:
             if mask is not None and node is not None and is_implied(mask, self.turn.place, node):
                 return valid
         return valid & self.turn.holds
+
+    def with_number(self, function: Any, args: Any) -> Any:
+        """The arguments of a call, of `x == e` with the number of a turn in place of the tensor of it that it has."""
+        value = self.turn.value if self.turn is not None and function in _EQUAL else None
+        if not isinstance(value, Tensor) or value.ndim or value._version:
+            return args
+        return tuple(self.turn.place if one is value else one for one in args)  # type: ignore[union-attr]
 
     def turns(self, mask: Tensor, of: Callable[[int], Any]) -> Iterator[Any]:
         """Go through all places of a mask. What is made of rows meanwhile is padding where the mask is False."""

@@ -243,7 +243,7 @@ def _with_owners(has: Layout, axes: tuple[str, ...], owned: bool) -> Layout | No
 def _remove(dims: list[list[str | int]], axis: str, dim: object, outer: object) -> None:
     assert isinstance(dim, int)
     factors = dims[dim]
-    if axis not in factors:
+    if axis not in factors or OWNED in factors:  # nobody knows how many rows of others are at their owners
         dims[dim] = ["wrong"]
         return
     position = factors.index(axis)
@@ -260,7 +260,7 @@ def _insert(dims: list[list[str | int]], axis: str, dim: object, outer: object) 
     factors, blocks = dims[dim], abs(outer)
     known = math.prod(abs(factor) or 1 for factor in factors if isinstance(factor, int))
     more = blocks // known
-    if blocks % known or (outer < 0 and more % 2):
+    if OWNED in factors or blocks % known or (outer < 0 and more % 2):
         dims[dim] = ["wrong"]
         return
     if more > 1:

@@ -61,10 +61,11 @@ def coupled(
 
 
 _HINT = (
-    "BatchNorm in training does this, and what takes all samples together more than once. Use "
-    "batch_statistics='microbatch', where BatchNorm takes the samples of each micro-batch as other trainers do, "
-    "autopar.per_microbatch(function, rows) for a loss of each micro-batch by itself, microbatches=1, or a module "
-    "without it (GroupNorm, LayerNorm; BatchNorm in eval mode)."
+    "What takes all samples together more than once does this: BatchNorm in training, and a mixture whose experts have "
+    "a capacity, or choose their rows, of the whole batch. Use microbatches=1 (recompute='full' saves memory too). For "
+    "BatchNorm use batch_statistics='microbatch', where it takes the samples of each micro-batch as other trainers do, "
+    "or a module without it (GroupNorm, LayerNorm; BatchNorm in eval mode). For a loss of each micro-batch by itself "
+    "there is autopar.per_microbatch(function, rows)."
 )
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from expert_spellings import CHOSEN, EXPERTS, WIDTH
 from torch import Tensor
+
+from benchmarks.spellings.expert_spellings import CHOSEN, EXPERTS, WIDTH
 
 Way = Callable[[Any, Tensor, Tensor, Tensor], Tensor]  # of a module, rows [n, w], weights [n, k] and experts [n, k]
 

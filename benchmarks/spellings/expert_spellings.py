@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-WIDTH, HIDDEN, ROWS, EXPERTS, CHOSEN = 8, 12, 16, 4, 2
+WIDTH, HIDDEN, ROWS, EXPERTS, CHOSEN, VOCABULARY = 8, 12, 16, 4, 2, 16
 
 
 class Expert(nn.Module):
@@ -43,9 +43,12 @@ class Spelled(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.head(x))
-        weights, chosen = torch.topk(self.router(h).softmax(-1), self.chosen)
-        y = self.compute(self, h, weights / weights.sum(-1, keepdim=True), chosen)
-        return (h + y).square().mean()
+        return (h + self.mix(h)).square().mean()
+
+    def mix(self, x: Tensor) -> Tensor:
+        """What experts make of rows."""
+        weights, chosen = torch.topk(self.router(x).softmax(-1), self.chosen)
+        return self.compute(self, x, weights / weights.sum(-1, keepdim=True), chosen)
 
 
 def spelled(compute: Callable[..., Tensor], is_stacked: bool = False, chosen: int = CHOSEN) -> nn.Module:
@@ -402,3 +405,40 @@ def sorted_(m: Spelled, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     ends = torch.bincount(flat, minlength=EXPERTS).cumsum(0).to(torch.int32)
     y = F.grouped_mm(F.relu(F.grouped_mm(x[order // CHOSEN], m.up, offs=ends)), m.down, offs=ends)
     return torch.zeros_like(x).index_add(0, order // CHOSEN, y * weights.flatten()[order][:, None])
+
+
+# -- in a model --------------------------------------------------------------------------------------------------------
+
+
+class Layers(nn.Module):
+    """A small language model, of whose layers each has attention, a dense layer and a mixture."""
+
+    def __init__(self, mixtures: Iterable[Spelled]) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.mixed = nn.ModuleList(mixtures)
+        self.qkv = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH, bias=False) for _ in self.mixed)
+        self.dense = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in self.mixed)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        for qkv, dense, mixed in zip(self.qkv, self.dense, self.mixed, strict=True):
+            q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in qkv(x).chunk(3, -1))
+            x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+            x = x + torch.tanh(dense(x))
+            x = x + mixed.mix(x.reshape(-1, WIDTH)).view_as(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def layers(compute: Callable[..., Tensor], is_stacked: bool = False, chosen: int = CHOSEN) -> nn.Module:
+    """A model with two mixtures of a spelling, the same in each process."""
+    torch.manual_seed(1)
+    return Layers(Spelled(compute, is_stacked, chosen) for _ in range(2))
+
+
+def tokens() -> tuple[Tensor, Tensor]:
+    """Sequences of unlike frequent tokens, with labels."""
+    torch.manual_seed(3)
+    drawn = (torch.rand(8, 8) ** 2 * torch.linspace(4, VOCABULARY, 8).view(-1, 1)).long()
+    return drawn, (drawn * 7 + torch.arange(8)) % VOCABULARY

@@ -1,0 +1,67 @@
+"""Two layers of experts, in ways to write them, with what else a plan has: beside one device, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import autopar
+from autopar.errors import CoupledError
+from autopar.ir.program import record
+from autopar.verification.verify import verify
+from benchmarks.mixtures import COUPLED, ROOMS, SORTED, model_of
+from benchmarks.spellings import expert_spellings as ways
+from benchmarks.spellings import expert_variants as variants
+from benchmarks.spellings.expert_spellings import tokens
+
+Way = Callable[..., Tensor]
+CASES: list[tuple[Way, str, dict[str, Any]]] = [
+    (ways.mixtral, "ep=2,tp=2", {"sequence_parallel": True}),  # once an assertion: rows at their experts were split
+    (ways.written, "pp=2,ep=2", {"microbatches": 2, "schedule": "zb-v"}),  # once sent between stages
+    (ways.slices, "pp=2,cp=2", {"microbatches": 2, "schedule": "gpipe", "experts": "cp"}),
+    (ways.moe_infer, "dp=2,ep=2", {"zero": 3, "recompute": "full"}),
+    (variants.unique, "pp=2,ep=2", {"microbatches": 2, "schedule": "1f1b", "zero": 1}),  # once coupled
+    (variants.unique_list, "ep=2", {"microbatches": 2, "offload": "activations"}),
+    (variants.pairs, "pp=2,ep=2", {"microbatches": 2, "schedule": "interleaved-1f1b", "compile": "triton"}),
+    (variants.tec, "dp=2,ep=2", {"zero": 2, "recompute": "full"}),
+    (variants.tec, "pp=2,ep=2", {"microbatches": 1, "chunked_loss": True}),
+    (variants.bmm, "ep=2,tp=2", {"offload": "parameters"}),
+    (variants.switch_room, "cp=2", {"experts": "cp", "zero": 1}),
+    (variants.expert_choice, "ep=4", {"zero": 3, "chunked_loss": True}),
+    (variants.soft, "dp=2,ep=2", {"zero": 1, "recompute": "selective"}),
+]
+
+
+@pytest.mark.parametrize(("way", "mesh", "options"), CASES, ids=lambda one: getattr(one, "__name__", str(one)))
+def test_a_step_is_that_of_one_device(way: Way, mesh: str, options: dict[str, Any]) -> None:
+    report = verify(model_of(way), mesh, batch=tokens(), **options)
+    assert report.ok and report.max_error < 1e-10, report
+
+
+@pytest.mark.parametrize(
+    "way", [*SORTED, *ROOMS, ways.counted, variants.unique, variants.makemoe], ids=lambda way: way.__name__
+)
+def test_experts_of_all_layers_are_divided(way: Way) -> None:
+    """Red for slices, written and moe_infer while what cuts rows in a second layer was taken for another branch."""
+    program = autopar.compile(model_of(way), "ep=2", batch=tokens()).program
+    layouts = {entry.name: str(record(node).layout) for node, entry in program.parameters()}
+    names = [name for name in layouts if name.rpartition("mixed.")[2][2:].startswith(("experts.", "up", "down"))]
+    assert len(names) >= 4 and all("ep" in layouts[name] for name in names), layouts
+
+
+@pytest.mark.parametrize("way", COUPLED, ids=lambda way: way.__name__)
+def test_a_capacity_of_the_whole_batch_goes_with_no_micro_batches(way: Way) -> None:
+    """Under no schedule: what a layer does with its rows waits for all of them, and so does the layer behind it."""
+    with pytest.raises(CoupledError) as error:
+        autopar.compile(model_of(way), "pp=2,ep=2", batch=tokens(), microbatches=2, schedule="gpipe")
+    assert "a mixture whose experts have a capacity" in str(error.value) and "Use microbatches=1" in str(error.value)
+
+
+def test_rows_and_sums_in_short_floats() -> None:
+    for way in (variants.unique, variants.tec):
+        report = verify(model_of(way), "dp=2,ep=2", batch=tokens(), precision="bf16", dtype=torch.float32)
+        assert report.ok, report
