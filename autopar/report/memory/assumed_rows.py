@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -9,7 +10,7 @@ import torch
 from torch import fx
 
 from autopar.ir.mesh import Mesh
-from autopar.ir.ops.measure import local_type
+from autopar.ir.ops.measure import local_type, share_of_tokens
 from autopar.ir.ops.ops import op
 from autopar.ir.program import Program, operand_nodes, record
 from autopar.runtime.collectives.mesh_ops import axis_coord
@@ -17,7 +18,8 @@ from autopar.runtime.collectives.rows_to_owners import bound_of
 
 Table = Sequence[Sequence[int]]
 _ROUTES = frozenset(map(op, ("route", "route_start")))
-_TRIPS = frozenset(map(op, ("dispatch", "dispatch_start", "combine", "combine_start")))
+_TRIPS = frozenset(op(f"{name}{half}") for name in ("token_places", "dispatch", "combine") for half in ("", "_start"))
+_ROUTE = 3  # where these take it
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +37,13 @@ class RowCounts:
         read."""
         if node.target is op("owned_index"):
             table = self._table(node, node)
-            return sum(map(sum, table[len(table) // 2 :]))
+            ranks = self.mesh[str(node.args[1])]
+            return sum(map(sum, table[ranks : 2 * ranks]))
         if node.target not in _TRIPS:
             return None
-        table, route = self._table(node, operand_nodes(node)[0]), operand_nodes(node)[-1]
+        route = node.args[_ROUTE]
+        assert isinstance(route, fx.Node)
+        table = self._table(node, operand_nodes(node)[1])
         row, column = divmod(number, record(route).type.shape[1])
         return table[row][column] if column < len(table[row]) else 0
 
@@ -52,16 +57,22 @@ class RowCounts:
         return torch.tensor([[*row, *[0] * (shape[1] - len(row))] for row in known])
 
     def _table(self, node: fx.Node, value: fx.Node) -> Table:
-        """The counts as `route` tells them, for a route itself or a call that reads it. value: with the rows of one."""
-        route = node if node.target in _ROUTES else operand_nodes(node)[-1]
+        """The counts as `route` tells them, for a route itself or a call that reads it. value: of the rows of one."""
+        route = node if node.target in _ROUTES else operand_nodes(node)[2 if node.target in _TRIPS else 1]
         axis, counted = str(node.args[1]), self.counted.get(record(route).module)
         if counted is not None:
             return counted
-        rows, ranks = local_type(value, self.mesh).shape[0], self.mesh[axis]
+        shape, ranks = local_type(value, self.mesh).shape, self.mesh[axis]
+        rows, place = math.prod(shape), axis_coord(self.mesh, self.coord, axis)
+        chosen = shape[1] if len(shape) > 1 else int(node.args[4]) if len(node.args) > 4 and node is route else 1
+        groups = record(route).type.shape[1] * ranks
+        tokens = rows // chosen if self.worst else round(rows // chosen * share_of_tokens(groups, ranks, chosen))
         if self.worst:
-            place = axis_coord(self.mesh, self.coord, axis)
-            return [[rows * (rank == place)] for rank in range(ranks)] + [[rows]] * ranks
-        return [[rows // ranks + (rank < rows % ranks)] for rank in range(ranks)] * 2
+            counts = [[[one * (rank == place)] for rank in range(ranks)] + [[one]] * ranks for one in (rows, tokens)]
+        else:
+            mean = [[rows // ranks + (rank < rows % ranks)] for rank in range(ranks)] * 2
+            counts = [mean, [[tokens]] * 2 * ranks]
+        return counts[0] if chosen == 1 else counts[0] + counts[1]
 
 
 def routes_rows(program: Program) -> bool:

@@ -1,0 +1,423 @@
+"""send_tokens: a token goes once to a rank that has several of its experts, and their results are added up there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.ir.layout import Layout
+from autopar.ir.mesh import Mesh
+from autopar.ir.ops.measure import local_bytes, share_of_tokens
+from autopar.ir.ops.op_facts import argument_of, facts_of
+from autopar.ir.ops.ops import is_mesh_op, op
+from autopar.ir.plan import Plan
+from autopar.ir.program import Builder, Program, TensorType, operand_nodes, record
+from autopar.passes.rules import call_of, table_of
+from autopar.passes.rules.rule import Table
+from autopar.passes.rules.through import Through, through
+
+MADE_BY = "send_tokens"
+ROUTE, DISPATCH, COMBINE = op("route"), op("dispatch"), op("combine")
+REASON = "a token goes once to a rank that has several of its experts, and their results are added up there"
+PLACE_BYTES = 4  # of the place of a row's token
+
+
+def send_tokens(program: Program, plan: Plan) -> Program:
+    """EXPLICIT -> EXPLICIT. Where rows that go to their experts are k copies of each token, the token goes once to each
+    rank; where the results of k rows are added up, a rank adds up those of its experts first.
+
+        EXPLICIT program on ep=2
+        %w: f32[4,8,8] [ep,-,-] = parameter "w"
+        %x: f32[8,8] [ep,-] = batch "0"
+        %index: i64[32] [ep] = batch "1"
+        %order: i64[32] [ep] = autopar.order_by_owner.default(%index, "ep")
+        %route: i64[8,2] [ep,-] = autopar.route.default(%index, "ep", 4)
+        %here: i64[32] [@ep] = autopar.owned_index.default(%index, "ep", %route)
+        %unsqueeze: f32[8,1,8] [ep,-,-] = aten.unsqueeze.default(%x, 1)
+        %expand: f32[8,4,8] [ep,-,-] = aten.expand.default(%unsqueeze, [8, 4, 8])
+        %rows: f32[32,8] [ep,-] = aten.reshape.default(%expand, [32, 8])
+        %dispatch: f32[32,8] [@ep,-] = autopar.dispatch.default(%rows, "ep", %order, %route)
+        %expert_mm: f32[32,8] [@ep,-] = autopar.expert_mm.default(%dispatch, %w, %here)
+        %combine: f32[32,8] [ep,-] = autopar.combine.default(%expert_mm, "ep", %order, %route)
+        %apart: f32[8,4,8] [ep,-,-] = aten.reshape.default(%combine, [8, 4, 8])
+        %sum_1: f32[8,8] [ep,-] = aten.sum.dim_IntList(%apart, [1])
+        %all_gather: f32[8,8] [-,-] = autopar.all_gather.default(%sum_1, "ep", 0, 1)
+        return value "y" = %all_gather
+    becomes
+        EXPLICIT program on ep=2
+        %w: f32[4,8,8] [ep,-,-] = parameter "w"
+        %x: f32[8,8] [ep,-] = batch "0"
+        %index: i64[32] [ep] = batch "1"
+        %order: i64[32] [ep] = autopar.order_by_owner.default(%index, "ep")
+        %route: i64[16,2] [ep,-] = autopar.route.default(%index, "ep", 4, 0, 4)
+        %here: i64[32] [@ep] = autopar.owned_index.default(%index, "ep", %route)
+        %tokens: i64[8,4] [ep,-] = autopar.tokens_by_owner.default(%index, "ep", 4, 4)
+        %places: i64[32] [@ep] = autopar.token_places.default(%index, "ep", %order, %route, 4, 4)
+        %dispatch: f32[32,8] [@ep,-] = autopar.dispatch.default(%x, "ep", %tokens, %route, 0, %places)
+        %expert_mm: f32[32,8] [@ep,-] = autopar.expert_mm.default(%dispatch, %w, %here)
+        %combine: f32[8,8] [ep,-] = autopar.combine.default(%expert_mm, "ep", %tokens, %route, 0, %places)
+        %all_gather: f32[8,8] [-,-] = autopar.all_gather.default(%combine, "ep", 0, 1)
+        return value "y" = %all_gather
+
+    What stands between the rows and their sum and takes rows one by one, the product with their weights and its
+    gradients, is computed where the rows are: the weights go there, a number a row, and their gradients come back. All
+    is done where fewer bytes are expected to move so, of experts that are chosen alike: of n ranks a token goes to
+    `share_of_tokens` each. Padded messages (`expert_rows`) stay as they are: their bound is one of rows.
+    """
+    ways = [_Way(node, program, table_of(plan)) for node in program.calls() if node.target is ROUTE]
+    chosen = {way.route: way for way in ways if way.choose()}
+    return _Rewrite(program, chosen).run() if chosen else program
+
+
+@dataclass(frozen=True, slots=True)
+class _Copies:
+    """Rows that are `chosen` copies of each token. source: the tokens, in a shape that `flat` gives them if it is not
+    theirs. casts: what is done to them all."""
+
+    source: fx.Node
+    casts: tuple[fx.Node, ...]
+    chosen: int
+
+
+@dataclass(slots=True)
+class _Trips:
+    """What goes to the owners (`sent`), and comes back as rows (`back`) or sums (`sums`, by the call that adds up)."""
+
+    sent: dict[fx.Node, None] = field(default_factory=dict)
+    back: dict[fx.Node, None] = field(default_factory=dict)
+    sums: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+
+class _Way:
+    """One route: what goes by it, and which calls may be computed at the owners."""
+
+    def __init__(self, route: fx.Node, program: Program, table: Table) -> None:
+        self.route, self.program, self.table, self.mesh = route, program, table, program.mesh
+        index = route.args[0]
+        assert isinstance(index, fx.Node)
+        self.index, self.axis, self.groups = index, str(route.args[1]), int(route.args[2])  # type: ignore[arg-type]
+        self.rows, self.home = record(index).type.shape[0], record(index).layout.dims[0]
+        self.trips = [user for user in route.users if user.target in (DISPATCH, COMBINE)]
+        self.chosen = next((one.chosen for trip in self._of(DISPATCH) if (one := self.copies(_x(trip)))), 1)
+        self.there: dict[fx.Node, None] = {}
+        self.moved = _Trips()
+
+    @property
+    def ranks(self) -> int:
+        return self.mesh[self.axis]
+
+    def _of(self, target: Any) -> Iterator[fx.Node]:
+        return (trip for trip in self.trips if trip.target is target)
+
+    def choose(self) -> bool:
+        """Decide what is computed at the owners; False if rows should go as they do."""
+        if self.chosen == 1 or len(self.route.args) > 3:
+            return False
+        least = sum(self._row_bytes(trip if trip.target is COMBINE else _x(trip)) for trip in self.trips)
+        found = False
+        for there in ({}, self._may_be_there()):
+            moved = self._moved(there)
+            bytes_ = self._bytes(moved)
+            if bytes_ < least:
+                self.there, self.moved, least, found = there, moved, bytes_, True
+        return found
+
+    # -- bytes --------------------------------------------------------------------------------------------------------
+
+    def _row_bytes(self, value: fx.Node) -> float:
+        """What leaves a rank if each row goes."""
+        return local_bytes(value, self.mesh) * (1 - 1 / self.ranks)
+
+    def _token_bytes(self, value: fx.Node) -> float:
+        """What leaves a rank if each token goes once to a rank. value: with the rows."""
+        each = (self.ranks - 1) * share_of_tokens(self.groups, self.ranks, self.chosen)
+        return local_bytes(value, self.mesh) / self.chosen * each
+
+    def _bytes(self, moved: _Trips) -> float:
+        tokens = [value for value in moved.sent if self.copies(value)] + list(moved.sums.values())
+        rows = [value for value in moved.sent if not self.copies(value)] + list(moved.back)
+        places = PLACE_BYTES * local_bytes(self.index, self.mesh) / record(self.index).type.dtype.itemsize
+        return sum(map(self._token_bytes, tokens)) + sum(map(self._row_bytes, rows)) + places * (1 - 1 / self.ranks)
+
+    # -- what may be computed where ---------------------------------------------------------------------------------
+
+    def _may_be_there(self) -> dict[fx.Node, None]:
+        """The calls that the owners of rows could compute: what is linear in rows that come back, so that a row without
+        an expert stays zero; then what only goes there."""
+        calls, there = list(self.program.calls()), dict[fx.Node, None]()
+        zero = set(self._of(COMBINE))  # of which a row without an expert is zero
+        for node in calls:
+            operands = operand_nodes(node)
+            at = next((i for i, one in enumerate(operands) if one in zero and _is_wide(one)), None)
+            found = None if at is None else self._taken(node, at)
+            if found and any({operands[i] for i in group} <= zero for group in found.linear):
+                there[node] = None
+                zero.add(node)
+        goes = set(self._of(DISPATCH))
+        for node in reversed(calls):
+            is_read_there = bool(node.users) and all(user in goes or user in there for user in node.users)
+            if is_read_there and node not in there and _is_wide(node) and not self.copies(node):
+                if self._taken(node, len(operand_nodes(node))):
+                    there[node] = None
+        return there
+
+    def _taken(self, node: fx.Node, at: int) -> Through | None:
+        """How a call takes rows one by one, where its operand, or behind these its result, has them in dim 0."""
+        known = record(node)
+        if is_mesh_op(node.target) or not known.is_tensor or node in self.trips or not self.has_rows(node):
+            return None
+        found = through(call_of(node), {at: (0, 1)}, self.table, adds=False)
+        if isinstance(found, str) or {*found.operands, *found.results} - {(0, 1), None} or found.adds_up:
+            return None
+        takes = all(at is None or self.has_rows(one) for one, at in zip(operand_nodes(node), found.operands, strict=True))
+        return found if takes else None
+
+    def has_rows(self, value: fx.Node) -> bool:
+        """Whether a value has the rows in dim 0, as they lie at home."""
+        known = record(value)
+        if not known.is_tensor or known.type.shape[:1] != (self.rows,):
+            return False
+        return known.layout.dims[0] == self.home
+
+    def copies(self, value: fx.Node) -> _Copies | None:
+        """The tokens of which rows are copies, each of its own so many in a row."""
+        node, casts = value, list[fx.Node]()
+        if not self.has_rows(value):
+            return None
+        while (moves := facts_of(node.target).moves) in ("flat", "same") or (
+            moves == "repeated" and record(node).type.numel == record(_x(node)).type.numel
+        ):
+            casts += [node] if moves == "same" else []
+            node = _x(node)
+        if moves != "repeated":
+            return None
+        after = record(node).type.shape
+        before = (1,) * (len(after) - len(record(_x(node)).type.shape)) + record(_x(node)).type.shape
+        grown = [dim for dim, size in enumerate(after) if size != before[dim]]
+        if len(grown) != 1 or math.prod(after[: grown[0] + 1]) != self.rows:
+            return None
+        chosen = after[grown[0]]
+        if getattr(self, "chosen", chosen) != chosen:
+            return None
+        source, shape = _x(node), (self.rows // chosen, *record(value).type.shape[1:])
+        while record(source).type.shape != shape and facts_of(source.target).moves == "flat":
+            source = _x(source)
+        source = source if record(source).type.shape == shape else _x(node)
+        return _Copies(source, tuple(reversed(casts)), chosen) if self._lies_at_home(source) else None
+
+    def _lies_at_home(self, tokens: fx.Node) -> bool:
+        return record(tokens).layout.dims[:1] == (self.home,)
+
+    def _moved(self, there: dict[fx.Node, None]) -> _Trips:
+        """What moves if some calls are computed at the owners."""
+        moved, owned = _Trips(), set(self._of(COMBINE)) | there.keys()
+        operands = [one for node in there for one in operand_nodes(node)] + [_x(trip) for trip in self._of(DISPATCH)]
+        for value in operands:
+            if value not in owned and self.has_rows(value):
+                moved.sent.setdefault(value)
+        goes = there.keys() | set(self._of(DISPATCH))
+        for value in owned:
+            for user in value.users:
+                adds = None if user in goes else self._adds_up(value, user)
+                if adds is not None:
+                    moved.sums[adds] = value
+                elif user not in goes:
+                    moved.back.setdefault(value)
+        return moved
+
+    def _adds_up(self, value: fx.Node, user: fx.Node) -> fx.Node | None:
+        """The call that adds up the rows of each token, by way of one of the users of their value."""
+        shape = record(value).type.shape
+        apart = (self.rows // self.chosen, self.chosen, *shape[1:])
+        while facts_of(user.target).moves == "flat" and len(user.users) == 1:
+            value, user = user, next(iter(user.users))
+        if facts_of(user.target).precision != "sum" or record(value).type.shape != apart:
+            return None
+        dims = argument_of(user, "dim")
+        one = isinstance(dims, (list, tuple)) and [dim % len(apart) for dim in dims] == [1]
+        alike = record(user).type.dtype == record(value).type.dtype and not argument_of(user, "dtype")
+        return user if one and alike and self._lies_at_home(user) else None
+
+
+class _Rewrite:
+    """Writes the trips that were chosen in place of those of rows."""
+
+    def __init__(self, program: Program, ways: dict[fx.Node, _Way]) -> None:
+        self.program, self.ways = program, ways
+        self.build = Builder(MADE_BY)
+        self.owned: dict[fx.Node, fx.Node] = {}  # new nodes: a value where the owners of its rows are
+        self.of_tokens: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}  # of each route the tokens and the places
+        self.way_of: dict[fx.Node, _Way] = {}  # of each node that is written in another way
+        for way in ways.values():
+            self.way_of |= dict.fromkeys((way.route, *way.trips, *way.there, *way.moved.sums), way)
+
+    def run(self) -> Program:
+        return self.build.rewrite(self.program, self._put, later=self._unread())
+
+    def _unread(self) -> set[fx.Node]:
+        """The nodes that nothing reads at home."""
+        unread, read = set[fx.Node](), set[fx.Node]()
+        for node in reversed(self.program.nodes):
+            if node.op == "call_function" and node not in read and node.users:
+                unread.add(node)
+                if not self._is_written(node):
+                    continue
+            read.update(self._reads(node))
+        return unread
+
+    def _is_written(self, node: fx.Node) -> bool:
+        """Whether a node that nothing reads at home is computed at the owners."""
+        return node in self.way_of and (node in self.way_of[node].there)
+
+    def _reads(self, node: fx.Node) -> list[fx.Node]:
+        """The nodes whose values at home are read to write a node."""
+        way = self.way_of.get(node)
+        if way is None or node is way.route:
+            return node.all_input_nodes
+        if node in way.moved.sums:
+            return self._way_back(way, way.moved.sums[node])
+        if node in way.there:
+            return [one for operand in operand_nodes(node) for one in self._way_there(way, operand)]
+        if node.target is DISPATCH:
+            return [*node.all_input_nodes[1:], *self._way_there(way, _x(node))]
+        return node.all_input_nodes
+
+    def _way_there(self, way: _Way, value: fx.Node) -> list[fx.Node]:
+        """What is read at home to have an operand at the owners."""
+        if value in way.there or value.target is COMBINE and value in way.trips:
+            return self._way_back(way, value)
+        copies = way.copies(value)
+        return [copies.source] if copies else [value]
+
+    def _way_back(self, way: _Way, value: fx.Node) -> list[fx.Node]:
+        return [] if value in way.there else [_x(value)]
+
+    def _put(self, node: fx.Node) -> fx.Node | None:
+        way = self.way_of.get(node)
+        if way is None:
+            return None
+        if node is way.route:
+            return self._route(way)
+        if node in way.moved.sums:
+            return self._sum(way, node, way.moved.sums[node])
+        if node.target is DISPATCH:
+            return self._there(way, _x(node), node)
+        if node in way.there and node in way.moved.back:
+            known = record(node)
+            return self._trip(way, COMBINE, self._there(way, node, node), node, known.type, known.layout)
+        return None
+
+    def _route(self, way: _Way) -> fx.Node:
+        known, index = record(way.route), self.build.value[way.index]
+        type_ = TensorType((2 * known.type.shape[0], known.type.shape[1]), known.type.dtype)
+        return self.build.lay(
+            ROUTE, index, way.axis, way.groups, 0, way.chosen, like=known, type_=type_, name=way.route.name
+        )
+
+    def _tokens(self, way: _Way) -> tuple[fx.Node, fx.Node]:
+        """What tells which tokens go, and whose the rows are."""
+        if way.route not in self.of_tokens:
+            index, route = self.build.value[way.index], self.build.value[way.route]
+            order = self.build.value[next(iter(way.trips)).args[2]]  # type: ignore[index]
+            like, chosen = record(way.route).with_(origin="", reason=REASON), (way.groups, way.chosen)
+            home, owned = record(way.index).layout, Layout((self._owned_dim(way),))
+            listed = TensorType((way.rows // way.chosen, way.chosen), torch.int64)
+            numbers = TensorType((way.rows,), torch.int64)
+            self.of_tokens[way.route] = (
+                self.build.lay(
+                    op("tokens_by_owner"), index, way.axis, *chosen, like=like, type_=listed,
+                    layout=Layout((*home.dims, ())), name="tokens",
+                ),
+                self.build.lay(
+                    op("token_places"), index, way.axis, order, route, *chosen, like=like, type_=numbers, layout=owned,
+                    name="places",
+                ),
+            )  # fmt: skip
+        return self.of_tokens[way.route]
+
+    def _owned_dim(self, way: _Way) -> tuple[Any, ...]:
+        """How the dim of rows lies at their owners."""
+        trip = next(iter(way.trips))
+        return record(trip if trip.target is DISPATCH else _x(trip)).layout.dims[0]
+
+    def _trip(
+        self, way: _Way, target: Any, x: fx.Node, like: fx.Node, type_: TensorType, layout: Layout, tokens: bool = False
+    ) -> fx.Node:
+        """A trip of rows, or of tokens."""
+        route = self.build.value[way.route]
+        order = self.build.value[next(iter(way.trips)).args[2]]  # type: ignore[index]
+        known, rest = record(like).with_(flops=0, reason=REASON), ()
+        if target is DISPATCH:
+            known = known.with_(origin="")
+        if tokens:
+            order, places = self._tokens(way)
+            rest = 0, places  # type: ignore[assignment]
+        return self.build.lay(
+            target, x, way.axis, order, route, *rest, like=known, type_=type_, layout=layout, name=target._opname
+        )
+
+    def _there(self, way: _Way, value: fx.Node, like: fx.Node) -> fx.Node:
+        """A value where the owners of its rows are; what has no rows is read as it is. like: for whom."""
+        if value.target is COMBINE and value in way.trips:
+            return self.build.value[_x(value)]
+        if value not in way.there and not way.has_rows(value):
+            return self.build.value[value]
+        if value not in self.owned:
+            known = record(value)
+            layout = Layout((self._owned_dim(way), *known.layout.dims[1:]), known.layout.partial)
+            if value in way.there:
+                args, kwargs = fx.node.map_arg((value.args, value.kwargs), lambda one: self._there(way, one, value))
+                like_ = known.with_(origin="", reason=known.reason or REASON)
+                made = self.build.lay(
+                    value.target, *args, like=like_, type_=known.type, layout=layout, name=value.name, **kwargs
+                )
+            else:
+                copies = way.copies(value)
+                x = self.build.value[value] if copies is None else self._token_values(way, value, copies)
+                made = self._trip(way, DISPATCH, x, like, known.type, layout, tokens=copies is not None)
+            self.owned[value] = made
+        return self.owned[value]
+
+    def _token_values(self, way: _Way, value: fx.Node, copies: _Copies) -> fx.Node:
+        """The tokens of which rows are copies, in the shape and the dtype of these."""
+        known = record(value)
+        x, shape = self.build.value[copies.source], (way.rows // way.chosen, *known.type.shape[1:])
+        if record(x).type.shape != shape:
+            type_ = TensorType(shape, record(x).type.dtype)
+            x = self.build.lay(
+                torch.ops.aten.reshape.default, x, list(shape), like=known.with_(origin=""), type_=type_, name="tokens"
+            )
+        for cast in copies.casts:
+            type_ = TensorType(shape, record(cast).type.dtype)
+            like = record(cast).with_(origin="")
+            x = self.build.lay(cast.target, x, *cast.args[1:], like=like, type_=type_, layout=record(x).layout,
+                               name=cast.name, **cast.kwargs)  # fmt: skip
+        return x
+
+    def _sum(self, way: _Way, adds: fx.Node, value: fx.Node) -> fx.Node:
+        """The sum of each token's rows, each rank's added up before they come back."""
+        known, rows = record(adds), record(value)
+        type_ = TensorType((way.rows // way.chosen, *rows.type.shape[1:]), rows.type.dtype)
+        layout = Layout(rows.layout.dims, known.layout.partial)
+        made = self._trip(way, COMBINE, self._there(way, value, adds), adds, type_, layout, tokens=True)
+        if type_ == known.type:
+            return made
+        return self.build.lay(torch.ops.aten.unsqueeze.default, made, 1, like=known, name=f"{adds.name}_kept")
+
+
+def _x(node: fx.Node) -> fx.Node:
+    """The first operand."""
+    x = node.args[0]
+    assert isinstance(x, fx.Node)
+    return x
+
+
+def _is_wide(value: fx.Node) -> bool:
+    """Whether a row has more than a number."""
+    known = record(value)
+    return known.is_tensor and math.prod(known.type.shape[1:]) > 1
