@@ -16,7 +16,7 @@ from autopar.ir.ops.measure import local_bytes, share_of_tokens
 from autopar.ir.ops.op_facts import argument_of, facts_of
 from autopar.ir.ops.ops import is_mesh_op, op
 from autopar.ir.plan import Plan
-from autopar.ir.program import Builder, Program, TensorType, operand_nodes, record
+from autopar.ir.program import CAST, Builder, Program, TensorType, operand_nodes, record
 from autopar.passes.rules import call_of, table_of
 from autopar.passes.rules.rule import Table
 from autopar.passes.rules.through import Through, through
@@ -133,16 +133,18 @@ class _Way:
         """What leaves a rank if each row goes."""
         return local_bytes(value, self.mesh) * (1 - 1 / self.ranks)
 
-    def _token_bytes(self, value: fx.Node) -> float:
-        """What leaves a rank if each token goes once to a rank. value: with the rows."""
-        each = (self.ranks - 1) * share_of_tokens(self.groups, self.ranks, self.chosen)
-        return local_bytes(value, self.mesh) / self.chosen * each
+    def _token_bytes(self, value: fx.Node, dtype: torch.dtype) -> float:
+        """What leaves a rank if each token goes once to a rank. value: with the rows. dtype: of what goes."""
+        each = (self.ranks - 1) * share_of_tokens(self.groups, self.ranks, self.chosen) / self.chosen
+        return local_bytes(value, self.mesh) / record(value).type.dtype.itemsize * dtype.itemsize * each
 
     def _bytes(self, moved: _Trips) -> float:
-        tokens = [value for value in moved.sent if self.copies(value)] + list(moved.sums.values())
+        """What leaves a rank in all."""
+        tokens = [(value, record(value).type.dtype) for value in moved.sent if self.copies(value)]
+        tokens += [(value, record(adds).type.dtype) for adds, value in moved.sums.items()]
         rows = [value for value in moved.sent if not self.copies(value)] + list(moved.back)
-        places = PLACE_BYTES * local_bytes(self.index, self.mesh) / record(self.index).type.dtype.itemsize
-        return sum(map(self._token_bytes, tokens)) + sum(map(self._row_bytes, rows)) + places * (1 - 1 / self.ranks)
+        places = self._row_bytes(self.index) / record(self.index).type.dtype.itemsize * PLACE_BYTES
+        return sum(self._token_bytes(*one) for one in tokens) + sum(map(self._row_bytes, rows)) + places
 
     # -- what may be computed where ---------------------------------------------------------------------------------
 
@@ -224,10 +226,11 @@ class _Way:
         for value in owned:
             for user in value.users:
                 adds = None if user in goes else self._adds_up(value, user)
-                if adds is not None:
+                if adds is not None and self._token_bytes(value, record(adds).type.dtype) < self._row_bytes(value):
                     moved.sums[adds] = value
                 elif user not in goes:
                     moved.back.setdefault(value)
+        moved.sums = {adds: value for adds, value in moved.sums.items() if value not in moved.back}
         return moved
 
     def _adds_up(self, value: fx.Node, user: fx.Node) -> fx.Node | None:
@@ -240,8 +243,7 @@ class _Way:
             return None
         dims = argument_of(user, "dim")
         one = isinstance(dims, (list, tuple)) and [dim % len(apart) for dim in dims] == [1]
-        alike = record(user).type.dtype == record(value).type.dtype and not argument_of(user, "dtype")
-        return user if one and alike and self._lies_at_home(user) else None
+        return user if one and self._lies_at_home(user) else None
 
 
 class _Rewrite:
@@ -401,10 +403,13 @@ class _Rewrite:
 
     def _sum(self, way: _Way, adds: fx.Node, value: fx.Node) -> fx.Node:
         """The sum of each token's rows, each rank's added up before they come back."""
-        known, rows = record(adds), record(value)
-        type_ = TensorType((way.rows // way.chosen, *rows.type.shape[1:]), rows.type.dtype)
-        layout = Layout(rows.layout.dims, known.layout.partial)
-        made = self._trip(way, COMBINE, self._there(way, value, adds), adds, type_, layout, tokens=True)
+        known, x = record(adds), self._there(way, value, adds)
+        if record(x).type.dtype != known.type.dtype:  # a sum that is wider than its terms
+            type_, like = TensorType(record(x).type.shape, known.type.dtype), known.with_(origin="", flops=0)
+            x = self.build.lay(CAST, x, dtype=known.type.dtype, like=like, type_=type_, layout=record(x).layout)
+        type_ = TensorType((way.rows // way.chosen, *record(value).type.shape[1:]), known.type.dtype)
+        layout = Layout(record(value).layout.dims, known.layout.partial)
+        made = self._trip(way, COMBINE, x, adds, type_, layout, tokens=True)
         if type_ == known.type:
             return made
         return self.build.lay(torch.ops.aten.unsqueeze.default, made, 1, like=known, name=f"{adds.name}_kept")

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import fx
@@ -102,12 +103,11 @@ def token_places(
     size = member.size
     place = (_needs(x, size, groups, chosen).cumsum(0) - 1).to(torch.int32)
     owner = (x // (groups // size)).clamp(0, size - 1).to(torch.int64)
-    rows, came = _rows(counts, member)
-    tokens = _tokens(counts, member)[1]
+    rows, came, _, tokens = _told(counts, member)
     given, received = _sums(rows), _sums(came)
 
     def among_all(found: Tensor) -> Tensor:
-        before = torch.tensor([sum(tokens[:rank]) for rank in range(size)], device=found.device)
+        before = torch.tensor([0, *accumulate(_sums(tokens[:-1]))], device=found.device)
         found = found + before.repeat_interleave(torch.tensor(received, device=found.device), output_size=sum(received))
         return _regrouped(found, came) if host.on_host(found) else found
 
@@ -150,14 +150,14 @@ def dispatch(
     """Send each row to the rank of its expert: those of this rank's come, by source and then by expert, or on a host by
     expert and then by source. places: x is tokens, of which each goes to a rank once."""
     if places is not None:
-        given, taken = _tokens(counts, member)
+        given, taken = map(_sums, _told(counts, member)[2:])
         sent = x[order.flatten()[: sum(given)]]
         return Move("rows", sent, lambda tokens: tokens.index_select(0, places), sent=given, received=taken)
     if bound:
         count = member.size * bound
         sent = x.new_zeros((count + 1, *x.shape[1:])).index_copy_(0, order, x)[:count]
         return Move("exchange", sent.unflatten(0, (member.size, bound)), _joined)
-    rows, came = _rows(counts, member)
+    rows, came, *_ = _told(counts, member)
     then = partial(_regrouped, runs=came) if host.on_host(x) else _as_it_is
     given = _sums(rows)
     return Move("rows", x[order[: sum(given)]], then, sent=given, received=_sums(came))
@@ -169,7 +169,7 @@ def combine(
     """Send each row back to where it came from, and to its place there. Those without an expert are zeros. places: the
     sums of a token's rows are what goes back, and are added up there."""
     if places is not None:
-        given, taken = _tokens(counts, member)
+        given, taken = map(_sums, _told(counts, member)[2:])
         sums = _added(x, places, sum(taken))
         return Move(
             "rows", sums, lambda rows: _added(rows, order.flatten()[: sum(given)], len(order)), sent=taken,
@@ -177,7 +177,7 @@ def combine(
         )  # fmt: skip
     if bound:
         return Move("exchange", x.unflatten(0, (member.size, bound)), lambda rows: _padded_places(_joined(rows), order))
-    sent, came = _rows(counts, member)
+    sent, came, *_ = _told(counts, member)
     x = _regrouped(x, list(zip(*came, strict=True))) if host.on_host(x) else x
     return Move("rows", x, lambda rows: _in_places(rows, order), sent=_sums(came), received=_sums(sent))
 
@@ -211,16 +211,11 @@ def _joined(rows: Tensor) -> Tensor:
 Runs = Sequence[Sequence[int]]  # lengths of runs of rows, in the order in which they lie
 
 
-def _rows(counts: Tensor, member: Member) -> tuple[Runs, Runs]:
-    """What this rank sends to the experts of each rank, and what each rank sends to its own experts."""
-    rows = counts.tolist()
-    return rows[: member.size], rows[member.size : 2 * member.size]
-
-
-def _tokens(counts: Tensor, member: Member) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """How many tokens this rank sends to each rank, and each rank to it."""
-    tokens = tuple(row[0] for row in counts.tolist()[2 * member.size :])
-    return tokens[: member.size], tokens[member.size :]
+def _told(counts: Tensor, member: Member) -> list[Runs]:
+    """What this rank sends to the experts of each rank, and what each rank sends to its own experts: rows, and tokens if
+    they are counted."""
+    table = counts.tolist()
+    return [table[first : first + member.size] for first in range(0, len(table), member.size)]
 
 
 def _sums(runs: Runs) -> tuple[int, ...]:

@@ -466,16 +466,16 @@ def test_a_batched_product_is_named() -> None:
 # -- sabotage: what may go wrong on the way of rows is seen, and where -------------------------------------------------
 
 
-def _backwards(x: Tensor, member: Any, owned: bool, order: Tensor, counts: Tensor, bound: int) -> Any:
-    return rows_to_owners.combine(x, member, owned, order.flip(0), counts)
+def _backwards(x: Tensor, member: Any, owned: bool, order: Tensor, counts: Tensor, *rest: Any) -> Any:
+    return rows_to_owners.combine(x, member, owned, order.flip(0), counts, *rest)
 
 
-def _dropped(x: Tensor, member: Any, owned: bool, order: Tensor, counts: Tensor, bound: int) -> Any:
+def _dropped(x: Tensor, member: Any, owned: bool, order: Tensor, counts: Tensor, *rest: Any) -> Any:
     return torch.zeros(len(order), *x.shape[1:], dtype=x.dtype)
 
 
-def _lost_row(x: Tensor, member: Any, owned: bool, order: Tensor, counts: Tensor, bound: int) -> Any:
-    step = rows_to_owners.combine(x, member, owned, order, counts)
+def _lost_row(x: Tensor, member: Any, owned: bool, order: Tensor, counts: Tensor, *rest: Any) -> Any:
+    step = rows_to_owners.combine(x, member, owned, order, counts, *rest)
     then = step.then
     return collectives.Move(
         "rows", step.x, lambda rows: then(rows).index_fill_(0, torch.tensor([1]), 0.0), sent=step.sent,
@@ -497,8 +497,8 @@ def test_rows_that_come_back_wrong_are_found(
     assert not report.ok and report.mismatch is not None and report.mismatch.module == "mixed.0"
 
 
-def _swapped(x: Tensor, member: Any, owned: bool, order: Tensor, counts: Tensor, bound: int) -> Any:
-    step = rows_to_owners.dispatch(x, member, owned, order, counts, bound)
+def _swapped(x: Tensor, member: Any, owned: bool, order: Tensor, counts: Tensor, *rest: Any) -> Any:
+    step = rows_to_owners.dispatch(x, member, owned, order, counts, *rest)
     return replace(step, sent=step.received, received=step.sent)  # type: ignore[type-var]
 
 

@@ -48,13 +48,15 @@ class RowCounts:
         return table[row][column] if column < len(table[row]) else 0
 
     def copied(self, node: fx.Node | None, shape: Sequence[int]) -> torch.Tensor | None:
-        """The counts that a route copies to the host, which end with three numbers of faults; None for any other
-        call."""
+        """The counts that a route copies to the host, which begin with tokens, if these are counted, and end with three
+        numbers of faults; None for any other call."""
         source = node.all_input_nodes[0] if node is not None and node.target is op("wait") else node
         if source is None or source.target not in _ROUTES:
             return None
         known = self._table(source, operand_nodes(source)[0])
-        return torch.tensor([[*row, *[0] * (shape[1] - len(row))] for row in known])
+        rows, tokens = known[: shape[0]], known[shape[0] :] or [[]] * shape[0]
+        told = [[*of[:1], *row] for of, row in zip(tokens, rows, strict=True)]
+        return torch.tensor([[*row, *[0] * (shape[1] - len(row))] for row in told])
 
     def _table(self, node: fx.Node, value: fx.Node) -> Table:
         """The counts as `route` tells them, for a route itself or a call that reads it. value: of the rows of one."""
@@ -72,7 +74,8 @@ class RowCounts:
         else:
             mean = [[rows // ranks + (rank < rows % ranks)] for rank in range(ranks)] * 2
             counts = [mean, [[tokens]] * 2 * ranks]
-        return counts[0] if chosen == 1 else counts[0] + counts[1]
+        of_tokens = local_type(route, self.mesh).shape[0] > 2 * ranks
+        return counts[0] + counts[1] if of_tokens else counts[0]
 
 
 def routes_rows(program: Program) -> bool:
