@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from typing import Any
 
 import torch
@@ -69,7 +70,10 @@ def send_tokens(program: Program, plan: Plan) -> Program:
     is done where fewer bytes are expected to move so, of experts that are chosen alike: of n ranks a token goes to
     `share_of_tokens` each. Padded messages (`expert_rows`) stay as they are: their bound is one of rows.
     """
-    ways = [_Way(node, program, table_of(plan)) for node in program.calls() if node.target is ROUTE]
+    routes = [node for node in program.calls() if node.target is ROUTE]
+    places = {node: place for place, node in enumerate(program.nodes)} if routes else {}
+    taken = set[fx.Node]()  # by one of them
+    ways = [_Way(route, program.mesh, table_of(plan), places, taken) for route in routes]
     chosen = {way.route: way for way in ways if way.choose()}
     return _Rewrite(program, chosen).run() if chosen else program
 
@@ -94,10 +98,13 @@ class _Trips:
 
 
 class _Way:
-    """One route: what goes by it, and which calls may be computed at the owners."""
+    """One route: what goes by it, and which calls may be computed at the owners. places: of all nodes. taken: what
+    other routes have written anew."""
 
-    def __init__(self, route: fx.Node, program: Program, table: Table) -> None:
-        self.route, self.program, self.table, self.mesh = route, program, table, program.mesh
+    def __init__(
+        self, route: fx.Node, mesh: Mesh, table: Table, places: Mapping[fx.Node, int], taken: set[fx.Node]
+    ) -> None:
+        self.route, self.mesh, self.table, self.places, self.taken = route, mesh, table, places, taken
         index = route.args[0]
         assert isinstance(index, fx.Node)
         self.index, self.axis, self.groups = index, str(route.args[1]), int(route.args[2])  # type: ignore[arg-type]
@@ -110,6 +117,19 @@ class _Way:
     @property
     def ranks(self) -> int:
         return self.mesh[self.axis]
+
+    @property
+    def order(self) -> fx.Node:
+        """The order in which rows leave."""
+        order = self.trips[0].args[2]
+        assert isinstance(order, fx.Node)
+        return order
+
+    @property
+    def owned_dim(self) -> tuple[Any, ...]:
+        """How the dim of rows lies at their owners."""
+        trip = self.trips[0]
+        return record(trip if trip.target is DISPATCH else _x(trip)).layout.dims[0]
 
     def _of(self, target: Any) -> Iterator[fx.Node]:
         return (trip for trip in self.trips if trip.target is target)
@@ -125,6 +145,7 @@ class _Way:
             bytes_ = self._bytes(moved)
             if bytes_ < least:
                 self.there, self.moved, least, found = there, moved, bytes_, True
+        self.taken |= self.there.keys() | self.moved.sums.keys()
         return found
 
     # -- bytes --------------------------------------------------------------------------------------------------------
@@ -151,33 +172,51 @@ class _Way:
     def _may_be_there(self) -> dict[fx.Node, None]:
         """The calls that the owners of rows could compute: what is linear in rows that come back, so that a row without
         an expert stays zero; then what only goes there."""
-        calls, there = list(self.program.calls()), dict[fx.Node, None]()
-        zero = set(self._of(COMBINE))  # of which a row without an expert is zero
-        for node in calls:
+        there, zero = dict[fx.Node, None](), set(self._of(COMBINE))  # rows without an expert are zero in these
+        for node, follow in self._in_order([user for trip in zero for user in trip.users]):
             operands = operand_nodes(node)
             at = next((i for i, one in enumerate(operands) if one in zero and _is_wide(one)), None)
             found = None if at is None else self._taken(node, at)
             if found and any({operands[i] for i in group} <= zero for group in found.linear):
                 there[node] = None
                 zero.add(node)
+                follow(node.users)
         goes = set(self._of(DISPATCH))
-        for node in reversed(calls):
-            is_read_there = bool(node.users) and all(user in goes or user in there for user in node.users)
-            if is_read_there and node not in there and _is_wide(node) and not self.copies(node):
-                if self._taken(node, len(operand_nodes(node))):
-                    there[node] = None
+        needed = [_x(trip) for trip in goes] + [one for node in there for one in node.all_input_nodes]
+        for node, follow in self._in_order(needed, -1):
+            is_read_there = all(user in goes or user in there for user in node.users)
+            may = is_read_there and node not in there and _is_wide(node) and not self.copies(node)
+            if may and self._taken(node, len(operand_nodes(node))):
+                there[node] = None
+                follow(node.all_input_nodes)
         return there
+
+    def _in_order(
+        self, nodes: Iterable[fx.Node], step: int = 1
+    ) -> Iterator[tuple[fx.Node, Callable[[Iterable[fx.Node]], None]]]:
+        """Calls in the order of the program, or with step -1 in reverse, and those that are told to follow."""
+        waiting, seen = list[tuple[int, fx.Node]](), set[fx.Node]()
+
+        def follow(more: Iterable[fx.Node]) -> None:
+            for node in more:
+                if node not in seen and node.op == "call_function":
+                    seen.add(node)
+                    heappush(waiting, (step * self.places[node], node))
+
+        follow(nodes)
+        while waiting:
+            yield heappop(waiting)[1], follow
 
     def _taken(self, node: fx.Node, at: int) -> Through | None:
         """How a call takes rows one by one, where its operand, or behind these its result, has them in dim 0."""
         known = record(node)
-        if is_mesh_op(node.target) or not known.is_tensor or node in self.trips or not self.has_rows(node):
+        if is_mesh_op(node.target) or not known.is_tensor or node in self.taken or not self.has_rows(node):
             return None
         found = through(call_of(node), {at: (0, 1)}, self.table, adds=False)
         if isinstance(found, str) or {*found.operands, *found.results} - {(0, 1), None} or found.adds_up:
             return None
-        takes = all(at is None or self.has_rows(one) for one, at in zip(operand_nodes(node), found.operands, strict=True))
-        return found if takes else None
+        with_rows = [one for one, split in zip(operand_nodes(node), found.operands, strict=True) if split is not None]
+        return found if all(map(self.has_rows, with_rows)) else None
 
     def has_rows(self, value: fx.Node) -> bool:
         """Whether a value has the rows in dim 0, as they lie at home."""
@@ -243,7 +282,7 @@ class _Way:
             return None
         dims = argument_of(user, "dim")
         one = isinstance(dims, (list, tuple)) and [dim % len(apart) for dim in dims] == [1]
-        return user if one and self._lies_at_home(user) else None
+        return user if one and user not in self.taken and self._lies_at_home(user) else None
 
 
 class _Rewrite:
@@ -252,7 +291,7 @@ class _Rewrite:
     def __init__(self, program: Program, ways: dict[fx.Node, _Way]) -> None:
         self.program, self.ways = program, ways
         self.build = Builder(MADE_BY)
-        self.owned: dict[fx.Node, fx.Node] = {}  # new nodes: a value where the owners of its rows are
+        self.owned: dict[tuple[fx.Node, fx.Node], fx.Node] = {}  # by route: a value where the owners of its rows are
         self.of_tokens: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}  # of each route the tokens and the places
         self.way_of: dict[fx.Node, _Way] = {}  # of each node that is written in another way
         for way in ways.values():
@@ -274,7 +313,7 @@ class _Rewrite:
 
     def _is_written(self, node: fx.Node) -> bool:
         """Whether a node that nothing reads at home is computed at the owners."""
-        return node in self.way_of and (node in self.way_of[node].there)
+        return node in self.way_of and node in self.way_of[node].there
 
     def _reads(self, node: fx.Node) -> list[fx.Node]:
         """The nodes whose values at home are read to write a node."""
@@ -291,7 +330,7 @@ class _Rewrite:
 
     def _way_there(self, way: _Way, value: fx.Node) -> list[fx.Node]:
         """What is read at home to have an operand at the owners."""
-        if value in way.there or value.target is COMBINE and value in way.trips:
+        if value in way.there or (value.target is COMBINE and value in way.trips):
             return self._way_back(way, value)
         copies = way.copies(value)
         return [copies.source] if copies else [value]
@@ -325,9 +364,9 @@ class _Rewrite:
         """What tells which tokens go, and whose the rows are."""
         if way.route not in self.of_tokens:
             index, route = self.build.value[way.index], self.build.value[way.route]
-            order = self.build.value[next(iter(way.trips)).args[2]]  # type: ignore[index]
+            order = self.build.value[way.order]
             like, chosen = record(way.route).with_(origin="", reason=REASON), (way.groups, way.chosen)
-            home, owned = record(way.index).layout, Layout((self._owned_dim(way),))
+            home, owned = record(way.index).layout, Layout((way.owned_dim,))
             listed = TensorType((way.rows // way.chosen, way.chosen), torch.int64)
             numbers = TensorType((way.rows,), torch.int64)
             self.of_tokens[way.route] = (
@@ -342,17 +381,12 @@ class _Rewrite:
             )  # fmt: skip
         return self.of_tokens[way.route]
 
-    def _owned_dim(self, way: _Way) -> tuple[Any, ...]:
-        """How the dim of rows lies at their owners."""
-        trip = next(iter(way.trips))
-        return record(trip if trip.target is DISPATCH else _x(trip)).layout.dims[0]
-
     def _trip(
         self, way: _Way, target: Any, x: fx.Node, like: fx.Node, type_: TensorType, layout: Layout, tokens: bool = False
     ) -> fx.Node:
         """A trip of rows, or of tokens."""
         route = self.build.value[way.route]
-        order = self.build.value[next(iter(way.trips)).args[2]]  # type: ignore[index]
+        order = self.build.value[way.order]
         known, rest = record(like).with_(flops=0, reason=REASON), ()
         if target is DISPATCH:
             known = known.with_(origin="")
@@ -369,21 +403,28 @@ class _Rewrite:
             return self.build.value[_x(value)]
         if value not in way.there and not way.has_rows(value):
             return self.build.value[value]
-        if value not in self.owned:
+        key = way.route, value
+        if key not in self.owned:
             known = record(value)
-            layout = Layout((self._owned_dim(way), *known.layout.dims[1:]), known.layout.partial)
+            layout = Layout((way.owned_dim, *known.layout.dims[1:]), known.layout.partial)
             if value in way.there:
                 args, kwargs = fx.node.map_arg((value.args, value.kwargs), lambda one: self._there(way, one, value))
                 like_ = known.with_(origin="", reason=known.reason or REASON)
                 made = self.build.lay(
-                    value.target, *args, like=like_, type_=known.type, layout=layout, name=value.name, **kwargs
+                    value.target,
+                    *args,
+                    like=like_,
+                    type_=known.type,
+                    layout=layout,
+                    name=value.name,
+                    **kwargs,  # type: ignore[arg-type]
                 )
             else:
                 copies = way.copies(value)
                 x = self.build.value[value] if copies is None else self._token_values(way, value, copies)
                 made = self._trip(way, DISPATCH, x, like, known.type, layout, tokens=copies is not None)
-            self.owned[value] = made
-        return self.owned[value]
+            self.owned[key] = made
+        return self.owned[key]
 
     def _token_values(self, way: _Way, value: fx.Node, copies: _Copies) -> fx.Node:
         """The tokens of which rows are copies, in the shape and the dtype of these."""
@@ -397,8 +438,8 @@ class _Rewrite:
         for cast in copies.casts:
             type_ = TensorType(shape, record(cast).type.dtype)
             like = record(cast).with_(origin="")
-            x = self.build.lay(cast.target, x, *cast.args[1:], like=like, type_=type_, layout=record(x).layout,
-                               name=cast.name, **cast.kwargs)  # fmt: skip
+            args, layout = (x, *cast.args[1:]), record(x).layout
+            x = self.build.lay(cast.target, *args, like=like, type_=type_, layout=layout, name=cast.name, **cast.kwargs)  # type: ignore[arg-type]
         return x
 
     def _sum(self, way: _Way, adds: fx.Node, value: fx.Node) -> fx.Node:

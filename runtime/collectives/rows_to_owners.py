@@ -51,8 +51,9 @@ def route(x: Tensor, member: Member, owned: bool, groups: int, bound: int = 0, c
 
     The result is on the host, the one read of a layer and step: [2 n, groups / n], first the rows that this rank sends
     to each expert of each rank, then those that each rank sends to this one's experts. chosen: if it is more than one,
-    tokens follow in the first column, as many rows again: those that go to each rank and come from it. Of an expert that does not exist
-    the ranks learn together, so that no rank waits for one that has given up: raises BatchError on all of them.
+    as many lines again, with the tokens that go to each rank and come from it in their first column. Of an expert that
+    does not exist the ranks learn together, so that no rank waits for one that has given up: raises BatchError on all
+    of them.
 
     bound: nothing is read. The result stays on the device, and three columns behind the counts tell of such experts;
     `rows_beyond` looks at it behind the step.
@@ -212,8 +213,8 @@ Runs = Sequence[Sequence[int]]  # lengths of runs of rows, in the order in which
 
 
 def _told(counts: Tensor, member: Member) -> list[Runs]:
-    """What this rank sends to the experts of each rank, and what each rank sends to its own experts: rows, and tokens if
-    they are counted."""
+    """What this rank sends to the experts of each rank, and what each rank sends to its own: rows, and tokens if they
+    are counted."""
     table = counts.tolist()
     return [table[first : first + member.size] for first in range(0, len(table), member.size)]
 

@@ -15,7 +15,6 @@ from autopar.ir.ops.ops import collective_of, op
 from autopar.ir.program import TensorType, operand_nodes, record
 from autopar.machines.model import RankGroup
 
-
 PLACES = 5  # where `dispatch` and `combine` take whose tokens rows are: with these tokens move
 
 

@@ -19,7 +19,7 @@ from autopar.runtime.collectives.rows_to_owners import bound_of
 Table = Sequence[Sequence[int]]
 _ROUTES = frozenset(map(op, ("route", "route_start")))
 _TRIPS = frozenset(op(f"{name}{half}") for name in ("token_places", "dispatch", "combine") for half in ("", "_start"))
-_ROUTE = 3  # where these take it
+_ROUTE, _CHOSEN = 3, 4  # where these take it, and it how many rows of a token follow each other
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,23 +59,25 @@ class RowCounts:
         return torch.tensor([[*row, *[0] * (shape[1] - len(row))] for row in told])
 
     def _table(self, node: fx.Node, value: fx.Node) -> Table:
-        """The counts as `route` tells them, for a route itself or a call that reads it. value: of the rows of one."""
+        """The counts as `route` tells them, for a route itself or a call that reads it. value: of its rows, or of those
+        of each token."""
         route = node if node.target in _ROUTES else operand_nodes(node)[2 if node.target in _TRIPS else 1]
         axis, counted = str(node.args[1]), self.counted.get(record(route).module)
         if counted is not None:
             return counted
         shape, ranks = local_type(value, self.mesh).shape, self.mesh[axis]
-        rows, place = math.prod(shape), axis_coord(self.mesh, self.coord, axis)
-        chosen = shape[1] if len(shape) > 1 else int(node.args[4]) if len(node.args) > 4 and node is route else 1
-        groups = record(route).type.shape[1] * ranks
-        tokens = rows // chosen if self.worst else round(rows // chosen * share_of_tokens(groups, ranks, chosen))
-        if self.worst:
-            counts = [[[one * (rank == place)] for rank in range(ranks)] + [[one]] * ranks for one in (rows, tokens)]
-        else:
-            mean = [[rows // ranks + (rank < rows % ranks)] for rank in range(ranks)] * 2
-            counts = [mean, [[tokens]] * 2 * ranks]
+        place = axis_coord(self.mesh, self.coord, axis)
+        chosen = route.args[_CHOSEN] if node is route and len(route.args) > _CHOSEN else math.prod(shape[1:])
+        assert isinstance(chosen, int)
+        rows, groups, counts = math.prod(shape), record(route).type.shape[1] * ranks, list[list[int]]()
+        goes = 1.0 if self.worst else ranks * share_of_tokens(groups, ranks, chosen)
         of_tokens = local_type(route, self.mesh).shape[0] > 2 * ranks
-        return counts[0] + counts[1] if of_tokens else counts[0]
+        for one in (rows, *([round(rows // chosen * goes)] if of_tokens else [])):
+            if self.worst:
+                counts += [*([one * (rank == place)] for rank in range(ranks)), *[[one]] * ranks]
+            else:
+                counts += [[one // ranks + (rank < one % ranks)] for rank in range(ranks)] * 2
+        return counts
 
 
 def routes_rows(program: Program) -> bool:
