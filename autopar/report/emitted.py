@@ -233,6 +233,12 @@ def _row_axes(plan: Candidate) -> list[str]:
     return [axis for axis, _ in plan.axes if axis in (*DATA_AXES, CONTEXT)]
 
 
+def _expert_ranks(plan: Candidate) -> int:
+    """Over how many ranks a plan splits experts."""
+    sizes = dict(plan.axes)
+    return math.prod(sizes[axis] for axis in axes_of_group(plan.experts)) if plan.experts else plan.ep
+
+
 def _experts(program: Program) -> set[int]:
     """How many experts there are in the products by expert of a program."""
     return {record(operand_nodes(node)[1]).type.shape[0] for node in program.calls() if node.target is _EXPERT_MM}
