@@ -17,7 +17,7 @@ from autopar.ir.ops.measure import local_bytes, share_of_tokens
 from autopar.ir.ops.op_facts import argument_of, facts_of
 from autopar.ir.ops.ops import is_mesh_op, op
 from autopar.ir.plan import Plan
-from autopar.ir.program import CAST, Builder, Program, TensorType, operand_nodes, record
+from autopar.ir.program import CAST, Builder, Program, Record, TensorType, operand_nodes, record
 from autopar.passes.rules import call_of, table_of
 from autopar.passes.rules.rule import Table
 from autopar.passes.rules.through import Through, through
@@ -110,6 +110,7 @@ class _Way:
         self.index, self.axis, self.groups = index, str(route.args[1]), int(route.args[2])  # type: ignore[arg-type]
         self.rows, self.home = record(index).type.shape[0], record(index).layout.dims[0]
         self.trips = [user for user in route.users if user.target in (DISPATCH, COMBINE)]
+        self.chosen = 1  # rows of a token
         self.chosen = next((one.chosen for trip in self._of(DISPATCH) if (one := self.copies(_x(trip)))), 1)
         self.there: dict[fx.Node, None] = {}
         self.moved = _Trips()
@@ -130,6 +131,11 @@ class _Way:
         """How the dim of rows lies at their owners."""
         trip = self.trips[0]
         return record(trip if trip.target is DISPATCH else _x(trip)).layout.dims[0]
+
+    def flat(self, layout: Layout, value: fx.Node) -> Layout:
+        """The layout of a value with its rows, or tokens, in dim 0 alone. layout: as it lies."""
+        is_flat = record(value).type.shape[0] == self.rows
+        return layout if is_flat else Layout((layout.dims[0], *layout.dims[2:]), layout.partial)
 
     def _of(self, target: Any) -> Iterator[fx.Node]:
         return (trip for trip in self.trips if trip.target is target)
@@ -156,7 +162,8 @@ class _Way:
 
     def _token_bytes(self, value: fx.Node, dtype: torch.dtype) -> float:
         """What leaves a rank if each token goes once to a rank. value: with the rows. dtype: of what goes."""
-        each = (self.ranks - 1) * share_of_tokens(self.groups, self.ranks, self.chosen) / self.chosen
+        each = (self.ranks - 1) * share_of_tokens(self.groups, self.ranks, self.chosen)
+        each /= 1 if self.is_spread(value) else self.chosen
         return local_bytes(value, self.mesh) / record(value).type.dtype.itemsize * dtype.itemsize * each
 
     def _bytes(self, moved: _Trips) -> float:
@@ -175,7 +182,7 @@ class _Way:
         there, zero = dict[fx.Node, None](), set(self._of(COMBINE))  # rows without an expert are zero in these
         for node, follow in self._in_order([user for trip in zero for user in trip.users]):
             operands = operand_nodes(node)
-            at = next((i for i, one in enumerate(operands) if one in zero and _is_wide(one)), None)
+            at = next((i for i, one in enumerate(operands) if one in zero and self._is_wide(one)), None)
             found = None if at is None else self._taken(node, at)
             if found and any({operands[i] for i in group} <= zero for group in found.linear):
                 there[node] = None
@@ -185,7 +192,7 @@ class _Way:
         needed = [_x(trip) for trip in goes] + [one for node in there for one in node.all_input_nodes]
         for node, follow in self._in_order(needed, -1):
             is_read_there = all(user in goes or user in there for user in node.users)
-            may = is_read_there and node not in there and _is_wide(node) and not self.copies(node)
+            may = is_read_there and node not in there and self._is_wide(node) and not self.copies(node)
             if may and self._taken(node, len(operand_nodes(node))):
                 there[node] = None
                 follow(node.all_input_nodes)
@@ -215,20 +222,61 @@ class _Way:
         found = through(call_of(node), {at: (0, 1)}, self.table, adds=False)
         if isinstance(found, str) or {*found.operands, *found.results} - {(0, 1), None} or found.adds_up:
             return None
-        with_rows = [one for one, split in zip(operand_nodes(node), found.operands, strict=True) if split is not None]
-        return found if all(map(self.has_rows, with_rows)) else None
+        pairs = list(zip(operand_nodes(node), found.operands, strict=True))
+        with_rows = [one for one, split in pairs if split is not None]
+        if self.is_same_rows(node) or not any(map(self.is_apart, (node, *with_rows))):
+            return found if all(map(self.has_rows, with_rows)) else None
+        alike = all(self.has_rows(one) or self.is_spread(one) for one in with_rows)
+        beside = max((len(record(one).type.shape) for one, split in pairs if split is None), default=0)
+        return found if alike and beside < len(record(node).type.shape) - 1 and self._is_written_flat(node) else None
+
+    def _is_written_flat(self, node: fx.Node) -> bool:
+        """Whether a call of rows that lie apart is one of rows in dim 0 as well: element by element, or a sum in each
+        row."""
+        if facts_of(node.target).precision == "sum":
+            dims, count = argument_of(node, "dim"), len(record(_x(node)).type.shape)
+            return isinstance(dims, (list, tuple)) and all(dim % count > 1 for dim in dims)
+        return facts_of(node.target).pointwise
+
+    def rest(self, value: fx.Node) -> tuple[int, ...] | None:
+        """The shape of a row of a value that has them as they lie at home: in dim 0, or those of each token in dim 1.
+        None for any other value."""
+        known = record(value)
+        if not known.is_tensor or known.layout.dims[:1] != (self.home,):
+            return None
+        if known.type.shape[0] == self.rows:
+            return known.type.shape[1:]
+        is_apart = known.type.shape[:2] == (self.rows // self.chosen, self.chosen) and not known.layout.dims[1]
+        return known.type.shape[2:] if is_apart else None
 
     def has_rows(self, value: fx.Node) -> bool:
-        """Whether a value has the rows in dim 0, as they lie at home."""
+        return self.rest(value) is not None
+
+    def is_apart(self, value: fx.Node) -> bool:
+        """Whether the rows of each token lie in dim 1."""
+        return self.has_rows(value) and record(value).type.shape[0] != self.rows
+
+    def is_spread(self, value: fx.Node) -> bool:
+        """Whether a value is read, with rows apart, as one row of each token."""
         known = record(value)
-        if not known.is_tensor or known.type.shape[:1] != (self.rows,):
-            return False
-        return known.layout.dims[0] == self.home
+        is_one = known.is_tensor and known.type.shape[:2] == (self.rows // self.chosen, 1)
+        return is_one and len(known.type.shape) > 2 and self._lies_at_home(value)
+
+    def is_same_rows(self, node: fx.Node) -> bool:
+        """Whether a call gives the rows of its operand, each as it is."""
+        return facts_of(node.target).moves == "flat" and self.has_rows(node) and self.rest(node) == self.rest(_x(node))
+
+    def _is_wide(self, value: fx.Node) -> bool:
+        """Whether a row has more than a number."""
+        return math.prod(self.rest(value) or ()) > 1
 
     def copies(self, value: fx.Node) -> _Copies | None:
         """The tokens of which rows are copies, each of its own so many in a row."""
         node, casts = value, list[fx.Node]()
-        if not self.has_rows(value):
+        if self.is_spread(value):
+            return _Copies(value, (), self.chosen)
+        rest = self.rest(value)
+        if rest is None:
             return None
         while (moves := facts_of(node.target).moves) in ("flat", "same") or (
             moves == "repeated" and record(node).type.numel == record(_x(node)).type.numel
@@ -243,9 +291,9 @@ class _Way:
         if len(grown) != 1 or math.prod(after[: grown[0] + 1]) != self.rows:
             return None
         chosen = after[grown[0]]
-        if getattr(self, "chosen", chosen) != chosen:
+        if self.chosen not in (1, chosen):
             return None
-        source, shape = _x(node), (self.rows // chosen, *record(value).type.shape[1:])
+        source, shape = _x(node), (self.rows // chosen, *rest)
         while record(source).type.shape != shape and facts_of(source.target).moves == "flat":
             source = _x(source)
         source = source if record(source).type.shape == shape else _x(node)
@@ -256,10 +304,10 @@ class _Way:
 
     def _moved(self, there: dict[fx.Node, None]) -> _Trips:
         """What moves if some calls are computed at the owners."""
-        moved, owned = _Trips(), set(self._of(COMBINE)) | there.keys()
+        moved, owned = _Trips(), dict.fromkeys((*self._of(COMBINE), *there))
         operands = [one for node in there for one in operand_nodes(node)] + [_x(trip) for trip in self._of(DISPATCH)]
         for value in operands:
-            if value not in owned and self.has_rows(value):
+            if value not in owned and (self.has_rows(value) or self.is_spread(value)):
                 moved.sent.setdefault(value)
         goes = there.keys() | set(self._of(DISPATCH))
         for value in owned:
@@ -274,8 +322,7 @@ class _Way:
 
     def _adds_up(self, value: fx.Node, user: fx.Node) -> fx.Node | None:
         """The call that adds up the rows of each token, by way of one of the users of their value."""
-        shape = record(value).type.shape
-        apart = (self.rows // self.chosen, self.chosen, *shape[1:])
+        apart = (self.rows // self.chosen, self.chosen, *(self.rest(value) or ()))
         while facts_of(user.target).moves == "flat" and len(user.users) == 1:
             value, user = user, next(iter(user.users))
         if facts_of(user.target).precision != "sum" or record(value).type.shape != apart:
@@ -349,8 +396,10 @@ class _Rewrite:
         if node.target is DISPATCH:
             return self._there(way, _x(node), node)
         if node in way.there and node in way.moved.back:
-            known = record(node)
-            return self._trip(way, COMBINE, self._there(way, node, node), node, known.type, known.layout)
+            known, x = record(node), self._there(way, node, node)
+            type_ = TensorType(record(x).type.shape, known.type.dtype)
+            made = self._trip(way, COMBINE, x, node, type_, way.flat(known.layout, node))
+            return made if type_ == known.type else self._reshaped(made, known.type.shape, known, known.layout)
         return None
 
     def _route(self, way: _Way) -> fx.Node:
@@ -401,40 +450,56 @@ class _Rewrite:
         """A value where the owners of its rows are; what has no rows is read as it is. like: for whom."""
         if value.target is COMBINE and value in way.trips:
             return self.build.value[_x(value)]
-        if value not in way.there and not way.has_rows(value):
+        if value in way.there and way.is_same_rows(value):
+            return self._there(way, _x(value), like)
+        if value not in way.there and value not in way.moved.sent:
             return self.build.value[value]
         key = way.route, value
         if key not in self.owned:
-            known = record(value)
-            layout = Layout((way.owned_dim, *known.layout.dims[1:]), known.layout.partial)
-            if value in way.there:
-                args, kwargs = fx.node.map_arg((value.args, value.kwargs), lambda one: self._there(way, one, value))
-                like_ = known.with_(origin="", reason=known.reason or REASON)
-                made = self.build.lay(
-                    value.target,
-                    *args,
-                    like=like_,
-                    type_=known.type,
-                    layout=layout,
-                    name=value.name,
-                    **kwargs,  # type: ignore[arg-type]
-                )
-            else:
-                copies = way.copies(value)
-                x = self.build.value[value] if copies is None else self._token_values(way, value, copies)
-                made = self._trip(way, DISPATCH, x, like, known.type, layout, tokens=copies is not None)
-            self.owned[key] = made
+            self.owned[key] = self._computed(way, value) if value in way.there else self._sent(way, value, like)
         return self.owned[key]
+
+    def _computed(self, way: _Way, value: fx.Node) -> fx.Node:
+        """A call on the rows of a rank's experts."""
+        known, rest, args = record(value), way.rest(value), value.args
+        assert rest is not None
+        if way.is_apart(_x(value)) and facts_of(value.target).precision == "sum":
+            count, dims = len(record(_x(value)).type.shape), argument_of(value, "dim")
+            args = (args[0], [dim % count - 1 for dim in dims], *args[2:])
+        args, kwargs = fx.node.map_arg((args, value.kwargs), lambda one: self._there(way, one, value))
+        like, type_ = (
+            known.with_(origin="", reason=known.reason or REASON),
+            TensorType((way.rows, *rest), known.type.dtype),
+        )
+        layout = Layout((way.owned_dim, *way.flat(known.layout, value).dims[1:]), known.layout.partial)
+        return self.build.lay(value.target, *args, like=like, type_=type_, layout=layout, name=value.name, **kwargs)  # type: ignore[arg-type]
+
+    def _sent(self, way: _Way, value: fx.Node, like: fx.Node) -> fx.Node:
+        """Rows, or the tokens of which they are copies, on their way to the owners."""
+        known, copies = record(value), way.copies(value)
+        shape = (way.rows, *(way.rest(value) if way.has_rows(value) else known.type.shape[2:]))  # type: ignore[misc]
+        home = way.flat(known.layout, value)
+        if copies is not None:
+            x = self._token_values(way, value, copies)
+        else:
+            x = self._reshaped(self.build.value[value], shape, known, home)
+        layout = Layout((way.owned_dim, *home.dims[1:]), known.layout.partial)
+        type_ = TensorType(shape, known.type.dtype)
+        return self._trip(way, DISPATCH, x, like, type_, layout, tokens=copies is not None)
+
+    def _reshaped(self, x: fx.Node, shape: tuple[int, ...], like: Record, layout: Layout) -> fx.Node:
+        """A value in another shape, if that is another one."""
+        if record(x).type.shape == shape:
+            return x
+        type_, like = TensorType(shape, record(x).type.dtype), like.with_(origin="", flops=0)
+        reshape = torch.ops.aten.reshape.default
+        return self.build.lay(reshape, x, list(shape), like=like, type_=type_, layout=layout, name="rows")
 
     def _token_values(self, way: _Way, value: fx.Node, copies: _Copies) -> fx.Node:
         """The tokens of which rows are copies, in the shape and the dtype of these."""
-        known = record(value)
-        x, shape = self.build.value[copies.source], (way.rows // way.chosen, *known.type.shape[1:])
-        if record(x).type.shape != shape:
-            type_ = TensorType(shape, record(x).type.dtype)
-            x = self.build.lay(
-                torch.ops.aten.reshape.default, x, list(shape), like=known.with_(origin=""), type_=type_, name="tokens"
-            )
+        home, rest = way.flat(record(value).layout, value), way.rest(value)
+        shape = (way.rows // way.chosen, *(record(value).type.shape[2:] if rest is None else rest))
+        x = self._reshaped(self.build.value[copies.source], shape, record(value), home)
         for cast in copies.casts:
             type_ = TensorType(shape, record(cast).type.dtype)
             like = record(cast).with_(origin="")
@@ -448,8 +513,8 @@ class _Rewrite:
         if record(x).type.dtype != known.type.dtype:  # a sum that is wider than its terms
             type_, like = TensorType(record(x).type.shape, known.type.dtype), known.with_(origin="", flops=0)
             x = self.build.lay(CAST, x, dtype=known.type.dtype, like=like, type_=type_, layout=record(x).layout)
-        type_ = TensorType((way.rows // way.chosen, *record(value).type.shape[1:]), known.type.dtype)
-        layout = Layout(record(value).layout.dims, known.layout.partial)
+        type_ = TensorType((way.rows // way.chosen, *record(x).type.shape[1:]), known.type.dtype)
+        layout = Layout(way.flat(record(value).layout, value).dims, known.layout.partial)
         made = self._trip(way, COMBINE, x, adds, type_, layout, tokens=True)
         if type_ == known.type:
             return made
@@ -461,9 +526,3 @@ def _x(node: fx.Node) -> fx.Node:
     x = node.args[0]
     assert isinstance(x, fx.Node)
     return x
-
-
-def _is_wide(value: fx.Node) -> bool:
-    """Whether a row has more than a number."""
-    known = record(value)
-    return known.is_tensor and math.prod(known.type.shape[1:]) > 1
