@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -14,10 +15,11 @@ from torch import fx
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops.measure import local_bytes, share_of_tokens
-from autopar.ir.ops.op_facts import argument_of, facts_of
+from autopar.ir.ops.op_facts import argument_of, facts_of, is_zeros
 from autopar.ir.ops.ops import is_mesh_op, op
 from autopar.ir.plan import Plan
 from autopar.ir.program import CAST, Builder, Program, Record, TensorType, operand_nodes, record
+from autopar.passes.collectives.followed_dims import Dims, followed, moves_only, parts_of
 from autopar.passes.rules import call_of, table_of
 from autopar.passes.rules.rule import Table
 from autopar.passes.rules.through import Through, through
@@ -184,7 +186,7 @@ class _Way:
             operands = operand_nodes(node)
             at = next((i for i, one in enumerate(operands) if one in zero and self._is_wide(one)), None)
             found = None if at is None else self._taken(node, at)
-            if found and any({operands[i] for i in group} <= zero for group in found.linear):
+            if found and any(all(_is_zero(operands[i], zero) for i in group) for group in found.linear):
                 there[node] = None
                 zero.add(node)
                 follow(node.users)
@@ -272,32 +274,36 @@ class _Way:
 
     def copies(self, value: fx.Node) -> _Copies | None:
         """The tokens of which rows are copies, each of its own so many in a row."""
-        node, casts = value, list[fx.Node]()
         if self.is_spread(value):
             return _Copies(value, (), self.chosen)
-        rest = self.rest(value)
+        rest, node, path = self.rest(value), value, list[fx.Node]()
         if rest is None:
             return None
-        while (moves := facts_of(node.target).moves) in ("flat", "same") or (
-            moves == "repeated" and record(node).type.numel == record(_x(node)).type.numel
-        ):
-            casts += [node] if moves == "same" else []
+        while facts_of(node.target).moves == "same" or (node.op == "call_function" and moves_only(node)):
+            path.append(node)
             node = _x(node)
-        if moves != "repeated":
+        if facts_of(node.target).moves != "repeated":
             return None
         after = record(node).type.shape
         before = (1,) * (len(after) - len(record(_x(node)).type.shape)) + record(_x(node)).type.shape
         grown = [dim for dim, size in enumerate(after) if size != before[dim]]
-        if len(grown) != 1 or math.prod(after[: grown[0] + 1]) != self.rows:
+        chosen = after[grown[0]] if len(grown) == 1 else 0
+        if not chosen or self.chosen not in (1, chosen):
             return None
-        chosen = after[grown[0]]
-        if self.chosen not in (1, chosen):
+        dims: Dims | None = parts_of([[(str(dim), size)] for dim, size in enumerate(after)])
+        casts = [step for step in reversed(path) if facts_of(step.target).moves == "same"]
+        for step in reversed(path):
+            dims = dims if dims is None or step in casts else followed(dims, step)
+        parts = [part for dim in dims or () for part in dim]
+        at, others = str(grown[0]), [name for name, _ in parts if name != str(grown[0])]
+        tokens = math.prod(size for _, size in takewhile(lambda part: part[0] != at, parts))
+        if dims is None or tokens * chosen != self.rows or others != sorted(others, key=int):
             return None
-        source, shape = _x(node), (self.rows // chosen, *rest)
+        source, shape = _x(node), (tokens, *rest)
         while record(source).type.shape != shape and facts_of(source.target).moves == "flat":
             source = _x(source)
         source = source if record(source).type.shape == shape else _x(node)
-        return _Copies(source, tuple(reversed(casts)), chosen) if self._lies_at_home(source) else None
+        return _Copies(source, tuple(casts), chosen) if self._lies_at_home(source) else None
 
     def _lies_at_home(self, tokens: fx.Node) -> bool:
         return record(tokens).layout.dims[:1] == (self.home,)
@@ -322,14 +328,23 @@ class _Way:
 
     def _adds_up(self, value: fx.Node, user: fx.Node) -> fx.Node | None:
         """The call that adds up the rows of each token, by way of one of the users of their value."""
-        apart = (self.rows // self.chosen, self.chosen, *(self.rest(value) or ()))
-        while facts_of(user.target).moves == "flat" and len(user.users) == 1:
-            value, user = user, next(iter(user.users))
-        if facts_of(user.target).precision != "sum" or record(value).type.shape != apart:
+        tokens, chosen = ("tokens", self.rows // self.chosen), ("chosen", self.chosen)
+        rest = [(str(dim), size) for dim, size in enumerate(self.rest(value) or ())]
+        leading = [[tokens], [chosen]] if self.is_apart(value) else [[tokens, chosen]]
+        dims: Dims | None = parts_of([*leading, *([part] for part in rest)])
+        while dims is not None and moves_only(user) and len(user.users) == 1:
+            dims, user = followed(dims, user), next(iter(user.users))
+        if dims is None or facts_of(user.target).precision != "sum" or user in self.taken:
             return None
-        dims = argument_of(user, "dim")
-        one = isinstance(dims, (list, tuple)) and [dim % len(apart) for dim in dims] == [1]
-        return user if one and user not in self.taken and self._lies_at_home(user) else None
+        added, count = argument_of(user, "dim"), len(dims)
+        if not isinstance(added, (list, tuple)) or len(added) != 1 or dims[added[0] % count] != [chosen]:
+            return None
+        left = [part for dim in dims for part in dim if part != chosen]
+        lies = [*record(user).layout.dims]
+        if argument_of(user, "keepdim"):
+            del lies[added[0] % count]
+        in_order = left == [part for dim in parts_of([[tokens], rest]) for part in dim]
+        return user if in_order and lies[:1] == [self.home] else None
 
 
 class _Rewrite:
@@ -516,9 +531,7 @@ class _Rewrite:
         type_ = TensorType((way.rows // way.chosen, *record(x).type.shape[1:]), known.type.dtype)
         layout = Layout(way.flat(record(value).layout, value).dims, known.layout.partial)
         made = self._trip(way, COMBINE, x, adds, type_, layout, tokens=True)
-        if type_ == known.type:
-            return made
-        return self.build.lay(torch.ops.aten.unsqueeze.default, made, 1, like=known, name=f"{adds.name}_kept")
+        return self._reshaped(made, known.type.shape, known, known.layout)
 
 
 def _x(node: fx.Node) -> fx.Node:
@@ -526,3 +539,7 @@ def _x(node: fx.Node) -> fx.Node:
     x = node.args[0]
     assert isinstance(x, fx.Node)
     return x
+
+
+def _is_zero(value: fx.Node, zero: set[fx.Node]) -> bool:
+    return value in zero or (value.op == "call_function" and is_zeros(value))
