@@ -226,6 +226,8 @@ class _Way:
             return None
         pairs = list(zip(operand_nodes(node), found.operands, strict=True))
         with_rows = [one for one, split in pairs if split is not None]
+        if not with_rows:  # made of numbers, as many as there are rows at home
+            return None
         if self.is_same_rows(node) or not any(map(self.is_apart, (node, *with_rows))):
             return found if all(map(self.has_rows, with_rows)) else None
         alike = all(self.has_rows(one) or self.is_spread(one) for one in with_rows)
