@@ -12,6 +12,7 @@ from autopar.passes.collectives.check_rules import check_rules
 from autopar.passes.collectives.partition import partition
 from autopar.passes.collectives.reshard import reshard
 from autopar.passes.collectives.ring import ring
+from autopar.passes.collectives.send_tokens import send_tokens
 from autopar.passes.collectives.zero import zero
 from autopar.passes.fuse import fuse
 from autopar.passes.groups import group
@@ -62,6 +63,7 @@ PASSES: tuple[tuple[Pass, Level], ...] = (
     (propagate, Level.SHARDED),  # every value gets a layout
     (zero, Level.SHARDED),  # parameters lie split over the data axes
     (reshard, Level.EXPLICIT),  # layout differences become collectives
+    (send_tokens, Level.EXPLICIT),  # a token goes once to a rank that has several of its experts
     (chunk_loss, Level.EXPLICIT),  # logits are computed some tokens at a time
     (partition, Level.LOCAL),  # global shapes become one rank's
     (ring, Level.LOCAL),  # keys and values of other ranks go round under the products of attention

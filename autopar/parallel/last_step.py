@@ -77,7 +77,8 @@ def _own(running: Running, session: Session) -> dict[_Layer, tuple[int, list[int
         apart, axis = record(node).layout.axes, str(node.args[1])
         if any(place and name != PIPELINE and name not in apart for name, place in coord.items()):
             continue
-        came = rows_of_experts(node, counts)[counts.shape[0] // 2 :].sum(0).tolist()
+        rows = rows_of_experts(node, counts)
+        came = rows[rows.shape[0] // 2 :].sum(0).tolist()
         layer = places.get(node.name, -1), record(node).module, axis
         before = found.get(layer, (0, [0] * len(came)))[1]  # of earlier micro-batches
         found[layer] = axis_coord(mesh, coord, axis), [a + b for a, b in zip(before, came, strict=True)]

@@ -22,7 +22,7 @@ from autopar.planning.find_plan import DISK_LARGER, HOST_LARGER
 from autopar.planning.others import best_with
 from autopar.planning.planner import Planned, Tell
 from autopar.planning.price.predict import Prediction
-from autopar.planning.price.step_time import step_time, tokens_of
+from autopar.planning.price.step_time import step_time
 from autopar.planning.space.candidates import PAIRED, Candidate
 from autopar.report.memory.estimate import memory_report
 
@@ -88,11 +88,7 @@ class _Check:
         best = sorted([*shown, *(each for _, each in made)], key=lambda each: each.total)[: asked.top]
         change, plan = split.total / plain.total - 1, split.candidate
         over = f"{EXPERT}={plan.ep} in place of dp" if plan.ep > 1 else f"the ranks of {plan.experts}"
-        text = f"experts over {over}: {change:+.1%} ({plan})"
-        chosen, ranks = _chosen(self.planned.programs.whole), _expert_ranks(plan)
-        if change > 0 and chosen >= ranks:
-            text += f": a token takes {chosen} experts, of {ranks} ranks all; tp moves fewer bytes then"
-        return best, text
+        return best, f"experts over {over}: {change:+.1%} ({plan})"
 
     def _with_pairs(self, shown: list[Prediction]) -> tuple[list[Prediction], str]:
         """The plans, among them the fastest pipeline, and the fastest plan without one that splits experts, with
@@ -260,9 +256,3 @@ def _expert_ranks(plan: Candidate) -> int:
 def _experts(program: Program) -> set[int]:
     """How many experts there are in the products by expert of a program."""
     return {record(operand_nodes(node)[1]).type.shape[0] for node in program.calls() if node.target is _EXPERT_MM}
-
-
-def _chosen(program: Program) -> int:
-    """How many experts a token takes, at most."""
-    rows = [record(operand_nodes(node)[0]).type.shape[0] for node in program.calls() if node.target is _EXPERT_MM]
-    return max(rows) // max(1, tokens_of(program))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from torch import fx
@@ -121,7 +122,9 @@ def _later(nodes: Sequence[fx.Node], position: dict[fx.Node, int], at: int, end:
 
 def _sends_rows(node: fx.Node) -> bool:
     is_known = node.op == "call_function" and is_collective(node.target)
-    return is_known and _is_forward_call(node) and bool(getattr(collective_of(node.target), "owned", None))
+    if not (is_known and _is_forward_call(node) and getattr(collective_of(node.target), "owned", None)):
+        return False
+    return math.prod(record(node).type.shape[1:]) > 1  # a number a row hides nothing
 
 
 def _is_forward_call(node: fx.Node) -> bool:

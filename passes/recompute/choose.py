@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from itertools import accumulate
@@ -58,9 +59,10 @@ def attention_core(program: Program) -> frozenset[fx.Node]:
 
 
 def _routes(node: fx.Node) -> list[fx.Node]:
-    """By which ways a collective sends rows to their owners, or back."""
+    """By which ways a collective sends rows to their owners, or back; and itself, if a row is a number (a weight)."""
     moves_rows = is_collective(node.target) and node.target is not WAIT and collective_of(node.target).owned is not None
-    return list(operand_nodes(node)[1:]) if moves_rows else []
+    is_number = moves_rows and math.prod(record(node).type.shape[1:]) == 1
+    return [*operand_nodes(node)[1:], *([node] if is_number else [])] if moves_rows else []
 
 
 def _ends(node: fx.Node) -> bool:

@@ -18,7 +18,7 @@ from autopar.ir.ops.ops import collective_of, op, whole_of
 from autopar.runtime.collectives.halo_rows import halo, halo_sum
 from autopar.runtime.collectives.mesh_ops import join, pieces
 from autopar.runtime.collectives.moves import Member, Move, Step
-from autopar.runtime.collectives.rows_to_owners import combine, dispatch, route
+from autopar.runtime.collectives.rows_to_owners import combine, dispatch, route, token_places
 
 __all__ = ["Member", "Move", "Step", "begin", "reduce_parts", "together"]
 
@@ -155,6 +155,6 @@ _BEGIN: Mapping[Any, Callable[..., Step]] = {
     op(one.__name__.strip("_")): one
     for one in (
         _all_reduce, _all_gather, _reduce_scatter, _all_to_all, _shift, halo, halo_sum, _earlier, _later, route,
-        dispatch, combine,
+        token_places, dispatch, combine,
     )
 }  # fmt: skip

@@ -17,10 +17,10 @@ import torch
 from autopar.ir.layout import cut_out, mirrored
 from autopar.ir.mesh import SLICE, Mesh, axes_of_group, group_name
 from autopar.ir.ops.ops import op
-from autopar.runtime.collectives.rows_to_owners import order_by_owner, owned_index
+from autopar.runtime.collectives.rows_to_owners import order_by_owner, owned_index, tokens_by_owner
 
 SHARD, KEEP_FIRST, COORD = op("shard"), op("keep_first"), op("coord")
-ORDER, OWNED_INDEX = op("order_by_owner"), op("owned_index")
+ORDER, OWNED_INDEX, TOKENS = op("order_by_owner"), op("owned_index"), op("tokens_by_owner")
 WAIT = op("wait")
 
 
@@ -105,6 +105,8 @@ def local_answer(mesh: Mesh, coord: Mapping[str, int], target: object, args: tup
         return keep_first(x, place)
     if target == ORDER:
         return order_by_owner(x, mesh[axis], *rest)  # type: ignore[arg-type]
+    if target == TOKENS:
+        return tokens_by_owner(x, mesh[axis], *rest)  # type: ignore[arg-type]
     if target == OWNED_INDEX:
         counts, bound = rest
         assert isinstance(counts, torch.Tensor) and isinstance(bound, int)
@@ -122,4 +124,4 @@ def local_answer(mesh: Mesh, coord: Mapping[str, int], target: object, args: tup
 
 
 def is_local(target: object) -> bool:
-    return target in (SHARD, KEEP_FIRST, COORD, ORDER, OWNED_INDEX)
+    return target in (SHARD, KEEP_FIRST, COORD, ORDER, OWNED_INDEX, TOKENS)

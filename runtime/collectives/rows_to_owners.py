@@ -4,6 +4,9 @@ Rows leave in the order of their experts, which is that of the ranks, too, since
 other. So those that come from a rank are sorted as well, and whose they are follows from how many there are of each:
 their indices are computed, not sent. The order is stable, the same in every run.
 
+A token that has several of its rows' experts on one rank goes there once (`send_tokens`): which of the tokens that came
+a row is of is sent once (`token_places`), rows are copies of it, and what they give is added up before it goes back.
+
 In the memory of the host those of all ranks are put together by expert, once for all products, which take runs of rows
 there. Elsewhere they lie as they came: products place rows anew, at multiples of what a kernel wants.
 """
@@ -13,9 +16,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import fx
+from torch.nn import functional
 
 from autopar.errors import BatchError
 from autopar.ir.ops.ops import NO_EXPERT
@@ -41,12 +46,14 @@ def order_by_owner(index: Tensor, size: int, groups: int, bound: int) -> Tensor:
     return torch.empty_like(order).index_copy_(0, order, places)
 
 
-def route(x: Tensor, member: Member, owned: bool, groups: int, bound: int = 0) -> Step:
+def route(x: Tensor, member: Member, owned: bool, groups: int, bound: int = 0, chosen: int = 1) -> Step:
     """Exchange how many rows go from each rank to each expert. x: the expert of each row.
 
     The result is on the host, the one read of a layer and step: [2 n, groups / n], first the rows that this rank sends
-    to each expert of each rank, then those that each rank sends to this one's experts. Of an expert that does not exist
-    the ranks learn together, so that no rank waits for one that has given up: raises BatchError on all of them.
+    to each expert of each rank, then those that each rank sends to this one's experts. chosen: if it is more than one,
+    as many lines again, with the tokens that go to each rank and come from it in their first column. Of an expert that
+    does not exist the ranks learn together, so that no rank waits for one that has given up: raises BatchError on all
+    of them.
 
     bound: nothing is read. The result stays on the device, and three columns behind the counts tell of such experts;
     `rows_beyond` looks at it behind the step.
@@ -60,12 +67,53 @@ def route(x: Tensor, member: Member, owned: bool, groups: int, bound: int = 0) -
     sent = torch.cat([counts[:-1].view(member.size, -1), said.expand(member.size, 3)], 1)
     if bound:
         return Move("exchange", sent, lambda received: torch.cat([sent, received]))
-    return Move("exchange", sent, lambda received: _counted(torch.cat([sent, received]).cpu(), groups))
+    if chosen > 1:
+        sent = torch.cat([_needs(x, member.size, groups, chosen).sum(0).unsqueeze(1), sent], 1)
+    return Move("exchange", sent, lambda received: _counted(torch.cat([sent, received]).cpu(), groups, chosen > 1))
 
 
-def _counted(table: Tensor, groups: int) -> Tensor:
+def _counted(table: Tensor, groups: int, of_tokens: bool) -> Tensor:
     check_experts_exist(table, groups)
-    return table[:, :-3].contiguous()
+    if not of_tokens:
+        return table[:, :-3].contiguous()
+    tokens, rows = table[:, :1], table[:, 1:-3]
+    return torch.cat([rows, functional.pad(tokens, (0, rows.shape[1] - 1))])
+
+
+def _needs(index: Tensor, size: int, groups: int, chosen: int) -> Tensor:
+    """[tokens, size]: whether a token has an expert on each rank."""
+    owner = torch.where((index >= 0) & (index < groups), index // (groups // size), size).view(-1, chosen)
+    needs = torch.zeros(owner.shape[0], size + 1, dtype=torch.bool, device=index.device)
+    return needs.scatter_(1, owner.to(torch.int64), True)[:, :size]
+
+
+def tokens_by_owner(index: Tensor, size: int, groups: int, chosen: int) -> Tensor:
+    """[tokens, chosen], read as one list: the tokens that go to each rank, one rank after the other; zeros behind."""
+    needs = _needs(index, size, groups, chosen)
+    count, is_sent = needs.shape[0], needs.T.flatten()
+    place = torch.where(is_sent, is_sent.cumsum(0) - 1, index.shape[0])
+    tokens = torch.arange(count, device=index.device).repeat(size)
+    found = tokens.new_zeros(index.shape[0] + 1).scatter_(0, place, torch.where(is_sent, tokens, 0))
+    return found[:-1].view(count, chosen)
+
+
+def token_places(
+    x: Tensor, member: Member, owned: bool, order: Tensor, counts: Tensor, groups: int, chosen: int
+) -> Step:
+    """Tell each rank of the rows that come to it which of the tokens that come is theirs. x: the expert of each row."""
+    size = member.size
+    place = (_needs(x, size, groups, chosen).cumsum(0) - 1).to(torch.int32)
+    owner = (x // (groups // size)).clamp(0, size - 1).to(torch.int64)
+    rows, came, _, tokens = _told(counts, member)
+    given, received = _sums(rows), _sums(came)
+
+    def among_all(found: Tensor) -> Tensor:
+        before = torch.tensor([0, *accumulate(_sums(tokens[:-1]))], device=found.device)
+        found = found + before.repeat_interleave(torch.tensor(received, device=found.device), output_size=sum(received))
+        return _regrouped(found, came) if host.on_host(found) else found
+
+    sent = place.gather(1, owner.view(-1, chosen)).flatten()[order[: sum(given)]]
+    return Move("rows", sent, among_all, sent=given, received=received)
 
 
 def check_experts_exist(table: Tensor, groups: int) -> None:
@@ -88,7 +136,7 @@ def owned_index(index: Tensor, size: int, place: int, counts: Tensor, bound: int
         places = torch.arange(bound, device=counts.device).expand(size, bound).contiguous()
         expert = torch.searchsorted(came.cumsum(1), places, right=True)
         return torch.where(expert < here, expert + place * here, size * here).view(-1).to(index.dtype)
-    here, came = counts.shape[1], counts[size:]
+    here, came = counts.shape[1], counts[size : 2 * size]
     experts = torch.arange(place * here, (place + 1) * here, device=counts.device)
     if host.on_host(index):
         came = came.sum(0)
@@ -97,26 +145,52 @@ def owned_index(index: Tensor, size: int, place: int, counts: Tensor, bound: int
     return torch.repeat_interleave(experts, came, output_size=int(came.sum())).to(index)
 
 
-def dispatch(x: Tensor, member: Member, owned: bool, order: Tensor, counts: Tensor, bound: int = 0) -> Step:
+def dispatch(
+    x: Tensor, member: Member, owned: bool, order: Tensor, counts: Tensor, bound: int = 0, places: Tensor | None = None
+) -> Step:
     """Send each row to the rank of its expert: those of this rank's come, by source and then by expert, or on a host by
-    expert and then by source."""
+    expert and then by source. places: x is tokens, of which each goes to a rank once."""
+    if places is not None:
+        given, taken = map(_sums, _told(counts, member)[2:])
+        sent = x[order.flatten()[: sum(given)]]
+        return Move("rows", sent, lambda tokens: tokens.index_select(0, places), sent=given, received=taken)
     if bound:
         count = member.size * bound
         sent = x.new_zeros((count + 1, *x.shape[1:])).index_copy_(0, order, x)[:count]
         return Move("exchange", sent.unflatten(0, (member.size, bound)), _joined)
-    rows, came = _rows(counts, member)
+    rows, came, *_ = _told(counts, member)
     then = partial(_regrouped, runs=came) if host.on_host(x) else _as_it_is
     given = _sums(rows)
     return Move("rows", x[order[: sum(given)]], then, sent=given, received=_sums(came))
 
 
-def combine(x: Tensor, member: Member, owned: bool, order: Tensor, counts: Tensor, bound: int = 0) -> Step:
-    """Send each row back to where it came from, and to its place there. Those without an expert are zeros."""
+def combine(
+    x: Tensor, member: Member, owned: bool, order: Tensor, counts: Tensor, bound: int = 0, places: Tensor | None = None
+) -> Step:
+    """Send each row back to where it came from, and to its place there. Those without an expert are zeros. places: the
+    sums of a token's rows are what goes back, and are added up there."""
+    if places is not None:
+        given, taken = map(_sums, _told(counts, member)[2:])
+        sums = _added(x, places, sum(taken))
+        return Move(
+            "rows", sums, lambda rows: _added(rows, order.flatten()[: sum(given)], len(order)), sent=taken,
+            received=given,
+        )  # fmt: skip
     if bound:
         return Move("exchange", x.unflatten(0, (member.size, bound)), lambda rows: _padded_places(_joined(rows), order))
-    sent, came = _rows(counts, member)
+    sent, came, *_ = _told(counts, member)
     x = _regrouped(x, list(zip(*came, strict=True))) if host.on_host(x) else x
     return Move("rows", x, lambda rows: _in_places(rows, order), sent=_sums(came), received=_sums(sent))
+
+
+def _added(rows: Tensor, places: Tensor, count: int) -> Tensor:
+    """[count, ...]: the sum of the rows that have each place, one after the other and no shorter than in float32: the
+    same bits in every run."""
+    wide = rows.float() if rows.dtype in (torch.bfloat16, torch.float16) else rows
+    total = wide.new_zeros(count, *rows.shape[1:])
+    if host.on_host(rows):
+        return total.index_add_(0, places, wide).to(rows.dtype)
+    return total.index_put_((places,), wide, accumulate=True).to(rows.dtype)  # which sorts; index_add_ has no order
 
 
 def _in_places(rows: Tensor, order: Tensor) -> Tensor:
@@ -138,10 +212,11 @@ def _joined(rows: Tensor) -> Tensor:
 Runs = Sequence[Sequence[int]]  # lengths of runs of rows, in the order in which they lie
 
 
-def _rows(counts: Tensor, member: Member) -> tuple[Runs, Runs]:
-    """What this rank sends to the experts of each rank, and what each rank sends to its own experts."""
-    rows = counts.tolist()
-    return rows[: member.size], rows[member.size :]
+def _told(counts: Tensor, member: Member) -> list[Runs]:
+    """What this rank sends to the experts of each rank, and what each rank sends to its own: rows, and tokens if they
+    are counted."""
+    table = counts.tolist()
+    return [table[first : first + member.size] for first in range(0, len(table), member.size)]
 
 
 def _sums(runs: Runs) -> tuple[int, ...]:
@@ -167,15 +242,18 @@ def bound_of(route: fx.Node) -> int:
 
 
 def rows_of_experts(route: fx.Node, counts: Tensor) -> Tensor:
-    """The counts that a route gave, without what it says of experts that do not exist."""
-    return counts[:, :-3] if bound_of(route) else counts
+    """The counts of rows that a route gave, without what else it says, of tokens and of experts that do not exist."""
+    if bound_of(route):
+        return counts[:, :-3]
+    return counts[: counts.shape[0] // 2] if len(route.args) > 4 else counts
 
 
 def check_bound(route: fx.Node, counts: Tensor, place: int) -> None:
     """Raise BatchError if more rows went to another rank than a route has room for, or to an expert that does not
     exist. counts: what the route gave, on the host, to the rank at a place."""
     check_experts_exist(counts, int(route.args[2]))  # type: ignore[arg-type]
-    sent = rows_of_experts(route, counts)[: counts.shape[0] // 2].sum(1).tolist()
+    rows = rows_of_experts(route, counts)
+    sent = rows[: rows.shape[0] // 2].sum(1).tolist()
     most, mean, bound = max(sent), sum(sent) / len(sent), bound_of(route)
     if most > bound:
         raise BatchError(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
 import train_experts
 from gpt import GPTConfig
 from mixtures import Kind, Mixture, mixture_case, products
@@ -22,6 +23,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 import autopar
 from autopar.errors import AutoparError, BatchError, CompileError, PlanError
 from autopar.ir.mesh import parse_mesh
+from autopar.ir.ops.measure import PLACES
+from autopar.ir.ops.ops import mesh_op_name
 from autopar.ir.program import record
 from autopar.report.memory.assumed_rows import RowCounts
 from autopar.report.memory.estimate import memory_report
@@ -43,8 +46,17 @@ TABLE: list[tuple[str, Kind, dict[str, Any]]] = [
     ("dp=2,ep=2", Kind(way="loop", chosen=3), {"zero": 2}),
     ("pp=2,ep=2", Kind(), {"microbatches": 2, "schedule": "1f1b"}),
     ("dp=2,fsdp=2", Kind(aux=True), {"experts": "dp:fsdp"}),
+    ("ep=4", Kind(chosen=8), {}),  # each token goes to all
+    ("dp=2,ep=2", Kind(chosen=4, skew=50), {}),  # half of the rows to two experts of one rank
     ("dp=2,cp=2", Kind(chosen=3), {"experts": "cp"}),  # a rank's rows are a piece of each of its samples
 ]
+# Bytes of a layer for each row that leaves, and for each token: four trips of tokens, two numbers and a place a row.
+FOUR = (2 * 8 + 4, 4 * 12 * 8)
+SENT = {
+    1: (2 * 8 + 4, 5 * 12 * 8),  # computed again, which needs no way back
+    2: (4 * 12 * 8, 0),  # one expert a token
+    8: (2 * 12 * 8 + 4, 2 * 12 * 8),  # over four ranks weights would cost more than the two trips that they save
+}
 
 
 def _made(kind: Kind, mesh: str, options: dict[str, Any]) -> tuple[Any, torch.optim.Optimizer, tuple[Tensor, Tensor]]:
@@ -89,25 +101,25 @@ def _chosen(kind: Kind) -> list[list[int]]:
     return rows
 
 
-def _leaving(kind: Kind, mesh: str, axis: str) -> int:
-    """The rows whose expert is on another rank, over all ranks and layers of a first step."""
+def _leaving(kind: Kind, mesh: str, axis: str) -> Tensor:
+    """The rows whose expert is on another rank, and to how many other ranks tokens go, each once; over all ranks and
+    layers of a first step."""
     module, _, batch = _plain(kind)
-    parsed, count = parse_mesh(mesh), 0
+    parsed, count = parse_mesh(mesh), torch.zeros(2, dtype=torch.int64)
     ranks, data = parsed[axis], {name: size for name, size in parsed.axes if name in ("dp", "fsdp", "ep")}
-    parts = torch.tensor(list(data.values())).prod().item()
+    parts = int(torch.tensor(list(data.values())).prod())
 
     def look(mixture: Mixture, args: tuple[Tensor], _: Any) -> None:
-        nonlocal count
         scores = mixture.router(args[0]) + mixture.skew
-        owners = torch.topk(scores.softmax(-1), kind.chosen).indices // (kind.experts // ranks)
+        owners = torch.topk(scores.softmax(-1), kind.chosen).indices.flatten(0, 1) // (kind.experts // ranks)
         if axis == "cp":  # in order: the sequence has no two pieces a rank
             length = batch[0].shape[1]
-            count += int(
-                (owners.view(-1, length, kind.chosen) != torch.arange(length)[:, None] // (length // ranks)).sum()
-            )
-            return
-        for place, part in enumerate(owners.chunk(int(parts))):  # the axis ep is the last one of the batch
-            count += int((part != place % ranks).sum())
+            own = (torch.arange(length) // (length // ranks)).repeat(len(owners) // length)
+        else:  # the axis ep is the last one of the batch
+            own = (torch.arange(parts) % ranks).repeat_interleave(len(owners) // parts)
+        to = F.one_hot(owners, ranks).amax(1)
+        count[0] += (owners != own[:, None]).sum()
+        count[1] += to.sum() - to.gather(1, own[:, None]).sum()
 
     for mixture in module.mixed:
         mixture.register_forward_hook(look)
@@ -115,9 +127,22 @@ def _leaving(kind: Kind, mesh: str, axis: str) -> int:
     return count
 
 
-def _table(rank: int) -> list[tuple[list[float], int, int]]:
-    """For each row of the table what a step's loss and norm are, how many bytes this rank sent to others, and how often
-    its host read counts; all else is compared here."""
+def _trips(compiled: Any, blocks: int) -> tuple[int, int]:
+    """The bytes that a program sends of each row that leaves, and of each token, in a layer."""
+    graphs = compiled.pipeline.graphs.values() if compiled.pipeline else [compiled.program]
+    found = [0, 0]
+    for node in (node for graph in graphs for node in graph.calls()):
+        if mesh_op_name(node.target) == "token_places":
+            found[0] += 4
+        elif mesh_op_name(node.target) in ("dispatch", "combine"):
+            of_tokens = len(node.args) > PLACES and node.args[PLACES] is not None
+            found[of_tokens] += record(node).type.shape[1] * record(node).type.dtype.itemsize
+    return found[0] // blocks, found[1] // blocks
+
+
+def _table(rank: int) -> list[tuple[list[float], int, int, tuple[int, int]]]:
+    """For each row of the table what a step's loss and norm are, how many bytes this rank sent to others, how often its
+    host read counts, and what the program says that it sends; all else is compared here."""
     found = []
     for mesh, kind, options in TABLE:
         model, optimizer, batch = _made(kind, mesh, options)
@@ -139,7 +164,7 @@ def _table(rank: int) -> list[tuple[list[float], int, int]]:
         losses, wanted = _train(model, optimizer, batch, STEPS), _train(plain, its, batch, STEPS)
         assert losses == pytest.approx(wanted, rel=1e-9), (mesh, kind)
         assert_same_state(model, plain, "weight")
-        found.append((losses, sum(sent), len(reads)))
+        found.append((losses, sum(sent), len(reads), _trips(model.compiled, kind.blocks)))
     return found
 
 
@@ -165,17 +190,16 @@ def _watch(patch: pytest.MonkeyPatch) -> tuple[list[int], list[int]]:
 
 
 def test_steps_are_those_of_one_device(four: Ranks) -> None:
-    """Losses, norms, gradients, weights; bytes equal those of counted rows, four trips each, and two more where they go
-    again, on each rank of tp; one read a layer."""
+    """Losses, norms, gradients, weights; bytes equal those of counted tokens, four trips each, and one more where they
+    go again, with weights, their gradients and places of rows; on each rank of tp; one read a layer."""
     by_rank = four.run(_table, timeout=300)
     for number, (mesh, kind, options) in enumerate(TABLE):
         rows = [found[number] for found in by_rank]
         assert all(one[0] == rows[0][0] for one in rows), mesh
-        trips = 6 if options.get("recompute") == "full" else 4
         copies = dict(parse_mesh(mesh).axes).get("tp", 1)
-        assert (
-            sum(one[1] for one in rows) == trips * copies * _leaving(kind, mesh, options.get("experts", "ep")) * 12 * 8
-        ), (mesh, kind)
+        sent = torch.tensor(rows[0][3]) * _leaving(kind, mesh, options.get("experts", "ep"))
+        assert sum(one[1] for one in rows) == copies * sent.sum(), (mesh, kind)
+        assert rows[0][3] == SENT.get(number, FOUR), (mesh, kind)
         if "pp" not in mesh:
             assert [one[2] for one in rows] == [kind.blocks] * 4, (mesh, kind)
 

@@ -17,7 +17,7 @@ from autopar.runtime.collectives.collectives import _BEGIN, Member, Move, begin,
 
 MESH = Mesh((("x", 3),))
 SPLIT, SPLIT_IN, MIRRORED = Layout((("x",), ())), Layout(((2, "x"), ())), Layout(((-2, "x"), ()))
-BY_OWNER = ("route", "dispatch", "combine")  # tests/runtime/test_rows_to_owners.py
+BY_OWNER = ("route", "token_places", "dispatch", "combine")  # tests/runtime/test_rows_to_owners.py
 OTHERS = [one for one in COLLECTIVES if one.name not in BY_OWNER]
 MOVES = [one for one in OTHERS if not one.edges]  # of the value itself
 # A layout that each can be applied to, and its arguments after the axis.

@@ -199,6 +199,8 @@ def moved_layout(name: str, args: tuple[object, ...], has: Layout) -> Layout | N
         return Layout((tuple(f for f in has.dims[0] if isinstance(f, str)), ()))
     if name == "order_by_owner" or (row is not None and row.to_one):
         return has
+    if name == "tokens_by_owner":
+        return Layout((*has.dims, ()), has.partial)
     if name in _TO_OWNERS:
         return _with_owners(has, axes, _TO_OWNERS[name])
     before, after = (row.has, row.gives) if row is not None else _LOCAL.get(name, (None, None))

@@ -69,11 +69,17 @@ COLLECTIVES = (
     # result lies on the host: [to which rank, which of its experts] of this rank's rows, and [from which rank, which of
     # this rank's experts] of those that come. Then rows go there, and back. order: where rows stand, by owner.
     # bound: rows that go from a rank to another one at most; messages are padded to it, and nothing lies on the host.
-    CollectiveOp("route(Tensor x, str axis, int groups, int bound=0) -> Tensor", (0, 1), None, like=ALL_TO_ALL),
-    CollectiveOp("dispatch(Tensor x, str axis, Tensor order, Tensor route, int bound=0) -> Tensor", (0, 1), (0, 1),
-                 owned=True, like=ALL_TO_ALL),
-    CollectiveOp("combine(Tensor x, str axis, Tensor order, Tensor route, int bound=0) -> Tensor", (0, 1), (0, 1),
-                 owned=False, like=ALL_TO_ALL),
+    # chosen: rows of a token, which follow each other. If there are several the route counts tokens as well, behind
+    # the rows, and what goes may be tokens, each once to a rank. `token_places`: of each row that came, which of the
+    # tokens that came is its. With these x is tokens where it leaves (order: of `tokens_by_owner`), rows at the owner.
+    CollectiveOp("route(Tensor x, str axis, int groups, int bound=0, int chosen=1) -> Tensor", (0, 1), None,
+                 like=ALL_TO_ALL),
+    CollectiveOp("token_places(Tensor x, str axis, Tensor order, Tensor route, int groups, int chosen) -> Tensor",
+                 (0, 1), (0, 1), owned=True, like=ALL_TO_ALL),
+    CollectiveOp("dispatch(Tensor x, str axis, Tensor order, Tensor route, int bound=0, Tensor? places=None) -> Tensor",
+                 (0, 1), (0, 1), owned=True, like=ALL_TO_ALL),
+    CollectiveOp("combine(Tensor x, str axis, Tensor order, Tensor route, int bound=0, Tensor? places=None) -> Tensor",
+                 (0, 1), (0, 1), owned=False, like=ALL_TO_ALL),
     # An all-gather and a reduce-scatter over the slices of a sequence, of what causal attention reads and gives: since
     # slices are computed in order, and back in reverse, only those up to this one are there, or those from this one on.
     # key: the value, the same for a forward pass and what the backward pass reads again of it.

@@ -15,6 +15,8 @@ from autopar.ir.ops.ops import collective_of, op
 from autopar.ir.program import TensorType, operand_nodes, record
 from autopar.machines.model import RankGroup
 
+PLACES = 5  # where `dispatch` and `combine` take whose tokens rows are: with these tokens move
+
 
 def local_type(node: fx.Node, mesh: Mesh) -> TensorType:
     """The shape and the dtype of one rank's part of a node's one result."""
@@ -41,6 +43,8 @@ def local_bytes(node: fx.Node, mesh: Mesh) -> int:
 def moved_type(node: fx.Node, mesh: Mesh) -> TensorType:
     """What a collective moves: the whole of a value, or what a rank sends of the rows at the edges of its pieces."""
     kind, operand = collective_of(node.target), operand_nodes(node)[0]
+    if kind.owned is not None and len(node.args) > PLACES and isinstance(node.args[PLACES], fx.Node):
+        return _tokens_type(node, operand if kind.owned else node, mesh)
     if not kind.edges:
         return local_type(node if kind.counts_result else operand, mesh)
     long, short = _with_and_without(node, mesh)
@@ -48,6 +52,19 @@ def moved_type(node: fx.Node, mesh: Mesh) -> TensorType:
     whole = short.shape[dim] * mesh[str(node.args[1])]
     rows = long.shape[dim] - short.shape[dim] if goes_to_one(node, mesh) else whole
     return TensorType((*long.shape[:dim], rows, *long.shape[dim + 1 :]), long.dtype)
+
+
+def _tokens_type(node: fx.Node, tokens: fx.Node, mesh: Mesh) -> TensorType:
+    """What goes to their owners, or comes from there, of tokens that go once to each rank; of experts chosen alike."""
+    order, route = operand_nodes(node)[1:3]
+    chosen, ranks, part = record(order).type.shape[1], mesh[str(node.args[1])], local_type(tokens, mesh)
+    times = ranks * share_of_tokens(record(route).type.shape[1] * ranks, ranks, chosen)
+    return TensorType((round(part.shape[0] * times), *part.shape[1:]), part.dtype)
+
+
+def share_of_tokens(groups: int, ranks: int, chosen: int) -> float:
+    """The share of tokens that have an expert on a rank, where each takes `chosen` of `groups` experts, all alike."""
+    return 1 - math.comb(groups - groups // ranks, chosen) / math.comb(groups, chosen)
 
 
 def goes_to_one(node: fx.Node, mesh: Mesh) -> bool:

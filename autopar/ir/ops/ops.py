@@ -314,6 +314,8 @@ LOCAL = (
     # the order of this rank's rows by the expert of each; and the experts of the rows that came to it, by `route`
     "order_by_owner(Tensor x, str axis, int groups=0, int bound=0) -> Tensor",
     "owned_index(Tensor x, str axis, Tensor route, int bound=0) -> Tensor",
+    # the tokens that go, by rank and then in order, of rows of which `chosen` that follow each other are a token's
+    "tokens_by_owner(Tensor x, str axis, int groups, int chosen) -> Tensor",
     # this rank's coordinate on an axis
     "coord(str axis) -> SymInt",
     # a copy into the host's memory, and one back from there: each is done at its `wait`, until which it holds x. What

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -9,7 +10,7 @@ import torch
 from torch import fx
 
 from autopar.ir.mesh import Mesh
-from autopar.ir.ops.measure import local_type
+from autopar.ir.ops.measure import local_type, share_of_tokens
 from autopar.ir.ops.ops import op
 from autopar.ir.program import Program, operand_nodes, record
 from autopar.runtime.collectives.mesh_ops import axis_coord
@@ -17,7 +18,8 @@ from autopar.runtime.collectives.rows_to_owners import bound_of
 
 Table = Sequence[Sequence[int]]
 _ROUTES = frozenset(map(op, ("route", "route_start")))
-_TRIPS = frozenset(map(op, ("dispatch", "dispatch_start", "combine", "combine_start")))
+_TRIPS = frozenset(op(f"{name}{half}") for name in ("token_places", "dispatch", "combine") for half in ("", "_start"))
+_ROUTE, _CHOSEN = 3, 4  # where these take it, and it how many rows of a token follow each other
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,33 +37,47 @@ class RowCounts:
         read."""
         if node.target is op("owned_index"):
             table = self._table(node, node)
-            return sum(map(sum, table[len(table) // 2 :]))
+            ranks = self.mesh[str(node.args[1])]
+            return sum(map(sum, table[ranks : 2 * ranks]))
         if node.target not in _TRIPS:
             return None
-        table, route = self._table(node, operand_nodes(node)[0]), operand_nodes(node)[-1]
+        route = node.args[_ROUTE]
+        assert isinstance(route, fx.Node)
+        table = self._table(node, operand_nodes(node)[1])
         row, column = divmod(number, record(route).type.shape[1])
         return table[row][column] if column < len(table[row]) else 0
 
     def copied(self, node: fx.Node | None, shape: Sequence[int]) -> torch.Tensor | None:
-        """The counts that a route copies to the host, which end with three numbers of faults; None for any other
-        call."""
+        """The counts that a route copies to the host, which begin with tokens, if these are counted, and end with three
+        numbers of faults; None for any other call."""
         source = node.all_input_nodes[0] if node is not None and node.target is op("wait") else node
         if source is None or source.target not in _ROUTES:
             return None
         known = self._table(source, operand_nodes(source)[0])
-        return torch.tensor([[*row, *[0] * (shape[1] - len(row))] for row in known])
+        rows, tokens = known[: shape[0]], known[shape[0] :] or [[]] * shape[0]
+        told = [[*of[:1], *row] for of, row in zip(tokens, rows, strict=True)]
+        return torch.tensor([[*row, *[0] * (shape[1] - len(row))] for row in told])
 
     def _table(self, node: fx.Node, value: fx.Node) -> Table:
-        """The counts as `route` tells them, for a route itself or a call that reads it. value: with the rows of one."""
-        route = node if node.target in _ROUTES else operand_nodes(node)[-1]
+        """The counts as `route` tells them, for a route itself or a call that reads it. value: of its rows, or of those
+        of each token."""
+        route = node if node.target in _ROUTES else operand_nodes(node)[2 if node.target in _TRIPS else 1]
         axis, counted = str(node.args[1]), self.counted.get(record(route).module)
         if counted is not None:
             return counted
-        rows, ranks = local_type(value, self.mesh).shape[0], self.mesh[axis]
-        if self.worst:
-            place = axis_coord(self.mesh, self.coord, axis)
-            return [[rows * (rank == place)] for rank in range(ranks)] + [[rows]] * ranks
-        return [[rows // ranks + (rank < rows % ranks)] for rank in range(ranks)] * 2
+        shape, ranks = local_type(value, self.mesh).shape, self.mesh[axis]
+        place = axis_coord(self.mesh, self.coord, axis)
+        chosen = route.args[_CHOSEN] if node is route and len(route.args) > _CHOSEN else math.prod(shape[1:])
+        assert isinstance(chosen, int)
+        rows, groups, counts = math.prod(shape), record(route).type.shape[1] * ranks, list[list[int]]()
+        goes = 1.0 if self.worst else ranks * share_of_tokens(groups, ranks, chosen)
+        of_tokens = local_type(route, self.mesh).shape[0] > 2 * ranks
+        for one in (rows, *([round(rows // chosen * goes)] if of_tokens else [])):
+            if self.worst:
+                counts += [*([one * (rank == place)] for rank in range(ranks)), *[[one]] * ranks]
+            else:
+                counts += [[one // ranks + (rank < one % ranks)] for rank in range(ranks)] * 2
+        return counts
 
 
 def routes_rows(program: Program) -> bool:
