@@ -226,6 +226,8 @@ class _Finder:
             ring = Ring.of(mover) if is_attention(mover.target) else None
             moved = operand_nodes(mover)[:1] if ring is None else (ring.k, ring.v)
             link = next(filter(None, (links.get(record(one).origin or one.name) for one in moved)), None)
+            if link is None and any(user.name == node.name for user in mover.users):
+                link = OPERAND  # made where it arrives: the rows of a token
             if record(mover).made_by == "partition":
                 link = BESIDE if _belongs_to(mover) == node.name else None
             if is_in_time(row.axis):

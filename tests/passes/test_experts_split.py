@@ -186,39 +186,6 @@ def test_two_trips_there_and_two_back_and_one_route_a_layer(options: dict[str, A
         assert _count(program, "combine") == trips * kind.blocks + back
 
 
-def test_bytes_are_those_of_four_trips_of_the_rows_whose_expert_is_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the virtual mesh, to the byte; over Gloo see tests/parallel/test_experts_gloo.py."""
-    moved = 0
-
-    def counted(begin: Callable[..., Any]) -> Callable[..., Any]:
-        def move(x: Tensor, member: Any, *args: Any) -> Any:
-            nonlocal moved
-            step = begin(x, member, *args)
-            away = sum(step.sent) - step.sent[member.place]
-            moved += away * step.x[:1].numel() * x.itemsize if away else 0
-            return step
-
-        return move
-
-    for name in ("dispatch", "combine"):
-        monkeypatch.setitem(collectives._BEGIN, op(name), counted(collectives._BEGIN[op(name)]))
-    model, batch = mixture_case(PLAIN)
-    report = verify(model, "ep=4", batch=batch, steps=1)
-    assert report.ok
-    rows, model = 0, model.double()
-
-    def look(mixture: Mixture, args: tuple[Tensor], _: Any) -> None:
-        nonlocal rows
-        chosen = torch.topk(mixture.router(args[0]).softmax(-1), PLAIN.chosen).indices
-        owners = chosen.flatten(0, 1) // (PLAIN.experts // 4)
-        rows += sum(int((part != place).sum()) for place, part in enumerate(owners.chunk(4)))
-
-    for mixture in model.mixed:
-        mixture.register_forward_hook(look)
-    model(*batch)
-    assert rows > 0 and moved == 4 * rows * PLAIN.width * 8
-
-
 def test_rows_go_along_joined_axes_at_once() -> None:
     """As over an axis of all these ranks: no row makes two trips."""
     program = _program(PLAIN, "dp=2,fsdp=2", experts="dp:fsdp")
@@ -303,7 +270,7 @@ def test_explain_says_why_a_row_moves() -> None:
     why = "'ep' splits the experts, and a row is computed by the rank that has its expert"
     text = str(compiled.explain("expert_mm"))
     assert re.search(rf"\[ep,-\] +forbidden +{re.escape(why)}\n", text), text
-    assert re.search(r"dispatch +ep .* its operand is moved: rows go to the ranks of their experts", text), text
+    assert re.search(r"dispatch +ep .* its operand is moved: a token goes once to a rank that has", text), text
     assert f"has each row of dim 0 where its expert is, decided by intent: {why}" in text
     assert why in str(compiled.explain("mixed.0.up"))
 

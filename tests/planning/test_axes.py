@@ -106,7 +106,7 @@ def test_groups_of_the_data_axes() -> None:
 
 
 def test_all_of_a_candidate_can_be_decided() -> None:
-    assert WAYS.keys() == set(Candidate._fields) - {"again", "ep", "experts"}, (
+    assert WAYS.keys() == set(Candidate._fields) - {"again", "ep", "experts", "folder"}, (
         "they follow from the memory, and from the best plan"
     )
     read = dict(map(read_fixed, ("tp=8", "sequence=false", "order=pp,dp,tp", "schedule=1f1b", "recompute=full")))

@@ -185,5 +185,5 @@ def test_copies_stay_in_their_graphs_where_the_limit_is_below_all_else():
     """What goes beside the turns of others is on the device for a turn more on each side."""
     options = {"schedule": "gpipe", "microbatches": 4}
     captured, mesh, fixed = case.captured("deep")[1], mesh_of("pp=2"), Fixed(machine=case.SLOW)
-    found = Compiled.of(lower_within(captured, mesh, options_of(memory=245_000, **options), fixed))
-    assert found.plan.options.horizon == 1 and "horizon=1" in found.notes[-1] and held(found) <= 245_000
+    found = Compiled.of(lower_within(captured, mesh, options_of(memory=250_000, **options), fixed))
+    assert found.plan.options.horizon == 1 and "horizon=1" in found.notes[-1] and held(found) <= 250_000
