@@ -54,8 +54,9 @@ def test_copies_beside_others_are_the_same_step_to_the_bit_and_hold_no_more(
     assert all(torch.equal(values[key], wanted[key]) for key in wanted)
     for rank in range(0, found.mesh.size, found.mesh.size // found.pipeline.flow.size):
         sent = [line for line in found.pipeline.lists[found.mesh.coord(rank)["pp"]] if line.op == "SEND"]
-        message = max(sum(type_.bytes_ for type_ in line.types) for line in sent)  # what is sent waits, and comes back
-        assert memory_report(found, rank).peak <= memory_report(plain, rank).peak + message
+        message = max(sum(type_.bytes_ for type_ in line.types) for line in sent)
+        beside = message if "slices" in options else 0  # it has not arrived when its value is back already
+        assert memory_report(found, rank).peak <= memory_report(plain, rank).peak + beside
     assert all(print_instruction(parse_instruction(print_instruction(line), found.pipeline.flow)) for line in lines)
 
 
