@@ -20,6 +20,8 @@ from autopar.compiler.models import check_model
 from autopar.errors import MeshError
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import StepKeywords
+from autopar.ir.plan import Fixed
+from autopar.machines import DEVICES, MachineLike, machine_like
 from autopar.parallel.module import ParallelModule
 from autopar.parallel.session.session import Requested
 from autopar.report.memory.within_memory import compile_step
@@ -39,7 +41,7 @@ class Options(StepKeywords, total=False):
     check_replicas: int | None
     on_nonfinite: OnNonFinite | None
     weights: str | Path | None
-    machine: str | None
+    machine: MachineLike | None
     timeout: float | None
     cache: str | Path | None
 
@@ -62,7 +64,7 @@ def parallelize(
     check_replicas: int | None = CHECK_EVERY,
     on_nonfinite: OnNonFinite | None = None,
     weights: str | Path | None = None,
-    machine: str | None = None,
+    machine: MachineLike | None = None,
     timeout: float | None = None,
     cache: str | Path | None = None,
     **step: Unpack[StepKeywords],
@@ -88,7 +90,8 @@ def parallelize(
       all of them before anything is changed, "skip" leaves the step out; None does not look (docs/ranks.md).
     weights: a safetensors file, or a folder of them as `save_pretrained` writes it, with the values of what is on the
       meta device: each rank reads its parts. None for the modules' own `reset_parameters()`.
-    machine: what mesh="auto" plans for: a name of `autopar machine show`, or a file. None: as fits this rank's device.
+    machine: what programs are made for, and mesh="auto" plans for: a name of `autopar machine show`, a file or a
+      `Machine`. None: as fits this rank's device.
     timeout: seconds that a rank waits for others before it raises RankError (docs/ranks.md); None: the backend's own.
     cache: a folder of compiled programs, for the next start (docs/cache.md); None: that of AUTOPAR_CACHE, or none.
     And of the step: every field of `autopar.StepOptions` by its name, e.g. `zero=3, recompute="selective"`.
@@ -129,18 +132,22 @@ def _decorator(
 
 
 def compile(
-    model: nn.Module, mesh: MeshLike, *, loss_fn: LossFn | None = None, batch: Any, **options: Unpack[StepKeywords]
-) -> Compiled:
+    model: nn.Module, mesh: MeshLike, *, loss_fn: LossFn | None = None, batch: Any, machine: MachineLike = DEVICES,
+    **options: Unpack[StepKeywords],
+) -> Compiled:  # fmt: skip
     """Compile one training step for every rank of a mesh, without processes, ranks or device memory.
 
     model, batch: may be on the meta device; only shapes, dtypes and Python values are read.
     batch: the global batch: a tuple of the positional arguments after the model, a dict of keyword arguments, or one
       tensor. loss_fn: called as `loss_fn(model, *batch)`; None if the module itself returns the loss.
+    machine: what the programs are made for, as of `parallelize`.
     options: those of a step, see `autopar.StepOptions`. `specialize=True` needs a batch with data.
 
     Raises MeshError, LayoutError, BatchError, ScheduleError, PlanError or CaptureError for what cannot be compiled;
-    RuleError for a custom op that is called as none of its registered patterns says.
+    MachineError for a machine that is not known; RuleError for a custom op that is called as none of its registered
+    patterns says.
     """
     check_model(model)
     parsed, chosen = mesh_of(mesh), options_of(**options)  # what is cheap to find is found before the capture
-    return Compiled.of(compile_step(model, loss_fn, *batch_arguments(batch), parsed, chosen)[1])
+    fixed = Fixed(machine=machine_like(machine))
+    return Compiled.of(compile_step(model, loss_fn, *batch_arguments(batch), parsed, chosen, fixed=fixed)[1])

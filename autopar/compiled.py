@@ -9,7 +9,7 @@ from autopar.custom_ops.registry import CUSTOM_OPS
 from autopar.errors import ArtifactError
 from autopar.ir.options import StepOptions
 from autopar.ir.plan import Plan
-from autopar.machines import DEVICES, Machine, named
+from autopar.machines import DEVICES, MachineLike, machine_like
 from autopar.planning import StepTime, step_time
 from autopar.report.artifact.artifact import Artifact, load_programs, save_programs
 from autopar.report.explanation import Explanation, explain
@@ -48,12 +48,12 @@ class Compiled(Lowered):
         """
         return memory_report(self, rank, optimizer, device)
 
-    def time(self, machine: str | Machine = DEVICES, imbalance: float = 1.0) -> StepTime:
+    def time(self, machine: MachineLike = DEVICES, imbalance: float = 1.0) -> StepTime:
         """How long a step takes on a machine that need not be here, and what the time is made of: a simulation of
-        these programs. machine: a name that `autopar machine show` knows, or the path of a file.
+        these programs. machine: a name that `autopar machine show` knows, the path of a file, or a `Machine`.
         imbalance: of experts over ranks, the rows of the busiest one over the mean (`model.last`). Raises MachineError.
         """
-        return step_time(self, named(machine) if isinstance(machine, str) else machine, imbalance)
+        return step_time(self, machine_like(machine), imbalance)
 
     def timeline(self, width: int = 100) -> str:
         """When each rank of a pipeline does what, simulated, as lines of text: `autopar inspect --timeline`. Raises

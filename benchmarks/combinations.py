@@ -31,6 +31,7 @@ from torch import nn
 
 from autopar.capture.per_microbatch import per_microbatch
 from autopar.errors import AutoparError
+from autopar.machines import Machine
 from autopar.torch_compat import tree_map
 from autopar.verification.verify import verify
 from benchmarks import mixtures, recurrences
@@ -140,6 +141,8 @@ def _with_experts(dice: random.Random, mesh: str, options: dict[str, Any]) -> tu
         mesh = re.sub(r"\b(dp|fsdp)=\d", "ep=2", mesh, count=1) if "dp" in mesh else f"ep=2,{mesh}"
     if dice.random() < 1 / 4:
         options["expert_rows"] = 4.0  # as many as there may be
+    if dice.random() < 1 / 2:
+        options["machine"] = mixtures.AT_ONCE
     return name, mesh, options
 
 
@@ -203,7 +206,7 @@ def _alarm(*_: object) -> None:
 def case(seed: int, number: int, rows: int, *kinds: bool) -> tuple[str, str]:
     """The verdict on a row (ok, refused, slow, WRONG, BROKEN), and its line. kinds: those of `draw`."""
     name, mesh, options = draw(seed, number, *kinds)
-    text = " ".join(f"{key}={value}" for key, value in options.items())
+    text = " ".join(f"{key}={value.name if isinstance(value, Machine) else value}" for key, value in options.items())
     start, error = time.process_time(), ""
     signal.signal(signal.SIGALRM, _alarm)
     signal.alarm(LIMIT_S)

@@ -66,14 +66,18 @@ def run(
     trace: Annotated[
         Path | None, typer.Option(metavar="DIR", help="write what each rank did in the last steps")
     ] = None,
-    machine: Annotated[str | None, typer.Option(metavar="NAME|FILE", help="what --mesh auto plans for")] = None,
+    machine: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE", help="what programs are made for, and --mesh auto plans for")
+    ] = None,
     *,
     options: CommandOptions,
 ) -> None:
     """Compile and train: on local processes, or as a part of a running torchrun job."""
     check_run(options, steps, losses, trace, tensorboard)
     check_checkpoints(options)
-    check_auto(options.flags(), machine, mesh.split("|")[0])
+    check_auto(options.flags(), mesh.split("|")[0])
+    if machine is not None:
+        path_of(machine)  # which there has to be, before ranks start
     from autopar.cli.compiling import job_of
     from autopar.cli.ranks import fitting_mesh, on_ranks, running_mesh
     from autopar.cli.training import Outputs, train

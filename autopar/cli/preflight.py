@@ -63,10 +63,8 @@ def check_checkpoints(options: CommandOptions) -> None:
         _check_folder("--checkpoint", Path(options.checkpoint))
 
 
-def check_auto(flags: Mapping[str, Any], machine: str | None, mesh: str) -> None:
-    """Raise TargetError for an option of which `--mesh auto` decides, and for a machine beside another mesh."""
-    if mesh != AUTO and machine is not None:
-        raise TargetError(f"--machine {machine}: it is of --mesh {AUTO}, and the mesh is '{mesh}'. Leave it out.")
+def check_auto(flags: Mapping[str, Any], mesh: str) -> None:
+    """Raise TargetError for an option of which `--mesh auto` decides."""
     for name in flags.keys() & (PLANNED.keys() | {"stages"}) if mesh == AUTO else ():
         raise TargetError(
             f"{flag_name(name)} beside --mesh {AUTO}, which decides it: leave it out, or plan around it with "

@@ -2,8 +2,10 @@
 
 from autopar.machines.files import (
     DEVICES,
+    MachineLike,
     built_in,
     check_writable,
+    machine_like,
     machine_text,
     named,
     notes_of,
@@ -16,8 +18,10 @@ from autopar.machines.model import Machine
 __all__ = [
     "DEVICES",
     "Machine",
+    "MachineLike",
     "built_in",
     "check_writable",
+    "machine_like",
     "machine_text",
     "named",
     "notes_of",

@@ -31,6 +31,7 @@ from autopar.text_files import read_text, read_toml
 
 _FOLDER = Path(__file__).parent
 DEVICES = "h100-80g"  # the machine that plans are made for where nobody names one
+MachineLike = str | Machine
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
@@ -65,6 +66,11 @@ def built_in() -> tuple[str, ...]:
 def named(name: str) -> Machine:
     """A machine by its name ("h100-80g") or by the path of its file. Raises MachineError if there is none."""
     return read_machine(path_of(name))
+
+
+def machine_like(given: MachineLike) -> Machine:
+    """The machine that is meant by itself, its name or its file. Raises MachineError as `named`."""
+    return given if isinstance(given, Machine) else named(given)
 
 
 def path_of(name: str) -> Path:

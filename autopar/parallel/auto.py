@@ -17,6 +17,7 @@ from autopar.errors import AutoparError, MeshError
 from autopar.ir.mesh import AUTO
 from autopar.ir.options import PLANNED
 from autopar.ir.plan import Fixed
+from autopar.machines import MachineLike
 from autopar.parallel.agree.agreement import Phase
 from autopar.parallel.session.auto_options import machine_for
 from autopar.parallel.session.devices import check_backend
@@ -36,7 +37,7 @@ SHOWN = 2  # plans that rank 0 wants to know: the best one, and the next
 class Auto:
     """Plans the mesh of a parallel module, once."""
 
-    def __init__(self, session: Session, machine: str | None) -> None:
+    def __init__(self, session: Session, machine: MachineLike | None) -> None:
         self._session, self._machine = session, machine_for(machine, session.settings.device)
 
     def decided(self, call: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Session:

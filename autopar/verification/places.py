@@ -151,11 +151,11 @@ def whole_batch(batch: Any) -> Batches:
 
 def programs_of(
     model: nn.Module, loss_fn: LossFn | None, batches: Batches, mesh: Mesh, options: StepOptions,
-    lift: torch.dtype | None, answers: Answers | None = None,
+    lift: torch.dtype | None, fixed: Fixed, answers: Answers | None = None,
 ) -> list[Made]:  # fmt: skip
-    """The program of each place; batches of the same shapes share one. The first one decides the layouts. answers: what
-    is known of the step."""
-    fixed, answers = Fixed(is_own=len(batches) > 1), replace(answers or Answers(), asks=len(batches) == 1)
+    """The program of each place; batches of the same shapes share one. The first one decides the layouts. fixed:
+    what is decided already. answers: what is known of the step."""
+    fixed, answers = replace(fixed, is_own=len(batches) > 1), replace(answers or Answers(), asks=len(batches) == 1)
     found: dict[tuple[torch.Size, ...], Made] = {}
     for batch in batches:
         if shapes_of(batch) not in found:

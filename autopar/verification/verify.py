@@ -20,6 +20,8 @@ from autopar.compiler.lowered import Lowered
 from autopar.compiler.meshes import MeshLike, mesh_of
 from autopar.compiler.models import check_model
 from autopar.ir.options import StepKeywords
+from autopar.ir.plan import Fixed
+from autopar.machines import DEVICES, MachineLike, machine_like
 from autopar.parallel.session.compilers import check_in_one_process, compiler_on
 from autopar.verification.copies import copied
 from autopar.verification.dtypes import cast, in_dtype, module_in
@@ -44,6 +46,7 @@ def verify(
     optimizer: OptimizerFactory | None = None,
     seed: int = 0,
     ddp: bool = False,
+    machine: MachineLike = DEVICES,
     **options: Unpack[StepKeywords],
 ) -> Report:
     """Train `steps` steps twice from the same weights: plainly, and with the programs of every rank of `mesh`.
@@ -67,6 +70,7 @@ def verify(
     axes computes the loss of a batch of its own, of losses and gradients all take the mean, and buffers are those of
     the first place. A list as `batch` has a batch for each place, of any sizes; any other is cut into them, on the dims
     that count samples (`batch_dims`; dim 0 where nothing is said).
+    machine: what the programs are made for, as of `parallelize`.
     """
     check_model(model)
     parsed, chosen = mesh_of(mesh), options_of(**options)  # what is cheap to find is found first
@@ -79,7 +83,8 @@ def verify(
     batches = batches_of(batch, parsed, chosen, model, loss_fn, ddp)
     lift = dtype if is_exact else None
     with in_dtype(model, loss_fn, dtype) if is_exact else nullcontext():
-        versions = Versions([], partial(programs_of, model, loss_fn, batches, parsed, chosen, lift))
+        fixed = Fixed(machine=machine_like(machine))
+        versions = Versions([], partial(programs_of, model, loss_fn, batches, parsed, chosen, lift, fixed))
         first, *others = versions.of(torch.tensor([seed, 0]))
         trial = Trial(
             model, *first, loss_fn, batches, steps, optimizer or descent, seed, others=tuple(others), versions=versions
@@ -89,7 +94,8 @@ def verify(
         return report
     plainly: Any = {key: value for key, value in options.items() if key not in ("precision", "reduce_dtype")}
     exact = verify(
-        given, mesh, loss_fn=loss_fn, batch=example, steps=steps, optimizer=optimizer, seed=seed, ddp=ddp, **plainly
+        given, mesh, loss_fn=loss_fn, batch=example, steps=steps, optimizer=optimizer, seed=seed, ddp=ddp,
+        machine=machine, **plainly,
     )  # fmt: skip
     rows = tuple(replace(row, ok=exact.ok if row.noise is not None else row.ok) for row in report.rows)
     return replace(report, rows=rows, mismatch=exact.mismatch)

@@ -14,11 +14,13 @@ from torch import fx
 
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
-from autopar.ir.ops.measure import local_bytes, share_of_tokens
+from autopar.ir.ops.collective_ops import ALL_TO_ALL
+from autopar.ir.ops.measure import group_of, local_bytes, share_of_tokens
 from autopar.ir.ops.op_facts import argument_of, facts_of, is_zeros
 from autopar.ir.ops.ops import is_mesh_op, op
 from autopar.ir.plan import Plan
 from autopar.ir.program import CAST, Builder, Program, Record, TensorType, operand_nodes, record
+from autopar.machines import Machine
 from autopar.passes.collectives.followed_dims import Dims, followed, moves_only, parts_of
 from autopar.passes.rules import call_of, table_of
 from autopar.passes.rules.rule import Table
@@ -28,6 +30,7 @@ MADE_BY = "send_tokens"
 ROUTE, DISPATCH, COMBINE = op("route"), op("dispatch"), op("combine")
 REASON = "a token goes once to a rank that has several of its experts, and their results are added up there"
 PLACE_BYTES = 4  # of the place of a row's token
+CALLS = 40  # of torch, small ones, that find which tokens go and which of them rows are of (rows_to_owners.py)
 
 
 def send_tokens(program: Program, plan: Plan) -> Program:
@@ -35,47 +38,49 @@ def send_tokens(program: Program, plan: Plan) -> Program:
     rank; where the results of k rows are added up, a rank adds up those of its experts first.
 
         EXPLICIT program on ep=2
-        %w: f32[4,8,8] [ep,-,-] = parameter "w"
-        %x: f32[8,8] [ep,-] = batch "0"
-        %index: i64[32] [ep] = batch "1"
-        %order: i64[32] [ep] = autopar.order_by_owner.default(%index, "ep")
+        %w: f32[4,4096,4096] [ep,-,-] = parameter "w"
+        %x: f32[8192,4096] [ep,-] = batch "0"
+        %index: i64[32768] [ep] = batch "1"
+        %order: i64[32768] [ep] = autopar.order_by_owner.default(%index, "ep")
         %route: i64[8,2] [ep,-] = autopar.route.default(%index, "ep", 4)
-        %here: i64[32] [@ep] = autopar.owned_index.default(%index, "ep", %route)
-        %unsqueeze: f32[8,1,8] [ep,-,-] = aten.unsqueeze.default(%x, 1)
-        %expand: f32[8,4,8] [ep,-,-] = aten.expand.default(%unsqueeze, [8, 4, 8])
-        %rows: f32[32,8] [ep,-] = aten.reshape.default(%expand, [32, 8])
-        %dispatch: f32[32,8] [@ep,-] = autopar.dispatch.default(%rows, "ep", %order, %route)
-        %expert_mm: f32[32,8] [@ep,-] = autopar.expert_mm.default(%dispatch, %w, %here)
-        %combine: f32[32,8] [ep,-] = autopar.combine.default(%expert_mm, "ep", %order, %route)
-        %apart: f32[8,4,8] [ep,-,-] = aten.reshape.default(%combine, [8, 4, 8])
-        %sum_1: f32[8,8] [ep,-] = aten.sum.dim_IntList(%apart, [1])
-        %all_gather: f32[8,8] [-,-] = autopar.all_gather.default(%sum_1, "ep", 0, 1)
+        %here: i64[32768] [@ep] = autopar.owned_index.default(%index, "ep", %route)
+        %unsqueeze: f32[8192,1,4096] [ep,-,-] = aten.unsqueeze.default(%x, 1)
+        %expand: f32[8192,4,4096] [ep,-,-] = aten.expand.default(%unsqueeze, [8192, 4, 4096])
+        %rows: f32[32768,4096] [ep,-] = aten.reshape.default(%expand, [32768, 4096])
+        %dispatch: f32[32768,4096] [@ep,-] = autopar.dispatch.default(%rows, "ep", %order, %route)
+        %expert_mm: f32[32768,4096] [@ep,-] = autopar.expert_mm.default(%dispatch, %w, %here)
+        %combine: f32[32768,4096] [ep,-] = autopar.combine.default(%expert_mm, "ep", %order, %route)
+        %apart: f32[8192,4,4096] [ep,-,-] = aten.reshape.default(%combine, [8192, 4, 4096])
+        %sum_1: f32[8192,4096] [ep,-] = aten.sum.dim_IntList(%apart, [1])
+        %all_gather: f32[8192,4096] [-,-] = autopar.all_gather.default(%sum_1, "ep", 0, 1)
         return value "y" = %all_gather
     becomes
         EXPLICIT program on ep=2
-        %w: f32[4,8,8] [ep,-,-] = parameter "w"
-        %x: f32[8,8] [ep,-] = batch "0"
-        %index: i64[32] [ep] = batch "1"
-        %order: i64[32] [ep] = autopar.order_by_owner.default(%index, "ep")
+        %w: f32[4,4096,4096] [ep,-,-] = parameter "w"
+        %x: f32[8192,4096] [ep,-] = batch "0"
+        %index: i64[32768] [ep] = batch "1"
+        %order: i64[32768] [ep] = autopar.order_by_owner.default(%index, "ep")
         %route: i64[16,2] [ep,-] = autopar.route.default(%index, "ep", 4, 0, 4)
-        %here: i64[32] [@ep] = autopar.owned_index.default(%index, "ep", %route)
-        %tokens: i64[8,4] [ep,-] = autopar.tokens_by_owner.default(%index, "ep", 4, 4)
-        %places: i64[32] [@ep] = autopar.token_places.default(%index, "ep", %order, %route, 4, 4)
-        %dispatch: f32[32,8] [@ep,-] = autopar.dispatch.default(%x, "ep", %tokens, %route, 0, %places)
-        %expert_mm: f32[32,8] [@ep,-] = autopar.expert_mm.default(%dispatch, %w, %here)
-        %combine: f32[8,8] [ep,-] = autopar.combine.default(%expert_mm, "ep", %tokens, %route, 0, %places)
-        %all_gather: f32[8,8] [-,-] = autopar.all_gather.default(%combine, "ep", 0, 1)
+        %here: i64[32768] [@ep] = autopar.owned_index.default(%index, "ep", %route)
+        %tokens: i64[8192,4] [ep,-] = autopar.tokens_by_owner.default(%index, "ep", 4, 4)
+        %places: i64[32768] [@ep] = autopar.token_places.default(%index, "ep", %order, %route, 4, 4)
+        %dispatch: f32[32768,4096] [@ep,-] = autopar.dispatch.default(%x, "ep", %tokens, %route, 0, %places)
+        %expert_mm: f32[32768,4096] [@ep,-] = autopar.expert_mm.default(%dispatch, %w, %here)
+        %combine: f32[8192,4096] [ep,-] = autopar.combine.default(%expert_mm, "ep", %tokens, %route, 0, %places)
+        %all_gather: f32[8192,4096] [-,-] = autopar.all_gather.default(%combine, "ep", 0, 1)
         return value "y" = %all_gather
 
     What stands between the rows and their sum and takes rows one by one, the product with their weights and its
     gradients, is computed where the rows are: the weights go there, a number a row, and their gradients come back. All
-    is done where fewer bytes are expected to move so, of experts that are chosen alike: of n ranks a token goes to
-    `share_of_tokens` each. Padded messages (`expert_rows`) stay as they are: their bound is one of rows.
+    is done where it takes less time on the plan's machine, of experts that are chosen alike: of n ranks a token goes to
+    `share_of_tokens` each, but there are more messages, and calls that find the tokens. Padded messages (`expert_rows`)
+    stay as they are: their bound is one of rows.
     """
     routes = [node for node in program.calls() if node.target is ROUTE]
     places = {node: place for place, node in enumerate(program.nodes)} if routes else {}
     taken = set[fx.Node]()  # by one of them
-    ways = [_Way(route, program.mesh, table_of(plan), places, taken) for route in routes]
+    table, machine = table_of(plan), plan.fixed.machine
+    ways = [_Way(route, program.mesh, machine, table, places, taken) for route in routes]
     chosen = {way.route: way for way in ways if way.choose()}
     return _Rewrite(program, chosen).run() if chosen else program
 
@@ -104,9 +109,11 @@ class _Way:
     other routes have written anew."""
 
     def __init__(
-        self, route: fx.Node, mesh: Mesh, table: Table, places: Mapping[fx.Node, int], taken: set[fx.Node]
-    ) -> None:
+        self, route: fx.Node, mesh: Mesh, machine: Machine, table: Table, places: Mapping[fx.Node, int],
+        taken: set[fx.Node],
+    ) -> None:  # fmt: skip
         self.route, self.mesh, self.table, self.places, self.taken = route, mesh, table, places, taken
+        self.machine = machine
         index = route.args[0]
         assert isinstance(index, fx.Node)
         self.index, self.axis, self.groups = index, str(route.args[1]), int(route.args[2])  # type: ignore[arg-type]
@@ -146,17 +153,22 @@ class _Way:
         """Decide what is computed at the owners; False if rows should go as they do."""
         if self.chosen == 1 or len(self.route.args) > 3:
             return False
-        least = sum(self._row_bytes(trip if trip.target is COMBINE else _x(trip)) for trip in self.trips)
+        least = self._us(self._row_bytes(trip if trip.target is COMBINE else _x(trip)) for trip in self.trips)
         found = False
         for there in ({}, self._may_be_there()):
             moved = self._moved(there)
-            bytes_ = self._bytes(moved)
-            if bytes_ < least:
-                self.there, self.moved, least, found = there, moved, bytes_, True
+            us = self._us(self._messages(moved)) + CALLS * max(self.machine.device.least_us, self.machine.launch_us)
+            if us < least:
+                self.there, self.moved, least, found = there, moved, us, True
         self.taken |= self.there.keys() | self.moved.sums.keys()
         return found
 
-    # -- bytes --------------------------------------------------------------------------------------------------------
+    # -- messages -----------------------------------------------------------------------------------------------------
+
+    def _us(self, messages: Iterable[float]) -> float:
+        """The time of messages of which so many bytes leave a rank."""
+        group, whole = group_of(self.mesh, self.axis, self.machine.ranks), self.ranks**2 / (self.ranks - 1)
+        return sum(self.machine.collective_us(ALL_TO_ALL, left * whole, group) for left in messages)
 
     def _row_bytes(self, value: fx.Node) -> float:
         """What leaves a rank if each row goes."""
@@ -168,13 +180,15 @@ class _Way:
         each /= 1 if self.is_spread(value) else self.chosen
         return local_bytes(value, self.mesh) / record(value).type.dtype.itemsize * dtype.itemsize * each
 
-    def _bytes(self, moved: _Trips) -> float:
-        """What leaves a rank in all."""
-        tokens = [(value, record(value).type.dtype) for value in moved.sent if self.copies(value)]
-        tokens += [(value, record(adds).type.dtype) for adds, value in moved.sums.items()]
-        rows = [value for value in moved.sent if not self.copies(value)] + list(moved.back)
-        places = self._row_bytes(self.index) / record(self.index).type.dtype.itemsize * PLACE_BYTES
-        return sum(self._token_bytes(*one) for one in tokens) + sum(map(self._row_bytes, rows)) + places
+    def _messages(self, moved: _Trips) -> Iterator[float]:
+        """The bytes that leave a rank in each message."""
+        for value in moved.sent:
+            is_token = self.copies(value) is not None
+            yield self._token_bytes(value, record(value).type.dtype) if is_token else self._row_bytes(value)
+        for adds, value in moved.sums.items():
+            yield self._token_bytes(value, record(adds).type.dtype)
+        yield from map(self._row_bytes, moved.back)
+        yield self._row_bytes(self.index) / record(self.index).type.dtype.itemsize * PLACE_BYTES
 
     # -- what may be computed where ---------------------------------------------------------------------------------
 

@@ -43,7 +43,7 @@ ANSWERS = {
     f"run {JOB} --mesh dp=2 --steps many": (2, "Invalid value for '--steps': "),
     f"run {JOB} --mesh dp=2 --steps 0": (1, "autopar: --steps 0: write a number of 1 or more."),
     f"run {JOB} --mesh dp=2 --every 3": (1, "autopar: --every 3: it needs --checkpoint DIR"),
-    f"run {JOB} --mesh dp=2 --machine cpu": (1, "autopar: --machine cpu: it is of --mesh auto"),
+    f"run {JOB} --mesh dp=2 --machine tpu": (1, "autopar: machine 'tpu': there is a100-80g"),
     f"run {JOB} --mesh dp=2 --seed 99999999999999999999": (1, "autopar: --seed 99999999999999999999: write"),
     f"run {JOB} --mesh dp=2 --zero 7": (1, "autopar: zero=7: write 0, 1 "),
     f"verify {JOB} --mesh dp=2 --recompute everything": (1, "autopar: recompute='everything': write none,"),

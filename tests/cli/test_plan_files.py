@@ -21,7 +21,6 @@ WRONG = {
     "estimate JOB": "write --mesh, e.g. --mesh dp=2,tp=2, or --plan FILE.toml that `autopar plan` wrote.",
     "run JOB --plan PLAN --mesh auto": "--mesh auto: plan 'PLAN' says mesh = 'dp=2'. Leave out the flag, or change",
     "run JOB --mesh auto --zero 1": "--zero beside --mesh auto, which decides it: leave it out, or plan around it",
-    "run JOB --mesh dp=2 --machine cpu": "--machine cpu: it is of --mesh auto, and the mesh is 'dp=2'. Leave it out.",
     "verify JOB --mesh auto": "mesh 'auto' is planned where ranks run: parallelize and `autopar run` take it. Here",
     "explain JOB --plan PLAN": "explain: write a VALUE, or --instead with what another plan decides: --instead tp=4.",
     "explain JOB --plan PLAN --instead tp=3": "--instead tp=3: the 2 ranks of mesh 'dp=2' stay, and 'tp=3' does not",

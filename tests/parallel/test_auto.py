@@ -172,8 +172,12 @@ def test_what_is_wrong_beside_auto(name: str) -> None:
 
 
 def test_a_machine_beside_a_mesh() -> None:
-    with pytest.raises(MeshError, match="machine='cpu' is of mesh=\"auto\", which plans for it"):
-        autopar.parallelize(made(), "dp=1", loss_fn=loss_fn, machine="cpu")
+    """It is what the programs are made for."""
+    model = autopar.parallelize(made(), "dp=1", loss_fn=loss_fn, machine="h200")
+    model.forward_backward(*batch(2))
+    assert model.compiled.plan.fixed.machine == named("h200")
+    with pytest.raises(MachineError, match="machine 'tpu': there is a100-80g, cpu, h100-80g"):
+        autopar.parallelize(made(), "dp=1", loss_fn=loss_fn, machine="tpu")
 
 
 def test_auto_needs_ranks() -> None:

@@ -31,6 +31,7 @@ from autopar.report.memory.estimate import memory_report
 from autopar.runtime.collectives import rows_to_owners
 from autopar.runtime.ranks import distributed
 from benchmarks.memory import measure
+from benchmarks.mixtures import AT_ONCE
 
 pytestmark = pytest.mark.gloo
 
@@ -61,7 +62,7 @@ SENT = {
 
 def _made(kind: Kind, mesh: str, options: dict[str, Any]) -> tuple[Any, torch.optim.Optimizer, tuple[Tensor, Tensor]]:
     module, batch = mixture_case(kind)
-    model = autopar.parallelize(module.double(), mesh, **options)
+    model = autopar.parallelize(module.double(), mesh, machine=AT_ONCE, **options)
     model.prepare(*batch)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2), batch
 

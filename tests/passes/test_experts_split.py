@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from autopar.runtime.executor import executor
 from autopar.runtime.kernels.experts import expert_mm_backward
 from autopar.verification.judge.comparison import Report
 from autopar.verification.verify import verify
+from benchmarks.mixtures import AT_ONCE
 
 PLAIN = Kind()
 # Meshes and options for one model; then ways of routing, each on two sizes of ep.
@@ -74,7 +76,7 @@ ROUTINGS = [
 
 def _verified(kind: Kind, mesh: str, **options: Any) -> Report:
     model, batch = mixture_case(kind)
-    return verify(model, mesh, batch=batch, **options)
+    return verify(model, mesh, batch=batch, machine=AT_ONCE, **options)
 
 
 @pytest.mark.parametrize(("mesh", "options"), MESHES, ids=str)
@@ -167,7 +169,7 @@ def _mean(model: nn.Module, x: Tensor) -> Tensor:
 
 def _program(kind: Kind, mesh: str, **options: Any) -> Program:
     model, batch = mixture_case(kind)
-    return autopar.compile(model, mesh, batch=batch, **options).program
+    return autopar.compile(model, mesh, batch=batch, machine=AT_ONCE, **options).program
 
 
 def _count(program: Program, name: str) -> int:
@@ -206,8 +208,9 @@ FOLDED = [
 def test_rows_go_from_where_they_lie_to_experts_on_an_axis_that_is_there(mesh: str, axis: str, own: str) -> None:
     """Byte for byte as over an axis of their own: where a rank has a piece of each sample no row is gathered first."""
     model, batch = mixture_case(PLAIN)
+    made = partial(autopar.compile, model, batch=batch, machine=AT_ONCE)
     moved = [
-        [(one.op, one.bytes, one.phase) for one in autopar.compile(model, *given, batch=batch, **options).collectives
+        [(one.op, one.bytes, one.phase) for one in made(*given, **options).collectives
          if one.op != "all_reduce" and "weight" not in one.reason]
         for given, options in (((mesh,), {"experts": axis}), ((own,), {}))
     ]  # fmt: skip
@@ -266,7 +269,7 @@ def test_the_time_of_a_step_is_that_of_the_busiest_rank() -> None:
 
 def test_explain_says_why_a_row_moves() -> None:
     model, batch = mixture_case(PLAIN)
-    compiled = autopar.compile(model, "ep=2", batch=batch)
+    compiled = autopar.compile(model, "ep=2", batch=batch, machine=AT_ONCE)
     why = "'ep' splits the experts, and a row is computed by the rank that has its expert"
     text = str(compiled.explain("expert_mm"))
     assert re.search(rf"\[ep,-\] +forbidden +{re.escape(why)}\n", text), text

@@ -16,6 +16,7 @@ from autopar.ir.ops.ops import op
 from autopar.ir.program import Program, record
 from autopar.runtime.collectives import collectives, mesh_ops, rows_to_owners
 from autopar.verification.verify import verify
+from benchmarks.mixtures import AT_ONCE
 
 # Experts chosen by a token; routed alike, with ties, to two experts of one rank, so that others have no rows.
 CHOSEN, SKEWS = (2, 4, 8), (0.0, -1.0, 50.0)
@@ -33,16 +34,16 @@ def _trips(program: Program, name: str) -> list[str]:
 def test_a_step_is_that_of_one_device(ranks: int, chosen: int, skew: float) -> None:
     kind = Kind(chosen=chosen, skew=skew, blocks=1)
     model, batch = mixture_case(kind)
-    program = autopar.compile(model.double(), f"ep={ranks}", batch=batch).program
+    program = autopar.compile(model.double(), f"ep={ranks}", batch=batch, machine=AT_ONCE).program
     assert _trips(program, "dispatch") and _trips(program, "combine")
-    report = verify(model, f"ep={ranks}", batch=batch)
+    report = verify(model, f"ep={ranks}", batch=batch, machine=AT_ONCE)
     assert report.ok and report.max_error < 1e-10, report
 
 
 @pytest.mark.parametrize("skew", SKEWS)
 def test_ranks_that_are_no_power_of_two(skew: float) -> None:
     model, (tokens, labels) = mixture_case(Kind(experts=6, chosen=3, skew=skew, blocks=1))
-    report = verify(model, "ep=3", batch=(tokens[:6], labels[:6]))
+    report = verify(model, "ep=3", batch=(tokens[:6], labels[:6]), machine=AT_ONCE)
     assert report.ok and report.max_error < 1e-10, report
 
 
@@ -62,17 +63,17 @@ BESIDE: list[tuple[Kind, str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("kind", "mesh", "options"), BESIDE, ids=str)
 def test_with_all_else(kind: Kind, mesh: str, options: dict[str, Any]) -> None:
     model, batch = mixture_case(kind)
-    report = verify(model, mesh, batch=batch, **options)
+    report = verify(model, mesh, batch=batch, **options, machine=AT_ONCE)
     assert report.ok and report.max_error < 1e-10, report
 
 
 def test_short_floats_are_added_in_float32() -> None:
     """Each token goes in the dtype of its rows, and comes back in that of their sum."""
     model, batch = mixture_case(Kind(chosen=8, blocks=1))
-    program = autopar.compile(model, "ep=2", batch=batch, precision="bf16").program
+    program = autopar.compile(model, "ep=2", batch=batch, precision="bf16", machine=AT_ONCE).program
     assert _trips(program, "dispatch") == ["torch.bfloat16 12"] * 2
     assert _trips(program, "combine") == ["torch.float32 12"] * 2
-    assert verify(model, "ep=2", batch=batch, precision="bf16").ok
+    assert verify(model, "ep=2", batch=batch, precision="bf16", machine=AT_ONCE).ok
 
 
 @pytest.mark.parametrize(
@@ -80,14 +81,22 @@ def test_short_floats_are_added_in_float32() -> None:
 )
 def test_rows_go_where_tokens_would_bring_nothing(kind: Kind, options: dict[str, Any]) -> None:
     model, batch = mixture_case(kind)
-    program = autopar.compile(model, "ep=4", batch=batch, **options).program
+    program = autopar.compile(model, "ep=4", batch=batch, **options, machine=AT_ONCE).program
     assert not _trips(program, "dispatch") + _trips(program, "combine")
+
+
+@pytest.mark.parametrize(("width", "goes"), [(12, 0), (1024, 2)])
+def test_messages_and_calls_have_their_price(width: int, goes: int) -> None:
+    """A host needs 0.1 ms for a message and a link moves 1 GB/s: of short rows two thirds less bring nothing."""
+    model, batch = mixture_case(Kind(chosen=8, width=width, blocks=1))
+    program = autopar.compile(model, "ep=2", batch=batch, machine="cpu").program
+    assert len(_trips(program, "dispatch")) == len(_trips(program, "combine")) == goes
 
 
 def test_weights_stay_where_they_would_cost_more_than_they_save() -> None:
     """Two of eight experts over four ranks: 0.93 of the bytes, of which two numbers a row are more than the rest."""
     model, batch = mixture_case(Kind(blocks=1))
-    program = autopar.compile(model, "ep=4", batch=batch).program
+    program = autopar.compile(model, "ep=4", batch=batch, machine=AT_ONCE).program
     assert _trips(program, "dispatch") == _trips(program, "combine") == ["torch.float32 12"]
     assert next(record(node).type.shape for node in program.calls() if node.target is op("combine")) == (96, 12)
 
@@ -98,7 +107,7 @@ def test_bytes_are_those_of_the_formula(ranks: int, chosen: int) -> None:
     where experts are many."""
     experts, tokens = 8 * ranks, 48
     model, batch = mixture_case(Kind(experts=experts, chosen=chosen, width=512, blocks=1))
-    compiled = autopar.compile(model, f"ep={ranks}", batch=batch)
+    compiled = autopar.compile(model, f"ep={ranks}", batch=batch, machine=AT_ONCE)
     moved = [one.bytes for one in compiled.collectives if one.op in ("dispatch", "combine")]
     wide = [bytes_ for bytes_ in moved if bytes_ > tokens // ranks * chosen * 4]  # a number a row
     share = share_of_tokens(experts, ranks, chosen)
@@ -114,7 +123,7 @@ def test_bytes_that_leave_are_counted_ones(monkeypatch: pytest.MonkeyPatch) -> N
         seen: list[int] = []
         with monkeypatch.context() as patch:
             patch.setattr(collectives, "_rows_sent", _counting(collectives._rows_sent, seen))
-            verify(model, "ep=4", batch=batch)
+            verify(model, "ep=4", batch=batch, machine=AT_ONCE)
         rows, tokens = _leaving(model.double(), batch, kind, 4)
         assert sum(seen) == 2 * (tokens * 4 * 12 * 8 + rows * (2 * 8 + 4)), "of two runs"
 
@@ -178,10 +187,10 @@ class _Spelled(nn.Module):
 def test_other_spellings(way: str) -> None:
     torch.manual_seed(0)
     model, batch = _Spelled(way), (torch.randn(16, 12),)
-    program = autopar.compile(model, "ep=2", batch=batch, loss_fn=_called).program
+    program = autopar.compile(model, "ep=2", batch=batch, loss_fn=_called, machine=AT_ONCE).program
     trips = len(_trips(program, "dispatch")), len(_trips(program, "combine"))
     assert trips == ((1, 1) if way == "a product" else (2, 2)), trips
-    report = verify(model, "ep=2", batch=batch, loss_fn=_called)
+    report = verify(model, "ep=2", batch=batch, loss_fn=_called, machine=AT_ONCE)
     assert report.ok and report.max_error < 1e-10, report
 
 
@@ -211,7 +220,7 @@ _ADDED = rows_to_owners._added
 def test_sums_that_are_wrong_are_found(way: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows_to_owners, "_added", way)
     model, batch = mixture_case(Kind(chosen=4))
-    report = verify(model, "ep=2", batch=batch)
+    report = verify(model, "ep=2", batch=batch, machine=AT_ONCE)
     assert not report.ok and report.mismatch is not None and report.mismatch.module == "mixed.0", report
     assert report.mismatch.node == "combine"
 
@@ -224,7 +233,7 @@ def test_tokens_of_other_rows_are_found(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(mesh_ops, "tokens_by_owner", shifted)
     model, batch = mixture_case(Kind(chosen=4))
-    report = verify(model, "ep=2", batch=batch)
+    report = verify(model, "ep=2", batch=batch, machine=AT_ONCE)
     assert not report.ok and report.mismatch is not None and report.mismatch.module == "mixed.0", report
 
 
@@ -237,5 +246,5 @@ def test_places_of_other_rows_are_found(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setitem(collectives._BEGIN, op("token_places"), reversed_)  # type: ignore[arg-type]
     model, batch = mixture_case(Kind(chosen=4))
-    report = verify(model, "ep=2", batch=batch)
+    report = verify(model, "ep=2", batch=batch, machine=AT_ONCE)
     assert not report.ok and report.mismatch is not None and report.mismatch.module == "mixed.0", report

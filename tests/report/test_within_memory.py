@@ -148,7 +148,7 @@ def test_how_it_is_written():
     with pytest.raises(PlanError, match=r"memory=10 with cuda_graphs=True"):
         autopar.compiler.check_options.check_offload(options_of(memory=10), True)
     with pytest.raises(MeshError, match="a part is of what the step holds on one mesh"):
-        check_open(True, {"memory": 0.5}, "global", None)
+        check_open(True, {"memory": 0.5}, "global")
 
 
 # -- layers that stay gathered ----------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from autopar.errors import AutoparError, BatchError, MeshError, PlanError
 from autopar.ir.mesh import AUTO, Mesh
 from autopar.ir.options import PLANNED, StepOptions
 from autopar.ir.plan import Plan
-from autopar.machines import Machine, named
+from autopar.machines import Machine, MachineLike, machine_like
 from autopar.machines.here import machine_here
 from autopar.settings import Settings
 
@@ -20,28 +20,23 @@ BATCHES = ("global", "local", "ddp")
 _CHOSEN = {**PLANNED, "shard": None, "stages": None}
 
 
-def check_open(is_auto: bool, step: Mapping[str, Any], batch: str, machine: str | None) -> None:
-    """Raise MeshError for what contradicts a mesh that is planned, or for a machine beside one that is not; BatchError
-    for an unknown kind of batch."""
+def check_open(is_auto: bool, step: Mapping[str, Any], batch: str) -> None:
+    """Raise MeshError for what contradicts a mesh that is planned; BatchError for an unknown kind of batch."""
     if batch not in BATCHES:
         said = repr(batch) if isinstance(batch, str) else f"a {type(batch).__name__}"
         raise BatchError(f'batch={said}: write "global" (each rank takes its part), "local" or "ddp".')
-    if not is_auto:
-        if machine is not None:
-            raise MeshError(f"machine='{machine}' is of mesh=\"{AUTO}\", which plans for it. Leave one of them out.")
-        return
-    for name, default in _CHOSEN.items():
+    for name, default in _CHOSEN.items() if is_auto else ():
         if step.get(name, default) != default:
             raise MeshError(
                 f"mesh '{AUTO}' decides {name} itself: leave out {name}={step[name]!r}, or write a mesh. "
                 f"(`autopar plan TARGET --gpus N --fix ...` plans around what is decided.)"
             )
-    if isinstance(memory := step.get("memory"), float):
+    if is_auto and isinstance(memory := step.get("memory"), float):
         raise MeshError(
             f"mesh '{AUTO}' with memory={memory}: a part is of what the step holds on one mesh, and each that is "
             f'planned has another. Write bytes, such as memory="60GiB".'
         )
-    if batch != "global":
+    if is_auto and batch != "global":
         raise MeshError(
             f"mesh '{AUTO}' with batch=\"{batch}\": which part of the batch a rank passes follows from the mesh, which "
             f'is planned for the batch. Pass the whole batch on every rank (batch="global"), or write a mesh.'
@@ -58,11 +53,11 @@ def check_own(batch: str, mesh: Mesh, options: StepOptions) -> None:
         )
 
 
-def machine_for(name: str | None, device: torch.device) -> Machine:
-    """The machine that is planned for: the one named, or that of this rank's device, with as many ranks in a node as
+def machine_for(given: MachineLike | None, device: torch.device) -> Machine:
+    """The machine that is planned for: the one given, or that of this rank's device, with as many ranks in a node as
     the launcher started. Raises MeshError for one that is not known."""
     try:
-        found = machine_here(device) if name is None else named(name)
+        found = machine_here(device) if given is None else machine_like(given)
     except AutoparError as error:
         raise MeshError(f"mesh '{AUTO}': {error}") from error
     return replace(found, ranks=Settings.read().local_world_size or found.ranks)

@@ -35,7 +35,7 @@ from autopar.compiler.precision_check import check_device
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import TIMEOUT, StepKeywords, StepOptions
 from autopar.ir.plan import Fixed, Plan
-from autopar.machines import DEVICES, named
+from autopar.machines import DEVICES, Machine, MachineLike, machine_like
 from autopar.parallel.agree.agreement import Agreement, Announcer, Phase, Watched
 from autopar.parallel.agree.pace import Pace
 from autopar.parallel.agree.patience import Patience
@@ -87,7 +87,7 @@ class Requested:
     on_nonfinite: OnNonFinite | None = None
     lift: torch.dtype | None = None
     weights: str | Path | None = None
-    machine: str | None = None
+    machine: MachineLike | None = None
     timeout: float | None = None
     cache: Path | None = None
 
@@ -109,6 +109,12 @@ class Requested:
             (wanted,) if isinstance(wanted, str) else wanted if isinstance(wanted, Collection) else ()
         )
 
+    def machine_on(self, device: torch.device) -> Machine:
+        """What programs are made for. Raises MeshError or MachineError for one that is not known."""
+        if self.is_auto:
+            return machine_for(self.machine, device)
+        return machine_like(self.machine or ("cpu" if device.type == "cpu" else DEVICES))
+
     def mesh_on(self, world: int) -> Mesh:
         """The mesh, until a plan says another one: all ranks split the batch."""
         return Mesh((("dp", world),)) if self.is_auto else mesh_of(self.mesh, world)
@@ -120,7 +126,7 @@ class Requested:
         phase.texts["mesh"] = [AUTO if self.is_auto else str(mesh)]
         phase.now = "options"
         options = compiler_on(options_of(**self.step), device)
-        check_open(self.is_auto, self.step, self.batch, self.machine)
+        check_open(self.is_auto, self.step, self.batch)
         check_own(self.batch, mesh, options)
         check_host(plan := Plan(mesh, options=options))
         if plan.offloads("parameters"):
@@ -130,8 +136,7 @@ class Requested:
         if options.files is not None:
             near = min(world, Settings.read().local_world_size or 1)
             check_room_of_parameters(options.files, sum(map(bytes_of, tables.parameters(self.model))) * near // world)
-        if self.is_auto:
-            phase.texts["machine"] = [str(machine_for(self.machine, device))]
+        phase.texts["machine"] = [str(self.machine_on(device))] * (self.is_auto or self.machine is not None)
         every_of(self.check_replicas)
         check_nonfinite(self.on_nonfinite)
         TIMEOUT.check("timeout", self.timeout)
@@ -213,7 +218,7 @@ def open_session(asked: Requested) -> Session:
     this."""
     agreement, mesh, device_mesh, options = join(asked)
     place = agreement.device
-    fixed = Fixed(machine=named("cpu" if place.type == "cpu" else DEVICES))
+    fixed = Fixed(machine=asked.machine_on(place))
     settings = StepSettings(
         asked.loss_fn, options, fixed, asked.batch, place, asked.cuda_graphs, asked.lift, asked.longest_wait,
         None if Settings.read().dump is not None else asked.cache,
@@ -253,7 +258,7 @@ def join(asked: Requested) -> tuple[Agreement, Mesh, DeviceMesh, StepOptions]:
     if world == 1:  # before a group is made for it
         asked.mesh_on(world)
         options_of(**asked.step)
-        check_open(asked.is_auto, asked.step, asked.batch, asked.machine)
+        check_open(asked.is_auto, asked.step, asked.batch)
     compute_on(place, settings)
     is_ours = not dist.is_initialized()
     if is_ours:
