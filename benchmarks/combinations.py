@@ -52,6 +52,7 @@ FLOATS: tuple[dict[str, Any], ...] = (
     {"dtype": torch.float32}, {"dtype": torch.float32}, {"dtype": torch.bfloat16}, {"dtype": torch.float16},
     {"precision": "bf16"}, {"precision": "bf16", "reduce_dtype": torch.bfloat16}, {"precision": "fp16"},
 )  # fmt: skip
+SHORT = (torch.bfloat16, torch.float16)
 LENGTHS = {2: ((5, 3), (6, 2)), 4: ((3, 2, 2, 1), (1, 3, 1, 3))}  # of slices, in eighths of a sequence
 
 
@@ -132,6 +133,8 @@ def _with_experts(dice: random.Random, mesh: str, options: dict[str, Any]) -> tu
         options.pop(key, None)
     if options.get("schedule") in SLICED and "pp" not in mesh:
         del options["schedule"]
+    if options.get("dtype") in SHORT:  # whose rounding decides which expert a row takes: nothing is left to compare
+        del options["dtype"]
     axes = re.findall(r"\b(?:dp|fsdp|cp)=2", mesh)
     if name in {way.__name__ for way in mixtures.COUPLED}:
         options |= {"microbatches": 1} if "microbatches" in options else {}

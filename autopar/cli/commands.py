@@ -37,6 +37,7 @@ RunMesh = Annotated[
     str, typer.Option("--mesh", help="axis=size pairs, e.g. dp=2,tp=2; one size may be -1; auto; or several: A|B")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON, with notes on stderr")]
+MachineOption = Annotated[str, typer.Option(metavar="NAME|FILE", help="what the programs are made for")]
 SECONDS = 10.0, 3600.0  # that a measurement may take
 
 
@@ -101,13 +102,15 @@ def compile_(
     target: Target,
     mesh: MeshOption,
     out_dir: Annotated[Path, typer.Option("--out", metavar="DIR", help="a new or empty folder")],
+    machine: MachineOption = DEVICES,
     *,
     options: CommandOptions,
 ) -> None:
     """Write the programs of the distinct ranks as readable Python and JSON."""
+    made_for = named(machine)
     from autopar.cli.compiling import compiled_of, show_saved
 
-    compiled = compiled_of(target, mesh, options)
+    compiled = compiled_of(target, mesh, options, made_for)
     compiled.save(out_dir)
     show_saved(compiled, out_dir)
 
@@ -129,6 +132,7 @@ def inspect(
     memory: Annotated[bool, typer.Option("--memory", help="the bytes that a step holds, with the peak")] = False,
     formula: Annotated[bool, typer.Option("--formula", help="the same as formulas in the sizes of the batch")] = False,
     device: Annotated[str | None, typer.Option(metavar="cuda|cpu", help="of --memory and --formula")] = None,
+    machine: MachineOption = DEVICES,
     as_json: AsJson = False,
     *,
     options: CommandOptions,
@@ -143,7 +147,7 @@ def inspect(
     others = (html, pass_, diff, timeline_file, over, graph, device)
     if as_json and (timeline or memory or formula or full or any(each is not None for each in others)):
         raise TargetError("--json prints collectives and the peak of a rank: of other options it takes --rank alone.")
-    compiled = _compiled(target, mesh, options, over)
+    compiled = _compiled(target, mesh, options, machine, over)
     from autopar.cli.show import draw_timeline, show_memory, show_pass, show_rank, write_page
 
     if html is not None:
@@ -165,12 +169,12 @@ def inspect(
         show_rank(compiled, rank, graph, full)
 
 
-def _compiled(target: str, mesh: str | None, options: CommandOptions, traced: Path | None = None) -> Compiled:
-    """The step of a TARGET on a mesh, or of the folder that `autopar compile` wrote. traced: the folder of a trace, for
-    whose machine the step is made. Raises TargetError."""
+def _compiled(target: str, mesh: str | None, options: CommandOptions, machine: str, traced: Path | None) -> Compiled:
+    """The step of a TARGET on a mesh for a machine, or of the folder that `autopar compile` wrote. traced: the folder
+    of a trace, for whose machine the step is made. Raises TargetError and MachineError."""
     if Path(target).is_dir():
-        if mesh is not None or options != CommandOptions(seed=options.seed):
-            raise TargetError(f"'{target}' is compiled already: it takes no --mesh and no options of a step.")
+        if mesh is not None or machine != DEVICES or options != CommandOptions(seed=options.seed):
+            raise TargetError(f"'{target}' is compiled already: it takes no --mesh, --machine or options of a step.")
         from autopar.compiled import load
 
         return load(target)
@@ -179,7 +183,8 @@ def _compiled(target: str, mesh: str | None, options: CommandOptions, traced: Pa
     from autopar.cli.compiling import compiled_of
     from autopar.report.timeline.trace import machine_of
 
-    return compiled_of(target, mesh, options, machine_of(traced) if traced is not None else None)
+    found = machine_of(traced) if traced is not None else None
+    return compiled_of(target, mesh, options, found or named(machine))
 
 
 @app.command()
@@ -216,7 +221,7 @@ def explain(
     instead: Annotated[
         list[str] | None, typer.Option(metavar="tp=4", help="what would change in time and memory; may be repeated")
     ] = None,
-    machine: Annotated[str, typer.Option(metavar="NAME|FILE", help="of --instead")] = DEVICES,
+    machine: MachineOption = DEVICES,
     batch: Annotated[int | None, typer.Option(metavar="ROWS", help="of --instead; else the job's batch", min=1)] = None,
     as_json: AsJson = False,
     *,
@@ -236,7 +241,7 @@ def explain(
         show(compared(target, mesh, options, instead, machine, batch))
         return
     assert value is not None
-    compiled = compiled_of(target, mesh, options, tell=show_aside if as_json else show)
+    compiled = compiled_of(target, mesh, options, named(machine), show_aside if as_json else show)
     if as_json:
         from autopar.cli.as_json import explained
 

@@ -152,7 +152,7 @@ class _HostParameters:
         self.leaving = {node: out for (node, out), leaves in results if leaves and node is not None}
         self.stays: dict[tuple[fx.Node, fx.Node], _Stay] = {}  # by user and parameter
         self.begins: dict[int, list[_Stay]] = defaultdict(list)
-        self.first = next(i for i, node in enumerate(self.line.nodes) if node.op != "placeholder")
+        self.first = 1 + max((self.line.position[node] for node in program.placeholders), default=-1)
         stays = self._stays()
         users = {user for stay in stays for user in stay.uses}
         self.layers = self._layers(node for node in self.line.nodes if node in users)
@@ -246,7 +246,7 @@ class _HostParameters:
     def _begin(self, stay: _Stay) -> int:
         """The place where a copy starts: some layers ahead of its first use, in the same pass."""
         use = self.line.position[stay.uses[0]]
-        begin = self.line.begins_back if use >= self.line.begins_back else self.first
+        begin = max(self.first, self.line.begins_back) if use >= self.line.begins_back else self.first
         begun = [place for place in self.layers if begin <= place <= use]
         return begun[-1 - self.ahead] if len(begun) > self.ahead else min(use, begin)
 

@@ -43,7 +43,7 @@ WRONG = {
     "plan JOB --gpus 2 --memory 1": "no plan fits in 1 B a device on 2 devices: the least memory is ",
     "plan JOB --gpus 4 --batch 8 --fix tp=4 --fix dp=4": "no plan for 4 devices and 8 rows a step with tp=4, dp=4: the",
     "plan JOB --gpus 64 --batch 1 --fix cp=1": "no plan for 64 devices and 1 rows a step with cp=1: the data axes must",
-    "inspect SAVED --plan PLAN": "'SAVED' is compiled already: it takes no --mesh and no options of a step.",
+    "inspect SAVED --plan PLAN": "'SAVED' is compiled already: it takes no --mesh, --machine or options of a step.",
 }
 
 
