@@ -30,6 +30,7 @@ CASES: list[tuple[Way, str, dict[str, Any]]] = [
     (variants.tec, "dp=2,ep=2", {"zero": 2, "recompute": "full"}),
     (variants.tec, "pp=2,ep=2", {"microbatches": 1, "chunked_loss": True}),
     (variants.bmm, "ep=2,tp=2", {"offload": "parameters"}),
+    (ways.where_, "ep=2,tp=2", {"microbatches": 2, "offload": "parameters"}),  # once a sum came before it was an input
     (variants.switch_room, "cp=2", {"experts": "cp", "zero": 1}),
     (variants.expert_choice, "ep=4", {"zero": 3, "chunked_loss": True}),
     (variants.soft, "dp=2,ep=2", {"zero": 1, "recompute": "selective"}),
