@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from functools import partial
@@ -21,6 +21,7 @@ from autopar.capture.data.reads import Answers, Reads, Unknown, known_inputs
 from autopar.capture.data.recorded_calls import RecordedCalls, behind_of
 from autopar.capture.data.so_far import SoFar, fake_like
 from autopar.capture.draws.host_draws import HostDraws, States, generators, names_made_anew, set_generators
+from autopar.capture.draws.host_inputs import Floats, HostInputs
 from autopar.capture.draws.joins import CoinPlan, Sides, plan
 from autopar.capture.draws.step_coins import CoinFound, Coins, StepCoins
 from autopar.capture.draws.trail import Trail
@@ -30,6 +31,7 @@ from autopar.capture.inputs import tables
 from autopar.capture.inputs.containers import Form, check_detached, put_together, take_apart, take_call_apart
 from autopar.capture.inputs.loss_outputs import LossFn, check_loss, has_own_backward, loss_of, split_result
 from autopar.capture.inputs.module_state import (
+    Step,
     attributes,
     check_buffers,
     device_of,
@@ -41,7 +43,7 @@ from autopar.capture.inputs.module_state import (
     unsynced,
 )
 from autopar.capture.inputs.outside import Outside, outside_fault
-from autopar.capture.inputs.partners import Partner, Partners, UnknownPartner
+from autopar.capture.inputs.partners import Partners, UnknownPartner
 from autopar.capture.leftovers import Leftovers, settled
 from autopar.capture.ops.decompositions import decompositions
 from autopar.capture.python.attributes import Attributes
@@ -60,31 +62,6 @@ from autopar.capture.trace.writes import check_collectives, check_writes
 from autopar.errors import AutoparError, CaptureError
 from autopar.ir.program import Input, Output, Program
 from autopar.torch_compat import FakeTensorMode, backward, gradients, quiet
-
-# A training step as one module call, whose whole state is swapped for a trace.
-
-
-class Step(nn.Module):
-    """Spans forward and backward in one call, so that a functional call swaps the state for both."""
-
-    def __init__(
-        self, model: nn.Module, partners: Iterable[Partner], body: Callable[..., Any], replaced: dict[str, Any]
-    ) -> None:
-        super().__init__()
-        self.model = model
-        for partner in partners:
-            self.add_module(partner.name, partner.traced)
-        self.body = body
-        self.replaced = replaced
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        given = dict(tables.named_parameters(self, remove_duplicate=False))
-        result = self.body(*args, **kwargs)
-        for name, tensor in tables.named_parameters(self, remove_duplicate=False):
-            if given.get(name, tensor) is not tensor:
-                self.replaced[name] = tensor
-        return result
-
 
 __all__ = ["Captured", "LossFn", "capture", "fake_like", "loss_of", "state_of"]
 
@@ -118,7 +95,7 @@ def capture(
     CaptureError with the user's line where it cannot be captured.
     """
 
-    left, start, has_drawn = Leftovers(), generators(), False
+    left, start, draws = Leftovers(), generators(), None
     known = answers or Answers()
     asked = Reads(is_permitted=specialize, given=known.values, told=len(known.values), asks=known.asks)
 
@@ -128,19 +105,21 @@ def capture(
         step = model, loss_fn, args, dict(kwargs), train, lift, reads, precision, forks
         made = _Capture(*step, others, coins)
         made.statistics, made.microbatches = statistics, microbatches
-        if has_drawn:
-            made.start, made.is_drawn, made.resizing = start, True, Resizing(None)
+        if draws is not None:
+            made.start, made.draws, made.resizing = start, draws, Resizing(None)
         try:
             return made.run()
         finally:
             coins.dismiss()
             left.dismiss([calls.values for calls in made.runs], made.graphs)
 
-    try:
-        return settled(partial(captured, run, asked), left, lift)
-    except HostDrawsFound:
-        has_drawn = True  # and nothing holds the tensors of that capture
-    return settled(partial(captured, run, asked), left, lift)
+    while True:
+        try:
+            return settled(partial(captured, run, asked), left, lift)
+        except HostDrawsFound as found:
+            if draws is not None and found.floats <= draws:
+                raise
+            draws = found.floats if draws is None else draws | found.floats
 
 
 Trainable = list[tuple[str, torch.Tensor]]  # parameters with their names
@@ -154,7 +133,7 @@ class _Capture:
     ) -> None:  # fmt: skip
         self.coins, self.hosts = coins, list[list[torch.Tensor]]()  # of each run, if they are drawn
         self.start: States | None = None  # of the generators, where each run draws the same
-        self.is_drawn = False  # on the host, of which the program has tensors
+        self.draws: Floats | None = None  # where it draws on the host: the floats that calls are given
         self.step_coins: StepCoins | None = None
         self.asks_rows = False  # the model asks for the number of rows, or goes through the places of a mask
         self.row_uses: RowUses | None = None  # where it matters which masks select rows
@@ -238,23 +217,26 @@ class _Capture:
         if self.start is None:
             return found
         host = HostDraws(way, names_made_anew(constants, hosts[0], self.hosts[-1]), self._replay())
-        return replace(found, program=program.with_(notes=(*program.notes, host.note(self.start))), host=host)
+        notes = [*program.notes, host.note(self.start, self.step_coins)]
+        return replace(found, program=program.with_(notes=tuple(notes)), host=host)
 
-    def _replay(self) -> Callable[[], tuple[int, tuple[torch.Tensor, ...]]]:
-        """Draws anew: a run on shapes. It holds no tensor of the batch."""
+    def _replay(self) -> Callable[[torch.Tensor], tuple[int, tuple[torch.Tensor, ...]]]:
+        """Draws anew, by the seed of a step: a run on shapes. It holds no tensor of the batch."""
         parts, reads = self.parts, self.reads.anew(self.reads.known, guards=True)
         leaves = [torch.empty_like(x, device="meta") if isinstance(x, torch.Tensor) else x for x in parts.leaves]
         plan, form, given = self.coins.planned(), parts.form, (self.model, self.loss_fn)
-        train, lift, keeps_casts, partners, state = (
-            self.train, self.lift, self.keeps_casts, self.partners, self.state
+        coins = self.step_coins
+        train, lift, keeps_casts, partners, state, draws = (
+            self.train, self.lift, self.keeps_casts, self.partners, self.state, self.draws
         )  # fmt: skip
 
-        def replay() -> tuple[int, tuple[torch.Tensor, ...]]:
+        def replay(seed: torch.Tensor) -> tuple[int, tuple[torch.Tensor, ...]]:
             args, kwargs = put_together(form, leaves)
             again = reads.anew(reads.known)
             step = _Capture(*given, args, kwargs, train, lift, again, None, Forks(), None, plan())
             before, step.keeps_casts, step.partners = Attributes(given[0]), keeps_casts, partners
-            step.state, step.is_drawn = state, True
+            step.state, step.draws = state, draws
+            step.coins.decided.update({} if coins is None else coins.floats(seed))
             calls, way = RecordedCalls(), 0
             try:
                 with quiet(), default_dtype(lift):
@@ -286,7 +268,8 @@ class _Capture:
         """Notes of a second run; see `Steady.check`."""
         drawn = foreign_state() if self.start is not None else drawn
         run, names = partial(self._again, fakes), frozenset(n for entry, _ in self.state.entries for n in entry.names)
-        steady = Steady(self._submodule, run, self.calls, before, self.replaced, drawn, names, *self.selects)
+        vary, books = partial(setattr, self.coins, "variant"), (self.calls, before, self.replaced)
+        steady = Steady(self._submodule, run, *books, drawn, names, vary, *self.selects)
         notes, second = steady.check(), len(self.hosts)
         if self.start is not None:
             start, self.start = self.start, None
@@ -298,7 +281,7 @@ class _Capture:
     def _is_plain(self, before: Attributes, drawn: Mapping[str, Any]) -> bool:
         """True if the graph of the step is all that there is to say of it; see `earlier.py`."""
         is_other = self.partners.known or self.forks.lines or self.reads.known or any(self.selects)
-        is_other = is_other or self.calls.drawn or self.has_items or self.coins.is_sought or self.is_drawn
+        is_other = is_other or self.calls.has_floats or self.has_items or self.coins.is_sought or self.draws is not None
         return not (is_other or self.replaced or before.changes()) and foreign_state() == drawn
 
     def _whole_trace(self, before: Attributes) -> tuple[Traced, list[Input], list[torch.Tensor]]:
@@ -408,11 +391,11 @@ class _Capture:
     def _start(self, mode: Raise, tracer: Tracer | None = None, sides: Sides | None = None) -> None:
         """A run begins. tracer, sides: as of `Coins.start`."""
         mode.coins = self.coins
-        if self.is_drawn:
+        if self.draws is not None:
             if self.start is not None:
                 set_generators(self.start)
-            mode.hosts = []
-            self.hosts.append(mode.hosts)
+            mode.hosts = HostInputs(self.draws, mode.calls.floats, self.coins)
+            self.hosts.append(mode.hosts.tensors)
         self.coins.start(mode.inputs, mode.numbered, tracer, sides)
         self.forks.start()
         self.reads.start(*(() if tracer is None else SoFar.of(tracer, self._given())))

@@ -41,6 +41,17 @@ class RecordedCall:
     behind: int
 
 
+@dataclass(frozen=True, slots=True)
+class HostFloat:
+    """A float that a call was given where the host may have drawn it. place: the number of the call among such calls,
+    and the argument."""
+
+    place: tuple[int, int | str]
+    function: str
+    value: float
+    line: Line | None
+
+
 _Key = tuple[Any, int, int]  # the tensor, its key, and the bits of the inputs behind it
 CHANGING = 1  # the bit of the inputs that each step has anew; those that no step changes have none
 _ALWAYS, _NOTHING = -1, 0
@@ -60,7 +71,9 @@ class RecordedCalls:
         self.shows_data = False  # what tensors hold that nobody made before the run's eyes is a part of their keys
         self.rebound = 0  # the bits of the buffers that are other tensors after a run
         self.draws: Callable[[], float] = lambda: MIDDLE  # what a draw is that the model makes a float of
-        self.drawn: list[Line | None] = []  # where it does
+        self.has_floats = False  # it does
+        self.has_any = False  # and one of those may be any number
+        self.floats: list[HostFloat] = []  # that calls were given, where the model draws on the host
         self._kept: list[torch.Tensor] = []
         self._inputs: set[int] = set()
         # The tensor is held, so that its id stays its own.
@@ -152,9 +165,9 @@ class RecordedCalls:
         name = getattr(function, "__name__", "")
         self.made.append(RecordedCall(hash((name, key)), name, line, tuple(numbers), _ALWAYS))
 
-    def draw(self, line: Line | None) -> float:
-        """A random number that is made a float, on a line."""
-        self.drawn.append(line)
+    def draw(self, is_uniform: bool) -> float:
+        """A random number that is made a float. is_uniform: between 0 and 1."""
+        self.has_floats, self.has_any = True, self.has_any or not is_uniform
         return self.draws()
 
     def _key(self, value: Any, numbers: list[Any]) -> tuple[int, int]:

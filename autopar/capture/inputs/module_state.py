@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from autopar.capture.inputs import tables
+from autopar.capture.inputs.partners import Partner
 from autopar.capture.refusals.constructs import FIRST_CALL, Construct
 from autopar.capture.refusals.explain_failure import refusal
 from autopar.capture.refusals.location import user_frame
@@ -26,6 +27,28 @@ class State:
     """The tensors of a module: tied ones once, with all their names."""
 
     entries: tuple[tuple[Input, torch.Tensor], ...]
+
+
+class Step(nn.Module):
+    """A training step as one call of a module: its whole state is swapped for a trace, of forward and backward."""
+
+    def __init__(
+        self, model: nn.Module, partners: Iterable[Partner], body: Callable[..., Any], replaced: dict[str, Any]
+    ) -> None:
+        super().__init__()
+        self.model = model
+        for partner in partners:
+            self.add_module(partner.name, partner.traced)
+        self.body = body
+        self.replaced = replaced
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given = dict(tables.named_parameters(self, remove_duplicate=False))
+        result = self.body(*args, **kwargs)
+        for name, tensor in tables.named_parameters(self, remove_duplicate=False):
+            if given.get(name, tensor) is not tensor:
+                self.replaced[name] = tensor
+        return result
 
 
 def state_of(model: nn.Module, partners: Mapping[str, nn.Module] | None = None) -> State:
