@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from functools import partial
@@ -31,6 +31,8 @@ from autopar.capture.inputs import tables
 from autopar.capture.inputs.containers import Form, check_detached, put_together, take_apart, take_call_apart
 from autopar.capture.inputs.loss_outputs import LossFn, check_loss, has_own_backward, loss_of, split_result
 from autopar.capture.inputs.module_state import (
+    SCRATCH,
+    State,
     Step,
     attributes,
     check_buffers,
@@ -38,6 +40,7 @@ from autopar.capture.inputs.module_state import (
     fakes_of,
     name_if_trained,
     once_each,
+    scratch_among,
     state_of,
     unmoved,
     unsynced,
@@ -165,6 +168,7 @@ class _Capture:
         self.fault: AutoparError | None = None
         self.statistics, self.microbatches = "batch", 1
         self.new_buffers: list[tuple[str, torch.Tensor]] = []
+        self.scratch, self.scratch_fault = frozenset[str](), CaptureError("")  # buffers, and else what is wrong
 
     def run(self) -> Captured:
         before, drawn = Attributes(self.model), foreign_state()
@@ -173,6 +177,10 @@ class _Capture:
             with quiet(), default_dtype(self.lift), autocast:
                 self.resizing.begin(self.model, self.loss_fn if self.train else None)
                 traced, inputs, fakes = self._whole_trace(before)
+                if self._finds_scratch(fakes):
+                    before.restore()
+                    self.state = self._state()
+                    traced, inputs, fakes = self._whole_trace(before)
                 is_plain = self._is_plain(before, drawn)
                 self._check_buffers(fakes)
                 if self.resizing.foreseen is not None:
@@ -269,8 +277,13 @@ class _Capture:
         drawn = foreign_state() if self.start is not None else drawn
         run, names = partial(self._again, fakes), frozenset(n for entry, _ in self.state.entries for n in entry.names)
         vary, books = partial(setattr, self.coins, "variant"), (self.calls, before, self.replaced)
-        steady = Steady(self._submodule, run, *books, drawn, names, vary, *self.selects)
-        notes, second = steady.check(), len(self.hosts)
+        steady = Steady(self.partners.submodule, run, *books, drawn, names, vary, *self.selects)
+        try:
+            notes, second = [*steady.check(), *map(SCRATCH.format, self.scratch)], len(self.hosts)
+        except CaptureError as error:
+            if self.scratch and not isinstance(error, HostDrawsFound):
+                raise self.scratch_fault from None
+            raise
         if self.start is not None:
             start, self.start = self.start, None
             steady.check_floats_of_host()
@@ -295,7 +308,7 @@ class _Capture:
                 before.restore()
                 if partner is not None:
                     before.add(partner.traced, partner.name)
-                self.state = state_of(self.model, {p.name: p.traced for p in self.partners.known.values()})
+                self.state = self._state()
             elif isinstance(self.unknown, CoinFound):
                 before.restore()
                 self.coins.look(partial(self._plan, fakes, before))
@@ -332,21 +345,12 @@ class _Capture:
         given += [(Input("scale", ("loss_scale",)), None)] * self.is_scaled
         return [*given, (Input("seed", ("seed",)), None)]
 
-    def _modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """All that may run, by path."""
-        yield from tables.named_modules(self.model)
-        for partner in self.partners.known.values():
-            yield from tables.named_modules(partner.traced, prefix=partner.name)
-
-    def _submodule(self, path: str) -> nn.Module:
-        return dict(self._modules())[path]
-
     def _trace(self, fakes: list[torch.Tensor]) -> Traced:
         """The whole step, or all of it before what is not known yet (`self.unknown`)."""
         self.calls, self.replaced, self.unknown, self.locator.phase = RecordedCalls(), {}, None, "forward"
         self.tracer = Tracer(fakes, decompositions(), Results(self.fake))
         self.graphs.append(self.tracer.graph)
-        with self.locator.follow(self._modules()):
+        with self.locator.follow(self.partners.modules()):
             return self.tracer.trace(self._traced, fakes, self.fake)
 
     def _mode(
@@ -414,7 +418,7 @@ class _Capture:
     def _ended(self, rows: RowSides | None, *args: Any, **kwargs: Any) -> None:
         """The forward pass, and all that it gives."""
         result = self._result(*args, **kwargs)
-        results = [*take_apart(result, lenient=True).leaves, *(tensor for _, tensor in self._named_buffers())]
+        results = [*take_apart(result, lenient=True).leaves, *(tensor for _, tensor in self.partners.buffers())]
         if self.coins.trail is not None:
             self.coins.left(results)
         if rows is not None:
@@ -447,15 +451,29 @@ class _Capture:
                 before.restore()
         return mode
 
+    def _state(self) -> State:
+        return state_of(self.model, {p.name: p.traced for p in self.partners.known.values()}, self.scratch)
+
+    def _finds_scratch(self, inputs: list[torch.Tensor]) -> bool:
+        """True if buffers may be scratch: unless the second run reads what the first left in them."""
+        self.scratch = scratch_among(self._old(inputs), self.new_buffers, self.partners.submodule)
+        try:
+            if self.scratch:
+                self._check_buffers(inputs)
+        except CaptureError as error:
+            self.scratch_fault = error
+        return bool(self.scratch)
+
+    def _old(self, inputs: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {entry.name: tensor for (entry, _), tensor in zip(self.state.entries, inputs, strict=False)}
+
     def _check_buffers(self, inputs: list[torch.Tensor]) -> None:
-        old = {entry.name: tensor for (entry, _), tensor in zip(self.state.entries, inputs, strict=False)}
-        check_buffers(
-            old, self.new_buffers, lambda: self._again(inputs, RecordedCalls(), is_watched=False), self._buffer
-        )
+        run = partial(self._again, inputs, RecordedCalls(), is_watched=False)
+        check_buffers(self._old(inputs), self.new_buffers, run, self._buffer)
 
     def _buffer(self, name: str) -> torch.Tensor:
         path, _, attribute = name.rpartition(".")
-        return tables.buffer(self._submodule(path), attribute)
+        return tables.buffer(self.partners.submodule(path), attribute)
 
     def _run(
         self, inputs: Sequence[torch.Tensor], mode: Raise, body: Callable[[Trainable], Callable[..., Any]],
@@ -561,18 +579,13 @@ class _Capture:
     def _joined(self, *results: Any) -> Any:
         """What a run gave, with the sides of its coins joined."""
         parts = take_apart(results, lenient=True)
-        buffers = [tensor for _, tensor in self._named_buffers()]
+        buffers = [tensor for _, tensor in self.partners.buffers()]
         joined = self.coins.left([*parts.leaves, *buffers])
         return put_together(parts.form, joined[: len(parts.leaves)])
 
-    def _named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from tables.named_buffers(self.model)
-        for partner in self.partners.known.values():
-            yield from tables.named_buffers(partner.traced, prefix=partner.name)
-
     def _buffers(self) -> list[tuple[str, torch.Tensor]]:
         known = {entry.name for entry, _ in self.state.entries if entry.kind == "buffer"}
-        named_buffers = {name: self.coins.joined(tensor) for name, tensor in self._named_buffers()}
+        named_buffers = {name: self.coins.joined(tensor) for name, tensor in self.partners.buffers()}
         self.new_buffers = [(name, tensor) for name, tensor in named_buffers.items() if name in known]
         for position, ((entry, tensor), (given, version)) in enumerate(
             zip(self.state.entries, self.given, strict=False)

@@ -20,6 +20,7 @@ from autopar.capture.data.coins import MIDDLE
 from autopar.capture.data.known_values import Values
 from autopar.capture.data.row_counts import RowCount
 from autopar.capture.refusals.location import Line
+from autopar.ir.ops.op_facts import form_argument
 from autopar.ir.program import PARTNER, Input
 from autopar.torch_compat import OpOverload, storage_of
 
@@ -142,7 +143,7 @@ class RecordedCalls:
         if name in _UNWRITTEN:
             return
         numbers: list[Any] = []
-        key, behind = self._key((args, kwargs), numbers)
+        key, behind = self._key((_by_form(name, args), kwargs), numbers)
         key = hash((name or repr(function), owner, key))
         if behind and not is_machinery:
             self.made.append(RecordedCall(key, owner or name, line, tuple(numbers), behind))
@@ -202,6 +203,14 @@ class RecordedCalls:
         return hash(tuple(key for key, _ in parts)), functools.reduce(
             operator.or_, (bits for _, bits in parts), _NOTHING
         )
+
+
+def _by_form(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a call, with its form in place of a tensor that is asked for that alone."""
+    at = form_argument(name)
+    if at is None or len(args) <= at or not isinstance(args[at], torch.Tensor):
+        return args
+    return (*args[:at], tuple(args[at].shape), args[at].dtype, *args[at + 1 :])
 
 
 def _memory_of(tensor: torch.Tensor) -> Any:
