@@ -270,10 +270,11 @@ class Spiking(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.kind != "first":
             self.mem = torch.zeros_like(self.mem)
-        if self.mem.shape != x[:, 0].shape:
-            self.mem = torch.zeros_like(x[:, 0])
         for t in range(x.shape[1]):
-            self.mem = 0.9 * self.mem + self.inner(x[:, t])
+            current = self.inner(x[:, t])
+            if self.mem.shape != current.shape:
+                self.mem = torch.zeros_like(current)
+            self.mem = 0.9 * self.mem + current
         return torch.tanh(self.mem)
 
 
