@@ -350,7 +350,7 @@ class _Capture:
         self.calls, self.replaced, self.unknown, self.locator.phase = RecordedCalls(), {}, None, "forward"
         self.tracer = Tracer(fakes, decompositions(), Results(self.fake))
         self.graphs.append(self.tracer.graph)
-        with self.locator.follow(self.partners.modules()):
+        with self.locator.follow(self.partners.all_modules()):
             return self.tracer.trace(self._traced, fakes, self.fake)
 
     def _mode(
@@ -418,7 +418,7 @@ class _Capture:
     def _ended(self, rows: RowSides | None, *args: Any, **kwargs: Any) -> None:
         """The forward pass, and all that it gives."""
         result = self._result(*args, **kwargs)
-        results = [*take_apart(result, lenient=True).leaves, *(tensor for _, tensor in self.partners.buffers())]
+        results = [*take_apart(result, lenient=True).leaves, *(tensor for _, tensor in self.partners.all_buffers())]
         if self.coins.trail is not None:
             self.coins.left(results)
         if rows is not None:
@@ -579,13 +579,13 @@ class _Capture:
     def _joined(self, *results: Any) -> Any:
         """What a run gave, with the sides of its coins joined."""
         parts = take_apart(results, lenient=True)
-        buffers = [tensor for _, tensor in self.partners.buffers()]
+        buffers = [tensor for _, tensor in self.partners.all_buffers()]
         joined = self.coins.left([*parts.leaves, *buffers])
         return put_together(parts.form, joined[: len(parts.leaves)])
 
     def _buffers(self) -> list[tuple[str, torch.Tensor]]:
         known = {entry.name for entry, _ in self.state.entries if entry.kind == "buffer"}
-        named_buffers = {name: self.coins.joined(tensor) for name, tensor in self.partners.buffers()}
+        named_buffers = {name: self.coins.joined(tensor) for name, tensor in self.partners.all_buffers()}
         self.new_buffers = [(name, tensor) for name, tensor in named_buffers.items() if name in known]
         for position, ((entry, tensor), (given, version)) in enumerate(
             zip(self.state.entries, self.given, strict=False)

@@ -177,7 +177,7 @@ class Raise(TorchFunctionMode):
         made = cut(mode, call.function, given[0], given[1], line) if self.captures else NotImplemented
         if made is NotImplemented:
             if self.hosts is not None:
-                given = self.hosts.put(call.function, *given, call.line, self._is_forward())
+                given = self.hosts.put(call.function, given[0], given[1], call.line, self._is_forward())
             call.args, call.kwargs = with_tensors(call.function, *given)
         return made
 

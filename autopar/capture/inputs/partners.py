@@ -102,7 +102,7 @@ class Partners:
         self._met: set[int] = set()
         self._gone: list[Partner] = []
 
-    def modules(self) -> Iterator[tuple[str, nn.Module]]:
+    def all_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """All modules that may run, by path."""
         yield from tables.named_modules(self.model)
         for partner in self.known.values():
@@ -110,9 +110,9 @@ class Partners:
 
     def submodule(self, path: str) -> nn.Module:
         """The module of a path."""
-        return dict(self.modules())[path]
+        return dict(self.all_modules())[path]
 
-    def buffers(self) -> Iterator[tuple[str, Tensor]]:
+    def all_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """All buffers, by name."""
         yield from tables.named_buffers(self.model)
         for partner in self.known.values():
