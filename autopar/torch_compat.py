@@ -54,6 +54,8 @@ torch 2.11 to 2.14.
 - `torch._ops.OpOverload`: the type of the targets of a traced graph; it has no public name.
 - `OpOverload._schema`: what an op writes and what its results show; torch itself reads it there, and has no other way.
 - `torch._C.DispatchKey.CompositeImplicitAutograd`: whether torch puts an op together from others.
+- `OpOverload._op_dk`, `torch._C.DispatchKey.CompositeExplicitAutograd`: the kernel of an op on lists (`_foreach_*`)
+  that calls the op of one tensor for each; `OpOverload.decompose` runs only the implicit ones.
 - `torch._assert_async`: a check that the device makes, which nobody waits for; no public function does.
 - `torch._pack_padded_sequence`, `_pad_packed_sequence`: what the functions of `torch.nn.utils.rnn` call; they alone are
   seen by a torch function mode.
@@ -141,12 +143,14 @@ __all__ = [
     "hooks_of",
     "in_transform",
     "is_composite",
+    "is_of_lists",
     "local_of",
     "maker_of",
     "mesh_elsewhere",
     "no_function_modes",
     "no_torch_function",
     "on_data",
+    "one_by_one",
     "op_names",
     "packs_saved_tensors",
     "quiet",
@@ -307,6 +311,16 @@ def is_composite(target: OpOverload) -> bool:
     keys = torch._C.DispatchKey
     has = target.has_kernel_for_dispatch_key
     return has(keys.CompositeImplicitAutograd) and not has(keys.CPU)
+
+
+def is_of_lists(target: OpOverload) -> bool:
+    """True for an op that computes another one for each tensor of a list (`_foreach_*`)."""
+    return target.name().startswith("aten::_foreach_")
+
+
+def one_by_one(target: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """What an op on lists gives, by calls of the op on one tensor."""
+    return target._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
 
 
 def custom_function(node: Any) -> type[torch.autograd.Function] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from functools import partial
@@ -21,6 +21,7 @@ from autopar.capture.data.reads import Answers, Reads, Unknown, known_inputs
 from autopar.capture.data.recorded_calls import RecordedCalls, behind_of
 from autopar.capture.data.so_far import SoFar, fake_like
 from autopar.capture.draws.host_draws import HostDraws, States, generators, names_made_anew, set_generators
+from autopar.capture.draws.host_inputs import Floats, HostInputs
 from autopar.capture.draws.joins import CoinPlan, Sides, plan
 from autopar.capture.draws.step_coins import CoinFound, Coins, StepCoins
 from autopar.capture.draws.trail import Trail
@@ -30,18 +31,22 @@ from autopar.capture.inputs import tables
 from autopar.capture.inputs.containers import Form, check_detached, put_together, take_apart, take_call_apart
 from autopar.capture.inputs.loss_outputs import LossFn, check_loss, has_own_backward, loss_of, split_result
 from autopar.capture.inputs.module_state import (
+    SCRATCH,
+    State,
+    Step,
     attributes,
     check_buffers,
     device_of,
     fakes_of,
     name_if_trained,
     once_each,
+    scratch_among,
     state_of,
     unmoved,
     unsynced,
 )
 from autopar.capture.inputs.outside import Outside, outside_fault
-from autopar.capture.inputs.partners import Partner, Partners, UnknownPartner
+from autopar.capture.inputs.partners import Partners, UnknownPartner
 from autopar.capture.leftovers import Leftovers, settled
 from autopar.capture.ops.decompositions import decompositions
 from autopar.capture.python.attributes import Attributes
@@ -60,31 +65,6 @@ from autopar.capture.trace.writes import check_collectives, check_writes
 from autopar.errors import AutoparError, CaptureError
 from autopar.ir.program import Input, Output, Program
 from autopar.torch_compat import FakeTensorMode, backward, gradients, quiet
-
-# A training step as one module call, whose whole state is swapped for a trace.
-
-
-class Step(nn.Module):
-    """Spans forward and backward in one call, so that a functional call swaps the state for both."""
-
-    def __init__(
-        self, model: nn.Module, partners: Iterable[Partner], body: Callable[..., Any], replaced: dict[str, Any]
-    ) -> None:
-        super().__init__()
-        self.model = model
-        for partner in partners:
-            self.add_module(partner.name, partner.traced)
-        self.body = body
-        self.replaced = replaced
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        given = dict(tables.named_parameters(self, remove_duplicate=False))
-        result = self.body(*args, **kwargs)
-        for name, tensor in tables.named_parameters(self, remove_duplicate=False):
-            if given.get(name, tensor) is not tensor:
-                self.replaced[name] = tensor
-        return result
-
 
 __all__ = ["Captured", "LossFn", "capture", "fake_like", "loss_of", "state_of"]
 
@@ -118,7 +98,7 @@ def capture(
     CaptureError with the user's line where it cannot be captured.
     """
 
-    left, start, has_drawn = Leftovers(), generators(), False
+    left, start, draws = Leftovers(), generators(), None
     known = answers or Answers()
     asked = Reads(is_permitted=specialize, given=known.values, told=len(known.values), asks=known.asks)
 
@@ -128,19 +108,21 @@ def capture(
         step = model, loss_fn, args, dict(kwargs), train, lift, reads, precision, forks
         made = _Capture(*step, others, coins)
         made.statistics, made.microbatches = statistics, microbatches
-        if has_drawn:
-            made.start, made.is_drawn, made.resizing = start, True, Resizing(None)
+        if draws is not None:
+            made.start, made.draws, made.resizing = start, draws, Resizing(None)
         try:
             return made.run()
         finally:
             coins.dismiss()
             left.dismiss([calls.values for calls in made.runs], made.graphs)
 
-    try:
-        return settled(partial(captured, run, asked), left, lift)
-    except HostDrawsFound:
-        has_drawn = True  # and nothing holds the tensors of that capture
-    return settled(partial(captured, run, asked), left, lift)
+    while True:
+        try:
+            return settled(partial(captured, run, asked), left, lift)
+        except HostDrawsFound as found:
+            if draws is not None and found.floats <= draws:
+                raise
+            draws = found.floats if draws is None else draws | found.floats
 
 
 Trainable = list[tuple[str, torch.Tensor]]  # parameters with their names
@@ -154,7 +136,7 @@ class _Capture:
     ) -> None:  # fmt: skip
         self.coins, self.hosts = coins, list[list[torch.Tensor]]()  # of each run, if they are drawn
         self.start: States | None = None  # of the generators, where each run draws the same
-        self.is_drawn = False  # on the host, of which the program has tensors
+        self.draws: Floats | None = None  # where it draws on the host: the floats that calls are given
         self.step_coins: StepCoins | None = None
         self.asks_rows = False  # the model asks for the number of rows, or goes through the places of a mask
         self.row_uses: RowUses | None = None  # where it matters which masks select rows
@@ -186,6 +168,7 @@ class _Capture:
         self.fault: AutoparError | None = None
         self.statistics, self.microbatches = "batch", 1
         self.new_buffers: list[tuple[str, torch.Tensor]] = []
+        self.scratch, self.scratch_fault = frozenset[str](), CaptureError("")  # buffers, and else what is wrong
 
     def run(self) -> Captured:
         before, drawn = Attributes(self.model), foreign_state()
@@ -194,6 +177,10 @@ class _Capture:
             with quiet(), default_dtype(self.lift), autocast:
                 self.resizing.begin(self.model, self.loss_fn if self.train else None)
                 traced, inputs, fakes = self._whole_trace(before)
+                if self._finds_scratch(fakes):
+                    before.restore()
+                    self.state = self._state()
+                    traced, inputs, fakes = self._whole_trace(before)
                 is_plain = self._is_plain(before, drawn)
                 self._check_buffers(fakes)
                 if self.resizing.foreseen is not None:
@@ -238,23 +225,26 @@ class _Capture:
         if self.start is None:
             return found
         host = HostDraws(way, names_made_anew(constants, hosts[0], self.hosts[-1]), self._replay())
-        return replace(found, program=program.with_(notes=(*program.notes, host.note(self.start))), host=host)
+        notes = [*program.notes, host.note(self.start, self.step_coins)]
+        return replace(found, program=program.with_(notes=tuple(notes)), host=host)
 
-    def _replay(self) -> Callable[[], tuple[int, tuple[torch.Tensor, ...]]]:
-        """Draws anew: a run on shapes. It holds no tensor of the batch."""
+    def _replay(self) -> Callable[[torch.Tensor], tuple[int, tuple[torch.Tensor, ...]]]:
+        """Draws anew, by the seed of a step: a run on shapes. It holds no tensor of the batch."""
         parts, reads = self.parts, self.reads.anew(self.reads.known, guards=True)
         leaves = [torch.empty_like(x, device="meta") if isinstance(x, torch.Tensor) else x for x in parts.leaves]
         plan, form, given = self.coins.planned(), parts.form, (self.model, self.loss_fn)
-        train, lift, keeps_casts, partners, state = (
-            self.train, self.lift, self.keeps_casts, self.partners, self.state
+        coins = self.step_coins
+        train, lift, keeps_casts, partners, state, draws = (
+            self.train, self.lift, self.keeps_casts, self.partners, self.state, self.draws
         )  # fmt: skip
 
-        def replay() -> tuple[int, tuple[torch.Tensor, ...]]:
+        def replay(seed: torch.Tensor) -> tuple[int, tuple[torch.Tensor, ...]]:
             args, kwargs = put_together(form, leaves)
             again = reads.anew(reads.known)
             step = _Capture(*given, args, kwargs, train, lift, again, None, Forks(), None, plan())
             before, step.keeps_casts, step.partners = Attributes(given[0]), keeps_casts, partners
-            step.state, step.is_drawn = state, True
+            step.state, step.draws = state, draws
+            step.coins.decided.update({} if coins is None else coins.floats(seed))
             calls, way = RecordedCalls(), 0
             try:
                 with quiet(), default_dtype(lift):
@@ -286,8 +276,14 @@ class _Capture:
         """Notes of a second run; see `Steady.check`."""
         drawn = foreign_state() if self.start is not None else drawn
         run, names = partial(self._again, fakes), frozenset(n for entry, _ in self.state.entries for n in entry.names)
-        steady = Steady(self._submodule, run, self.calls, before, self.replaced, drawn, names, *self.selects)
-        notes, second = steady.check(), len(self.hosts)
+        vary, books = partial(setattr, self.coins, "variant"), (self.calls, before, self.replaced)
+        steady = Steady(self.partners.submodule, run, *books, drawn, names, vary, *self.selects)
+        try:
+            notes, second = [*steady.check(), *map(SCRATCH.format, self.scratch)], len(self.hosts)
+        except CaptureError as error:
+            if self.scratch and not isinstance(error, HostDrawsFound):
+                raise self.scratch_fault from None
+            raise
         if self.start is not None:
             start, self.start = self.start, None
             steady.check_floats_of_host()
@@ -298,7 +294,7 @@ class _Capture:
     def _is_plain(self, before: Attributes, drawn: Mapping[str, Any]) -> bool:
         """True if the graph of the step is all that there is to say of it; see `earlier.py`."""
         is_other = self.partners.known or self.forks.lines or self.reads.known or any(self.selects)
-        is_other = is_other or self.calls.drawn or self.has_items or self.coins.is_sought or self.is_drawn
+        is_other = is_other or self.calls.has_floats or self.has_items or self.coins.is_sought or self.draws is not None
         return not (is_other or self.replaced or before.changes()) and foreign_state() == drawn
 
     def _whole_trace(self, before: Attributes) -> tuple[Traced, list[Input], list[torch.Tensor]]:
@@ -312,7 +308,7 @@ class _Capture:
                 before.restore()
                 if partner is not None:
                     before.add(partner.traced, partner.name)
-                self.state = state_of(self.model, {p.name: p.traced for p in self.partners.known.values()})
+                self.state = self._state()
             elif isinstance(self.unknown, CoinFound):
                 before.restore()
                 self.coins.look(partial(self._plan, fakes, before))
@@ -349,21 +345,12 @@ class _Capture:
         given += [(Input("scale", ("loss_scale",)), None)] * self.is_scaled
         return [*given, (Input("seed", ("seed",)), None)]
 
-    def _modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """All that may run, by path."""
-        yield from tables.named_modules(self.model)
-        for partner in self.partners.known.values():
-            yield from tables.named_modules(partner.traced, prefix=partner.name)
-
-    def _submodule(self, path: str) -> nn.Module:
-        return dict(self._modules())[path]
-
     def _trace(self, fakes: list[torch.Tensor]) -> Traced:
         """The whole step, or all of it before what is not known yet (`self.unknown`)."""
         self.calls, self.replaced, self.unknown, self.locator.phase = RecordedCalls(), {}, None, "forward"
         self.tracer = Tracer(fakes, decompositions(), Results(self.fake))
         self.graphs.append(self.tracer.graph)
-        with self.locator.follow(self._modules()):
+        with self.locator.follow(self.partners.all_modules()):
             return self.tracer.trace(self._traced, fakes, self.fake)
 
     def _mode(
@@ -408,11 +395,11 @@ class _Capture:
     def _start(self, mode: Raise, tracer: Tracer | None = None, sides: Sides | None = None) -> None:
         """A run begins. tracer, sides: as of `Coins.start`."""
         mode.coins = self.coins
-        if self.is_drawn:
+        if self.draws is not None:
             if self.start is not None:
                 set_generators(self.start)
-            mode.hosts = []
-            self.hosts.append(mode.hosts)
+            mode.hosts = HostInputs(self.draws, mode.calls.floats, self.coins)
+            self.hosts.append(mode.hosts.tensors)
         self.coins.start(mode.inputs, mode.numbered, tracer, sides)
         self.forks.start()
         self.reads.start(*(() if tracer is None else SoFar.of(tracer, self._given())))
@@ -431,7 +418,7 @@ class _Capture:
     def _ended(self, rows: RowSides | None, *args: Any, **kwargs: Any) -> None:
         """The forward pass, and all that it gives."""
         result = self._result(*args, **kwargs)
-        results = [*take_apart(result, lenient=True).leaves, *(tensor for _, tensor in self._named_buffers())]
+        results = [*take_apart(result, lenient=True).leaves, *(tensor for _, tensor in self.partners.all_buffers())]
         if self.coins.trail is not None:
             self.coins.left(results)
         if rows is not None:
@@ -464,15 +451,29 @@ class _Capture:
                 before.restore()
         return mode
 
+    def _state(self) -> State:
+        return state_of(self.model, {p.name: p.traced for p in self.partners.known.values()}, self.scratch)
+
+    def _finds_scratch(self, inputs: list[torch.Tensor]) -> bool:
+        """True if buffers may be scratch: unless the second run reads what the first left in them."""
+        self.scratch = scratch_among(self._old(inputs), self.new_buffers, self.partners.submodule)
+        try:
+            if self.scratch:
+                self._check_buffers(inputs)
+        except CaptureError as error:
+            self.scratch_fault = error
+        return bool(self.scratch)
+
+    def _old(self, inputs: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {entry.name: tensor for (entry, _), tensor in zip(self.state.entries, inputs, strict=False)}
+
     def _check_buffers(self, inputs: list[torch.Tensor]) -> None:
-        old = {entry.name: tensor for (entry, _), tensor in zip(self.state.entries, inputs, strict=False)}
-        check_buffers(
-            old, self.new_buffers, lambda: self._again(inputs, RecordedCalls(), is_watched=False), self._buffer
-        )
+        run = partial(self._again, inputs, RecordedCalls(), is_watched=False)
+        check_buffers(self._old(inputs), self.new_buffers, run, self._buffer)
 
     def _buffer(self, name: str) -> torch.Tensor:
         path, _, attribute = name.rpartition(".")
-        return tables.buffer(self._submodule(path), attribute)
+        return tables.buffer(self.partners.submodule(path), attribute)
 
     def _run(
         self, inputs: Sequence[torch.Tensor], mode: Raise, body: Callable[[Trainable], Callable[..., Any]],
@@ -578,18 +579,13 @@ class _Capture:
     def _joined(self, *results: Any) -> Any:
         """What a run gave, with the sides of its coins joined."""
         parts = take_apart(results, lenient=True)
-        buffers = [tensor for _, tensor in self._named_buffers()]
+        buffers = [tensor for _, tensor in self.partners.all_buffers()]
         joined = self.coins.left([*parts.leaves, *buffers])
         return put_together(parts.form, joined[: len(parts.leaves)])
 
-    def _named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from tables.named_buffers(self.model)
-        for partner in self.partners.known.values():
-            yield from tables.named_buffers(partner.traced, prefix=partner.name)
-
     def _buffers(self) -> list[tuple[str, torch.Tensor]]:
         known = {entry.name for entry, _ in self.state.entries if entry.kind == "buffer"}
-        named_buffers = {name: self.coins.joined(tensor) for name, tensor in self._named_buffers()}
+        named_buffers = {name: self.coins.joined(tensor) for name, tensor in self.partners.all_buffers()}
         self.new_buffers = [(name, tensor) for name, tensor in named_buffers.items() if name in known]
         for position, ((entry, tensor), (given, version)) in enumerate(
             zip(self.state.entries, self.given, strict=False)

@@ -24,6 +24,7 @@ from autopar.capture.data.row_counts import with_sizes
 from autopar.capture.data.same import compared, is_idle
 from autopar.capture.data.specialised import specialised
 from autopar.capture.data_facts import DataFacts
+from autopar.capture.draws.host_inputs import HostInputs
 from autopar.capture.draws.step_coins import Coins
 from autopar.capture.forks import Forks
 from autopar.capture.inputs.arrays import FROM_ARRAY, BatchArray
@@ -118,7 +119,7 @@ class Raise(TorchFunctionMode):
         self.plain_norm: Callable[..., Any] | None = None  # of the plain module, where it takes those of groups
         self.items, self.forks, self.coins = Items(), Forks(), Coins()
         self.plain = PlainDraws()  # of the plain module
-        self.hosts: list[Tensor] | None = None  # where numbers of the host are drawn: tensors with data, as they come
+        self.hosts: HostInputs | None = None  # where numbers of the host are drawn
         self.ran = Ran()
         self.inputs: dict[int, Tensor] = {}  # by the id of the parameter that each stands for
         self.outside: dict[int, Outside] = {}  # tensors of the user's that no input stands for
@@ -175,6 +176,8 @@ class Raise(TorchFunctionMode):
         cut, line = self.selected.cut, call.line
         made = cut(mode, call.function, given[0], given[1], line) if self.captures else NotImplemented
         if made is NotImplemented:
+            if self.hosts is not None:
+                given = self.hosts.put(call.function, given[0], given[1], call.line, self._is_forward())
             call.args, call.kwargs = with_tensors(call.function, *given)
         return made
 
@@ -239,7 +242,7 @@ class Raise(TorchFunctionMode):
     def _see_outside(self, call: _Call) -> Any:
         """Note tensors of the user's that a gradient would go to, and those whose values are read."""
         for arg in call.args:
-            if type(arg) not in _REAL:
+            if type(arg) not in (Tensor, torch.nn.Parameter):
                 continue
             if arg.layout != torch.strided:
                 raise refusal(SPARSE, call.line)
@@ -284,9 +287,14 @@ class Raise(TorchFunctionMode):
         return NotImplemented if is_equal is None else is_equal
 
     def _drawn(self, call: _Call) -> Any:
-        if call.function is not Tensor.__float__ or not self.known.is_draw(call.args[0]) or call.args[0].numel() != 1:
-            return NotImplemented
-        return self.calls.draw(call.line)
+        is_drawn = call.function is Tensor.__float__ and call.before.kinds & ~MEMORY == RANDOM
+        return self._float(call.args[0], call.line) if is_drawn and call.args[0].numel() == 1 else NotImplemented
+
+    def _float(self, tensor: Tensor, line: Line | None) -> Any:
+        """A float of random numbers: that of the step, or of a first capture one that shows whether it matters."""
+        if self.hosts is None:
+            return self.calls.draw(self.known.is_draw(tensor))
+        return self.coins.take(tensor, line, float) if self._is_forward() else NotImplemented
 
     def _chance(self, call: _Call) -> Any:
         """What Python takes out of a tensor that random numbers alone decide: a truth or an integer."""
@@ -294,7 +302,8 @@ class Raise(TorchFunctionMode):
             return NotImplemented
         if not self._is_forward():
             return NotImplemented
-        tensor, line, is_int = call.args[0], call.line, not call.args[0].dtype.is_floating_point
+        tensor, line = call.args[0], call.line
+        is_int = call.function is Tensor.__int__ or not tensor.dtype.is_floating_point
         if call.function is Tensor.item and call.args[0].dtype != torch.bool:
             number = self.items.number(tensor, line, False, self._take) if is_user_code(call.frame) else NotImplemented
             if self.known.is_draw(tensor) and number is not NotImplemented:
@@ -305,9 +314,9 @@ class Raise(TorchFunctionMode):
         return self._take(tensor, line, int) if is_int else NotImplemented
 
     def _take(self, tensor: Tensor, line: Line | None, read: Callable[[Any], Any]) -> Any:
-        """A truth or an integer of what random numbers decide; NotImplemented for a float."""
-        if read is not bool and tensor.dtype.is_floating_point:
-            return NotImplemented
+        """What Python takes out of what random numbers decide."""
+        if read is float:
+            return self._float(tensor, line)
         with no_function_modes():  # no draw may decide otherwise
             sure = self.known.answer(read, (tensor,), {}, self.known.operands(tensor, None))
         return self.coins.take(tensor, line, read) if sure is NotImplemented else sure
@@ -386,9 +395,9 @@ class Raise(TorchFunctionMode):
         if self.hosts is not None:
             if func in FROM_ARRAY and not before.tensors:
                 with no_function_modes(), on_data():
-                    return self._seen(self.hosts, func(*args, **kwargs))
+                    return self.hosts.enter(func(*args, **kwargs))
             for operand in before.tensors:
-                self._seen(self.hosts, operand)
+                self.hosts.enter(operand)
         args, kwargs = with_sizes(func, args, kwargs) if self.selected.known else (args, kwargs)  # of selected rows
         if asks_for_places(func, args, kwargs) and not self._is_sized(call, before.kinds):
             result = folded(self.known, func, args, kwargs, before)
@@ -427,14 +436,6 @@ class Raise(TorchFunctionMode):
         if mask is not None and kinds and not self._is_sized(call, kinds):
             found = self.selected.by_places(call.function, given, mask, call.line, not kinds & ~STEADY)
         return (call.function, args) if found is None else (function, found)
-
-    def _seen(self, known: list[Tensor], tensor: Tensor) -> Tensor:
-        """Enter a tensor that has data, the first time that it is met. Those that `torch.vmap` makes seem to."""
-        if type(tensor) in _REAL and not in_transform() and not any(tensor is each for each in known):
-            known.append(tensor)
-            if self.coins.trail is not None:
-                self.coins.trail.joined(tensor, ("host", len(known)))
-        return tensor
 
     def _run_plain(self, call: _Call) -> Any:
         if call.function is in_microbatches:
@@ -579,7 +580,6 @@ class Raise(TorchFunctionMode):
 # Numbers begin here, so that a seed which the model sets is told from a number of ours.
 _FIRST = 1 << 40
 
-_REAL = (Tensor, torch.nn.Parameter)
 _TO_VALUES: frozenset[Any] = frozenset(
     (*READERS, Tensor.tolist, Tensor.__complex__, Tensor.__contains__, torch.equal, Tensor.equal)
 )

@@ -15,7 +15,7 @@ from autopar.capture.draws.host_draws import drawing_for
 from autopar.capture.inputs import tables
 from autopar.capture.inputs.containers import map_tensors, take_apart
 from autopar.capture.inputs.loss_outputs import LossFn, split_result
-from autopar.capture.inputs.module_state import unsynced
+from autopar.capture.inputs.module_state import is_scratch, unsynced
 from autopar.capture.inputs.partners import Partner
 from autopar.capture.raising import Raise
 from autopar.capture.refusals.explain_failure import line_of
@@ -81,7 +81,7 @@ class Plain:
         self.draws, self.microbatches = draws, microbatches
         self.optimizer = make(optimized(model))
         self.borrowed = Borrowed(partners, dtype_of(model))
-        self.buffers = dict(tables.named_buffers(model)).keys()  # a table that a step keeps is none of the state
+        self.buffers = dict(tables.named_buffers(model))  # a table that a step keeps is none of the state
 
     def step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: torch.Tensor) -> Values:
         """What a step gives."""
@@ -125,7 +125,9 @@ class Plain:
         for name, parameter in tables.named_parameters(self.model):
             values["weight", name] = parameter.detach().clone()
         for name, tensor in tables.named_buffers(self.model):
-            if name in self.buffers:
+            path, _, attribute = name.rpartition(".")
+            owner, known = tables.submodule(self.model, path), self.buffers.get(name)
+            if known is not None and not is_scratch(owner, attribute, known, tensor):
                 values["buffer", name] = tensor.clone()
         return values
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from autopar.capture.draws.host_draws import drawing_for
 from autopar.capture.inputs.containers import map_tensors
 from autopar.compiler.check_options import options_of
 from autopar.compiler.meshes import mesh_of
@@ -128,7 +129,8 @@ class _Trial:
         optimizer = job.make_optimizer(optimized(parallel))
         steps, failed = [], None
         for drawn in self._seeds():
-            given = self._step(parallel, optimizer)
+            with drawing_for(seeds_of(drawn, places)[0]):  # what the host draws is rank 0's
+                given = self._step(parallel, optimizer)
             running = parallel.programs[-1]
             for own, rows in zip(seeds_of(drawn, places), self._of_places(running.mask_rows), strict=True):
                 drew[tuple(own.tolist())] = partial(draws_of, running.captured, rows=rows)

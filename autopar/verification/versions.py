@@ -35,8 +35,9 @@ class Versions:
             return self._of(seed, values)
 
     def _of(self, seed: torch.Tensor, values: tuple[Value, ...]) -> list[Made]:
-        host = next((captured.host for ((captured, _), *_) in self.known if captured.host is not None), None)
-        drawn = None if host is None else host.draw()
+        found = [captured for ((captured, _), *_) in self.known if captured.host is not None]
+        own = next((one for one in found if one.coins is None or one.coins.fit(seed)), found[0] if found else None)
+        drawn = None if own is None or own.host is None else own.host.draw(seed)
         for programs in self.known:
             captured = programs[0][0]
             fits = all(read.is_(value) for read, value in zip(captured.reads, values, strict=False))

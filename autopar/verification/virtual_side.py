@@ -45,7 +45,11 @@ class Virtual:
         self.optimizer = make(optimized(model))
         self.replicas: dict[tuple[str, str], float] = {}
         self.parameters, self.buffers = (
-            {entry.name: tensor for entry, tensor in state_of(model).entries if entry.kind == kind}
+            {
+                entry.name: tensor
+                for entry, tensor in state_of(model, scratch=captured.constants).entries
+                if entry.kind == kind
+            }
             for kind in ("parameter", "buffer")
         )
         self.dtype, self.device = dtype_of(model), next(iter(self.parameters.values())).device

@@ -157,8 +157,9 @@ class SortedRows:
     def divided(self, node: fx.Node) -> bool:
         """order // count: the token of each row."""
         order, divisor = self.facts.get(args_of(node)[0]), args_of(node)[1]
-        is_floor = op_name(node.target) == "floor_divide" or node.kwargs.get("rounding_mode") == "floor"
-        if not isinstance(order, Order) or order.inverse or not is_floor or not isinstance(divisor, int):
+        # places are not negative: both ways to round are one
+        is_whole = op_name(node.target) == "floor_divide" or node.kwargs.get("rounding_mode") in ("floor", "trunc")
+        if not isinstance(order, Order) or order.inverse or not is_whole or not isinstance(divisor, int):
             return False
         self.facts[node] = Order(order.count * divisor)
         return divisor > 0 and self.size % (order.count * divisor) == 0

@@ -344,3 +344,32 @@ def test_a_plain_model_that_fails_in_another_dtype_is_told_in_a_sentence() -> No
     assert text.startswith(f"the plain model fails in float64, at {__file__}:") and "rows must be float32" in text
     assert "verify(..., dtype=torch.float32)" in text
     assert verify(Fixed(), "dp=2", loss_fn=squares, batch=torch.randn(12, 8), dtype=torch.float32).ok
+
+
+def norms(p: list[Tensor]) -> list[Tensor]:
+    return torch._foreach_norm(p)
+
+
+def products(p: list[Tensor]) -> list[Tensor]:
+    return torch._foreach_mul(torch._foreach_pow(p, 2), [x.abs() for x in p])
+
+
+def averages(p: list[Tensor]) -> list[Tensor]:
+    """Weights that move, in place."""
+    moved = [x.detach().clone() for x in p]
+    torch._foreach_lerp_(moved, [torch.zeros_like(x) for x in p], 0.3)
+    torch._foreach_add_(moved, [x.detach() for x in p], alpha=0.1)
+    return torch._foreach_sub(p, moved)
+
+
+@pytest.mark.parametrize("lists", [norms, products, averages])
+@pytest.mark.parametrize(("mesh", "microbatches"), [("dp=2,tp=2", 1), ("pp=2,dp=2", 2)])
+def test_ops_on_lists_of_weights(lists: Any, mesh: str, microbatches: int) -> None:
+    """A penalty by `torch._foreach_*`, as optimizers and clipping are written: each weight is split as ever."""
+    model = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 8))
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return squares(model, x) + 0.1 * torch.stack([x.square().sum() for x in lists(list(model.parameters()))]).sum()
+
+    report = verify(model, mesh, loss_fn=loss, batch=(torch.randn(12, 8),), microbatches=microbatches)
+    assert report.ok and report.max_error < 1e-10, report

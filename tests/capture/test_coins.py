@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,6 @@ from torch import Tensor, nn
 from verified import verified
 
 import autopar
-from autopar.errors import CaptureError
 
 Body = Callable[[Any, Tensor, Tensor], Tensor]
 
@@ -241,12 +241,6 @@ def test_calls_that_are_left_out_are_one_program(body: Body) -> None:
     assert not any("there is one for each way" in note for note in found.notes)
 
 
-def test_a_draw_that_is_made_a_float_is_refused() -> None:
-    with pytest.raises(CaptureError, match=r"a random number that is taken out of a tensor") as caught:
-        autopar.compile(made(as_a_float, p=0.1), "dp=2", loss_fn=loss_fn, batch=(rows(),))
-    assert "specialize" not in str(caught.value)
-
-
 class Stack(nn.Module):
     """Layers with dropout, each left out by chance; the second half reads what the first gave, as a decoder does."""
 
@@ -399,22 +393,52 @@ def by_written_buffer(m: Any, h: Tensor, x: Tensor) -> Tensor:
 
 DRAWN = [written, written_by_a_view, written_by_an_alias, shifted, rounded, wider, normal, many, computed_with,
          by_weight, by_written_buffer]  # fmt: skip
-FLOATS = [float_by_chance, float_in_between, two_floats, float_computed_with]
 
 
-@pytest.mark.parametrize("body", DRAWN)
+def float_of_another_range(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    """As torchvision's ColorJitter, with a float of a normal one behind `.item()`."""
+    k = float(torch.empty(1).uniform_(0.8, 1.2))
+    return (h * k).clamp(max=1) * (1 - k) * math.exp(torch.randn(1).item())
+
+
+def float_beside_coins(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    k = float(torch.rand(1))
+    if torch.rand(1) < 0.5:
+        h = h + F.dropout(m.adapter(x), 0.1)
+    return h * k if torch.rand(1) < 0.5 else h * float(torch.randn(()))
+
+
+def order(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    """Which coins there are hangs on other coins."""
+    for turn in torch.randperm(3):
+        if turn == 0:
+            h = h * 2
+        elif turn == 1:
+            h = m.adapter(h)
+        else:
+            h = h + float(torch.rand(1))
+    return h
+
+
+def integer_of_a_float(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    return h * int(torch.rand(1) * 3)
+
+
+FLOATS = [float_by_chance, float_in_between, two_floats, float_computed_with, float_of_another_range,
+          float_beside_coins, order, integer_of_a_float]  # fmt: skip
+
+
+@pytest.mark.parametrize("body", [*DRAWN, *FLOATS])
 def test_what_each_step_has_anew(body: Body) -> None:
     report = autopar.verify(made(body), "dp=2", loss_fn=loss_fn, batch=(rows(),), steps=4)
     assert report.ok and report.max_error < 1e-10, report
 
 
-@pytest.mark.parametrize("body", FLOATS)
-def test_floats_that_each_step_has_anew_are_refused_and_nothing_is_offered(body: Body) -> None:
-    with pytest.raises(CaptureError) as caught:
-        autopar.compile(made(body), "dp=2", loss_fn=loss_fn, batch=(rows(),))
-    lines = range(body.__code__.co_firstlineno, body.__code__.co_firstlineno + 5)
-    assert any(f"{__file__}:{line}\n" in str(caught.value) for line in lines)
-    assert "specialize" not in str(caught.value)
+def test_a_float_that_each_step_has_anew_is_an_input_of_one_program() -> None:
+    model = autopar.parallelize(made(float_of_another_range), "dp=1", loss_fn=loss_fn)
+    found = {float(model.forward_backward(rows()).detach()) for _ in range(4)}
+    assert len(found) == 4 and len(model.programs) == 1
+    assert any("random tensors, as floats" in note for note in model.programs[-1].compiled.notes)
 
 
 def by_batch(m: Any, h: Tensor, x: Tensor) -> Tensor:

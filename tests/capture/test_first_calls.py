@@ -250,3 +250,48 @@ def test_lines_of_several_changes_are_found_in_one_run() -> None:
         "seen": 0, "kept['a']": 1, "kept['b']": 2, "inner.weight": 3,
     }  # fmt: skip
     assert len(RAN) == 1 and all(attributes.watch(name)() for name in names)
+
+
+# --- buffers that each step makes anew
+
+
+class Spiking(nn.Module):
+    """snnTorch: membranes lie in a buffer that no checkpoint holds, of as many rows as the batch, with their graph.
+
+    kind: "reset" before they are read, in each step; only in the "first" one; or a "persistent" buffer."""
+
+    mem: Tensor
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.inner, self.kind = nn.Linear(8, 8), kind
+        self.register_buffer("mem", torch.zeros(0), persistent=kind == "persistent")
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind != "first":
+            self.mem = torch.zeros_like(self.mem)
+        for t in range(x.shape[1]):
+            current = self.inner(x[:, t])
+            if self.mem.shape != current.shape:
+                self.mem = torch.zeros_like(current)
+            self.mem = 0.9 * self.mem + current
+        return torch.tanh(self.mem)
+
+
+@pytest.mark.parametrize(
+    "options", [{"mesh": "dp=2,tp=2"}, {"mesh": "dp=2", "microbatches": 3}, {"mesh": "pp=2,dp=2", "microbatches": 2}]
+)
+def test_a_buffer_that_each_step_makes_anew(options: dict[str, Any]) -> None:
+    report = verify(Spiking("reset"), loss_fn=squares, batch=(data(12, 3, 8),), steps=3, **options)
+    assert report.ok and report.max_error < 1e-10, report
+
+
+def test_it_is_left_as_it_was_with_a_note() -> None:
+    notes = compiled(Spiking("reset"), "dp=2", loss_fn=squares, batch=(data(12, 3, 8),)).notes
+    assert "buffer 'mem' is made anew in each step before it is read: a compiled step leaves it as it was" in notes
+
+
+@pytest.mark.parametrize("kind", ["first", "persistent"])
+def test_one_that_the_next_step_reads_or_a_checkpoint_holds_is_refused(kind: str) -> None:
+    with pytest.raises(CaptureError, match=r"a buffer 'mem' of another form \(\[0\] of float32 before the step"):
+        compiled(Spiking(kind), "dp=2", loss_fn=squares, batch=(data(12, 3, 8),))

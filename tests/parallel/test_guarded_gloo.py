@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -57,6 +59,19 @@ class Dropped(nn.Module):
         return (x.sum(-1) - y).square().mean()
 
 
+class Mixed(nn.Module):
+    """Floats that are drawn on the host, and floats of random tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        share = random.random()
+        x = torch.tanh(self.up(share * x + (1 - share) * x.flip(1))) * float(torch.empty(1).uniform_(0.5, 2))
+        return ((self.down(x) * np.random.beta(0.5, 0.5)).sum(-1) - y).square().mean()
+
+
 def made(kind: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(1)
     return kind().double()
@@ -105,8 +120,8 @@ def _step_of(plain: nn.Module) -> Callable[..., Tensor]:
     return step
 
 
-def _dropped(rank: int, mesh: str, options: dict[str, Any]) -> str:
-    job = Job(made(Dropped), batch=batch(), **options)
+def _drawing(rank: int, kind: type[nn.Module], mesh: str, options: dict[str, Any]) -> str:
+    job = Job(made(kind), batch=batch(), **options)
     report = verify_on_ranks(job, mesh, steps=5, seed=0)
     return "" if report is None or report.ok else str(report)
 
@@ -119,4 +134,9 @@ def test_checks_and_overflow(two: Ranks, mesh: str, options: dict[str, Any]) -> 
 
 @pytest.mark.parametrize(("mesh", "options"), MESHES)
 def test_layers_left_out(two: Ranks, mesh: str, options: dict[str, Any]) -> None:
-    assert two.run(_dropped, mesh, options, timeout=120) == ["", ""]
+    assert two.run(_drawing, Dropped, mesh, options, timeout=120) == ["", ""]
+
+
+@pytest.mark.parametrize(("mesh", "options"), MESHES)
+def test_floats_that_a_step_draws(two: Ranks, mesh: str, options: dict[str, Any]) -> None:
+    assert two.run(_drawing, Mixed, mesh, options, timeout=120) == ["", ""]

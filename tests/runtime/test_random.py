@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -233,15 +231,6 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     ),
     "too many integers": (lambda x: x * torch.randint(2**40, (32,)), r"randint at test_random.py:.*2\^32 numbers"),
 }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "draw", [lambda x: x * random.random(), lambda x: x * np.random.rand()], ids=["python", "numpy"]
-)
-def test_floats_of_generators_outside_of_torch_are_refused(draw: Callable[[Tensor], Tensor]) -> None:
-    """What they give would be a constant of the program, without a word."""
-    with pytest.raises(CaptureError, match="the model computes with a float that it draws while it runs"):
-        check(Drawing(draw), "dp=2")
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -47,10 +47,10 @@ class Experts(nn.Module):
         return back.view(-1, CHOSEN, WIDTH).sum(1)
 
     def _added(self, rows: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        """The way back by adding to the tokens."""
+        """The way back by adding to the tokens, of which JetMoE says so which they are."""
         order = torch.argsort(experts, stable=True)
         counts = torch.histc(experts.float(), bins=EXPERTS, min=0, max=EXPERTS)
-        token = order // CHOSEN
+        token = order.div(CHOSEN, rounding_mode="trunc")
         y = self._products(rows[token], experts[order], counts) * weights[order, None]
         return torch.zeros_like(rows).index_put([token], y, accumulate=True)
 

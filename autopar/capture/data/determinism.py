@@ -19,9 +19,9 @@ from torch import nn
 
 from autopar.capture.data.coins import numbers_drawn
 from autopar.capture.data.foreign import foreign_state, kept, settings
-from autopar.capture.data.recorded_calls import RecordedCall, RecordedCalls, first_difference
+from autopar.capture.data.recorded_calls import HostFloat, RecordedCall, RecordedCalls, first_difference
 from autopar.capture.python.attributes import AttributeChange, Attributes
-from autopar.capture.refusals.constructs import DRAWN_NUMBER, FIRST_CALL, UNSTEADY, Construct
+from autopar.capture.refusals.constructs import FIRST_CALL, UNSTEADY, Construct
 from autopar.capture.refusals.explain_failure import SPECIALIZE, line_of, refusal
 from autopar.capture.refusals.user_lines import Line, lines_that_change, quoted
 from autopar.errors import AutoparError, CaptureError
@@ -45,14 +45,13 @@ _DRAWN = (
 )
 
 
-_FLOAT = (
-    "Each step would be another program. Make a tensor of it (torch.tensor(random.random())), which is an input of "
-    "each step, or draw it by torch.rand (see docs/random.md)."
-)
-
-
 class HostDrawsFound(CaptureError):
-    """The model computes with numbers that it draws on the host."""
+    """The model computes with numbers that it draws on the host. floats: the places of some of them, which calls are
+    given as floats."""
+
+    def __init__(self, message: str, floats: Iterable[tuple[int, int | str]] = ()) -> None:
+        super().__init__(message)
+        self.floats = frozenset(floats)
 
 
 class ShapeRun(Protocol):
@@ -73,6 +72,7 @@ class Steady:
     replaced: dict[str, Any]  # plain tensor attributes as the first run left them; emptied where one starts anew
     drawn: Mapping[str, Any]
     standing: frozenset[str]  # names of the tensors that others stand in for while the model runs
+    vary: Callable[[int], None]  # other floats of random tensors
     selects: bool  # rows by a mask, another number of them in the second run (see `selected.py`)
     may_specialize: bool  # this number of rows
 
@@ -128,12 +128,14 @@ class Steady:
         return f"the model draws numbers from {name} while it runs, and whatever they are, it computes the same"
 
     def _check_floats(self) -> None:
-        """Raise CaptureError where it matters what a draw is that the model makes a float of."""
-        for draws in numbers_drawn() if self.first.drawn else ():
+        """Raise HostDrawsFound where it matters what a draw is that the model makes a float of."""
+        matters = self.first.has_any
+        for draws in numbers_drawn() if self.first.has_floats and not matters else ():
             self._start_anew()
             calls, error = self._second(draws)
-            if error is not None or first_difference(self.first, calls) is not None:
-                raise refusal(DRAWN_NUMBER, self.first.drawn[0])
+            matters = matters or error is not None or first_difference(self.first, calls) is not None
+        if matters:
+            raise HostDrawsFound("the model makes a float of a random number")
 
     def _second(
         self, draws: Callable[[], float] | None = None, shows_data: bool = False
@@ -190,18 +192,19 @@ class Steady:
         return self._second()
 
     def check_floats_of_host(self) -> None:
-        """Raise HostDrawsFound where Python computes with a float that it draws: each step would have another one."""
+        """Raise HostDrawsFound where a call is given a float that is another one if others are drawn."""
+        found: list[HostFloat] = []
         with kept():
-            for _ in settings():
+            for number, _ in enumerate(settings(), 1):
+                self.vary(number)
                 calls, _error = self._fresh()
-                for one, other in zip(self.first.made, calls.made, strict=False):
-                    if one.function != other.function or len(one.numbers) != len(other.numbers):
+                for one, other in zip(self.first.floats, calls.floats, strict=False):
+                    if (one.place, one.function) != (other.place, other.function):
                         break
-                    if any(type(a) is float and a != b for a, b in zip(one.numbers, other.numbers, strict=True)):
-                        where = f", at {quoted(one.line)}" if one.line else ". "
-                        raise HostDrawsFound(
-                            f"the model computes with a float that it draws while it runs{where}{_FLOAT}"
-                        )
+                    found += [one] * (one.value != other.value)
+        self.vary(0)
+        if found:
+            raise HostDrawsFound("the model computes with a float that it draws", (one.place for one in found))
 
     def _again(self, *states: Callable[[], object]) -> list[Line | None]:
         """For each state the line that changes it, from another run."""

@@ -20,6 +20,7 @@ from autopar.capture.data.coins import MIDDLE
 from autopar.capture.data.known_values import Values
 from autopar.capture.data.row_counts import RowCount
 from autopar.capture.refusals.location import Line
+from autopar.ir.ops.op_facts import form_argument
 from autopar.ir.program import PARTNER, Input
 from autopar.torch_compat import OpOverload, storage_of
 
@@ -41,6 +42,17 @@ class RecordedCall:
     behind: int
 
 
+@dataclass(frozen=True, slots=True)
+class HostFloat:
+    """A float that a call was given where the host may have drawn it. place: the number of the call among such calls,
+    and the argument."""
+
+    place: tuple[int, int | str]
+    function: str
+    value: float
+    line: Line | None
+
+
 _Key = tuple[Any, int, int]  # the tensor, its key, and the bits of the inputs behind it
 CHANGING = 1  # the bit of the inputs that each step has anew; those that no step changes have none
 _ALWAYS, _NOTHING = -1, 0
@@ -60,7 +72,9 @@ class RecordedCalls:
         self.shows_data = False  # what tensors hold that nobody made before the run's eyes is a part of their keys
         self.rebound = 0  # the bits of the buffers that are other tensors after a run
         self.draws: Callable[[], float] = lambda: MIDDLE  # what a draw is that the model makes a float of
-        self.drawn: list[Line | None] = []  # where it does
+        self.has_floats = False  # it does
+        self.has_any = False  # and one of those may be any number
+        self.floats: list[HostFloat] = []  # that calls were given, where the model draws on the host
         self._kept: list[torch.Tensor] = []
         self._inputs: set[int] = set()
         # The tensor is held, so that its id stays its own.
@@ -129,7 +143,7 @@ class RecordedCalls:
         if name in _UNWRITTEN:
             return
         numbers: list[Any] = []
-        key, behind = self._key((args, kwargs), numbers)
+        key, behind = self._key((_by_form(name, args), kwargs), numbers)
         key = hash((name or repr(function), owner, key))
         if behind and not is_machinery:
             self.made.append(RecordedCall(key, owner or name, line, tuple(numbers), behind))
@@ -152,9 +166,9 @@ class RecordedCalls:
         name = getattr(function, "__name__", "")
         self.made.append(RecordedCall(hash((name, key)), name, line, tuple(numbers), _ALWAYS))
 
-    def draw(self, line: Line | None) -> float:
-        """A random number that is made a float, on a line."""
-        self.drawn.append(line)
+    def draw(self, is_uniform: bool) -> float:
+        """A random number that is made a float. is_uniform: between 0 and 1."""
+        self.has_floats, self.has_any = True, self.has_any or not is_uniform
         return self.draws()
 
     def _key(self, value: Any, numbers: list[Any]) -> tuple[int, int]:
@@ -189,6 +203,14 @@ class RecordedCalls:
         return hash(tuple(key for key, _ in parts)), functools.reduce(
             operator.or_, (bits for _, bits in parts), _NOTHING
         )
+
+
+def _by_form(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a call, with its form in place of a tensor that is asked for that alone."""
+    at = form_argument(name)
+    if at is None or len(args) <= at or not isinstance(args[at], torch.Tensor):
+        return args
+    return (*args[:at], tuple(args[at].shape), args[at].dtype, *args[at + 1 :])
 
 
 def _memory_of(tensor: torch.Tensor) -> Any:

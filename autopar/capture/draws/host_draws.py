@@ -1,8 +1,8 @@
-"""Numbers that the model draws on the host while it runs: Python's `random`, numpy's generator.
+"""Numbers that the model draws on the host while it runs: Python's `random`, numpy's generator, `float(torch.rand(1))`.
 
 A step runs the model's Python once more, on shapes, from where the generators stand: so they move on as for the plain
-module. The tensors that are made of such numbers are inputs of the step; another way through the model, or another
-number that Python computes with, is another program.
+module. The tensors that are made of such numbers are inputs of the step, and so are
+floats (see `host_inputs.py`); another way through the model, or another integer, is another program.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from autopar.capture.draws.step_coins import StepCoins
 
 Tensor = torch.Tensor
 States = tuple[Any, Any]  # of Python's generator and numpy's
@@ -36,23 +38,24 @@ class HostDraws:
 
     way: int
     names: Mapping[str, int]
-    replay: Callable[[], tuple[int, tuple[Tensor, ...]]]
+    replay: Callable[[Tensor], tuple[int, tuple[Tensor, ...]]]
 
-    def draw(self) -> Drawn:
-        """The numbers of one step; the generators move on."""
+    def draw(self, seed: Tensor) -> Drawn:
+        """The numbers of the step with this seed; the generators move on."""
         start = generators()
-        return Drawn(*self.replay(), start)
+        return Drawn(*self.replay(seed), start)
 
     def values(self, drawn: Drawn) -> dict[str, Tensor]:
         """The constants that they make of a step which goes this program's way."""
         return {name: drawn.tensors[at] for name, at in self.names.items()}
 
-    def note(self, start: States) -> str:
-        """What is said of it. start: the generators before the step."""
+    def note(self, start: States, coins: StepCoins | None) -> str:
+        """What is said of it. start: the generators before the step. coins: of the step."""
         moved = [one != other for one, other in zip(map(repr, generators()), map(repr, start), strict=True)]
         names = [
             name for name, has_moved in zip(("Python's random module", "numpy.random"), moved, strict=True) if has_moved
         ]
+        names += ["random tensors, as floats,"] if coins is not None and coins.has_floats else []
         return (
             f"the model draws numbers from {' and '.join(names)} while it runs: each step runs its Python once more, "
             f"on shapes, and takes rank 0's numbers; {len(self.names)} tensors made of them are inputs of the program"

@@ -93,6 +93,8 @@ def _joins(
     if not free:
         return {}
     flipped = _run(run, {**fixed, **dict.fromkeys(free, True)})
+    if len(flipped.segments) != len(first.segments):  # another side meets other coins
+        raise _Unfit
     longer = {coin: len(flipped.segments[coin + 1]) > len(first.segments[coin + 1]) for coin in free}
     kept = {**fixed, **longer}
     whole = first if not any(longer.values()) else _run(run, kept)

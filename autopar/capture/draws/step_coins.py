@@ -17,7 +17,7 @@ from torch import fx, nn
 from autopar.capture.draws.joins import CoinJoin, CoinPlan, Sides
 from autopar.capture.draws.trail import Trail
 from autopar.capture.draws.uses import Uses
-from autopar.capture.ops.canonical import filled
+from autopar.capture.ops.canonical import filled, own_dtype
 from autopar.capture.refusals.location import Line
 from autopar.capture.trace.normalise import is_mutable
 from autopar.capture.trace.tracer import Tracer
@@ -25,6 +25,7 @@ from autopar.torch_compat import no_function_modes, on_data, storage_of
 
 Tensor = torch.Tensor
 _ANY = (0, 0)  # the seed where no step is meant
+_VARIANTS = 8
 _ROUNDS = 4  # plans of a model, each with the coins decided that the one before could not join
 
 
@@ -36,8 +37,8 @@ class CoinFound(BaseException):
 @dataclass(frozen=True, slots=True)
 class StepCoins:
     """The coins of a captured step. way: what computes them from the seed. reads: what is taken out of each. sides: as
-    the program has them; None for one that is joined. uses: of parameters, where coins leave calls out and gradients
-    are taken. joins: by coin."""
+    the program has them; None for one that is joined, and for a float. uses: of parameters, where coins leave calls out
+    and gradients are taken. joins: by coin."""
 
     way: nn.Module
     reads: tuple[Callable[[Tensor], Any], ...]
@@ -62,6 +63,16 @@ class StepCoins:
             return True
         return all(side in (None, now) for side, now in zip(self.sides, self.now(seed), strict=True))
 
+    @property
+    def has_floats(self) -> bool:
+        """Whether Python computes with some."""
+        return float in self.reads
+
+    def floats(self, seed: Tensor) -> dict[int, float]:
+        """What those are that Python computes with."""
+        now = self.now(seed) if self.has_floats else []
+        return {coin: value for coin, value in enumerate(now) if self.reads[coin] is float}
+
     def skips(self, seed: Tensor) -> dict[int, int]:
         """The random ops that the plain module leaves out in a step, by how many there were before. The numbers of
         those behind are as in the program, which leaves out nothing."""
@@ -75,7 +86,7 @@ class StepCoins:
 
     def notes(self) -> list[str]:
         """What is said of them."""
-        joined = [line for line, side in zip(self.lines, self.sides, strict=True) if side is None]
+        joined = [self.lines[coin] for coin in self.joins]
         alone = [(line, side) for line, side in zip(self.lines, self.sides, strict=True) if side is not None]
         said = []
         if joined:
@@ -97,11 +108,13 @@ class Coins:
     """The coins of one capture. seed: of the step that is meant. trail: of the run that goes on."""
 
     seed: tuple[int, int] = _ANY
+    variant: int = 0  # which of the other floats are taken, by which it is seen what hangs on them; 0: the step's own
     plan: CoinPlan = field(default_factory=lambda: CoinPlan({}, frozenset()))
     is_final: bool = False  # the plan is
     is_sought: bool = False  # a run met coins
     trail: Trail | None = None
     decided: dict[int, Any] = field(default_factory=dict)
+    others: dict[int, list[float]] = field(default_factory=dict)  # of coins that are floats, those of other steps
     _tracer: Tracer | None = None
     _pending: dict[int, CoinJoin] = field(default_factory=dict)  # by segment
     _inputs: dict[int, Tensor] = field(default_factory=dict)
@@ -117,7 +130,7 @@ class Coins:
         if not self.is_sought:
             return
         if tracer is not None:
-            self.decided = {}
+            self.decided, self.others = {}, {}
         self.trail = Trail(self._side if sides is None else partial(_given, sides), draws)
         if sides is None and self.is_final:
             self._pending = {join.coin + 1: join for join in self.plan.joins.values()}
@@ -175,7 +188,8 @@ class Coins:
 
     def planned(self) -> Callable[[], Coins]:
         """Makes coins of the same plan, for another run."""
-        return partial(Coins, self.seed, self.plan, self.is_final, self.is_sought, decided=dict(self.decided))
+        seed, plan, decided, is_final, is_sought = self.seed, self.plan, self.decided, self.is_final, self.is_sought
+        return lambda: Coins(seed, plan=plan, is_final=is_final, is_sought=is_sought, decided=dict(decided))
 
     def dismiss(self) -> None:
         """Forget the tensors of the capture, which is over."""
@@ -190,6 +204,12 @@ class Coins:
             way = _way(self._tracer, [tensor])
             with on_data(), no_function_modes():
                 self.decided[coin] = read(way(torch.tensor(self.seed))[0])
+                if read is float:
+                    first, second = self.seed
+                    seeds = ((first, second + step) for step in range(1, _VARIANTS + 1))
+                    self.others[coin] = [read(way(torch.tensor(seed))[0]) for seed in seeds]
+        if self.variant and coin in self.others:
+            return self.others[coin][self.variant % _VARIANTS]
         return self.decided.get(coin, read(0))
 
     def of_step(self, names: Sequence[str | None]) -> StepCoins | None:
@@ -198,7 +218,10 @@ class Coins:
         if self.trail is None or self._tracer is None or not self.trail.coins:
             return None
         joins, trail = self.plan.joins, self.trail
-        sides = tuple(None if coin in joins else side for coin, side in enumerate(trail.sides))
+        sides = tuple(
+            None if coin in joins or read is float else side
+            for coin, (side, read) in enumerate(zip(trail.sides, trail.reads, strict=True))
+        )
         has_unused = bool(names) and any(join.pairs for join in joins.values())
         uses = Uses.of(trail, joins, names) if has_unused else None
         way = _way(self._tracer, trail.coins)
@@ -224,6 +247,7 @@ def _way(tracer: Tracer, coins: Sequence[Tensor]) -> fx.GraphModule:
         call = _filled(node)
         if call is None:
             copied = copies[node] = graph.node_copy(node, copies.__getitem__)
+            copied.kwargs = {**copied.kwargs, **own_dtype(node)}
         else:
             copied = copies[node] = graph.call_function(call[0], call[1], {**call[2], "device": "cpu"})
         copied.meta.clear()  # it would hold tensors of the trace

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from autopar.capture.inputs import tables
+from autopar.capture.inputs.partners import Partner
 from autopar.capture.refusals.constructs import FIRST_CALL, Construct
 from autopar.capture.refusals.explain_failure import refusal
 from autopar.capture.refusals.location import user_frame
@@ -28,8 +29,31 @@ class State:
     entries: tuple[tuple[Input, torch.Tensor], ...]
 
 
-def state_of(model: nn.Module, partners: Mapping[str, nn.Module] | None = None) -> State:
-    """Parameters, buffers and plain tensor attributes of `model`, then those of its partners, by identity."""
+class Step(nn.Module):
+    """A training step as one call of a module: its whole state is swapped for a trace, of forward and backward."""
+
+    def __init__(
+        self, model: nn.Module, partners: Iterable[Partner], body: Callable[..., Any], replaced: dict[str, Any]
+    ) -> None:
+        super().__init__()
+        self.model = model
+        for partner in partners:
+            self.add_module(partner.name, partner.traced)
+        self.body = body
+        self.replaced = replaced
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given = dict(tables.named_parameters(self, remove_duplicate=False))
+        result = self.body(*args, **kwargs)
+        for name, tensor in tables.named_parameters(self, remove_duplicate=False):
+            if given.get(name, tensor) is not tensor:
+                self.replaced[name] = tensor
+        return result
+
+
+def state_of(model: nn.Module, partners: Mapping[str, nn.Module] | None = None, scratch: Collection[str] = ()) -> State:
+    """Parameters, buffers and plain tensor attributes of `model`, then those of its partners, by identity. scratch:
+    names of buffers that are taken for such attributes."""
     tensors: dict[int, tuple[str, list[str], torch.Tensor]] = {}
     for prefix, module in {"": model, **(partners or {})}.items():
         for kind, named in (
@@ -38,7 +62,8 @@ def state_of(model: nn.Module, partners: Mapping[str, nn.Module] | None = None) 
             ("constant", _tensor_attributes(module, prefix)),
         ):
             for name, tensor in named:
-                tensors.setdefault(id(tensor), (kind, [], tensor))[1].append(name)
+                is_scratch = kind == "buffer" and name in scratch
+                tensors.setdefault(id(tensor), ("constant" if is_scratch else kind, [], tensor))[1].append(name)
     return State(tuple((Input(kind, tuple(names)), tensor) for kind, names, tensor in tensors.values()))
 
 
@@ -167,6 +192,25 @@ def check_buffers(
         fault = buffer_fault(name, old[name], tensor)
         if fault is not None:
             raise refusal(fault, line_that_changes(run, lambda name=name: form_of(find(name))))  # type: ignore[misc]
+
+
+def is_scratch(owner: nn.Module, attribute: str, old: torch.Tensor, new: torch.Tensor) -> bool:
+    """True for a buffer that no program can leave behind, and no checkpoint holds: it may be one that each step makes
+    anew before it reads it (the membranes of snnTorch)."""
+    return attribute in owner._non_persistent_buffers_set and buffer_fault(attribute, old, new) is not None
+
+
+def scratch_among(
+    old: Mapping[str, torch.Tensor], new: Iterable[tuple[str, torch.Tensor]], find: Callable[[str], nn.Module]
+) -> frozenset[str]:
+    """The names of such buffers. find: gives modules by path."""
+    parts = ((name, name.rpartition("."), tensor) for name, tensor in new)
+    return frozenset(
+        name for name, (path, _, attribute), tensor in parts if is_scratch(find(path), attribute, old[name], tensor)
+    )
+
+
+SCRATCH = "buffer '{}' is made anew in each step before it is read: a compiled step leaves it as it was"
 
 
 def form_of(tensor: torch.Tensor) -> tuple[Any, ...]:

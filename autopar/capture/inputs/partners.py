@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import handle_torch_function, has_torch_function
@@ -101,6 +101,22 @@ class Partners:
         self._passing: set[tuple[type, Line | None]] = set()  # modules that the loss function makes at each call
         self._met: set[int] = set()
         self._gone: list[Partner] = []
+
+    def all_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """All modules that may run, by path."""
+        yield from tables.named_modules(self.model)
+        for partner in self.known.values():
+            yield from tables.named_modules(partner.traced, prefix=partner.name)
+
+    def submodule(self, path: str) -> nn.Module:
+        """The module of a path."""
+        return dict(self.all_modules())[path]
+
+    def all_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """All buffers, by name."""
+        yield from tables.named_buffers(self.model)
+        for partner in self.known.values():
+            yield from tables.named_buffers(partner.traced, prefix=partner.name)
 
     @contextmanager
     def watch(self) -> Iterator[None]:

@@ -283,7 +283,7 @@ class Scalar:
         return _of_numbers(math.ceil, self)
 
     __bool__, __int__, __index__ = map(_refusal, ("bool", "int", "index"), (bool, int, int))
-    __float__ = _refusal("float")
+    __float__ = _refusal("float", float)
     __eq__, __ne__ = map(_comparison, (operator.eq, operator.ne))
     __lt__, __le__, __gt__, __ge__ = map(_comparison, (operator.lt, operator.le, operator.gt, operator.ge))
     __hash__, __str__, __repr__, __format__ = map(_refusal, ("hash", "str", "repr", "format"))

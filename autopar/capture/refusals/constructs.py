@@ -182,12 +182,6 @@ SEEDED = Construct(
     "in __init__ and keep them as a buffer.",
 )
 
-DRAWN_NUMBER = Construct(
-    "a random number that is taken out of a tensor (.item(), float())",
-    "Each step draws another one. Leave it a tensor, and instead of a branch compute both sides: "
-    "torch.where(torch.rand(()) < p, a, b).",
-)
-
 MAX_NORM = Construct(
     "an embedding with max_norm=, which writes into its table",
     "A compiled step gives gradients and changes no weights. Scale what is looked up, "

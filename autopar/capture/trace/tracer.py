@@ -25,7 +25,9 @@ from autopar.torch_compat import (
     function_modes,
     fx_tracing,
     is_composite,
+    is_of_lists,
     no_function_modes,
+    one_by_one,
     packs_saved_tensors,
     schema_of,
 )
@@ -37,7 +39,6 @@ _DEVICE = torch.ops.prim.device.default
 # What asks for a property of a tensor and computes nothing.
 _ASKED = frozenset((_DEVICE, aten.size.default, aten.stride.default, aten.storage_offset.default))
 PLACE = "stack_trace"
-_is_composite = cache(is_composite)
 
 
 def trace(
@@ -117,14 +118,14 @@ class Tracer(DispatchMode):
         return self._call(func, args, kwargs) if result is NotImplemented else result
 
     def _taken_apart(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
-        decomposition = self._decompositions.get(func)
-        if decomposition is None and not _is_composite(func):
-            return NotImplemented
-        with self:
-            result = decomposition(*args, **kwargs) if decomposition else NotImplemented
-            if result is NotImplemented and _is_composite(func):
-                result = func.decompose(*args, **kwargs)
-            return result
+        ways = self._decompositions.get(func), _parts(func)
+        for way in ways:
+            if way is not None:
+                with self:
+                    result = way(*args, **kwargs)
+                if result is not NotImplemented:
+                    return result
+        return NotImplemented
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         given = self.argument(args), self.argument(kwargs)
@@ -190,6 +191,14 @@ class Tracer(DispatchMode):
             for position, item in enumerate(value):
                 if isinstance(item, torch.Tensor):
                     self._made(self.graph.create_node("call_function", operator.getitem, (node, position)), item)
+
+
+@cache
+def _parts(func: OpOverload) -> Callable[..., Any] | None:
+    """How torch itself puts an op together from others, whatever the device; None where it has a kernel."""
+    if is_of_lists(func):
+        return partial(one_by_one, func)
+    return func.decompose if is_composite(func) else None
 
 
 @cache
