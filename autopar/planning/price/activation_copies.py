@@ -19,7 +19,7 @@ from autopar.planning.shallow.graph_track import BACKWARD, FORWARD, Road
 Step = tuple[str, int]  # of a kind of graph; behind its last one what happens at its end
 
 
-class Copy(NamedTuple):
+class StepCopy(NamedTuple):
     """value: a number of its own. way: out or back."""
 
     value: int
@@ -40,7 +40,7 @@ class _Kept(NamedTuple):
 class Copies:
     """before: of each step. bytes_: that wait at most. movable: those that would if all moved that may."""
 
-    before: Mapping[Step, tuple[Copy, ...]]
+    before: Mapping[Step, tuple[StepCopy, ...]]
     bytes_: float
     movable: float
 
@@ -53,11 +53,11 @@ class Copies:
         ends, starts = line.places(all_)
         free = [one for one, end, start in zip(all_, ends, starts, strict=True) if end < line.middle or end < start]
         moved = [one._replace(bytes_=part * one.bytes_) for one in free]
-        before = defaultdict[Step, list[Copy]](list)
+        before = defaultdict[Step, list[StepCopy]](list)
         for value, (one, end, start) in enumerate(zip(moved, *line.places(moved), strict=True)):
             events = (one.made + 1, OUT, True), (end, OUT, False), (start, BACK, True), (one.use, BACK, False)
             for place, way, is_start in events:
-                before[line.step(place, way)].append(Copy(value, way, is_start, one.bytes_))
+                before[line.step(place, way)].append(StepCopy(value, way, is_start, one.bytes_))
         ordered = {step: tuple(sorted(each, key=lambda copy: not copy.starts)) for step, each in before.items()}
         return cls(ordered, sum(one.bytes_ for one in moved), sum(one.bytes_ for one in free))
 
