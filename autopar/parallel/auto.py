@@ -16,12 +16,12 @@ from autopar.compiler.meshes import mesh_of
 from autopar.errors import AutoparError, MeshError
 from autopar.ir.mesh import AUTO
 from autopar.ir.options import PLANNED
-from autopar.ir.plan import Fixed
+from autopar.ir.plan import Fixed, Plan
 from autopar.machines import MachineLike
 from autopar.parallel.agree.agreement import Phase
 from autopar.parallel.session.auto_options import machine_for
 from autopar.parallel.session.devices import check_backend
-from autopar.parallel.session.session import Session
+from autopar.parallel.session.session import Session, check_files, tier_of
 from autopar.parallel.weights.distribute import Distributor
 from autopar.planning.jobs import layers_of_call
 from autopar.planning.planner import Asked, Planned, planned
@@ -48,18 +48,20 @@ class Auto:
         made = session.agreement.together("plan", lambda phase: self._made(phase, tuple(args), dict(kwargs)))
         everyone: list[tuple[str, dict[str, Any]]] = session.agreement.everyone("plan", _told(made))
         mesh, said = mesh_of(everyone[0][0]), everyone[0][1]
-        on_host = said.get("offload") == "parameters"
+        options = replace(session.settings.options, **{**PLANNED, "memory": None, **said})
+        on_host, device = Plan(mesh, options=options).offloads("parameters"), session.settings.device
         if on_host:
-            check_backend(session.settings.device)
+            check_backend(device)
+        world, model = dist.get_world_size(), session.store.model
+        session.agreement.together("folder of offload_dir", lambda phase: check_files(options, model, world))
         if mesh != session.store.distributor.mesh or on_host:
-            device_mesh = mesh_over(mesh, session.settings.device.type, session.settings.timeout)
+            device_mesh = mesh_over(mesh, device.type, session.settings.timeout)
             session.agreement.pace.lie_over(mesh)
-            session.store.move(Distributor(mesh, device_mesh, session.announcer.operation, on_host))
-        options = replace(session.settings.options, memory=None, **{**PLANNED, **said})
+            session.store.move(Distributor(mesh, device_mesh, session.announcer.operation, on_host, options.files))
         settings = replace(session.settings, options=options, fixed=Fixed(machine=self._machine))
         if made is not None:
             _log.warning("mesh '%s': %s", AUTO, reason_line(made))
-        return replace(session, settings=settings)
+        return replace(session, settings=settings, tier=tier_of(options, device))
 
     def _made(self, phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planned | None:
         """The plan, on rank 0."""

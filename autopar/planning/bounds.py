@@ -248,7 +248,7 @@ class Bounds:
         """Bytes of a rank's part of parameters, states and copies, of gradients, and of what a micro-batch keeps, at
         least: that of the mean rank."""
         one = candidate  # neither the order of its axes nor its schedule says anything here
-        key = (*one[:7], one.fsdp, one.cp, one.ulysses, one.reshard_after_forward, one.offload)
+        key = (*one[:7], one.fsdp, one.cp, one.ulysses, one.reshard_after_forward, one.waits)
         if key not in self._memory:
             self._memory[key] = self._mean(candidate)
         return self._memory[key]
@@ -264,7 +264,7 @@ class Bounds:
             copies = 2 * (whole.copies.each + whole.plain.each) / candidate.tp
         gradients = part / candidate.parts
         ranks = candidate.tp * candidate.pp * candidate.context
-        saved = whole.saved.each * layers * candidate.rows / self.layers.micros.low / ranks
+        saved = whole.saved.each * layers * candidate.rows / self.layers.micros.low / ranks * (not candidate.memory)
         if candidate.is_hosted:
             return saved
         if candidate.pp == 1 and candidate.microbatches > 1:  # the last pass comes when there are gradients

@@ -19,7 +19,17 @@ from autopar.planning.price.layers import Layers
 from autopar.planning.price.pipelined import least_us
 from autopar.planning.price.predict import Prediction, predict
 from autopar.planning.space.axis_orders import ORDER
-from autopar.planning.space.candidates import FOLDER, LAYERS, OFFLOAD, OFFLOADS, STATES, Candidate, Space
+from autopar.planning.space.candidates import (
+    ACTIVATIONS,
+    ALONE,
+    IN_FILES,
+    LAYERS,
+    OFFLOAD,
+    STATES,
+    TOGETHER,
+    Candidate,
+    Space,
+)
 
 SMALL = 4  # candidates that are tried for the least memory, where a bound says that none fits
 Alike = tuple[Candidate, ...]
@@ -136,28 +146,29 @@ def search(
 def with_host(
     found_plans: FoundPlans, space: Space, layers: Layers, work: LeastWork, machine: Machine, limit: float, top: int
 ) -> FoundPlans:  # fmt: skip
-    """What was found, with plans that have states in the host's memory, or parameters and all where nothing fits
-    without; on the disk where these do not fit there. Where something fits, of the first the fastest one is taken that
-    is faster."""
+    """What was found, with plans that have states or activations in the host's memory, or parameters and all where
+    nothing fits without; both where that is not enough, then files of the disk. Where something fits, of the first two
+    the fastest one is taken that is faster."""
     if not machine.host_memory or OFFLOAD in space.fixed:
         return found_plans
+    is_open = "recompute" not in space.fixed  # `memory=` decides what is computed again
     if found_plans.best:
-        there = replace(space, fixed={**space.fixed, OFFLOAD: STATES})
-        (first,) = search(there, layers, work, machine, limit, 1, known=found_plans.best[:1]).best
-        if first.candidate.offload == STATES:
-            found_plans.tried.append(first)
-            found_plans.best = [first, *found_plans.best][:top]
+        for waits in (STATES, *(ACTIVATIONS,) * is_open):
+            there = replace(space, fixed={**space.fixed, OFFLOAD: waits})
+            (first,) = search(there, layers, work, machine, limit, 1, known=found_plans.best[:1]).best
+            if first is not found_plans.best[0]:
+                found_plans.tried.append(first)
+                found_plans.best = [first, *found_plans.best][:top]
         return found_plans
     searched = list[FoundPlans]()
-    for folder in dict.fromkeys(("", machine.disk_folder)):
-        if folder and found_plans.best:
-            break
-        for mode in OFFLOADS[1:]:
-            there = replace(space, fixed={**space.fixed, OFFLOAD: mode, FOLDER: folder})
+    for tier in (ALONE, TOGETHER, IN_FILES if machine.disk_folder else ()):
+        for waits in (each for each in tier if is_open or ACTIVATIONS not in each):
+            there = replace(space, fixed={**space.fixed, OFFLOAD: waits})
             searched.append(search(there, layers, work, machine, limit, top))
-        every = (made for each in searched for made in each.best)
-        found_plans.best = _one_of_each(every)[:top]
-        found_plans.hosted = f"nothing fits without {'the disk' if folder else HOST}"
+            found_plans.hosted = f"nothing fits without {'the disk' if tier is IN_FILES else HOST}"
+        found_plans.best = _one_of_each(made for each in searched for made in each.best)[:top]
+        if found_plans.best:
+            break
     for each in searched:
         found_plans.tried += each.tried
         found_plans.counts += each.counts

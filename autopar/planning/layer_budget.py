@@ -12,6 +12,7 @@ from autopar.planning.price.predict import Prediction, predict, rank_bytes
 from autopar.planning.space.candidates import Candidate
 from autopar.planning.stage_budget import Trials
 
+TRIES, CLOSE = 6, 0.01  # parts of what may wait elsewhere that are tried; of the limit: what leaves less is near
 MIXES = (("none", "selective"), ("selective", "full"), ("none", "full"))  # of some layers, and of the others more
 
 
@@ -26,6 +27,8 @@ def with_fewest(
     """The fastest mix of two policies that holds at most `limit` bytes, or, where none is so small, the least one;
     the candidate itself if it has one policy for all layers. None if it fits with nothing computed again. slowest,
     is_last: of a pipeline, as of `Trials.fewest`. Raises AutoparError as `Micros.local`."""
+    if candidate.memory:
+        return _with_moved(candidate, layers, limit)
     if candidate.again is None:
         return candidate
     if _bytes(candidate, 0, layers) <= limit:
@@ -62,6 +65,27 @@ def least_count(mix: Candidate, layers: Layers, limit: float, saving: float, cou
     if over <= 0:
         return count
     return count + math.ceil(over / saving) if saving > 0 else math.inf
+
+
+def _with_moved(candidate: Candidate, layers: Layers, limit: float) -> Candidate:
+    """With as few activations in the host's memory as leave at most `limit` bytes on the device, or, where none do,
+    with all that may wait there."""
+
+    def bytes_(part: float) -> float:
+        one = candidate._replace(moved=part)
+        return rank_bytes(one, pipelined(one, layers), 0)
+
+    (low, more), (high, less) = (0.0, bytes_(0.0)), (1.0, math.inf)
+    if more <= limit:
+        return candidate
+    less = bytes_(1.0)
+    for _ in range(TRIES if less <= limit else 0):  # false position: with more away a rank holds less
+        part = min(low + 1.01 * (high - low) * (more - limit) / (more - less), (low + 3 * high) / 4)
+        held = bytes_(part)
+        (low, more), (high, less) = ((low, more), (part, held)) if held <= limit else ((part, held), (high, less))
+        if limit - less < CLOSE * limit:
+            break
+    return candidate._replace(moved=high)
 
 
 def _fewest(mix: Candidate, layers: Layers, limit: float) -> Candidate:

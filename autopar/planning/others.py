@@ -16,7 +16,7 @@ from autopar.planning.price.predict import Prediction
 from autopar.planning.price.step_report import time_text
 from autopar.planning.space.axis_orders import ORDER
 from autopar.planning.space.batch_sizes import batches_of
-from autopar.planning.space.candidates import HOSTED, NOTHING, OFFLOAD, OFFLOADS, Candidate
+from autopar.planning.space.candidates import ALONE, NOTHING, OFFLOAD, STATES, Candidate
 
 LESS = 0.98  # of what a plan holds: the next one of a frontier holds at most that
 MOST = 12  # plans of a frontier
@@ -26,8 +26,8 @@ SAME = 0.001  # of a step: not worth a reason
 def best_with(planned: Planned, changes: Mapping[str, Any], limit: float | None = None) -> FoundPlans:
     """The fastest plan of those with some fields decided; `best` is empty where none fits in `limit` bytes."""
     asked = replace(planned.asked, fixed={**planned.asked.fixed, **changes})
-    space = space_of(asked, planned.model)
     most = asked.limit if limit is None else limit
+    space = space_of(replace(asked, memory=most), planned.model)
     return search(space, planned.programs, planned.work, asked.machine, most, 1)
 
 
@@ -80,16 +80,15 @@ def _changes(best: Candidate, planned: Planned) -> Iterator[tuple[str, dict[str,
     if best.recompute != "none":
         yield "no recomputation", {"recompute": "none"}
     if planned.asked.machine.host_memory:
-        yield from (
-            (f"offload={what}", {OFFLOAD: what}) for what in OFFLOADS if what != best.offload and _may(what, best)
-        )
+        others = (what for what in (NOTHING, *ALONE) if what != best.waits and _may(what, best))
+        yield from ((f"offload={what}", {OFFLOAD: what}) for what in others)
     if best.again:
         yield "all layers computed again", {"recompute": "full"}
 
 
 def _may(what: str, best: Candidate) -> bool:
-    """True for what a person would ask of a plan that may put parameters in the host's memory."""
-    return what != HOSTED or best.offload != NOTHING
+    """True for what a person would ask of a plan that may put parameters, or activations, in the host's memory."""
+    return what in (NOTHING, STATES) or best.waits != NOTHING
 
 
 def _placings(best: Candidate, planned: Planned) -> Iterator[tuple[str, dict[str, Any]]]:

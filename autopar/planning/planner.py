@@ -20,7 +20,7 @@ from autopar.planning.price.layers import Layers
 from autopar.planning.price.step_time import tokens_of
 from autopar.planning.shallow.captures import LEAST_ROWS
 from autopar.planning.space.batch_sizes import OF_A_BATCH
-from autopar.planning.space.candidates import LAYERS, OFFLOAD, RESHARD, Candidate, Model, Space
+from autopar.planning.space.candidates import ACTIVATIONS, LAYERS, OFFLOAD, ON_DISK, RESHARD, Candidate, Model, Space
 from autopar.planning.space.fixed import fixed_text
 
 Tell = Callable[[int, int], None]
@@ -85,6 +85,7 @@ def planned(layers: Layers, asked: Asked, tell: Tell = lambda done, all_: None) 
     Raises PlanError if no plan fits, with the least memory that any would take, and for a batch that no number of
     devices divides.
     """
+    _check_waits(asked)
     model = model_of(layers, asked)
     work = _work(layers.whole, layers, asked)
     space = space_of(asked, model)
@@ -110,7 +111,8 @@ def is_divided(asked: Asked, layers: Layers) -> bool:
 
 def space_of(asked: Asked, model: Model) -> Space:
     """What there is to choose from."""
-    return Space(asked.gpus, asked.batch, asked.machine.ranks, model, asked.fixed)
+    machine = asked.machine
+    return Space(asked.gpus, asked.batch, machine.ranks, model, asked.fixed, asked.limit, machine.disk_folder)
 
 
 def model_of(layers: Layers, asked: Asked) -> Model:
@@ -143,6 +145,22 @@ def _work(whole: Program, layers: Layers, asked: Asked) -> LeastWork:
     trained = sum(bytes_[out.name] for out in whole.outputs if out.kind == "gradient")
     parameters = sum(bytes_.values())
     return LeastWork(flops * asked.batch, least * asked.batch, parameters, dtype, parameters - trained)
+
+
+def _check_waits(asked: Asked) -> None:
+    """Raise PlanError for what cannot wait elsewhere as it is fixed."""
+    waits, fixed = asked.fixed.get(OFFLOAD, ""), asked.fixed
+    if waits.endswith(ON_DISK) and not asked.machine.disk_folder:
+        raise PlanError(
+            f"{OFFLOAD}={waits}: machine {asked.machine.name} says nothing of a disk. `autopar machine measure --disk "
+            f"DIR` measures one, or write disk_folder and disk_memory into its file."
+        )
+    said = [name for name in ("recompute", RESHARD) if name in fixed] if ACTIVATIONS in waits else []
+    if said:
+        raise PlanError(
+            f"{OFFLOAD}={waits} with {fixed_text({name: fixed[name] for name in said})}: where activations wait, "
+            f"memory= decides that too. Leave {' and '.join(said)} out."
+        )
 
 
 def _none_divides(asked: Asked, model: Model) -> PlanError:

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.compiler.check_options import options_of
-from autopar.compiler.compile import lower
 from autopar.compiler.garbage import uncollected
 from autopar.compiler.meshes import mesh_of
 from autopar.errors import AutoparError, PlanError, divisors, first_sentence
@@ -25,6 +24,7 @@ from autopar.planning.price.predict import Prediction
 from autopar.planning.price.step_time import step_time
 from autopar.planning.space.candidates import PAIRED, Candidate
 from autopar.report.memory.estimate import memory_report
+from autopar.report.memory.within_memory import lower_within
 
 NEAR_LIMIT = 0.03  # of the memory: the model of a plan is not surer
 NEAR_FIRST = 0.01  # of the time of the fastest
@@ -132,7 +132,8 @@ class _Check:
             return None
         limit, first = self.planned.asked.limit, shown[0]
         for each in shown:
-            is_near = each.memory > (1 - NEAR_LIMIT) * limit
+            within = each.candidate.memory > 0  # the compiler keeps to it, or says that it cannot
+            is_near = each is first if within else each.memory > (1 - NEAR_LIMIT) * limit
             is_fast = self.of_time and (each is first or each.total < (1 + NEAR_FIRST) * first.total)
             if not each.is_emitted and (is_near or is_fast):
                 return each
@@ -154,7 +155,7 @@ class _Check:
         options = replace(micros.options, **{name: getattr(decided, name) for name in candidate.options()})
         try:
             captured = micros.captures.capture(asked.batch)
-            compiled = lower(captured, mesh_of(candidate.mesh), options, Fixed(machine=asked.machine))
+            compiled = lower_within(captured, mesh_of(candidate.mesh), options, Fixed(machine=asked.machine))
         except AutoparError as error:
             self.dropped[f"refused ({first_sentence(str(error))})"] += 1
             return None

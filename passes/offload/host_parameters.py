@@ -17,7 +17,8 @@ from autopar.ir.ops.storage import is_view
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.plan import Plan
 from autopar.ir.program import CAST, HOST, PARTNER, Builder, Input, Program, Record, record, set_record
-from autopar.passes.offload.place_copies import BEHIND, CallLine, Ways
+from autopar.passes.offload.place_copies import CallLine, Ways
+from autopar.passes.offload.when_copied import BEHIND
 
 MADE_BY = "host_parameters"
 Key = tuple[int, str]

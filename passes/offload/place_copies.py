@@ -23,12 +23,11 @@ from autopar.ir.program import HOST, Builder, Input, Output, Program, Record, re
 from autopar.machines import Machine
 from autopar.passes.costs.node_costs import LazyTimes
 from autopar.passes.costs.streams import BACK, OUT, Streams, launches_of
+from autopar.passes.offload.when_copied import AHEAD, BEHIND, Coming, Going, ends_out, starts_back
 
 MADE_BY = "offload"
 KEPT, WAITED = "kept for the backward pass", "kept in the host's memory"  # why values go, and come back
-BEHIND = 1  # layers of the forward pass that a copy out may take
 _START, _WAIT = 0, 1  # at one place what starts there comes first
-AHEAD = 2  # layers that a copy back starts before its use at most, if it starts as late as hides it
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,18 +76,19 @@ class CallLine:
     def ends_out(self, values: Iterable[fx.Node], end: int) -> dict[fx.Node, int]:
         """Where copies out are awaited: when they are done, at most a layer later, and behind the forward pass's last
         use."""
-        ends: dict[fx.Node, int] = {}
-        is_timed, free = self.ways.horizon == "auto", 0.0
         waiting = sorted(values, key=self.position.__getitem__)
-        clock = self.clock if is_timed else []
-        for value in waiting:
-            made = self.position[value]
-            place = self.first(made, end, self.begun[made] + BEHIND + 1)
-            if is_timed:
-                free = max(free, clock[made + 1]) + self.copy_us(value)
-                place = min(place, bisect_left(clock, free, made + 1, end))
-            ends[value] = min(end, max(place, self._last_use(value, end) + 1))
-        return ends
+        going = [self._going(value, end) for value in waiting]
+        return dict(zip(waiting, ends_out(going, self._timed, end), strict=True))
+
+    def _going(self, value: fx.Node, end: int) -> Going:
+        made = self.position[value]
+        latest = self.first(made, end, self.begun[made] + BEHIND + 1)
+        return Going(made, latest, self._last_use(value, end) + 1, self.copy_us(value))
+
+    @property
+    def _timed(self) -> list[float]:
+        """The clock, where copies end and start by the time that they take."""
+        return self.clock if self.ways.horizon == "auto" else []
 
     def waits_us(self, values: Iterable[fx.Node], uses: Mapping[fx.Node, int]) -> float:
         """us by which the passes end later for copies of values, placed as they would be, as the simulator sees them
@@ -140,20 +140,13 @@ class CallLine:
 
     def starts_back(self, first_uses: Mapping[fx.Node, int], begin: int) -> dict[fx.Node, int]:
         """Where copies back start, by the first use of each value: `horizon` layers ahead, or as late as hides them."""
-        starts: dict[fx.Node, int] = {}
         horizon = self.ways.horizon
         ahead = AHEAD if horizon == "auto" else horizon
-        for value, use in first_uses.items():
-            starts[value] = min(use, self.first(begin, self.end, self.begun[use] - ahead))
-        if horizon != "auto":
-            return starts
-        clock = self.clock
-        free = clock[self.end]
-        for value, use in sorted(first_uses.items(), key=lambda pair: -pair[1]):
-            free = min(free, clock[use]) - self.copy_us(value)
-            while starts[value] < use and clock[starts[value] + 1] <= free:
-                starts[value] += 1
-        return starts
+        coming = [
+            Coming(use, self.first(begin, self.end, self.begun[use] - ahead), self.copy_us(value))
+            for value, use in first_uses.items()
+        ]
+        return dict(zip(first_uses, starts_back(coming, self._timed), strict=True))
 
 
 class Moves:

@@ -48,8 +48,20 @@ def heard() -> Iterator[list[str]]:
     log.removeHandler(handler)
 
 
-def train(rows: int, state: Any = None, layers: int = 3, **options: Any) -> tuple[str, list[str]]:
-    """Train both for two steps. An evaluation comes before the first batch, and so does the state of an optimizer."""
+def lies_in_file(tensor: Tensor) -> bool:
+    """True for memory that is mapped from a file without a name."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, end = (int(each, 16) for each in line.split()[0].split("-"))
+        if begin <= tensor.data_ptr() < end:
+            return line.endswith("(deleted)")
+    return False
+
+
+def train(
+    rows: int, state: Any = None, layers: int = 3, steps: int = 2, in_files: str = "", **options: Any
+) -> tuple[str, list[str]]:
+    """Train both for some steps. An evaluation comes before the first batch, and so does the state of an optimizer.
+    in_files: "parameters" if these lie in files in the end."""
     plain = made(layers)
     with heard() as said:
         model = autopar.parallelize(copy.deepcopy(plain), "auto", loss_fn=loss_fn, **options)
@@ -59,7 +71,7 @@ def train(rows: int, state: Any = None, layers: int = 3, **options: Any) -> tupl
             for optimizer in optimizers:
                 optimizer.load_state_dict(copy.deepcopy(state))
         torch.testing.assert_close(model(batch(4)[0]), plain(batch(4)[0]).detach(), rtol=1e-10, atol=1e-12)
-        for _ in range(2):
+        for _ in range(steps):
             loss, want = model.forward_backward(*args), loss_fn(plain, *args)
             want.backward()
             torch.testing.assert_close(loss.detach(), want.detach(), rtol=1e-10, atol=0)
@@ -76,6 +88,7 @@ def train(rows: int, state: Any = None, layers: int = 3, **options: Any) -> tupl
             )
         assert_same_state(model, plain, "weights")
         assert model.compiled is not None
+        assert in_files != "parameters" or lies_in_file(first.to_local())  # type: ignore[attr-defined]
         return str(model.compiled.mesh), [text for text in said if "auto" in text]
 
 
@@ -125,6 +138,23 @@ def test_what_ranks_must_agree_on(two: Ranks) -> None:
     machines = [outcome.error or "" for outcome in two.attempt(_no_machine)]
     assert "MeshError: mesh 'auto': machine 'tpu': there is a100-80g, cpu" in machines[0]
     assert "RankError" in machines[1] and "mesh 'auto': machine 'tpu'" in machines[1], machines
+
+
+def _train_on_disk(rank: int, machine: str, memory: int, where: str) -> tuple[str, list[str]]:
+    return train(4, layers=12, steps=3, in_files=where, machine=machine, memory=memory)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("memory", "where"), [(15_000_000, "optimizer"), (8_000_000, "parameters")])
+def test_a_plan_on_a_disk(two: Ranks, tmp_path: Path, memory: int, where: str) -> None:
+    """Neither the device nor the host has room. Red before: parameters of a plan on a disk stayed on the device, for
+    the module moved as if nothing waited."""
+    machine = tmp_path / "small.toml"
+    disk = replace(named("cpu"), host_memory=1e7, disk=1e9, disk_folder=str(tmp_path), disk_memory=1e9)
+    write_machine(disk, machine, [])
+    (mesh, said), (other, _) = two.run(_train_on_disk, str(machine), memory, where)
+    assert mesh == other and f"{where} on disk" in said[0], said
+    assert list(tmp_path.iterdir()) == [machine], "files have no names, and go with their process"
 
 
 # ---- one rank

@@ -106,7 +106,7 @@ def test_groups_of_the_data_axes() -> None:
 
 
 def test_all_of_a_candidate_can_be_decided() -> None:
-    assert WAYS.keys() == set(Candidate._fields) - {"again", "ep", "experts", "folder"}, (
+    assert WAYS.keys() == set(Candidate._fields) - {"again", "ep", "experts", "folder", "memory", "moved"}, (
         "they follow from the memory, and from the best plan"
     )
     read = dict(map(read_fixed, ("tp=8", "sequence=false", "order=pp,dp,tp", "schedule=1f1b", "recompute=full")))
@@ -128,7 +128,8 @@ def test_what_cannot_be_decided(text: str) -> None:
     assert str(raised.value) == (
         f"--fix {text}: write dp=N, fsdp=N, cp=N, ulysses=N, tp=N, pp=N, zero=N, rows=N, microbatches=N, "
         f"chunks=N, recompute=none|selective|full|layers, schedule=1f1b|interleaved-1f1b|zb-h1|zb-h2|zb-v, "
-        f"sequence=true|false, reshard_after_forward=true|false, offload=none|optimizer|parameters or "
+        f"sequence=true|false, reshard_after_forward=true|false, offload=none|optimizer|activations|"
+        f"parameters|activations,optimizer|activations,parameters|optimizer=disk|parameters=disk or "
         f"order=AXIS,AXIS,...; axes are pp, dp, fsdp, cp, ulysses, tp."
     )
 

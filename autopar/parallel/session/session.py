@@ -131,11 +131,7 @@ class Requested:
         check_host(plan := Plan(mesh, options=options))
         if plan.offloads("parameters"):
             check_backend(device)
-        if options.offload_dir is not None:  # each rank its own node's, before any state is made
-            check_folder(Path(options.offload_dir))
-        if options.files is not None:
-            near = min(world, Settings.read().local_world_size or 1)
-            check_room_of_parameters(options.files, sum(map(bytes_of, tables.parameters(self.model))) * near // world)
+        check_files(options, self.model, world)  # each rank its own node's, before any state is made
         phase.texts["machine"] = [str(self.machine_on(device))] * (self.is_auto or self.machine is not None)
         every_of(self.check_replicas)
         check_nonfinite(self.on_nonfinite)
@@ -213,6 +209,22 @@ class Session:
         return BatchWorld.of(where.mesh, where.device_mesh, where.coord)
 
 
+def check_files(options: StepOptions, model: nn.Module, world: int) -> None:
+    """Raise PlanError for a folder, of this rank's own node, that takes no files, before any state is made; or for one
+    with too little room for the parameters."""
+    if options.offload_dir is not None:
+        check_folder(Path(options.offload_dir))
+    if options.files is not None:
+        near = min(world, Settings.read().local_world_size or 1)
+        check_room_of_parameters(options.files, sum(map(bytes_of, tables.parameters(model))) * near // world)
+
+
+def tier_of(options: StepOptions, place: torch.device) -> Callable[[], HostTier]:
+    """Where values of a step wait, one for all that ask: the host's memory, or files where parameters lie in these."""
+    folder = options.files
+    return cache(partial(host_tier, place) if folder is None else partial(parameter_tier, place, folder))
+
+
 def open_session(asked: Requested) -> Session:
     """Join the ranks, agree with them, and make the parameters DTensors with rank 0's values. Every rank must call
     this."""
@@ -234,8 +246,7 @@ def open_session(asked: Requested) -> Session:
     scale = LossScale() if options.precision == "fp16" else None
     store.distribute(agreement, asked.seed, asked.weights)
     watched = announcer.watch(tables.parameters(asked.model))
-    folder = options.files
-    tier = cache(partial(host_tier, place) if folder is None else partial(parameter_tier, place, folder))  # one for all
+    tier = tier_of(options, place)
     random = RandomState(asked.seed)
     return Session(settings, store, agreement, announcer, watched, replicas, nonfinite, random, scale, tier, Sums())
 

@@ -14,7 +14,6 @@ from autopar.passes.overlap.bucket import SCATTER, Sum
 from autopar.passes.overlap.prefetch import Ahead, Gather
 from autopar.planning.price.cost import Cost, Pace
 from autopar.planning.price.moving import (
-    BACKWARD,
     COPIES,
     GATHER,
     LOSS,
@@ -28,7 +27,7 @@ from autopar.planning.price.moving import (
     last_of,
     sums_of,
 )  # fmt: skip
-from autopar.planning.shallow.graph_track import FORWARD, ParameterPlace
+from autopar.planning.shallow.graph_track import BACKWARD, FORWARD, ParameterPlace
 from autopar.planning.shallow.parameter_use import Weight
 from autopar.planning.space.candidates import Candidate
 from autopar.planning.space.deal import Part, Ranges, Rates, Section, Sections, Share

@@ -13,18 +13,19 @@ from autopar.ir.ops.measure import group_of
 from autopar.machines import Machine
 from autopar.machines.model import RankGroup
 from autopar.passes.costs.streams import BACK, OUT, Streams
-from autopar.passes.offload.place_copies import BEHIND
+from autopar.passes.offload.when_copied import BEHIND
 from autopar.passes.overlap.bucket import SCATTER, Buckets, Sum, bucket_limit
 from autopar.passes.overlap.coalesce import MovesNow, Together
 from autopar.passes.overlap.prefetch import Ahead, Gather, small_limit
+from autopar.planning.price.activation_copies import Copies
 from autopar.planning.shallow.events import OUTSIDE
-from autopar.planning.shallow.graph_track import FORWARD, ParameterPlace, Road, place_of
+from autopar.planning.shallow.graph_track import BACKWARD, FORWARD, ParameterPlace, Road, place_of
 from autopar.planning.space.candidates import Candidate
 
 ALONE = RankGroup(1)
 GATHER, SUM = "all_gather", "all_reduce"
 SHARDS, COPIES, TENSOR = "shards", "copies", "tp"
-BACKWARD, PART = "B", "part"
+PART = "part"
 GOING = BEHIND + 1  # layers that begin until a gradient of one has gone to the host's memory
 LOSS, LOSS_BYTES = "loss", 4  # what leaves beside the gradients
 Known = dict[tuple[str, float, RankGroup], float]
@@ -87,6 +88,7 @@ class Moving:
     # of gradients on the way out: how many layers had begun, bytes, and us when they have gone
     going: list[tuple[int, float, float]] = field(default_factory=list)
     begun: set[tuple[str, int, str]] = field(default_factory=set)  # layers, by graph
+    copies: Copies | None = None  # of what the layers keep in the host's memory
 
     def __post_init__(self) -> None:
         self.streams = Streams(self.net.machine)
@@ -115,7 +117,8 @@ class Moving:
     def run(self, road: Road, keeps: Collection[ParameterPlace] = frozenset(), is_whole: bool = False) -> None:
         """A graph, without what it has not started to move when its calls are done. keeps: what a later graph reads
         too. is_whole: True of a step that is one graph: it makes casts where they are read, and its gradients stay."""
-        for number, step in road.steps:
+        for at, (number, step) in enumerate(road.steps):
+            self._copies(road.kind, at)
             for read in step.events.reads:
                 place = place_of(road.kind, number, read.own)
                 self.begin(place, read.unit)
@@ -143,6 +146,19 @@ class Moving:
                     self.alive += gradient.alive
                     if self.leaves:
                         self._leave(gradient.alive)
+        self._copies(road.kind, len(road.steps))
+
+    def _copies(self, kind: str, at: int) -> None:
+        """What is copied between a layer and the host's memory before a step."""
+        for copy in self.copies.before.get((kind, at), ()) if self.copies is not None else ():
+            key, is_back = (copy.way, copy.value), copy.way == BACK
+            if copy.starts:
+                self.level += copy.bytes_ * is_back
+                self.ends[key] = self.streams.start(copy.way, self.net.machine.copy_us(copy.bytes_))
+                self._mark()
+            else:
+                self.streams.wait(self.ends.pop(key), copy.way)
+                self.level -= copy.bytes_ * (not is_back)
 
     def begin(self, place: ParameterPlace, unit: str) -> None:
         """A layer reads a parameter, or gives a gradient, perhaps its first one: gradients of those before have

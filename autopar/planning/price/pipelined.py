@@ -122,7 +122,7 @@ def data_of(candidate: Candidate, layers: Layers) -> Data:
 def _model(candidate: Candidate, layers: Layers) -> tuple[Hashable, ...]:
     """All that stages follow from, beside the place of their ranks of tp and cp."""
     data, one = data_of(candidate, layers), candidate
-    model = one.rows, one.policies, one.ranges, one.adds, one.pp, one.is_hosted, one.folder
+    model = one.rows, one.policies, one.ranges, one.adds, one.pp, one.is_hosted, one.folder, one.moved
     if one.pp == 1:  # a step that is one graph moves with ZeRO-1 what it moves with ZeRO-2
         zero = one.zero == 3 if one.is_alone else one.zero
         return *model, min(one.microbatches, 2), one.data > 1 and (data.groups, zero, one.gathers_again)

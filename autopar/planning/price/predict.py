@@ -67,9 +67,10 @@ def _host_bytes(candidate: Candidate, rank: Stage) -> float:
     """Bytes of the host's memory that a rank takes between two steps, and in them."""
     layers, cost = rank.share.stored.layers, rank.cost
     states = cost.states(layers) / candidate.shards
+    kept = rank.step.waiting if rank.step is not None else 0.0
     if candidate.is_hosted:
-        return states + (cost.parameters(layers) + cost.gradients(layers)) / candidate.shards
-    return states if candidate.offload == STATES else 0.0
+        return kept + states + (cost.parameters(layers) + cost.gradients(layers)) / candidate.shards
+    return kept + (states if candidate.offload == STATES else 0.0)
 
 
 def _ends(candidate: Candidate, layers: Layers, rank: Stage, machine: Machine) -> tuple[float, float, float]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autopar.passes.overlap.bucket import Sum
 from autopar.passes.overlap.prefetch import Gather
+from autopar.planning.price.activation_copies import Copies
 from autopar.planning.price.layers import Layers
-from autopar.planning.price.moving import BACKWARD, PART, SHARDS, Moving, Net, first_of, last_of, sums_of
+from autopar.planning.price.moving import PART, SHARDS, Moving, Net, first_of, last_of, sums_of
 from autopar.planning.shallow.events import OUTSIDE, Gradient, ParameterRead
-from autopar.planning.shallow.graph_track import FORWARD, ParameterPlace, Road, Track
+from autopar.planning.shallow.graph_track import BACKWARD, FORWARD, ParameterPlace, Road, Track
 from autopar.planning.space.candidates import Candidate
 from autopar.planning.space.split import Split
 
@@ -33,20 +34,24 @@ class StepPeaks:
 @dataclass(frozen=True, slots=True)
 class WholeStep:
     """us: of a micro-batch's graphs, F and B; before, after: of what runs once. moves: of each graph what it starts and
-    awaits."""
+    awaits. waiting: bytes of what layers keep in the host's memory."""
 
     us: Mapping[str, float]
     before: float
     after: float
     peaks: StepPeaks
     moves: Mapping[str, Moves] = field(default_factory=dict)
+    waiting: float = 0.0
 
     @classmethod
     def of(cls, candidate: Candidate, layers: Layers, split: Split, once: float, net: Net) -> WholeStep:
         """split: of its ranks. once: us of what is computed once a step, of whole parameters. Raises AutoparError as
         `Micros.local`."""
-        asked = _Asked(candidate, roads_of(candidate, layers, split), net)
-        return asked.alone(once) if candidate.is_alone else asked.in_parts(once)
+        roads = roads_of(candidate, layers, split)
+        copies = Copies.of(roads, candidate.moved, net.machine) if candidate.moved else None
+        asked = _Asked(candidate, roads, net, copies)
+        made = asked.alone(once) if candidate.is_alone else asked.in_parts(once)
+        return replace(made, waiting=copies.bytes_) if copies is not None else made
 
 
 def roads_of(candidate: Candidate, layers: Layers, split: Split) -> Mapping[str, Road]:
@@ -72,10 +77,12 @@ class _Asked:
     candidate: Candidate
     roads: Mapping[str, Road]
     net: Net
+    copies: Copies | None
 
     def alone(self, once: float) -> WholeStep:
         """A step of one micro-batch is one graph: all that it moves goes under its passes."""
-        candidate, moving, begun = self.candidate, Moving(self.net, leaves=self.candidate.is_hosted), 0.0
+        candidate, begun = self.candidate, 0.0
+        moving = Moving(self.net, leaves=candidate.is_hosted, copies=self.copies)
         forward, is_again = list(self._gathers(FORWARD)), candidate.gathers_again or candidate.is_hosted
         back = list(self._gathers(BACKWARD)) if is_again else []
         left = [pair for pair in back if candidate.is_hosted and _unit(pair) == _unit(forward[-1])]
@@ -104,7 +111,8 @@ class _Asked:
         candidate, us, moves = self.candidate, dict[str, float](), dict[str, Moves]()
         first, last, made = self._first(once), self._last(), dict[str, Moving]()
         for kind in (FORWARD, BACKWARD):
-            moving = made[kind] = Moving(self.net, level=made[FORWARD].level if made else 0.0)
+            level = made[FORWARD].level if made else 0.0
+            moving = made[kind] = Moving(self.net, level=level, copies=self.copies)
             if candidate.gathers_again:
                 moving.gather([gather for gather, _ in self._gathers(kind)], {})
             if kind == BACKWARD:  # what is there from before the first micro-batch goes with the last one

@@ -15,7 +15,7 @@ from autopar.planning.shallow.captures import KEPT
 from autopar.planning.shallow.events import OUTSIDE, Events, Gradient, Own, ParameterRead
 from autopar.planning.shallow.sheet import Sheet, SheetCall
 
-FORWARD = "F"
+FORWARD, BACKWARD = "F", "B"
 
 
 class TrackStep(NamedTuple):
@@ -151,22 +151,26 @@ def _joined(steps: Calls) -> Steps:
 @dataclass(frozen=True, slots=True)
 class Road:
     """The steps of the graph of a whole model, each with the number that the first of the equal layers of its program
-    has in the model."""
+    has in the model. layers: the equal layer of each step."""
 
     kind: str
     steps: tuple[tuple[int, TrackStep], ...]
+    layers: tuple[int, ...]
 
     @classmethod
     def of(cls, kind: str, less: Track, more: Track, layers: int, again: int) -> Road:
         """less, more: of the policies of recomputation of most layers, and of the first ones, `again` of them."""
         is_forward, last = kind == FORWARD, max(layers - KEPT, 0)
         found = [(0 if is_forward else last, step) for step in less.outer[0]]
+        numbers = [OUTSIDE] * len(found)
         for at in range(layers):
             number = at if is_forward else layers - 1 - at
             track = more if number < again else less
             own = {0: track.ends[0], 1: track.second, layers - 1: track.ends[1]}.get(at, track.middle)
             found += [(min(max(number - 1, 0), last), step) for step in own]
-        return cls(kind, (*found, *((last if is_forward else 0, step) for step in less.outer[1])))
+            numbers += [number] * len(own)
+        behind = tuple((last if is_forward else 0, step) for step in less.outer[1])
+        return cls(kind, (*found, *behind), (*numbers, *[OUTSIDE] * len(behind)))
 
     def reads(self) -> Iterator[tuple[ParameterPlace, ParameterRead]]:
         for number, step in self.steps:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from autopar.errors import divisors
 from autopar.ir.mesh import CONTEXT, EXPERT, ULYSSES
+from autopar.ir.ops.measure import human
 from autopar.ir.options import DISK
 from autopar.passes.search.heads import head_splits
 from autopar.planning.space.axis_orders import ORDER, orders
@@ -30,9 +31,14 @@ PAIRED = "dualpipev"  # is tried on what was found (`report/emitted.py`)
 MOST_ROWS = HIGH  # of a micro-batch on one rank, where a batch has not many more
 SHORT = {"none": "", "selective": "selective", "full": "recompute", LAYERS: ""}
 RESHARD = "reshard_after_forward"
-OFFLOAD, NOTHING, STATES, HOSTED = "offload", "none", "optimizer", "parameters"
-OFFLOADS = (NOTHING, STATES, HOSTED)  # what may wait in the host's memory, with states all that is behind them
-FOLDER = "folder"
+OFFLOAD, NOTHING, STATES, HOSTED, ACTIVATIONS = "offload", "none", "optimizer", "parameters", "activations"
+ON_DISK = f"={DISK}"
+# What may wait in the host's memory, or in files of the machine's disk, as `--offload` has it: activations, of which
+# `memory=` decides how many; states; parameters with all that is behind them.
+ALONE = (STATES, ACTIVATIONS, HOSTED)
+TOGETHER = (f"{ACTIVATIONS},{STATES}", f"{ACTIVATIONS},{HOSTED}")
+IN_FILES = (STATES + ON_DISK, HOSTED + ON_DISK)
+OFFLOADS = (NOTHING, *ALONE, *TOGETHER, *IN_FILES)
 DECIDES_ROWS = {"dp", "fsdp", CONTEXT, ULYSSES, "rows", "order"}
 
 
@@ -71,8 +77,10 @@ class Candidate(NamedTuple):  # of which there are a million: made and hashed in
     replicated over dp. order: of the axes, outermost first. chunks: stages of each rank of a pipeline. again: how many
     layers are, of recompute="layers". ep: ranks of dp, over which experts are split as well. experts: or the axes that
     are there, by the name of their group. reshard_after_forward:
-    with zero=3, False gathers parameters once a step, as zero=2 does. offload: what waits in the host's memory, or in
-    files of a folder."""
+    with zero=3, False gathers parameters once a step, as zero=2 does. offload: states, or parameters, that wait in the
+    host's memory, or in files of a folder. memory: bytes that the compiler keeps to by activations in the host's memory
+    and values computed again (`memory=`); 0 where none wait there. moved: the part of them that does, with `recompute`.
+    """
 
     dp: int
     tp: int
@@ -94,6 +102,14 @@ class Candidate(NamedTuple):  # of which there are a million: made and hashed in
     offload: str = NOTHING
     experts: str = ""
     folder: str = ""
+    memory: int = 0
+    moved: float = 0.0
+
+    @property
+    def waits(self) -> str:
+        """What waits elsewhere, one of `OFFLOADS`."""
+        waiting = [ACTIVATIONS] * bool(self.memory) + [self.offload] * (self.offload != NOTHING)
+        return (",".join(waiting) or NOTHING) + ON_DISK * bool(self.folder)
 
     @property
     def is_ordered(self) -> bool:
@@ -202,6 +218,8 @@ class Candidate(NamedTuple):  # of which there are a million: made and hashed in
     def options(self) -> dict[str, Any]:
         """The options of `parallelize` beside the mesh."""
         options: dict[str, Any] = {"recompute": self.again.policies if self.again else self.recompute}
+        if self.memory:
+            options = {"memory": self.memory}
         if self.data > 1:
             options["zero"] = self.zero
         if not self.reshard_after_forward:
@@ -229,13 +247,14 @@ class Candidate(NamedTuple):  # of which there are a million: made and hashed in
         return len(self.axes) + sum(value != defaults.get(name) for name, value in self.options().items())
 
     def __str__(self) -> str:
-        words = [self.mesh, f"zero={self.zero}" if self.data > 1 else "", SHORT[self.recompute]]
+        words = [self.mesh, f"zero={self.zero}" if self.data > 1 else "", "" if self.memory else SHORT[self.recompute]]
         words += ["" if self.reshard_after_forward else "gathered once"]
         words += [str(self.again or "")]
         words += ["whole sequences" if self.tp > 1 and not self.sequence else ""]
         words += [f"{self.microbatches} x {self.rows} rows", self.schedule if self.is_ordered else ""]
         words += [f"{self.chunks} chunks" if self.chunks > 2 else ""]
         words += [f"{self.offload} {'on disk' if self.folder else 'in host'}" if self.offload != NOTHING else ""]
+        words += [f"memory={human(self.memory)}" if self.memory else ""]
         words += [f"experts over {self.experts}" if self.experts else ""]
         return " ".join(word for word in words if word)
 
@@ -291,13 +310,15 @@ def _shared(context: int, tp: int, model: Model) -> tuple[tuple[int, int], ...]:
 @dataclass(frozen=True, slots=True)
 class Space:
     """What there is to choose from. batch: rows of a step. node: devices of one. fixed: sizes of axes and options that
-    are decided (`fixed.py`)."""
+    are decided (`fixed.py`). limit: bytes that a rank may hold. folder: on the machine's disk."""
 
     gpus: int
     batch: int
     node: int
     model: Model
     fixed: Mapping[str, Any]
+    limit: float = math.inf
+    folder: str = ""
 
     def candidates(self) -> Iterator[Candidate]:
         """All of them, in no order that means anything."""
@@ -367,14 +388,17 @@ class Space:
         context = sizes[CONTEXT] * sizes[ULYSSES]
         is_split = sizes["dp"] * context > 1
         zero = ZERO[1:] if sizes["fsdp"] > 1 else ZERO if is_split else ZERO[:1]
-        reshard, offload = self._may(RESHARD, True), self.fixed.get(OFFLOAD, NOTHING)
+        reshard, offload, memory = self._may(RESHARD, True), self._offload, self._memory
+        folder = self.folder if self._waits.endswith(ON_DISK) else ""
+        if memory and sizes["pp"] > 1:  # what is copied beside the turns of others is in no formula
+            return
         if offload == HOSTED:  # gradients of several micro-batches would add up on the device
             zero = (3,) if is_split else (0,)
         pipelines = PIPELINES if sizes["pp"] > 1 else PIPELINES[:1]
         of_axes = list(
             product(
                 self._open("zero", zero if reshard else set(zero) & {3}),
-                self._open("recompute", RECOMPUTE if self._may_mix(sizes["pp"]) else RECOMPUTE[:-1]),
+                self._open("recompute", RECOMPUTE if self._may_mix(sizes["pp"]) and not memory else RECOMPUTE[:-1]),
                 self._open("sequence", (True, False) if sizes["tp"] > 1 else (False,)),
             )
         )
@@ -389,8 +413,22 @@ class Space:
                             sizes["dp"], sizes["tp"], sizes["pp"], zero_, recompute, rows, own // rows, schedule,
                             sequence, sizes["fsdp"], sizes[CONTEXT], order, chunks,
                             self.model.again if recompute == LAYERS else None, reshard, sizes[ULYSSES], 1, offload,
-                            "", self.fixed.get(FOLDER, ""),
+                            "", folder, memory,
                         )  # fmt: skip
+
+    @property
+    def _waits(self) -> str:
+        return str(self.fixed.get(OFFLOAD, NOTHING))
+
+    @property
+    def _offload(self) -> str:
+        """The states, or parameters, that wait elsewhere."""
+        return next((what for what in (STATES, HOSTED) if what in self._waits), NOTHING)
+
+    @property
+    def _memory(self) -> int:
+        """The limit that activations keep to; 0 if none of them wait elsewhere."""
+        return int(self.limit) if ACTIVATIONS in self._waits and math.isfinite(self.limit) else 0
 
     def _may_mix(self, pp: int) -> bool:
         """True if a part of the layers may be computed again. Of pipelines that is drawn where it is asked for; of the

@@ -84,9 +84,12 @@ def check_alone(plan: Plan) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """Steps along one line: from 0.0, the plain step, to 1.0 a rank holds less and the step takes longer."""
+    """Steps along one line: from 0.0 to 1.0 a rank holds less and the step takes longer. begin: where it would fit if
+    all it saves were activations that are kept at the peak; slope: the bytes of these."""
 
     changes: Callable[[float], Changes]
+    begin: float
+    slope: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,16 +121,15 @@ class _Search:
         layers = policies_of(plain.program, "full").layers
         self.layers = [name for name in units if name and name in layers]  # no pattern names the model itself
         self.gathered = _gathered(plain, units) if plan.gathers_again and not plan.offloads("parameters") else []
-        moved = {**plan.options.offloaded, "activations": 1.0}
-        self.all_move = {"offload": moved} if plan.options.compile != "inductor" else {}
+        self.may_move = plan.options.compile != "inductor"
 
     def run(self) -> Lowered:
         best = self._best([self.plain])
         for way in self._ways() if best is None else ():
-            best = self._best([best, *self._along(way, {}, best, self._guess())])
+            best = self._best([best, *self._along(way, {}, best, way.begin)])
         if best is None:
             best = self._best([self.tried(way.changes(1.0)) for way in self._ways()])
-        if best is None and self.all_move:  # nothing of another micro-batch comes or goes beside the one at work
+        if best is None and self.may_move:  # nothing of another micro-batch comes or goes beside the one at work
             best = self._best([self.tried({**way.changes(1.0), "horizon": 1}) for way in self._ways()])
         if best is None:
             raise self._impossible()
@@ -160,25 +162,28 @@ class _Search:
 
     def _ways(self) -> Iterator[_Way]:
         """Values that move or are computed again, in one budget, which takes none of the two where the other is better;
-        and layers that are computed again as a whole, from the first one on."""
-        yield _Way(lambda part: {"recompute": 1.0 - part, **self.all_move} if part else {})
-        if self.layers:
-            yield _Way(self._full)
-        if self.layers and self.all_move:
-            yield _Way(lambda part: {**self._full(part), **self.all_move} if part else {})
+        layers that are computed again as a whole, from the first one on; and where all of them are too large, what
+        enters them moves."""
+        yield self._way(lambda part: {"recompute": 1.0 - part, **self._moved(1.0)} if part else {}, self.plain)
+        if not self.layers:
+            return
+        yield self._way(self._full, self.plain)
+        full = self.tried(self._full(1.0)) if self.may_move else None
+        if full is not None and full.peak > self.limit:
+            yield self._way(lambda part: {**self._full(1.0), **self._moved(part)}, full)
+
+    def _way(self, changes: Callable[[float], Changes], start: _Tried) -> _Way:
+        """A way from a step that is too large."""
+        kept = max(1, start.report.categories[ACTIVATIONS])
+        return _Way(changes, min(1.0, max(0.02, (start.peak - self.limit) / kept)), kept)
+
+    def _moved(self, part: float) -> Changes:
+        """That part of what is kept moves."""
+        return {"offload": {**self.plain.lowered.plan.options.offloaded, "activations": part}} if self.may_move else {}
 
     def _full(self, part: float) -> Changes:
         names = self.layers[: math.ceil(part * len(self.layers))]
         return {"recompute": dict.fromkeys(names, "full")} if names else {}
-
-    def _guess(self) -> float:
-        """The place of a way where it would fit if all it saves were activations that are kept at the peak."""
-        return min(1.0, max(0.02, (self.plain.peak - self.limit) / self._kept))
-
-    @property
-    def _kept(self) -> int:
-        """The bytes of activations that are kept at the peak of the plain step."""
-        return max(1, self.plain.report.categories[ACTIVATIONS])
 
     def _along(self, way: _Way, also: Changes, best: _Tried | None, place: float) -> Iterator[_Tried]:
         """Steps of a way towards the first one that fits, from a place on. also: what is changed with each.
@@ -187,7 +192,7 @@ class _Search:
         where that was tried, halfway. Farther on a step takes longer: so of one that is slower than the best known one
         the bytes are not asked for, and where one is slower and too large the way has nothing better.
         """
-        low, high, slope, before = 0.0, 1.0, float(self._kept), (0, 0.0)
+        low, high, before = 0.0, 1.0, (0, 0.0)
         for _ in range(ROUNDS):
             made = self.tried({**way.changes(place), **also})
             step = 0.0
@@ -196,7 +201,7 @@ class _Search:
                 is_large, is_slow = made.peak > self.limit, best is not None and made.us >= best.us
                 if (is_large and (is_slow or place >= 1.0)) or 0 <= self.limit - made.peak < CLOSE * self.limit:
                     return
-                step, before = (made.peak - self.limit) / slope, (made.peak, made.us)
+                step, before = (made.peak - self.limit) / way.slope, (made.peak, made.us)
                 low, high = (place, high) if is_large else (low, place)
                 best = self._best([best, made])
             else:

@@ -1,0 +1,117 @@
+"""Plans with activations in the host's memory: where nothing else fits, and none that is slower than what fits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from models import Llama, token_loss
+
+import autopar
+from autopar.compiler.check_options import options_of
+from autopar.compiler.meshes import mesh_of
+from autopar.errors import PlanError
+from autopar.ir.plan import Fixed
+from autopar.machines import Machine, named
+from autopar.planning.jobs import layers_of
+from autopar.planning.planner import Asked, planned
+from autopar.planning.price.layers import Layers
+from autopar.planning.price.predict import predict
+from autopar.planning.space.candidates import TOGETHER, Candidate
+from autopar.report.emitted import checked
+from autopar.report.memory.estimate import memory_report
+from autopar.report.memory.within_memory import compile_step
+
+H100 = replace(named("h100-80g"), to_host=5e10)
+FIXED = {"tp": 1, "cp": 1, "pp": 1, "rows": 4}
+
+
+def job() -> autopar.Job:
+    with torch.device("meta"):
+        model = Llama(6, 256, 2, 2, 704, 256, 4096)
+        ids = torch.empty(4, 4096, dtype=torch.int64)
+    return autopar.Job(model, token_loss, (ids, ids), precision="bf16")
+
+
+@cache
+def layers(to_host: float = H100.to_host) -> Layers:
+    return layers_of(job(), machine(to_host=to_host))
+
+
+def machine(host: float = 1e9, to_host: float = H100.to_host) -> Machine:
+    return replace(H100, ranks=1, host_memory=host, to_host=to_host)
+
+
+@cache
+def least() -> float:
+    """Bytes of the plan that holds least without the host's memory."""
+    plain = planned(layers(), Asked(1, 4, machine(), math.inf, FIXED, 50, may_offload=False)).found.best
+    return min(each.memory for each in plain)
+
+
+def test_a_shape_that_fits_only_so():
+    """The host has no room for states. What the compiler makes of `memory=` keeps to the limit, and is what was
+    predicted."""
+    room = 38e6
+    asked = Asked(1, 4, machine(room / 0.9), 0.935 * least(), FIXED, 1)
+    with pytest.raises(PlanError, match="no plan fits"):
+        planned(layers(), replace(asked, may_offload=False))
+    for waits in ("optimizer", "parameters"):
+        with pytest.raises(PlanError, match="of the host's memory, of which a rank may take 38 MB"):
+            planned(layers(), replace(asked, fixed={**FIXED, "offload": waits}))
+    found = planned(layers(), asked)
+    best, emitted = found.found.best[0], checked(found).found.best[0]
+    assert best.candidate.waits == "activations" and best.memory <= asked.limit
+    assert emitted.is_emitted and emitted.candidate.options() == {"memory": int(asked.limit)}
+    assert 0.93 * asked.limit < emitted.memory <= asked.limit
+    assert emitted.total == pytest.approx(best.total, rel=0.05) and 0 < emitted.host <= room
+
+
+def test_both_where_neither_is_enough():
+    asked = Asked(1, 4, machine(), 0.75 * least(), FIXED, 1)
+    (best,) = planned(layers(), asked).found.best
+    assert best.candidate.waits in TOGETHER and best.memory <= asked.limit
+    assert best.candidate.options() == {"memory": int(asked.limit), "offload": best.candidate.offload}
+    for waits in ("activations", "optimizer", "parameters"):
+        with pytest.raises(PlanError, match="no plan fits"):
+            planned(layers(), replace(asked, fixed={**FIXED, "offload": waits}))
+
+
+@pytest.mark.parametrize("to_host", [1e8, 5e10, 1e12], ids=["slow", "as fast", "fast"])
+def test_none_is_slower_than_what_fits(to_host: float):
+    of, there = layers(to_host), set[str]()
+    for part in (1.0, 1.3, 2.0, 4.0):
+        asked = Asked(1, 4, machine(to_host=to_host), part * least(), FIXED, 3)
+        plain = planned(of, replace(asked, may_offload=False)).found.best
+        best = planned(of, asked).found.best
+        waiting = [each for each in best if each.candidate.waits != "none"]
+        assert all(each.total < plain[0].total and each.memory <= asked.limit for each in waiting)
+        there |= {each.candidate.waits for each in waiting}
+    assert ("activations" in there) == (to_host > 1e11)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "part"), [("full", 0.5), ("full", 1.0), ("none", 1.0), ("selective", 1.0)], ids=str
+)
+def test_the_device_holds_what_was_predicted(recompute: str, part: float):
+    """Where a part of what the layers keep waits: the peak within 7 %, and below that without."""
+    one = Candidate(1, 1, 1, 0, recompute, 4, 1)
+    plain, made = (predict(each, layers(), machine()) for each in (one, one._replace(moved=part)))
+    options = options_of(precision="bf16", recompute=recompute, offload={"activations": part})
+    given, fixed = job(), Fixed(machine=machine())
+    _, lowered = compile_step(given.model, token_loss, given.batch, {}, mesh_of("dp=1"), options, fixed=fixed)
+    assert made.memory == pytest.approx(memory_report(lowered, 0).peak, rel=0.07)
+    assert made.memory < plain.memory and made.total >= plain.total and made.host > 0
+
+
+def test_what_cannot_be_decided_together_is_told():
+    fixed = {**FIXED, "offload": "activations", "recompute": "full"}
+    with pytest.raises(PlanError) as caught:
+        planned(layers(), Asked(1, 4, machine(), least(), fixed))
+    assert str(caught.value) == (
+        "offload=activations with recompute=full: where activations wait, memory= decides that too. Leave recompute "
+        "out."
+    )
