@@ -10,6 +10,7 @@ MESHES = (
     "dp=1", "dp=2", "tp=2", "fsdp=2", "pp=2", "dp=2,tp=2", "dp=2,fsdp=2", "fsdp=2,tp=2", "dp=2,pp=2", "pp=2,tp=2",
     "dp=4", "tp=4", "cp=2", "dp=2,cp=2", "cp=2,tp=2",
 )  # fmt: skip
+OF_EXPERTS = ("ep=2", "ep=4", "dp=2,ep=2", "fsdp=2,ep=2", "ep=2,tp=2", "pp=2,ep=2")
 PLANNED = ("auto=2", "auto=4")  # mesh="auto" on so many ranks
 RARE = ("dp=2,tp=3", "dp=3,tp=2", "fsdp=3,tp=2")
 NOT_PLANNED = ("precision", "chunked_loss", "compile")  # options that may stand beside mesh="auto"
@@ -17,8 +18,8 @@ WHOLE_BATCH = frozenset({"batchnorm", "average"})  # blocks that micro-batches c
 
 # The axes of meshes that journeys take, by whose the batch of a rank is.
 AXES = {
-    "global": frozenset(["dp", "fsdp", "tp", "pp", "cp", "auto"]),
-    "local": frozenset(["dp", "fsdp"]),
+    "global": frozenset(["dp", "fsdp", "ep", "tp", "pp", "cp", "auto"]),
+    "local": frozenset(["dp", "fsdp", "ep"]),
     "ddp": frozenset(["dp"]),
 }
 
@@ -39,9 +40,14 @@ def meshes_for(setup: Mapping[str, Any]) -> list[str]:
     allowed = AXES[setup.get("batch", "global")]
     return [
         mesh
-        for mesh in (*MESHES, *PLANNED, *RARE)
+        for mesh in (*MESHES, *PLANNED, *RARE, *(OF_EXPERTS if has_experts(setup) else ()))
         if world(mesh) == world(setup["mesh"]) and (staged or "pp" not in mesh) and axes_of(mesh) <= allowed
     ]
+
+
+def has_experts(setup: Mapping[str, Any]) -> bool:
+    """Whether a model has what the axis ep divides."""
+    return any(name.startswith("experts") for name in setup["blocks"])
 
 
 def options_on(mesh: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,7 +55,7 @@ def options_on(mesh: str, options: Mapping[str, Any]) -> dict[str, Any]:
     if mesh in PLANNED:
         return {name: value for name, value in options.items() if name in NOT_PLANNED}
     kept = dict(options)
-    if not {"dp", "fsdp", "cp"} & axes_of(mesh) or mesh == "dp=1":
+    if not {"dp", "fsdp", "cp", "ep"} & axes_of(mesh) or mesh == "dp=1":
         kept.pop("zero", None)
     if "pp" not in mesh:
         kept.pop("schedule", None)

@@ -179,7 +179,8 @@ class Pair:
             and not {"batchnorm", "norm", "multihead"} & set(setup["blocks"]),
             "frozen": any(not p.requires_grad for p in side.model.parameters()),
             "chain": isinstance(side.model, models.Chain),
-            "dropout": any(isinstance(m, nn.Dropout) for m in modules),
+            # Under "ddp" masks are each rank's own, and the plain module has none like them.
+            "dropout": any(isinstance(m, nn.Dropout) for m in modules) and setup.get("batch") != "ddp",
             "batchnorm": any(isinstance(m, nn.BatchNorm1d) for m in modules),
             "scale": any(isinstance(m, models.Scale) for m in modules),
         }

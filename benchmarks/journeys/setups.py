@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from benchmarks.journeys.meshes import MESHES, PLANNED, RARE, WHOLE_BATCH, axes_of, options_on
+from benchmarks.journeys.meshes import MESHES, PLANNED, RARE, WHOLE_BATCH, axes_of, has_experts, meshes_for, options_on
 from benchmarks.journeys.models import BLOCKS, TIME
 from benchmarks.journeys.parts import ODD
 from benchmarks.journeys.side import OPTIMIZERS
@@ -91,9 +91,12 @@ def setups(draw: st.DrawFn, meshes: tuple[str, ...] = ()) -> dict[str, Any]:
     if "precision" in made["options"] or "dtype" in made:  # rounding sends rows to other experts
         made["blocks"] = [name for name in made["blocks"] if not name.startswith("experts")]
     axes = [axis for axis in ("dp", "fsdp", "cp") if axis in axes_of(mesh)]
-    if axes and any(name.startswith("experts") for name in made["blocks"]) and draw(st.booleans()):
+    fitting = [one for one in meshes_for(made) if "ep" in axes_of(one)] if not meshes else []
+    if fitting and draw(st.booleans()):
+        made["mesh"] = draw(st.sampled_from(fitting))
+    elif axes and has_experts(made) and draw(st.booleans()):
         made["options"]["experts"] = axes[-1]
-    made["options"] = options_on(mesh, made["options"])
+    made["options"] = options_on(made["mesh"], made["options"])
     return made
 
 
