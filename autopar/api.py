@@ -90,8 +90,7 @@ def parallelize(
       all of them before anything is changed, "skip" leaves the step out; None does not look (docs/ranks.md).
     weights: a safetensors file, or a folder of them as `save_pretrained` writes it, with the values of what is on the
       meta device: each rank reads its parts. None for the modules' own `reset_parameters()`.
-    machine: what programs are made for, and mesh="auto" plans for: a name of `autopar machine show`, a file or a
-      `Machine`. None: as fits this rank's device.
+    machine: that programs are made for: a name of `autopar machine show`, a file, a `Machine`. None: by the device.
     timeout: seconds that a rank waits for others before it raises RankError (docs/ranks.md); None: the backend's own.
     cache: a folder of compiled programs, for the next start (docs/cache.md); None: that of AUTOPAR_CACHE, or none.
     And of the step: every field of `autopar.StepOptions` by its name, e.g. `zero=3, recompute="selective"`.

@@ -422,7 +422,7 @@ class Raise(TorchFunctionMode):
         self._drew.clear()
         self.locator.adopt(result, call.place)
         if self._is_forward():
-            self.calls.saw(func, args, kwargs, result, self.locator.line(call.place[1]), written)
+            self.calls.saw(func, args, kwargs, result, self.locator.line(call.place[1]), written, self.selected.known)
             if self.coins.trail is not None and func not in QUERIES:
                 self.coins.trail.saw(func, args, kwargs, result, written)
         self.calling = None

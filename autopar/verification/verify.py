@@ -57,20 +57,18 @@ def verify(
     float tensors outside of parameters, buffers and batch, where an op meets them (class weights in the loss). Under
     a precision the programs run in it, and what they give is compared with float64: no tensor may be further off than
     twice what torch.autocast is on one device (see `Reference`), and every sum of gradients must be in `reduce_dtype`
-    (see `sum_dtypes.py`). The model is copied and not changed; `optimizer` makes
-    one from parameters (AdamW by default, see `descent`). `options` are those of a step, see `autopar.StepOptions`;
-    what compile="inductor" writes runs on processes alone (`autopar verify --backend gloo`).
+    (see `sum_dtypes.py`). The model is copied and not changed; `optimizer` makes one from parameters (AdamW by default,
+    see `descent`). `options` are those of a step, see `autopar.StepOptions`, and machine is as of `parallelize`; what
+    compile="inductor" writes runs on processes alone (`autopar verify --backend gloo`).
     Where a model enlarges rounding beyond the tolerance, the report says how far rounding alone moves the plain module.
     What lies within some times that is right, if it leaves something to compare, here or from other weights and another
     batch (see `noise.py`); where it leaves nothing, the same has to be right in float64. In any shorter dtype than
     float64 the programs run once more in float64, beside the captured ones (see `lifted.py`): a short float hides what
     is wrong by less than its resolution. On a difference the report names the first node that differs.
-
     ddp: compare what `parallelize(batch="ddp")` does with what DistributedDataParallel does: each place of the data
     axes computes the loss of a batch of its own, of losses and gradients all take the mean, and buffers are those of
     the first place. A list as `batch` has a batch for each place, of any sizes; any other is cut into them, on the dims
     that count samples (`batch_dims`; dim 0 where nothing is said).
-    machine: what the programs are made for, as of `parallelize`.
     """
     check_model(model)
     parsed, chosen = mesh_of(mesh), options_of(**options)  # what is cheap to find is found first
@@ -81,9 +79,8 @@ def verify(
     if is_exact:
         model, batch = module_in(model, dtype), map_tensors(lambda leaf: cast(leaf, dtype), batch)
     batches = batches_of(batch, parsed, chosen, model, loss_fn, ddp)
-    lift = dtype if is_exact else None
+    lift, fixed = dtype if is_exact else None, Fixed(machine=machine_like(machine))
     with in_dtype(model, loss_fn, dtype) if is_exact else nullcontext():
-        fixed = Fixed(machine=machine_like(machine))
         versions = Versions([], partial(programs_of, model, loss_fn, batches, parsed, chosen, lift, fixed))
         first, *others = versions.of(torch.tensor([seed, 0]))
         trial = Trial(
@@ -97,6 +94,11 @@ def verify(
         given, mesh, loss_fn=loss_fn, batch=example, steps=steps, optimizer=optimizer, seed=seed, ddp=ddp,
         machine=machine, **plainly,
     )  # fmt: skip
+    return _told_by(report, exact)
+
+
+def _told_by(report: Report, exact: Report) -> Report:
+    """A report of which a longer float says what rounding leaves open."""
     rows = tuple(replace(row, ok=exact.ok if row.noise is not None else row.ok) for row in report.rows)
     return replace(report, rows=rows, mismatch=exact.mismatch)
 

@@ -18,6 +18,7 @@ from autopar.passes.sorts import loop_masks
 from autopar.runtime.executor import executor
 from autopar.runtime.kernels.dropout import dropout_of_rows
 from autopar.verification.verify import verify
+from benchmarks.mixtures import AT_ONCE
 from benchmarks.spellings import expert_spellings as ways
 from benchmarks.spellings.expert_spellings import batch, spelled
 
@@ -88,10 +89,10 @@ def _count(program: Program) -> Counter[str]:
 
 def test_what_moves_is_what_moves_of_grouped_products() -> None:
     """No row and no matrix is gathered; the matrices of modules, and their gradients, change places."""
-    grouped = _count(autopar.compile(spelled(ways.sorted_, True), "ep=2", batch=batch()).program)
-    loop = _count(autopar.compile(spelled(ways.stacked_where, True), "ep=2", batch=batch()).program)
+    grouped = _count(autopar.compile(spelled(ways.sorted_, True), "ep=2", batch=batch(), machine=AT_ONCE).program)
+    loop = _count(autopar.compile(spelled(ways.stacked_where, True), "ep=2", batch=batch(), machine=AT_ONCE).program)
     assert loop == grouped == {"route": 1, "dispatch": 3, "combine": 3, "expert_mm": 4}
-    dropped = _count(autopar.compile(spelled(ways.dropped), "ep=2", batch=batch()).program)
+    dropped = _count(autopar.compile(spelled(ways.dropped), "ep=2", batch=batch(), machine=AT_ONCE).program)
     assert (dropped["dispatch"], dropped["combine"]) == (4, 3), "the places by which rows draw go with them, once"
     apart = _count(autopar.compile(spelled(ways.mixtral), "ep=2", batch=batch()).program)
     assert apart["all_gather"] == 0 and apart["all_to_all"] == 10 and apart["expert_mm"] == 6

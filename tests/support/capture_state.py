@@ -209,12 +209,12 @@ def own_side_loss(m: Any, x: Tensor) -> Tensor:
 
 @refused("computes with a float that it draws", "draw it by torch.rand")
 def random_random(m: Any, x: Tensor) -> Tensor:
-    return m.linear(x) * random.random()  # HERE
+    return m.linear(x) * torch.full((4,), random.random())  # HERE
 
 
 @refused("computes with a float that it draws", "draw it by torch.rand")
 def numpy_random(m: Any, x: Tensor) -> Tensor:
-    return m.linear(x) * np.random.rand()  # HERE
+    return F.dropout(m.linear(x), np.random.rand())  # HERE
 
 
 @refused("It comes from a numpy generator", "pass it in with the batch")

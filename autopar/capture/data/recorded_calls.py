@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +75,7 @@ class RecordedCalls:
         self.has_floats = False  # it does
         self.has_any = False  # and one of those may be any number
         self.floats: list[HostFloat] = []  # that calls were given, where the model draws on the host
+        self._of_rows: set[int] = set(earlier._of_rows) if earlier else set()  # calls on forms that are data
         self._kept: list[torch.Tensor] = []
         self._inputs: set[int] = set()
         # The tensor is held, so that its id stays its own.
@@ -125,9 +126,10 @@ class RecordedCalls:
 
     def saw(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, line: Line | None,
-        written: Sequence[torch.Tensor] = (),
+        written: Sequence[torch.Tensor] = (), rows: Container[int] = (),
     ) -> None:  # fmt: skip
-        """A call with what it returned, and those of its arguments that it wrote into."""
+        """A call with what it returned, and those of its arguments that it wrote into. rows: the ids of tensors whose
+        form is data, how many rows a mask selects."""
         name = getattr(function, "__name__", "")
         owner = getattr(getattr(function, "__self__", None), "__name__", "") if name == "__get__" else ""
         results = result if isinstance(result, (tuple, list)) else (result,)
@@ -143,7 +145,13 @@ class RecordedCalls:
         if name in _UNWRITTEN:
             return
         numbers: list[Any] = []
-        key, behind = self._key((_by_form(name, args), kwargs), numbers)
+        key, behind = self._key((args, kwargs), numbers)
+        form = _by_form(name, args)
+        if form is not None and id(args[form_argument(name) or 0]) in rows:
+            self._of_rows.add(key)
+        elif form is not None and key not in self._of_rows:
+            numbers.clear()
+            key, behind = self._key((form, kwargs), numbers)
         key = hash((name or repr(function), owner, key))
         if behind and not is_machinery:
             self.made.append(RecordedCall(key, owner or name, line, tuple(numbers), behind))
@@ -205,11 +213,11 @@ class RecordedCalls:
         )
 
 
-def _by_form(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of a call, with its form in place of a tensor that is asked for that alone."""
+def _by_form(name: str, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """The arguments of a call, with its form in place of a tensor that is asked for that alone; None of another one."""
     at = form_argument(name)
     if at is None or len(args) <= at or not isinstance(args[at], torch.Tensor):
-        return args
+        return None
     return (*args[:at], tuple(args[at].shape), args[at].dtype, *args[at + 1 :])
 
 

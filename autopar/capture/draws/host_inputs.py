@@ -23,6 +23,7 @@ from autopar.torch_compat import OpOverload, in_transform, no_function_modes, on
 
 Tensor = torch.Tensor
 Floats = frozenset[tuple[int, int | str]]  # by the number of the call among those that are given floats: the argument
+_ENTERED = frozenset((torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor))  # tensors of data: as such
 _FLOAT = (
     "Such a float may be computed with in Python, and meet tensors in sums, products, powers, comparisons, clamp, "
     "where, lerp and masked_fill. Elsewhere each step would be another program: make a tensor of it "
@@ -72,7 +73,7 @@ class HostInputs:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a call with inputs in place of the drawn floats. Raises CaptureError where none can be."""
         given = [(at, value) for at, value in _named(args, kwargs) if isinstance(value, float)]
-        if not given or isinstance(function, OpOverload):
+        if not given or isinstance(function, OpOverload) or function in _ENTERED:
             return args, dict(kwargs)
         if not is_forward:
             self._check_again(given, line)
