@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -212,18 +212,18 @@ class Programs:
     def _draw(self, signature: CallSignature, train: bool) -> Callable[[Running], bool]:
         """Which programs a call may run, as random numbers decide. What the model draws on the host is drawn, once a
         call, from the generators of rank 0."""
-        seed = self._session.random.tensor(torch.device("cpu"), train)
+        seed = cache(partial(self._session.random.tensor, torch.device("cpu"), train))  # which few programs ask for
         found = [one.captured for one in signature.programs if one.captured.host is not None]
-        own = next((one for one in found if one.coins is None or one.coins.fit(seed)), found[0] if found else None)
+        own = next((one for one in found if one.coins is None or one.coins.fit(seed())), found[0] if found else None)
         if own is not None and own.host is not None and self._drawn is None:
             with self._as_rank_0():
-                self._drawn = own.host.draw(seed)
+                self._drawn = own.host.draw(seed())
         drawn = self._drawn
 
         def fits(one: Running) -> bool:
             coins, host = one.captured.coins, one.captured.host
             is_way = host is None or drawn is None or host.way == drawn.way
-            return is_way and (coins is None or coins.fit(seed))
+            return is_way and (coins is None or coins.fit(seed()))
 
         return fits
 
