@@ -78,7 +78,7 @@ def run(
     check_checkpoints(options)
     check_auto(options.flags(), mesh.split("|")[0])
     if machine is not None:
-        path_of(machine)  # which there has to be, before ranks start
+        named(machine)  # which there has to be, before ranks start
     from autopar.cli.compiling import job_of
     from autopar.cli.ranks import fitting_mesh, on_ranks, running_mesh
     from autopar.cli.training import Outputs, train

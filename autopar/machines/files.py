@@ -31,7 +31,7 @@ from autopar.text_files import read_text, read_toml
 
 _FOLDER = Path(__file__).parent
 DEVICES = "h100-80g"  # the machine that plans are made for where nobody names one
-MachineLike = str | Machine
+MachineLike = str | Path | Machine
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
@@ -69,8 +69,13 @@ def named(name: str) -> Machine:
 
 
 def machine_like(given: MachineLike) -> Machine:
-    """The machine that is meant by itself, its name or its file. Raises MachineError as `named`."""
-    return given if isinstance(given, Machine) else named(given)
+    """The machine that is meant by itself, its name or its file. Raises MachineError as `named`, and for what is none
+    of the three."""
+    if isinstance(given, Machine):
+        return given
+    if not isinstance(given, (str, Path)):
+        raise MachineError(f"machine={given!r}: write a name ({one_of(built_in())}), the path of a file, or a Machine.")
+    return named(str(given))
 
 
 def path_of(name: str) -> Path:

@@ -25,18 +25,20 @@ def check_open(is_auto: bool, step: Mapping[str, Any], batch: str) -> None:
     if batch not in BATCHES:
         said = repr(batch) if isinstance(batch, str) else f"a {type(batch).__name__}"
         raise BatchError(f'batch={said}: write "global" (each rank takes its part), "local" or "ddp".')
-    for name, default in _CHOSEN.items() if is_auto else ():
+    if not is_auto:
+        return
+    for name, default in _CHOSEN.items():
         if step.get(name, default) != default:
             raise MeshError(
                 f"mesh '{AUTO}' decides {name} itself: leave out {name}={step[name]!r}, or write a mesh. "
                 f"(`autopar plan TARGET --gpus N --fix ...` plans around what is decided.)"
             )
-    if is_auto and isinstance(memory := step.get("memory"), float):
+    if isinstance(memory := step.get("memory"), float):
         raise MeshError(
             f"mesh '{AUTO}' with memory={memory}: a part is of what the step holds on one mesh, and each that is "
             f'planned has another. Write bytes, such as memory="60GiB".'
         )
-    if is_auto and batch != "global":
+    if batch != "global":
         raise MeshError(
             f"mesh '{AUTO}' with batch=\"{batch}\": which part of the batch a rank passes follows from the mesh, which "
             f'is planned for the batch. Pass the whole batch on every rank (batch="global"), or write a mesh.'

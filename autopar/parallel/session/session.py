@@ -113,7 +113,7 @@ class Requested:
         """What programs are made for. Raises MeshError or MachineError for one that is not known."""
         if self.is_auto:
             return machine_for(self.machine, device)
-        return machine_like(self.machine or ("cpu" if device.type == "cpu" else DEVICES))
+        return machine_like(self.machine if self.machine is not None else ("cpu" if device.type == "cpu" else DEVICES))
 
     def mesh_on(self, world: int) -> Mesh:
         """The mesh, until a plan says another one: all ranks split the batch."""
@@ -270,6 +270,7 @@ def join(asked: Requested) -> tuple[Agreement, Mesh, DeviceMesh, StepOptions]:
         asked.mesh_on(world)
         options_of(**asked.step)
         check_open(asked.is_auto, asked.step, asked.batch)
+        asked.machine_on(place)
     compute_on(place, settings)
     is_ours = not dist.is_initialized()
     if is_ours:
