@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -77,3 +77,11 @@ class Captured:
             if out.kind in ("value", "aux"):
                 leaves[int(out.name)] = value
         return put_together(self.result_form, leaves)
+
+
+def drawing_host(found: Iterable[Captured], seed: Callable[[], torch.Tensor]) -> HostDraws | None:
+    """What a step draws on the host, as one of the captures does whose coins are those of the step; the first one that
+    draws, if no coins are known. seed: of the step."""
+    hosts = [(one, one.host) for one in found if one.host is not None]
+    fitting = (host for one, host in hosts if one.coins is None or one.coins.fit(seed()))
+    return next(fitting, hosts[0][1] if hosts else None)

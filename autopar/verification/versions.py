@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from autopar.capture import Captured
+from autopar.capture.captured import drawing_host
 from autopar.capture.data.reads import Answers, OtherValues, Value
 from autopar.capture.draws.host_draws import Drawn, drawing_for, set_generators
 from autopar.verification.places import Made
@@ -35,9 +36,8 @@ class Versions:
             return self._of(seed, values)
 
     def _of(self, seed: torch.Tensor, values: tuple[Value, ...]) -> list[Made]:
-        found = [captured for ((captured, _), *_) in self.known if captured.host is not None]
-        own = next((one for one in found if one.coins is None or one.coins.fit(seed)), found[0] if found else None)
-        drawn = None if own is None or own.host is None else own.host.draw(seed)
+        host = drawing_host((captured for ((captured, _), *_) in self.known), lambda: seed)
+        drawn = None if host is None else host.draw(seed)
         for programs in self.known:
             captured = programs[0][0]
             fits = all(read.is_(value) for read, value in zip(captured.reads, values, strict=False))

@@ -115,3 +115,10 @@ def test_what_cannot_be_decided_together_is_told():
         "offload=activations with recompute=full: where activations wait, memory= decides that too. Leave recompute "
         "out."
     )
+
+
+def test_a_machine_without_a_disk_is_told():
+    with pytest.raises(
+        PlanError, match=r"offload=optimizer=disk: machine .* says nothing of a disk\. `autopar machine"
+    ):
+        planned(layers(), Asked(1, 4, machine(), least(), {**FIXED, "offload": "optimizer=disk"}))

@@ -146,12 +146,13 @@ class RecordedCalls:
             return
         numbers: list[Any] = []
         key, behind = self._key((args, kwargs), numbers)
-        form = _by_form(name, args)
-        if form is not None and id(args[form_argument(name) or 0]) in rows:
-            self._of_rows.add(key)
-        elif form is not None and key not in self._of_rows:
-            numbers.clear()
-            key, behind = self._key((form, kwargs), numbers)
+        asked = form_argument(name)  # a call may look at the form of a tensor alone
+        if asked is not None and len(args) > asked and isinstance(like := args[asked], torch.Tensor):
+            if id(like) in rows:
+                self._of_rows.add(key)
+            elif key not in self._of_rows:
+                form = (*args[:asked], tuple(like.shape), like.dtype, *args[asked + 1 :])
+                key, behind = self._key((form, kwargs), numbers := [])
         key = hash((name or repr(function), owner, key))
         if behind and not is_machinery:
             self.made.append(RecordedCall(key, owner or name, line, tuple(numbers), behind))
@@ -211,14 +212,6 @@ class RecordedCalls:
         return hash(tuple(key for key, _ in parts)), functools.reduce(
             operator.or_, (bits for _, bits in parts), _NOTHING
         )
-
-
-def _by_form(name: str, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """The arguments of a call, with its form in place of a tensor that is asked for that alone; None of another one."""
-    at = form_argument(name)
-    if at is None or len(args) <= at or not isinstance(args[at], torch.Tensor):
-        return None
-    return (*args[:at], tuple(args[at].shape), args[at].dtype, *args[at + 1 :])
 
 
 def _memory_of(tensor: torch.Tensor) -> Any:

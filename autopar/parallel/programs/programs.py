@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from autopar.capture.captured import drawing_host
 from autopar.capture.data.reads import Answers, OtherValues, Value
 from autopar.capture.draws.host_draws import Drawn, generators, set_generators
 from autopar.capture.inputs.batch_dims import Dims
@@ -213,11 +214,10 @@ class Programs:
         """Which programs a call may run, as random numbers decide. What the model draws on the host is drawn, once a
         call, from the generators of rank 0."""
         seed = cache(partial(self._session.random.tensor, torch.device("cpu"), train))  # which few programs ask for
-        found = [one.captured for one in signature.programs if one.captured.host is not None]
-        own = next((one for one in found if one.coins is None or one.coins.fit(seed())), found[0] if found else None)
-        if own is not None and own.host is not None and self._drawn is None:
+        host = drawing_host((one.captured for one in signature.programs), seed)
+        if host is not None and self._drawn is None:
             with self._as_rank_0():
-                self._drawn = own.host.draw(seed())
+                self._drawn = host.draw(seed())
         drawn = self._drawn
 
         def fits(one: Running) -> bool:
