@@ -118,7 +118,5 @@ def test_what_cannot_be_decided_together_is_told():
 
 
 def test_a_machine_without_a_disk_is_told():
-    with pytest.raises(
-        PlanError, match=r"offload=optimizer=disk: machine .* says nothing of a disk\. `autopar machine"
-    ):
+    with pytest.raises(PlanError, match=r"offload=optimizer=disk: machine .* says nothing of a disk\. `autopar"):
         planned(layers(), Asked(1, 4, machine(), least(), {**FIXED, "offload": "optimizer=disk"}))
