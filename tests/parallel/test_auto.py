@@ -208,7 +208,7 @@ def test_a_machine_beside_a_mesh() -> None:
     assert model.compiled.plan.fixed.machine == named("h200")
     with pytest.raises(MachineError, match="machine 'tpu': there is a100-80g, cpu, h100-80g"):
         autopar.parallelize(made(), "dp=1", loss_fn=loss_fn, machine="tpu")
-    with pytest.raises(MachineError, match="machine=3: write a name .*, the path of a file, or a Machine"):
+    with pytest.raises(MachineError, match=r"machine=3: write a name .*, the path of a file, or a Machine"):
         autopar.compile(made(), "dp=1", loss_fn=loss_fn, batch=batch(2), machine=3)  # type: ignore[arg-type]
 
 
