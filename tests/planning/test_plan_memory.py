@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 import torch
 from models import Llama, token_loss
+from torch import Tensor, nn
 
 import autopar
 from autopar.machines import named
@@ -96,3 +97,20 @@ def test_a_tied_embedding(candidate: Candidate, precision: str | None, error: fl
     emitted = [compiled.memory(ranks[0], device="cuda").peak for ranks in compiled.alike]
     made = pipelined(candidate, tied_layers(precision))
     assert [rank_bytes(candidate, made, i) for i in range(candidate.pp)] == pytest.approx(emitted, rel=error)
+
+
+def squares(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return (model(x) - y).square().mean()
+
+
+@pytest.mark.parametrize("depth", [8, 16])
+def test_a_model_that_is_a_list_itself(depth: int) -> None:
+    """Red before: its layers have no name before their number, so one of three was none and all others kept nothing."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.Tanh()) for _ in range(depth)))
+        batch = torch.empty(4, 512, 128), torch.empty(4, 512, 128)
+    of = layers_of(autopar.Job(model, squares, batch), MACHINE)
+    one = Candidate(1, 1, 1, 0, "none", 4, 1)
+    compiled = autopar.compile(model, "dp=1", loss_fn=squares, batch=batch)
+    value, given = batch[0].nbytes, sum(part.nbytes for part in batch)  # plans leave the batch out
+    assert predict(one, of, MACHINE).memory == pytest.approx(compiled.memory().peak - given, abs=1.01 * value)

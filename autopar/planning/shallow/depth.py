@@ -73,8 +73,10 @@ class Rest:
         paths, first = _paths(shallow.program), shallow.border[0]
         before = takewhile(lambda node: not first or paths.get(node) != first, shallow.program.calls())
         entry = frozenset((record(node).module, record(node).source) for node in before if first)
-        stack, _, number = shallow.border[1].rpartition(".")
-        last = f"{stack}.{int(number) + 1}" if shallow.middle else shallow.border[1]
+        last = shallow.border[1]
+        if shallow.middle:
+            number = last.rpartition(".")[2]  # nothing stands before it where the model itself is the list
+            last = f"{last.removesuffix(number)}{int(number) + 1}"
         equal = frozenset((*shallow.border, last)) - {""}
         return cls(shallow.middle, {node.name: path for node, path in paths.items()}, first, equal, entry)
 

@@ -23,7 +23,7 @@ def with_fewer(model: nn.Module, shallow: Shallow) -> nn.Module | None:
     found again. It shares all modules that stay, and `model` is as it was. None where the layers lie in no ModuleList
     or Sequential, and where two captures of it would cost as much as one of the model."""
     (path, _, first), (_, _, behind) = (layer.rpartition(".") for layer in shallow.border)
-    return _without(model, path.split("."), range(int(first) + 1, int(behind) - 1))
+    return _without(model, path.split(".") if path else [], range(int(first) + 1, int(behind) - 1))
 
 
 def _without(module: nn.Module, path: list[str], gone: range) -> nn.Module | None:
