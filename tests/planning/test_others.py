@@ -74,19 +74,18 @@ def test_the_best_with_a_part_decided(found: Planned) -> None:
     assert not best_with(found, {"tp": 2}, limit=1.0).best and not best_with(found, {"tp": 3}).best
 
 
-def test_why_the_others_lost(found: Planned) -> None:
+def test_why_the_others_lost() -> None:
+    larger = replace(ASKED, batch=32)
+    found = planned(layers(), larger)
     said = list(reasons(found))
     assert str(found.found.best[0].candidate.mesh) == "dp=2,tp=2", "what follows is of this one"
     assert [line.partition(":")[0] for line in said] == ["pp=2", "no tensor parallelism", "tp=4", "zero=0"]
     pipeline, made = said[0], best_with(found, {"pp": 2}).best[0]
     assert f": +{made.total / found.found.best[0].total - 1:.1%} ({made.candidate}), " in pipeline
-    small = Asked(4, 8, MACHINE, 0.9 * min(each.memory for each in all_of(planned_for(tp=1))), dict(ASKED.fixed), 1)
+    without = planned(layers(), replace(larger, fixed={**ASKED.fixed, "tp": 1}))
+    small = replace(larger, memory=0.9 * min(each.memory for each in all_of(without)))
     lost = list(reasons(planned(layers(), small)))
     assert any(line.startswith("no tensor parallelism: ") and " > " in line for line in lost), lost
-
-
-def planned_for(**fixed: int) -> Planned:
-    return planned(layers(), Asked(4, 8, MACHINE, math.inf, {**ASKED.fixed, **fixed}, 1))
 
 
 def test_a_wide_tp_crosses_nodes() -> None:

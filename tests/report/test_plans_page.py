@@ -40,7 +40,7 @@ def line(found: Planned) -> list[Prediction]:
 @pytest.fixture(scope="module")
 def tight(found: Planned) -> str:
     """A page where the plans that are faster do not fit."""
-    less = planned(layers(), replace(ASKED, memory=0.9 * found.found.best[0].memory, top=3))
+    less = planned(layers(), replace(ASKED, memory=0.99 * found.found.best[0].memory, top=3))
     return plans_page(less, NASTY, list(reasons(less)))
 
 
