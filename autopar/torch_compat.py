@@ -1,6 +1,6 @@
 """Every private torch name that autopar uses, each with its reason (those for speed alone are in `torch_shortcuts.py`,
-those by which a parameter becomes another one in place in `torch_identity.py`).
-torch 2.11 to 2.14.
+those by which a parameter becomes another one in place in `torch_identity.py`), and the versions of
+torch that they were tried with.
 
 - `torch._subclasses.FakeTensorMode`: shapes without memory during the capture. The public way to get one
   (`make_fx(tracing_mode="fake")`) needs real tensors as its inputs, which a 70B model has not.
@@ -174,10 +174,11 @@ ASKED_TO_COMPILE = "_torchdynamo_orig_callable"
 assert_async: Callable[[torch.Tensor, str], None] = torch._assert_async
 _VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 SUBCLASSED_DTENSORS = _VERSION >= (2, 13)
-_NEWEST = (2, 14)  # that autopar was tried with
-if _VERSION > _NEWEST:
+TRIED = ((2, 11), (2, 15))  # the oldest and the newest that autopar was tried with
+TRIED_TEXT = " to ".join(f"{major}.{minor}" for major, minor in TRIED)
+if TRIED[-1] < _VERSION:
     warnings.warn(
-        f"torch {torch.__version__} is newer than those that autopar was tried with, 2.11 to 2.14: it may lack a "
+        f"torch {torch.__version__} is newer than those that autopar was tried with, {TRIED_TEXT}: it may lack a "
         f"private name that autopar uses (autopar/torch_compat.py lists them).",
         stacklevel=2,
     )

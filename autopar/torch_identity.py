@@ -1,4 +1,4 @@
-"""Private torch names by which a tensor becomes another one in place, each with its reason. torch 2.11 to 2.14.
+"""Private torch names by which a tensor becomes another one in place, each with its reason.
 
 Whoever holds a parameter (an optimizer, a list, a hook, a weak reference) then holds the parallel one.
 

@@ -1,4 +1,4 @@
-"""Private torch names that do what public ones do, in less time, each with its reason. torch 2.11 to 2.14.
+"""Private torch names that do what public ones do, in less time, each with its reason.
 
 - `Tensor._make_subclass`, `torch._C._set_throw_on_mutable_data_ptr`, `torch._C._DisableTorchDispatch`: what the
   constructor of FakeTensor does, which costs as much as all else together that a capture does for an op.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from autopar.runtime.ranks.lost import OTHERS, is_loss_of_peer, loss_of_peers
 from autopar.runtime.ranks.p2p import Peers
 from autopar.runtime.ranks.process_groups import Group, has_queues
 from autopar.runtime.ranks.recorder import Recorder
+from autopar.runtime.ranks.waits import Waits
 from autopar.runtime.ranks.wire import on_wire
 from autopar.runtime.tiers.host_tier import Copying, HostTier, host_tier
 from autopar.torch_compat import coalesced
@@ -57,13 +57,6 @@ class _Pending:
         assert self.finish is not None
         self.work.wait()
         return self.finish()
-
-
-@dataclass(slots=True)
-class Waits:
-    """How long this rank was in exchanges with others, in all: what it sent, and what it waited for."""
-
-    seconds: float = 0.0
 
 
 class DistributedDriver:
@@ -117,9 +110,9 @@ class DistributedDriver:
             try:
                 while True:
                     request = steps.send(answer)
-                    since = perf_counter()
+                    since = self.waits.clock()
                     answer = [self._answer(request, overlap)]
-                    self.waits.seconds += perf_counter() - since
+                    self.waits.seconds += self.waits.clock() - since
                     del request  # it holds a tensor that may die in the next step
             except StopIteration as done:
                 self.tier.finish()

@@ -11,6 +11,7 @@ from conftest import ROOT
 
 import autopar
 from autopar.passes import PASSES
+from autopar.torch_compat import TRIED, TRIED_TEXT
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "examples" / "README.md", *sorted(DOCS.rglob("*.md"))]
@@ -75,3 +76,11 @@ def test_a_decision_has_four_parts(page: Path) -> None:
 def test_the_order_of_passes_has_every_pass() -> None:
     rows = re.findall(r"^\| (`.*?) \|", (DOCS / "decisions" / "passes.md").read_text(), re.MULTILINE)
     assert re.findall(r"`(\w+)`", " ".join(rows)) == [step.__name__ for step, _ in PASSES]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/install.md"])
+def test_pages_say_which_versions_of_torch_were_tried(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert set(re.findall(r"torch(?: \|)? (2\.\d+ to 2\.\d+)", text)) == {TRIED_TEXT}
+    oldest = ".".join(map(str, TRIED[0]))
+    assert f'"torch>={oldest}"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")

@@ -293,6 +293,16 @@ def test_one_compilation_a_signature(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
+def test_inputs_that_grow_are_told_of_a_few_times(caplog: pytest.LogCaptureFixture) -> None:
+    """Red before: `generate` logged a line for each token, and none said what to do."""
+    model, plain, x, _ = mlp_pair()
+    with caplog.at_level(logging.WARNING, "autopar"), torch.no_grad():
+        for rows in range(2, 14, 2):
+            torch.testing.assert_close(model.eval()(x[:rows]), plain.eval()(x[:rows]))
+    said = [record.getMessage() for record in caplog.records if "signature" in record.getMessage()]
+    assert len(said) == 3 and "with model.gathered() as plain" in said[-1]
+
+
 # -- checkpoints and optimizers -------------------------------------------------------------------------------------
 
 

@@ -20,7 +20,8 @@ import autopar
 from autopar.ir.mesh import parse_mesh
 from autopar.parallel.agree import agreement as agreement_of
 from autopar.parallel.agree import pace as pace_of
-from autopar.parallel.agree.pace import Pace, queued
+from autopar.parallel.agree.pace import Pace
+from autopar.runtime.ranks.waits import Waits
 
 
 class FakeProcessGroup:
@@ -83,27 +84,41 @@ def test_bursts_of_other_work_are_no_slow_rank(pace: Pace, caplog: pytest.LogCap
     assert caplog.messages == []
 
 
-def test_waiting_for_a_core_is_counted() -> None:
-    """Two threads on one core: each waits while the other one computes."""
-    allowed, end = os.sched_getaffinity(0), time.monotonic() + 0.2
-    waited: list[float] = []
+def test_waiting_for_a_core_is_no_time_of_a_rank() -> None:
+    """Two processes on one core: each waits while the other one computes, in an exchange as well as between two. Red
+    before: what it waited in exchanges was taken off twice, which left nothing of a rank that waits most of the time,
+    and the others were slow beside it."""
+    allowed = os.sched_getaffinity(0)
+    waited, own = list[float](), list[tuple[float, float]]()
 
-    def compute() -> None:
+    def compute(waits: Waits, seconds: float) -> None:
+        end = time.monotonic() + seconds
         while time.monotonic() < end:
             sum(range(1000))
-        waited.append(queued())
+        waited.append(waits.queued())
+
+    def work() -> None:
+        waits = Waits(shares_cores=True)
+        begun, spent = waits.clock(), time.thread_time()
+        compute(waits, 0.1)
+        spent = time.thread_time() - spent
+        since = waits.clock()
+        compute(waits, 0.2)  # an exchange that spins
+        waits.seconds += waits.clock() - since
+        own.append((waits.clock() - begun - waits.seconds, spent))
 
     os.sched_setaffinity(0, {min(allowed)})
     try:
         process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-        thread = threading.Thread(target=compute)
+        thread = threading.Thread(target=work)
         thread.start()
         thread.join()
         process.kill()
         process.wait()
     finally:
         os.sched_setaffinity(0, allowed)
-    assert waited[0] > 0.02
+    assert waited[0] > 0.02 and waited[1] - waited[0] > 0.04
+    assert own[0][0] == pytest.approx(own[0][1], rel=0.5)
 
 
 def test_stages_are_compared_with_their_own(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

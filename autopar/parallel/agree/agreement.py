@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from operator import attrgetter
-from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
@@ -247,9 +246,9 @@ class Agreement:
 
     def _highest(self, numbers: Sequence[int]) -> list[int]:
         """The highest of each number over all ranks."""
-        sent, since = torch.tensor(numbers, dtype=torch.int64), perf_counter()
+        sent, since = torch.tensor(numbers, dtype=torch.int64), self.pace.waits.clock()
         self.levels.highest(sent)
-        self.pace.waits.seconds += perf_counter() - since
+        self.pace.waits.seconds += self.pace.waits.clock() - since
         highest: list[int] = sent.tolist()
         return highest
 

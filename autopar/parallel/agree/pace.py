@@ -15,12 +15,10 @@ import logging
 import os
 import statistics
 from collections.abc import Hashable, Sequence
-from pathlib import Path
-from time import perf_counter
 
 from autopar.ir.mesh import PIPELINE, Mesh
-from autopar.runtime.ranks.distributed import Waits
 from autopar.runtime.ranks.process_groups import default_group
+from autopar.runtime.ranks.waits import Waits
 from autopar.settings import Settings
 
 _log = logging.getLogger("autopar")
@@ -34,8 +32,7 @@ class Pace:
     """The pace of all ranks in training steps. waits: counts this rank's time in exchanges."""
 
     def __init__(self) -> None:
-        self.waits = Waits()
-        self._shares_cores = (Settings.read().local_world_size or 1) >= (os.cpu_count() or 1)
+        self.waits = Waits(shares_cores=(Settings.read().local_world_size or 1) >= (os.cpu_count() or 1))
         self._mark: tuple[float, float] | None = None  # when the last step began, and the waits until then
         self._own_us = 0  # to be told
         self._alike: dict[Hashable, list[int]] = {}  # ranks that do the same
@@ -56,7 +53,7 @@ class Pace:
 
     def begin(self) -> None:
         """A training step begins."""
-        now, waited = perf_counter(), self.waits.seconds + (queued() if self._shares_cores else 0)
+        now, waited = self.waits.clock(), self.waits.seconds
         if self._mark is not None:
             self._own_us = max(1, int(1e6 * (now - self._mark[0] - waited + self._mark[1])))
         self._mark = now, waited
@@ -110,14 +107,6 @@ class Pace:
                 self._named[rank] = self._steps
                 _log.warning("%s", _text(rank, self._names[rank], own[rank], found[rank]))
         self._suspects = frozenset(found)
-
-
-def queued() -> float:
-    """Seconds for which this thread has waited for a core that others had; 0 where the system does not say."""
-    try:
-        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) * 1e-9
-    except (OSError, IndexError, ValueError):
-        return 0.0
 
 
 def _text(rank: int, name: str, own: float, usual: float) -> str:

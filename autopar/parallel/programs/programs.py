@@ -38,6 +38,7 @@ VALUES = 8  # of one signature, for other values that the model reads from its t
 PROGRAMS = 32  # compiled at a time; the one unused longest goes first
 _WAYS = 64  # through a model that random numbers decide
 _NAMED = 3  # changes that a note names
+_FEW = 3  # programs of `model(x)` that are each told of
 _FIRST = "Python values as at first"
 _COMPARED, _REFUSED = "batch and modes", "arguments refused: "
 _training, _requires_grad = attrgetter("training"), attrgetter("requires_grad")
@@ -315,21 +316,32 @@ class Programs:
 
     def _tell(self, signature: CallSignature, given: Given, train: bool) -> None:
         """Log on rank 0 why there is another program; count changes of Python numbers."""
+        more = ""
         if signature.programs:
             changes = signature.programs[0].guards.changes()
             why = "; ".join(map(str, changes[:_NAMED]))
             self._maker.numbers.saw(changes)
         else:
-            is_other = any(train == running.trains for running in self.all)
-            why = f"new input signature ({', '.join(batches.describe(given.whole))})" if is_other else ""
+            alike = sum(train == running.trains for running in self.all)
+            is_told = alike and (train or alike <= _FEW)
+            why = f"new input signature ({', '.join(batches.describe(given.whole))})" if is_told else ""
+            more = _GROWS if alike == _FEW and not train else ""
         if why and default_group().rank() == 0:
-            _log.warning("%s: compiling again", why)
+            _log.warning("%s: compiling again%s", why, more)
 
     def _forget(self, running: Running) -> None:
         signature = next(each for each in self.signatures.values() if running in each.programs)
         signature.programs.remove(running)
         if not signature.programs:
             del self.signatures[signature.key]
+
+
+# What makes a token at a time (`generate`) has a new shape for each.
+_GROWS = (
+    ". Each shape has a program of its own, and no more of them are told of. Inputs that grow call by call "
+    "(`generate`) are faster with whole weights: `with model.gathered() as plain: plain.generate(...)`; others with "
+    "padding to a few shapes"
+)
 
 
 def _refused_fault(error: BatchError, what: str, everyone: list[list[str]]) -> Exception:
