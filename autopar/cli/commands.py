@@ -195,6 +195,7 @@ def verify(
     steps: Annotated[int, typer.Option(help="optimizer steps to compare")] = 2,
     backend: Annotated[str, typer.Option(help="virtual (one process) or gloo (local processes)")] = "virtual",
     ddp: Annotated[bool, typer.Option("--ddp", help='compare batch="ddp" with DistributedDataParallel')] = False,
+    machine: MachineOption = DEVICES,
     as_json: AsJson = False,
     *,
     options: CommandOptions,
@@ -205,9 +206,13 @@ def verify(
         raise TargetError(f"--backend {backend}: write virtual or gloo.")
     if options.cuda_graphs and backend == "virtual":
         raise TargetError("--cuda-graphs: a dry run of what each process would record; add --backend gloo.")
+    if machine != DEVICES and backend == "gloo":
+        raise TargetError(
+            f"--machine {machine}: processes of --backend gloo run what this machine gets. Leave one out."
+        )
     from autopar.cli.verifying import verify_target
 
-    verify_target(target, mesh, steps, backend, ddp, as_json, options)
+    verify_target(target, mesh, steps, backend, ddp, named(machine), as_json, options)
 
 
 @app.command()

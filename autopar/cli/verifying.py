@@ -12,15 +12,17 @@ from autopar.cli.compiling import job_of
 from autopar.cli.ranks import on_ranks, running_mesh
 from autopar.cli.show import show, show_aside, show_json
 from autopar.compiler.meshes import mesh_of
+from autopar.machines import Machine
 from autopar.verification.judge.comparison import Mismatch, Report
 from autopar.verification.verify import verify as verify_job
 from autopar.verification.verify_ranks import verify_on_ranks
 
 
 def verify_target(
-    target: str, mesh: str, steps: int, backend: str, ddp: bool, as_json: bool, options: CommandOptions
-) -> None:
-    """Verify the TARGET's step in this process, or on local ones."""
+    target: str, mesh: str, steps: int, backend: str, ddp: bool, machine: Machine, as_json: bool,
+    options: CommandOptions,
+) -> None:  # fmt: skip
+    """Verify the TARGET's step in this process, as the programs are made for a machine, or on local ones."""
     tell = show_aside if as_json else show
     if backend == "gloo":
         arguments = ["verify", target, "--mesh", mesh, "--steps", str(steps), "--backend", "gloo"]
@@ -44,6 +46,7 @@ def verify_target(
             optimizer=job.optimizer,
             seed=options.seed,
             ddp=ddp,
+            machine=machine,
             **job.step,
         ),
         as_json,

@@ -74,7 +74,7 @@ def _changes(best: Candidate, planned: Planned) -> Iterator[tuple[str, dict[str,
     if best.gathers_again:
         yield "parameters gathered once a step (zero=2)", {"zero": 2}
     yield from _placings(best, planned)
-    if best.pp > 1:
+    if best.pp > 1 and not planned.model.waits:
         schedule = "zb-h1" if best.schedule == "1f1b" else "1f1b"
         yield f"{schedule} instead of {best.schedule}", {"schedule": schedule}
     if best.recompute != "none":

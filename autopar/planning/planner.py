@@ -20,7 +20,17 @@ from autopar.planning.price.layers import Layers
 from autopar.planning.price.step_time import tokens_of
 from autopar.planning.shallow.captures import LEAST_ROWS
 from autopar.planning.space.batch_sizes import OF_A_BATCH
-from autopar.planning.space.candidates import ACTIVATIONS, LAYERS, OFFLOAD, ON_DISK, RESHARD, Candidate, Model, Space
+from autopar.planning.space.candidates import (
+    ACTIVATIONS,
+    GPIPE,
+    LAYERS,
+    OFFLOAD,
+    ON_DISK,
+    RESHARD,
+    Candidate,
+    Model,
+    Space,
+)
 from autopar.planning.space.fixed import fixed_text
 
 Tell = Callable[[int, int], None]
@@ -68,6 +78,7 @@ class Planned:
         """How many candidates there were, what became of them, and what none of them has."""
         none = {"cp": self.model.whole, "micro-batches or pp": first_sentence(self.model.coupled)}
         more = "".join(f"; none with {what}: {why}" for what, why in none.items() if why)
+        more += f"; {_WAITS}" if self.model.waits else ""
         return f"{self.found.certificate}{more}{self.experts and '; '}{self.experts}"
 
 
@@ -120,7 +131,7 @@ def model_of(layers: Layers, asked: Asked) -> Model:
     whole, micros = _no_context(layers, asked), layers.micros
     attention = micros.options.attention
     heads = frozenset[tuple[int, int]]() if attention == "gather" else micros.captures.heads
-    return Model(layers.equal, whole, micros.coupled, layers.first, heads, alone=attention == "ring")
+    return Model(layers.equal, whole, micros.coupled, layers.first, heads, attention == "ring", micros.waits)
 
 
 def _no_context(layers: Layers, asked: Asked) -> str:
@@ -163,6 +174,9 @@ def _check_waits(asked: Asked) -> None:
         )
 
 
+_WAITS = f"backward passes read what all forward passes add up to: micro-batches have schedule {GPIPE}"
+
+
 def _none_divides(asked: Asked, model: Model) -> PlanError:
     given = f" with {fixed_text(asked.fixed)}" if asked.fixed else ""
     return PlanError(f"no plan for {asked.gpus} devices and {asked.batch} rows a step{given}: {_room(asked, model)}")
@@ -178,6 +192,8 @@ def _room(asked: Asked, model: Model) -> str:
         pipeline = f"there is no pipeline ({first_sentence(model.coupled)})"
     elif not model.layers:
         pipeline = "no pipeline is planned, since the model has no equal layers"
+    elif model.waits:
+        pipeline += f" ({_WAITS})"
     return (
         f"the data axes must divide the rows ({some} here), tp, cp, ulysses and pp the devices, and {pipeline}. Change "
         f"the batch or what is fixed.{_part(asked, model)}{fewer}"

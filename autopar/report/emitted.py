@@ -95,7 +95,7 @@ class _Check:
         forwards and backwards side by side (PAIRED), if they wait much in their graphs: compiled, since what hides what
         is in no formula. And what that brings."""
         asked, said = self.planned.asked, list[str]()
-        if not asked.fixed.keys().isdisjoint(("schedule", "chunks")):
+        if self.planned.model.waits or not asked.fixed.keys().isdisjoint(("schedule", "chunks")):
             return shown, ""
         for is_meant in (lambda one: one.pp > 1), (lambda one: one.pp == 1 and _splits(one)):
             plain = next((each for each in shown if is_meant(each.candidate)), None)

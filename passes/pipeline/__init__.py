@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
-from autopar.errors import CoupledError, LayoutError, ScheduleError
+from autopar.errors import LayoutError, ScheduleError
 from autopar.ir.check.check_levels import verify_pipeline
 from autopar.ir.ops.measure import human
 from autopar.ir.ops.ops import AWAITED
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.plan import Plan
-from autopar.ir.program import Program, record
+from autopar.ir.program import Program
 from autopar.ir.schedule import Pair, Turn, actions_of
 from autopar.passes.costs.streams import run, run_pair
 from autopar.passes.fuse import fuse
@@ -23,7 +23,7 @@ from autopar.passes.overlap.overlap import overlap
 from autopar.passes.overlap.prefetch import prefetch
 from autopar.passes.pipeline.cuts.action_graphs import Key, Places
 from autopar.passes.pipeline.cuts.assign import times_in
-from autopar.passes.pipeline.cuts.coupling import Coupling
+from autopar.passes.pipeline.cuts.coupling import Coupling, check_middle
 from autopar.passes.pipeline.stages import split_into_stages
 from autopar.passes.pipeline.with_lengths import slice_lengths, with_lengths
 from autopar.passes.schedules import (
@@ -110,7 +110,7 @@ def make_pipeline(program: Program, plan: Plan, explicit: Program | None = None)
     pipeline = split_into_stages(program, plan, places)
     coupling = times_in(program, plan).coupling if pipeline.flow.waits_for_all() else None
     if coupling is not None:
-        _check_middle(pipeline, coupling)
+        check_middle(pipeline.graphs.get((pipeline.flow.ranks[-1], "M")), coupling)
     if coupling is not None and not _all_forward_first(schedule):
         if wanted != "1f1b":
             raise ScheduleError(
@@ -194,19 +194,6 @@ def _each(pipeline: Pipeline, step: Callable[[Mapping[Key, Program]], dict[Key, 
     """Rewrite the graphs of a pipeline, those of each length together."""
     sized = {length: step(graphs) for length, graphs in pipeline.sized.items()}
     return pipeline.with_(graphs=step(pipeline.graphs), sized=sized)
-
-
-def _check_middle(pipeline: Pipeline, coupling: Coupling) -> None:
-    """Raise CoupledError if layers of the model would be computed of the whole batch, between the passes."""
-    middle = pipeline.graphs.get((pipeline.flow.ranks[-1], "M"))
-    if middle is None:
-        return
-    weights = {node for node, entry in middle.entries if entry.kind == "parameter"}
-    for node in middle.calls():
-        if node.all_input_nodes and weights.issuperset(node.all_input_nodes):
-            weights.add(node)
-        elif record(node).flops and not weights.isdisjoint(node.all_input_nodes):
-            raise CoupledError(coupling.refusal)
 
 
 def _all_forward_first(schedule: Schedule) -> bool:

@@ -28,7 +28,7 @@ OTHERS = """
     logical_and logical_not logical_or logical_xor logit maximum minimum mish nan_to_num nextafter polar reciprocal
     relu relu6 round round:decimals rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink sqrt
     square tan tanh threshold trunc special_i0e special_i1 special_log_ndtr
-    add:Scalar sub:Scalar rsub:Scalar copysign:Scalar copysign:Tensor div:Tensor_mode div:Scalar_mode
+    copysign:Scalar copysign:Tensor div:Tensor_mode div:Scalar_mode
     pow:Scalar pow:Tensor_Scalar pow:Tensor_Tensor fmod:Scalar fmod:Tensor remainder:Scalar remainder:Tensor
     remainder:Scalar_Tensor xlogy:Tensor xlogy:Scalar_Other xlogy:Scalar_Self
     bitwise_and:Scalar bitwise_and:Tensor bitwise_or:Scalar bitwise_or:Tensor bitwise_xor:Scalar bitwise_xor:Tensor
@@ -83,9 +83,17 @@ def _row(linear: Linear | LinearOf = NONE) -> Row:
     return Row(lambda call: pointwise(call, linear))
 
 
-def _two(linear: Linear, one: Linear = NONE) -> LinearOf:
-    """`linear` for two tensors, `one` for a tensor and a Python number (which add.Tensor and others may hold)."""
-    return lambda call: linear if len(call.operands) == 2 else one
+def _product(call: Call) -> Linear:
+    """Linear in each of two tensors, and in a tensor times a number (which mul.Tensor may hold)."""
+    return EITHER if len(call.operands) == 2 else FIRST
+
+
+def _sum(call: Call) -> Linear:
+    """Sums and differences are linear in both operands, and in one where the other is the number 0: a loss of layers is
+    often written as `total = 0`, `total = total + ...`."""
+    if len(call.operands) == 2:
+        return BOTH
+    return FIRST if _is_zero(argument(call, 1, "other")) else NONE
 
 
 def _to_copy(call: Call) -> Linear:
@@ -143,10 +151,13 @@ def _overloads(names: str) -> list[str]:
 ROWS: Mapping[str, Row] = {
     **{op: _row() for op in _overloads(OTHERS)},
     **{op: _row(FIRST) for op in _overloads(LINEAR_FIRST)},
-    "aten.add.Tensor": _row(_two(BOTH)),
-    "aten.sub.Tensor": _row(_two(BOTH)),
-    "aten.rsub.Tensor": _row(_two(BOTH)),
-    "aten.mul.Tensor": _row(_two(EITHER, FIRST)),
+    "aten.add.Tensor": _row(_sum),
+    "aten.add.Scalar": _row(_sum),
+    "aten.sub.Tensor": _row(_sum),
+    "aten.sub.Scalar": _row(_sum),
+    "aten.rsub.Tensor": _row(_sum),
+    "aten.rsub.Scalar": _row(_sum),
+    "aten.mul.Tensor": _row(_product),
     "aten.complex.default": _row(BOTH),
     "aten.lerp.Scalar": _row(BOTH),
     "aten.lerp.Tensor": _row(BOTH),

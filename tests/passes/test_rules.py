@@ -10,9 +10,12 @@ import torch
 from rule_brute_force import Sample, WrongRule, check, check_permuted, make_call, op_of, sample
 from rule_samples import r
 from rule_samples_all import every_sample
+from torch import Tensor, nn
 
+import autopar
 from autopar.errors import RuleError
-from autopar.ir.ops.ops import SEMANTIC
+from autopar.ir.ops.ops import SEMANTIC, op
+from autopar.ir.program import record
 from autopar.passes.rules import TABLE, rule_of
 from autopar.passes.rules.build import build, named, replicated_rule
 from autopar.passes.rules.notation import instantiate, parse
@@ -262,3 +265,20 @@ def test_an_op_that_sees_the_order_is_noticed() -> None:
     """Test the tester: a running sum, taken for an op that goes element by element."""
     with pytest.raises(WrongRule, match="do not go through one by one"):
         check_permuted("aten.cumsum.default", sample(torch.rand(4, 6), 0), Row(_free))
+
+
+@pytest.mark.parametrize("first", [0, 0.0])
+def test_a_total_that_begins_at_0_is_summed_over_ranks_once(first: float) -> None:
+    """Red before: a number was added to partial sums, so the first term became whole by itself."""
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        total = first
+        for layer in model:  # type: ignore[attr-defined]
+            x = layer(x)
+            total = total + x.square().mean()
+        return 1 - (total - 0)  # type: ignore[return-value]
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    program = autopar.compile(model, "dp=4", loss_fn=loss, batch=torch.randn(8, 8)).program
+    sums = [node for node in program.calls() if node.target is op("all_reduce") and not record(node).type.shape]
+    assert len(sums) == 1

@@ -1,4 +1,5 @@
-"""Models that take the rows of a batch together: plans without micro-batches and without a pipeline."""
+"""Models that take the rows of a batch together: plans without micro-batches and without a pipeline; and losses that
+do, where micro-batches go back when all have come forward."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import autopar
 from autopar.errors import PlanError
 from autopar.machines import Machine
 from autopar.planning.jobs import layers_of
-from autopar.planning.planner import Asked, planned
+from autopar.planning.planner import Asked, candidates_of, model_of, planned
 from autopar.planning.price.layers import Layers
 from autopar.planning.price.predict import predict
 from autopar.planning.space.candidates import Candidate
@@ -116,3 +117,74 @@ def test_a_loss_that_is_a_sum_over_ranks(zero: int) -> None:
     batch = torch.empty(512, 64, dtype=torch.float64, device="meta")
     compiled = autopar.compile(given.model, "dp=2", loss_fn=two_losses, batch=batch, zero=zero)
     assert found.found.best[0].total == pytest.approx(compiled.time(MACHINE).total, rel=0.1)
+
+
+class Mixture(nn.Module):
+    """Two of four experts a token, and the loss that keeps them even: a product of two means over all tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(32, 4)
+        self.first, self.last = nn.Parameter(torch.randn(4, 32, 64)), nn.Parameter(torch.randn(4, 64, 32))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        shares = self.gate(x).softmax(-1)
+        best, chosen = shares.topk(2, -1)
+        taken = torch.zeros_like(shares).scatter(-1, chosen, best)
+        made = torch.einsum("bsef,efd->bsed", torch.einsum("bsd,edf->bsef", x, self.first).relu(), self.last)
+        even = ((taken > 0).float().mean((0, 1)) * shares.mean((0, 1))).sum()
+        return x + (made * taken[..., None]).sum(-2), even
+
+
+class Mixtures(nn.Module):
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Mixture() for _ in range(depth))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        total = 0
+        for layer in self.layers:
+            x, even = layer(x)
+            total = total + even
+        return x, total
+
+
+def balanced(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    made, even = model(x)
+    return (made - y).square().mean() + 0.1 * even
+
+
+@cache
+def mixtures() -> Layers:
+    return layers_of(autopar.Job(Mixtures(8), balanced, (torch.randn(4, 8, 32), torch.randn(4, 8, 32))), MACHINE)
+
+
+def test_a_balance_loss_is_planned_with_micro_batches_and_pipelines() -> None:
+    """Red before: one micro-batch, and no pipeline. Of each micro-batch is kept what it saves until all have come."""
+    given = mixtures()
+    asked = Asked(GPUS, 64, MACHINE, math.inf, {"recompute": "none"}, 1)
+    candidates = candidates_of(asked, model_of(given, asked))
+    assert {each.schedule for each in candidates} == {"gpipe"} and {each.pp for each in candidates} == {1, 2, 4}
+    batch = torch.empty(64, 8, 32, device="meta"), torch.empty(64, 8, 32, device="meta")
+    for plan in (
+        Candidate(4, 1, 1, 0, "none", 4, 4, "gpipe"), Candidate(4, 1, 1, 2, "full", 4, 4, "gpipe"),
+        Candidate(2, 2, 1, 3, "none", 8, 4, "gpipe"), Candidate(2, 1, 2, 0, "none", 8, 4, "gpipe"),
+        Candidate(1, 1, 4, 0, "none", 16, 4, "gpipe"),
+    ):  # fmt: skip
+        made = predict(plan, given, MACHINE)
+        compiled = autopar.compile(
+            Mixtures(8), plan.mesh, loss_fn=balanced, batch=batch, machine=MACHINE, **plan.options()
+        )
+        assert made.total == pytest.approx(compiled.time(MACHINE).total, rel=0.05), plan
+        emitted = max(compiled.memory(ranks[0], device="cuda").peak for ranks in compiled.alike)
+        assert made.memory == pytest.approx(emitted, rel=0.07), plan
+
+
+def test_where_one_micro_batch_does_not_fit() -> None:
+    given, fixed = mixtures(), {"recompute": "none", "tp": 1, "offload": "none"}
+    free = planned(given, Asked(GPUS, 64, MACHINE, math.inf, fixed, 1)).found.best[0]
+    assert (free.candidate.microbatches, free.candidate.pp) == (1, 1)
+    found = planned(given, Asked(GPUS, 64, MACHINE, 0.6 * free.memory, fixed, 1))
+    assert found.found.best[0].candidate.pp > 1 and "have schedule gpipe" in found.certificate
+    with pytest.raises(PlanError, match="micro-batches have schedule gpipe"):
+        planned(given, Asked(GPUS, 64, MACHINE, math.inf, {"schedule": "1f1b"}, 1))

@@ -375,8 +375,8 @@ def special_samples() -> Samples:
     ]  # fmt: skip
     numbers = [sample(x, y), sample(x, 2.5), sample(y, x), sample(x, x)]
     return {
-        "aten.add.Tensor": [*numbers, sample(x, y, alpha=2), sample(c, mask(4, 1, 1))],
-        "aten.sub.Tensor": [*numbers, sample(x, y, alpha=2)],
+        "aten.add.Tensor": [*numbers, sample(x, 0), sample(x, y, alpha=2), sample(c, mask(4, 1, 1))],
+        "aten.sub.Tensor": [*numbers, sample(x, 0), sample(x, y, alpha=2)],
         "aten.mul.Tensor": [*numbers, sample(x, c), sample(n(4, 6), r(4, 6))],
         "aten.div.Tensor": numbers,
         "aten.clamp.default": [sample(x, 0.3, 0.6), sample(x, None, 0.5)],

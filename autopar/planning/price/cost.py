@@ -62,9 +62,10 @@ class Cost:
     """The cost of a rank, by its layers. forward, backward: us of a micro-batch; weights: the part of backward that is
     computed apart, for gradients of weights; sums: that which adds up gradients of tied parameters; exposed: the part
     of both that waits for tp and cp. adds: the part by which it is longer since gradients are added to those of earlier
-    micro-batches. once: us of what is computed once a step. busy: us that a pass takes where calls
-    are there when the device is ready for them; launched: that the host needs for its calls. The rest are bytes: those
-    of `Held`, and what one layer hands to the next. again: of the same model if all layers compute more again, as some
+    micro-batches. once, middle: us of what is computed once a step, before or behind the passes, and between them.
+    busy: us that a pass takes where calls are there when the device is ready for them; launched: that the host needs
+    for its calls. The rest are bytes: those of `Held`, and what one layer hands to the next. again: of the same model
+    if all layers compute more again, as some
     do (`Part.again`)."""
 
     forward: Linear
@@ -79,6 +80,7 @@ class Cost:
     exposed: Linear
     adds: Linear
     once: Linear
+    middle: Linear
     sums: Linear
     parameters: Linear
     gradients: Linear
@@ -216,7 +218,7 @@ class Cost:
 
 
 PEAKS = ("behind", "inner", "first", "joined")  # the most of several: no sums over layers
-OF_TIME = ("forward", "backward", "weights", "exposed", "adds", "once", "terms", "lent")
+OF_TIME = ("forward", "backward", "weights", "exposed", "adds", "once", "middle", "terms", "lent")
 OF_SAVED = ("saved", "late", "made")
 LINES = {  # sums over layers, by what of a stage's share counts for them
     each.name: "time" if each.name in OF_TIME else "saved" if each.name in OF_SAVED else "stored"

@@ -59,6 +59,12 @@ class Layers:
         """The captured step of LEAST_ROWS rows."""
         return self.micros.captures.whole.program
 
+    @cached_property
+    def row_bytes(self) -> float:
+        """Bytes of a row of the batch."""
+        given = (node for node, entry in self.whole.entries if entry.kind == "batch")
+        return sum(record(node).type.bytes_ for node in given) / LEAST_ROWS
+
     def products(self) -> tuple[float, float, str]:
         """The products of one row, known once there are layouts: their FLOPs, as the model asks for them; those that
         kernels compute at least; the dtype of most of them."""

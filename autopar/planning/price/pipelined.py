@@ -21,7 +21,7 @@ from autopar.planning.price.data_streams import Data, WeightSlot, slots_of
 from autopar.planning.price.layers import Layers
 from autopar.planning.price.moving import Known
 from autopar.planning.price.whole_step import WholeStep
-from autopar.planning.space.candidates import Candidate
+from autopar.planning.space.candidates import GPIPE, Candidate
 from autopar.planning.space.deal import Sections, Share, whole
 
 COLUMNS = 5  # of a stage
@@ -67,13 +67,15 @@ class Stage:
 @dataclass(frozen=True, slots=True, eq=False)
 class Pipelined:
     """stages: of the pipeline; of a plan without one, one. ranks: what each rank has of the model, all its stages
-    together. schedule: of the first micro-batches, `count` of them. moments: of each rank in it."""
+    together. schedule: of the first micro-batches, `count` of them. moments: of each rank in it. row: bytes of a row of
+    the batch."""
 
     stages: Sequence[Stage]
     ranks: Sequence[Stage]
     schedule: Schedule
     moments: Sequence[Moments]
     count: int
+    row: float
 
     def times(self) -> Mapping[tuple[int, str], float]:
         """us of each action on one micro-batch, by stage and kind."""
@@ -82,10 +84,11 @@ class Pipelined:
 
 def pipelined(candidate: Candidate, layers: Layers) -> Pipelined:
     """The pipeline of a candidate. Raises AutoparError as `Micros.local`."""
-    model = layers.place(candidate.ranks_of(layers.micros.coupled)), candidate.halves, *_model(candidate, layers)
+    model = layers.place(candidate.ranks_of(layers.micros.is_summed)), candidate.halves, *_model(candidate, layers)
 
     def make() -> Pipelined:
-        return _pipelined(candidate, layers.kept(("stages", *model), lambda: _stages(candidate, layers)))
+        stages = layers.kept(("stages", *model), lambda: _stages(candidate, layers))
+        return _pipelined(candidate, stages, layers.row_bytes)
 
     kept: Pipelined = layers.kept((*model, *_order(candidate)), make)
     return kept
@@ -100,7 +103,8 @@ def with_least_memory(candidate: Candidate, layers: Layers) -> Pipelined:
 
     def make() -> Pipelined:
         cost = layers.cost(near, candidate.rows, policy, more=more).kept.in_stages()
-        return _pipelined(candidate, [Stage(share, cost, {}) for share in _shares(candidate, layers)])
+        stages = [Stage(share, cost, {}) for share in _shares(candidate, layers)]
+        return _pipelined(candidate, stages, layers.row_bytes)
 
     kept: Pipelined = layers.kept(key, make)
     return kept
@@ -142,17 +146,18 @@ def _is_near(axes: tuple[tuple[str, int], ...], ranks: int) -> bool:
 
 
 def _first(candidate: Candidate) -> int:
-    return min(candidate.microbatches, ROUNDS * candidate.pp)
+    """Micro-batches of the schedule that is looked at: all where each one more is kept for longer."""
+    return candidate.microbatches if candidate.schedule == GPIPE else min(candidate.microbatches, ROUNDS * candidate.pp)
 
 
-def _pipelined(candidate: Candidate, stages: Sequence[Stage]) -> Pipelined:
+def _pipelined(candidate: Candidate, stages: Sequence[Stage], row: float) -> Pipelined:
     p, first = candidate.pp, _first(candidate)
     schedule, moments = schedule_of(candidate, len(stages))
     own: list[Stage | None] = [None] * p
     for stage, rank in zip(stages, schedule.ranks, strict=True):
         before = own[rank]
         own[rank] = stage if before is None else before + stage
-    return Pipelined(stages, tuple(stage for stage in own if stage is not None), schedule, moments, first)
+    return Pipelined(stages, tuple(stage for stage in own if stage is not None), schedule, moments, first, row)
 
 
 def _stages(candidate: Candidate, layers: Layers) -> Sequence[Stage]:
@@ -161,7 +166,7 @@ def _stages(candidate: Candidate, layers: Layers) -> Sequence[Stage]:
     if candidate.pp == 1:
         all_ = whole(layers.equal, candidate.again.count if candidate.again else 0)
         once, net = cost.on(all_).once(layers.equal), data_of(candidate, layers).net
-        step = WholeStep.of(candidate, layers, candidate.ranks_of(layers.micros.coupled), once, net)
+        step = WholeStep.of(candidate, layers, candidate.ranks_of(layers.micros.is_summed), once, net)
         least = cost.on(all_).us(layers.equal, halves=False)
         return (Stage(all_, cost, {kind: max(us, least[kind]) for kind, us in step.us.items()}, step=step),)
     cost, data, shares = cost.in_stages(), data_of(candidate, layers), _shares(candidate, layers)
@@ -214,7 +219,7 @@ def _sections(candidate: Candidate, layers: Layers) -> Sections:
 def cost_of(candidate: Candidate, layers: Layers) -> Cost:
     """Price a micro-batch on the ranks of tp and cp, with the whole model. Raises AutoparError as `Micros.local`."""
     policy, more = candidate.policies
-    cost = layers.cost(candidate.ranks_of(layers.micros.coupled), candidate.rows, policy, candidate.halves, more)
+    cost = layers.cost(candidate.ranks_of(layers.micros.is_summed), candidate.rows, policy, candidate.halves, more)
     return cost if candidate.adds else cost.alone
 
 

@@ -14,7 +14,7 @@ from autopar.planning.price.pipelined import Pipelined, Stage, data_of, pipeline
 from autopar.planning.price.step_time import optimizer_us
 from autopar.planning.price.whole_step import StepPeaks
 from autopar.planning.shallow.held_bytes import MOMENTS
-from autopar.planning.space.candidates import STATES, Candidate
+from autopar.planning.space.candidates import GPIPE, STATES, Candidate
 from autopar.runtime.tiers.offloaded_states import PARTS
 
 Held = tuple[float, float, float, float, float]  # what `Moments` count
@@ -55,7 +55,7 @@ def predict(
     most = max(floors)
     last = floors.index(most)
     rank, (before, after, optimizer) = made.ranks[last], ranks[last]
-    data = before + after - rank.cost.once(rank.share.time.layers) + m * rank.moved_us
+    data = before + after - rank.cost.once(rank.share.time.layers) - _middle(layers, rank) + m * rank.moved_us
     exposed = m * rank.cost.exposed(rank.share.time.layers)
     total = most
     if candidate.pp > 1 and most < slowest:
@@ -74,7 +74,8 @@ def _host_bytes(candidate: Candidate, rank: Stage) -> float:
 
 
 def _ends(candidate: Candidate, layers: Layers, rank: Stage, machine: Machine) -> tuple[float, float, float]:
-    """us of a rank before its first micro-batch, behind the last one, and of the optimizer."""
+    """us of a rank before its first micro-batch, with what all wait for between the passes; behind the last one; and of
+    the optimizer."""
     stored, cost = rank.share.stored.layers, rank.cost
     optimizer = optimizer_us(
         machine, ADAMW * cost.trained(stored) / candidate.shards, candidate.offload, candidate.size,
@@ -82,18 +83,29 @@ def _ends(candidate: Candidate, layers: Layers, rank: Stage, machine: Machine) -
     )  # fmt: skip
     once = cost.once(rank.share.time.layers)
     if rank.step is not None:
-        return rank.step.before, rank.step.after, optimizer
+        return rank.step.before + _middle(layers, rank), rank.step.after, optimizer
     data = data_of(candidate, layers)
     place = candidate.split.near, candidate.recompute, candidate.chunks, rank.share
     key = "once", *place, once, candidate.zero, candidate.gathers_again, data.groups
     before, after = layers.kept(
         key, lambda: tuple(moving.streams.device for moving in (data.first(rank.slots, once), data.last(rank.slots)))
     )
-    return before, after, optimizer
+    return before + _middle(layers, rank), after, optimizer
+
+
+def _middle(layers: Layers, rank: Stage) -> float:
+    """us of what the last stage computes between the forward and the backward passes."""
+    return rank.whole.middle(layers.equal)
 
 
 def rank_bytes(candidate: Candidate, made: Pipelined, rank: int) -> float:
-    """The bytes of a rank at its peak: in the step, or in the optimizer, which makes one value more of a parameter."""
+    """The bytes of a rank at its peak: its rows of the batch, and what is there beside them."""
+    rows = candidate.rows * candidate.microbatches / candidate.context
+    return rows * made.row + _step_bytes(candidate, made, rank)
+
+
+def _step_bytes(candidate: Candidate, made: Pipelined, rank: int) -> float:
+    """The bytes at the peak of the step, or of the optimizer, which makes one value more of a parameter."""
     own, shards = made.ranks[rank], candidate.shards
     layers, cost = own.share.stored.layers, own.cost
     trained, frozen, gradients = cost.trained(layers), cost.frozen(layers), cost.gradients(layers) / shards
@@ -151,6 +163,11 @@ def _beside(candidate: Candidate, rank: Stage, peaks: StepPeaks) -> float:
         copies, entry = copies + plain(layers), plain.entry  # that no backward pass reads
     gradients = cost.gradients(layers) / candidate.parts
     earlier = max(peaks.forward, peaks.before) + (gradients if candidate.microbatches > 2 else 0.0)
+    if candidate.schedule == GPIPE:  # of each micro-batch is kept what it saves until it goes back
+        others = (candidate.microbatches - 1) * peaks.saved
+        second = gradients - peaks.saved if candidate.microbatches > 2 else 0.0
+        earlier = max(peaks.forward, peaks.before, peaks.before + second) + others
+        return copies + max(peaks.backward + gradients - entry, earlier)
     return copies + max(max(peaks.forward, peaks.backward) + gradients - entry, earlier)
 
 

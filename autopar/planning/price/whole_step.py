@@ -23,12 +23,14 @@ Moves = list[tuple[bool, str, float]]
 class StepPeaks:
     """Bytes at most, beside what is stored, and of several micro-batches what all of them read, and the gradients that
     they add to. forward, backward: in the last micro-batch, of which the backward graph lets go of what it read last;
-    before: in the backward graph of earlier ones. once: in the sums behind the last."""
+    before: in the backward graph of earlier ones. once: in the sums behind the last. saved: of a micro-batch, from its
+    forward to its backward graph."""
 
     forward: float
     backward: float
     before: float
     once: float
+    saved: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,9 @@ class _Asked:
         if candidate.zero < 2 or candidate.data == 1:  # what micro-batches add to lies in the values of the first
             lies_in = sum(gradient.alive - gradient.bytes_ for _, gradient in self.roads[BACKWARD].gives())
         ends = made[FORWARD].peak + lies_in, made[BACKWARD].peak + lies_in, made[BACKWARD].before + lies_in
-        return WholeStep(us, first.streams.device, last.streams.device, StepPeaks(*ends, last.peak), moves)
+        return WholeStep(
+            us, first.streams.device, last.streams.device, StepPeaks(*ends, last.peak, made[FORWARD].level), moves
+        )
 
     def _lent(self) -> Iterator[tuple[ParameterPlace, float]]:
         """Bytes of the values that the backward graph reads, or gathers, and that were made before the first

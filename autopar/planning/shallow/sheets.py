@@ -14,7 +14,8 @@ from autopar.planning.shallow.sheet import Sheet, described
 from autopar.planning.shallow.stage_graphs import Micro
 from autopar.runtime.executor.owned import own_results
 
-ONCE = "CPE"  # actions that run once a step
+ONCE = "CPE"  # actions that run once a step, before the passes or after them
+MIDDLE = "M"  # and between them, of a model whose backward passes wait for all forward passes
 OF_KINDS = {"forward": "F", "backward": "BIW", "weights": "W"}  # fields of `Cost`, and the kinds of their graphs
 SHARED = f"{ONCE}F"  # actions whose graphs are the same for several micro-batches
 Costs = dict[str, float]  # by the names of `Cost`
@@ -86,7 +87,7 @@ class Sheets:
         graphs = {kind: pair[is_less] for kind, pair in self.sheets.items()}
         spent = {kind: sheet.ran(times[kind], machine, is_less) for kind, sheet in graphs.items()}
         once = sum(ran.total for kind, ran in spent.items() if kind in ONCE)
-        exposed = sum(sum(ran.exposed.values()) for kind, ran in spent.items() if kind not in ONCE)
+        exposed = sum(sum(ran.exposed.values()) for kind, ran in spent.items() if kind not in (*ONCE, MIDDLE))
         kept = held(self.stored[is_less], graphs, is_less)
         found = {name: float(getattr(kept, name)) for name in Held.__slots__}
         for name, kinds in OF_KINDS.items():
@@ -97,7 +98,8 @@ class Sheets:
         sums = sum(graphs[kind].sums_us(times[kind]) for kind in graphs if kind in "BW")
         adding = "W" if "W" in graphs else "B"
         adds = graphs[adding].adds_us(times[adding], machine, is_less)
-        return {**found, "once": once, "sums": sums, "exposed": exposed, "adds": adds}
+        middle = spent[MIDDLE].total if MIDDLE in spent else 0.0
+        return {**found, "once": once, "middle": middle, "sums": sums, "exposed": exposed, "adds": adds}
 
     def _entry(self, machine: Machine, times: Mapping[str, list[float]]) -> Costs:
         whole = {kind: pair[False] for kind, pair in self.sheets.items()}
@@ -118,7 +120,7 @@ def _both(micro: Micro, kind: str, rest: Rest, named: Named, given: set[str]) ->
     graph = micro.graphs[kind]
     waited = {entry.name for entry in micro.graphs["W"].inputs} if kind == "I" else set()
     whole = Sheet.of(kind, micro.finished(graph), rest, named, waited, given - waited)
-    shorter = rest.cut_out(graph) if kind in ONCE and rest.path else None
+    shorter = rest.cut_out(graph) if kind in (*ONCE, MIDDLE) and rest.path else None
     return whole, whole if shorter is None else Sheet.of(kind, micro.finished(shorter), rest, named)
 
 

@@ -27,6 +27,7 @@ ZERO = (0, 1, 2, 3)
 PIPELINES = (
     ("1f1b", 1), *(("interleaved-1f1b", chunks) for chunks in (2, 3, 4)), ("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2),
 )  # fmt: skip
+GPIPE = "gpipe"  # of models whose backward passes read what all forward passes add up to
 PAIRED = "dualpipev"  # is tried on what was found (`report/emitted.py`)
 MOST_ROWS = HIGH  # of a micro-batch on one rank, where a batch has not many more
 SHORT = {"none": "", "selective": "selective", "full": "recompute", LAYERS: ""}
@@ -132,9 +133,9 @@ class Candidate(NamedTuple):  # of which there are a million: made and hashed in
         """What decides, with rows and recomputation, what a micro-batch costs."""
         return Split.of(self.tp, self.sequence, self.cp, self.ulysses, self.axes)
 
-    def ranks_of(self, coupled: str) -> Split:
-        """The split of its programs. coupled: why its model takes the rows of a batch together; "" if it does not."""
-        return self.split.summed(self.axes) if coupled else self.split
+    def ranks_of(self, is_summed: bool) -> Split:
+        """The split of its programs. is_summed: as of `Micros`."""
+        return self.split.summed(self.axes) if is_summed else self.split
 
     @property
     def mesh(self) -> str:
@@ -280,9 +281,9 @@ def _with_experts(axes: tuple[tuple[str, int], ...], ep: int) -> Iterator[tuple[
 class Model:
     """What of a model says which plans there are. layers: equal ones; 0 if it has none, and no pipeline is planned
     then. whole: why no plan splits sequences over cp; coupled: why none computes the rows of a batch some at a time.
-    Both are empty where plans may. first: the path of the first of the equal layers. heads: (of keys, queries that
-    share one) of all attentions, where ulysses may split them. alone: True if it may be better without cp, which splits
-    no heads then."""
+    Both are empty where plans may. waits: as of `Micros`. first: the path of the first of the equal layers. heads: (of
+    keys, queries that share one) of all attentions, where ulysses may split them. alone: True if it may be better
+    without cp, which splits no heads then."""
 
     layers: int
     whole: str = ""
@@ -290,6 +291,7 @@ class Model:
     first: str = ""
     heads: frozenset[tuple[int, int]] = frozenset()
     alone: bool = False
+    waits: bool = False
 
     @property
     def again(self) -> Again | None:
@@ -394,7 +396,7 @@ class Space:
             return
         if offload == HOSTED:  # gradients of several micro-batches would add up on the device
             zero = (3,) if is_split else (0,)
-        pipelines = PIPELINES if sizes["pp"] > 1 else PIPELINES[:1]
+        pipelines = self._pipelines if sizes["pp"] > 1 else self._pipelines[:1]
         of_axes = list(
             product(
                 self._open("zero", zero if reshard else set(zero) & {3}),
@@ -415,6 +417,12 @@ class Space:
                             self.model.again if recompute == LAYERS else None, reshard, sizes[ULYSSES], 1, offload,
                             "", folder, memory,
                         )  # fmt: skip
+
+    @property
+    def _pipelines(self) -> Sequence[tuple[str, int]]:
+        """The schedules, and the stages that each rank has, that the model can take."""
+        is_whole = self.model.waits or self.fixed.get("schedule") == GPIPE
+        return [(GPIPE, 1)] if is_whole else PIPELINES
 
     @property
     def _waits(self) -> str:

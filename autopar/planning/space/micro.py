@@ -20,7 +20,7 @@ from autopar.passes.costs.streams import run
 from autopar.planning.shallow.between import between
 from autopar.planning.shallow.captures import LEAST_ROWS, Captures
 from autopar.planning.shallow.depth import Shallow
-from autopar.planning.shallow.stage_graphs import Micro, cut_at
+from autopar.planning.shallow.stage_graphs import Micro, cut_at, waits_for_all
 from autopar.planning.space.split import Split
 
 PARTS = 2  # micro-batches of a program: all of them are alike
@@ -41,18 +41,29 @@ class Micros:
     @cached_property
     def coupled(self) -> str:
         """Why the rows of a batch cannot be computed some at a time; empty if they can."""
+        return self._coupling[0]
+
+    @property
+    def waits(self) -> bool:
+        """True if no micro-batch can go back before all have come forward: the backward passes read what they add up
+        to."""
+        return self._coupling[1]
+
+    @property
+    def is_summed(self) -> bool:
+        """True if ranks that divide the rows send each other something before the backward passes."""
+        return bool(self.coupled) or self.waits
+
+    @cached_property
+    def _coupling(self) -> tuple[str, bool]:
+        """`coupled`, and `waits`."""
         lowered = self._lowered(Split(), LOW, PARTS)
         try:
             made = cut_at(lowered, "none", self.captures.shallow().border, halves=False)
-            sums = {out.name for out in made.graphs["F"].outputs if out.kind == "part"}
-            if "M" in made.graphs or any(entry.name in sums for entry in made.graphs["B"].inputs):
-                return (
-                    "what all forward passes add up to is read before the backward passes: plans have one micro-batch"
-                )
         except CoupledError as error:
-            return str(error)
+            return str(error), False
         self._local[Split(), LOW] = lowered
-        return ""
+        return "", waits_for_all(made.graphs)
 
     @property
     def parts(self) -> int:

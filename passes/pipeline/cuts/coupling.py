@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from autopar.errors import CoupledError
 from autopar.ir.mesh import SLICE, axes_of_group
 from autopar.ir.ops.op_facts import facts_of
 from autopar.ir.ops.ops import is_mesh_op, op
 from autopar.ir.ops.storage import is_view
-from autopar.ir.program import is_getitem, record
+from autopar.ir.program import Program, is_getitem, record
 
 _SLICED = (
     "A slice sees the slices before it in causal attention alone (scaled_dot_product_attention with is_causal=True or "
@@ -58,6 +59,19 @@ def coupled(
         what, hint = f"{_op(cause)} ({_place(cause)}) needs the whole batch", _HINT
     use = f"{_place(node)} uses it before the micro-batch is done (%{node.name})"
     return Coupling("micro-batches", f"{what} (%{join.name}), and {use}", hint)
+
+
+def check_middle(middle: Program | None, coupling: Coupling) -> None:
+    """Raise CoupledError if layers of the model would be computed of the whole batch, between the passes. middle: what
+    runs there, if anything does."""
+    if middle is None:
+        return
+    weights = {node for node, entry in middle.entries if entry.kind == "parameter"}
+    for node in middle.calls():
+        if node.all_input_nodes and weights.issuperset(node.all_input_nodes):
+            weights.add(node)
+        elif record(node).flops and not weights.isdisjoint(node.all_input_nodes):
+            raise CoupledError(coupling.refusal)
 
 
 _HINT = (
