@@ -45,7 +45,7 @@ WRONG = {
     "run JOB --mesh dp=0": "mesh 'dp=0': axis 'dp' has size 0",
     "verify JOB --mesh dp=2 --steps 0": "--steps 0: write a number of 1 or more.",
     "verify JOB --mesh dp=2 --steps -5 --backend gloo": "--steps -5: write a number of 1 or more.",
-    "verify JOB --mesh dp=2 --machine cpu --backend gloo": "--machine cpu: processes of --backend gloo run what this machine gets. Leave one out.",
+    "verify JOB --mesh dp=2 --machine cpu --backend gloo": "--machine cpu: processes of --backend gloo run",
     "verify JOB --mesh dp=2 --machine nix": "machine 'nix': there is a100-80g, cpu",
     "verify JOB --mesh dp=2 --schedule bogus": "schedule 'bogus' is unknown.",
     "verify JOB --mesh dp=2 --backend mpi": "--backend mpi: write virtual or gloo.",
