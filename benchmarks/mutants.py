@@ -7,9 +7,9 @@ A mutant is one change of one place in a rule, a pass, a collective, a schedule,
 another comparison, another sign, a number one larger, a condition that always holds, a call or an entry of a table that
 is gone. No file is changed: a process of its own, and all that it starts, imports the changed source and runs the tests
 that reach its statement (`benchmarks.reached`), up to SECONDS of them: of each file the quickest first, then the next
-of each. So the whole suite kills at least as many. What changes nothing that anybody sees is a row of MUTANTS.md with
-its reason, and counts neither as killed nor as survived. `--control` runs the tests of each mutant first with nothing
-changed, and leaves out what does not pass. Exits with 1 if fewer than GOAL are killed.
+of each. So the whole suite kills at least as many. What changes nothing that anybody sees is a row of MUTANTS.md, with
+its reason, and is not counted. `--control` runs the tests of each mutant with nothing changed, too, and leaves out
+what does not pass. Exits with 1 if fewer than GOAL are killed.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "layouts": ("autopar/ir",),
     "checkpoint": ("autopar/checkpoint",),
 }  # fmt: skip
-_OUT_OF_TIME = (-signal.SIGXCPU, -signal.SIGKILL)  # what the system ends a process with that had its CPU seconds
+_NAMES = {0: "survived", -signal.SIGXCPU: "timeout", -signal.SIGKILL: "timeout", 4: "unread"}  # exit statuses
 _OTHER: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt,
     ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
@@ -111,10 +111,9 @@ def main() -> None:
         if time.monotonic() - begun > options.seconds:
             break
         start = time.monotonic()
-        if options.control and judged(replace(mutant, kind=NOTHING)) != "survived":
+        found = judged(mutant)
+        if (options.control or found == "unread") and judged(replace(mutant, kind=NOTHING)) != "survived":
             found = "no control"
-        else:
-            found = judged(mutant)
         if found == "survived" and (mutant.path, shown(mutant)) in reasons:
             found = "equivalent"
         counts[mutant.room, found] += 1
@@ -123,7 +122,7 @@ def main() -> None:
     total = Counter[str]()
     for (_, found), count in counts.items():
         total[found] += count
-    killed = total["killed"] + total["timeout"]
+    killed = total["killed"] + total["timeout"] + total["unread"]
     share = killed / max(killed + total["survived"], 1)
     for room in options.rooms:
         of_room = {found: count for (where, found), count in counts.items() if where == room}
@@ -276,7 +275,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def judged(change: Change) -> str:
-    """ "killed", "survived", or "timeout" of a change whose tests did not come to an end."""
+    """ "killed", "survived", "timeout" of a change whose tests did not come to an end, or "unread" where pytest did not
+    find them: their modules cannot be imported, or they are no more."""
     child = os.fork()
     if child == 0:
         os.setsid()
@@ -288,7 +288,7 @@ def judged(change: Change) -> str:
         if done:
             _end(child)  # what it started and left
             code = os.waitstatus_to_exitcode(status)
-            return "survived" if code == 0 else "timeout" if code in _OUT_OF_TIME else "killed"
+            return _NAMES.get(code, "killed")
         time.sleep(0.05)
     _end(child)
     os.waitpid(child, 0)

@@ -1,6 +1,6 @@
 """Note which tests reach which statements of our source: what a mutant is shown to.
 
-    timeout 7200 .venv/bin/python -m benchmarks.reached [tests/passes tests/ir ...] [--out build/reached.txt]
+    timeout 7200 .venv/bin/python -m benchmarks.reached [tests/passes tests/ir ...] [--limit 10] [--out FILE]
 
 Each file of tests runs in a process of its own, with every statement of the rooms of `benchmarks.mutants` preceded by a
 mark in memory that all processes share, so what the ranks and commands do that a test starts is noted, too. A line a
@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -156,10 +156,20 @@ class _Notes:
     """The plugin that notes what each test reached. What the imports and fixtures of a file reach counts for all of its
     tests. What does not pass is left out."""
 
-    def __init__(self, path: str, out: Path) -> None:
+    def __init__(self, path: str, out: Path, limit: float) -> None:
         file = open(path, "r+b")  # noqa: SIM115
         self.marks, self.out, self.shared = mmap.mmap(file.fileno(), SLOTS), out, defaultdict[str, set[int]](set)
+        self.limit = limit + time.process_time()
         self.start, self.passes, self.at_import = 0.0, True, set[int]()
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        """The first case of each test, then the second ones: what is most unlike comes before the limit."""
+        rounds = Counter[str]()
+        order = []
+        for item in items:
+            order.append(rounds[item.originalname])
+            rounds[item.originalname] += 1
+        items[:] = [item for _, item in sorted(zip(order, items, strict=True), key=lambda pair: pair[0])]
 
     def pytest_collection_finish(self) -> None:
         self.at_import = self.reached()
@@ -167,6 +177,8 @@ class _Notes:
     def pytest_runtest_logstart(self) -> None:
         self.marks[:] = bytes(SLOTS)
         self.start, self.passes = time.monotonic(), True
+        if time.process_time() > self.limit:
+            os._exit(0)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         self.passes = self.passes and report.passed
@@ -178,8 +190,10 @@ class _Notes:
         if not self.passes:
             return
         found = self.reached() | self.shared[nodeid.partition("::")[0]] | self.at_import
-        bits = sum(1 << at for at in found).to_bytes(SLOTS // 8, "little")
-        text = base64.b85encode(zlib.compress(bits)).decode()
+        bits = bytearray(SLOTS // 8)
+        for at in found:
+            bits[at // 8] |= 1 << at % 8
+        text = base64.b85encode(zlib.compress(bytes(bits))).decode()
         with self.out.open("a") as file:
             file.write(json.dumps([nodeid, round(time.monotonic() - self.start, 3), text]) + "\n")
 
@@ -196,6 +210,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("tests", nargs="*", type=Path, default=[ROOT / "tests"])
     parser.add_argument("--out", type=Path, default=NOTES)
+    parser.add_argument("--limit", type=float, default=1e9, help="CPU seconds of a file, after which it is left")
     options = parser.parse_args()
     import torch  # noqa: F401
 
@@ -203,11 +218,11 @@ def main() -> None:
     for path in options.tests:
         for file in sorted(path.rglob("test_*.py")) if path.is_dir() else [path]:
             start = time.monotonic()
-            _noted(file, options.out)
+            _noted(file, options.out, options.limit)
             print(f"{file}  {time.monotonic() - start:.0f} s", flush=True)
 
 
-def _noted(file: Path, out: Path) -> None:
+def _noted(file: Path, out: Path, limit: float) -> None:
     with tempfile.TemporaryDirectory() as folder:
         marks = Path(folder, "marks")
         marks.write_bytes(bytes(SLOTS))
@@ -222,7 +237,9 @@ def _noted(file: Path, out: Path) -> None:
 
         quiet()
         try:
-            pytest.main(["-p", "no:xdist", "-m", "not slow and not gpu", str(file)], plugins=[_Notes(str(marks), out)])
+            pytest.main(
+                ["-p", "no:xdist", "-m", "not slow and not gpu", str(file)], plugins=[_Notes(str(marks), out, limit)]
+            )
         finally:
             os._exit(0)
 
