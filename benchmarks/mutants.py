@@ -36,20 +36,13 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, Protocol
 
-from benchmarks.reached import ROOT, Reached, blocks, in_all_processes, quiet
+from benchmarks.reached import PRELOADED, ROOT, Reached, blocks, in_all_processes, quiet
 
 GOAL, NOTHING = 0.95, "nothing"
 SECONDS = 90  # of tests that a mutant is shown to, as long as they took when what they reach was noted
 FIRST = 8  # files of tests that are read and run before the others are
 LIMIT_S, HANGS_S = 240, 900  # of the tests of a mutant: CPU seconds, and by the clock, where others want the cores too
 KNOWN = ROOT / "benchmarks" / "MUTANTS.md"
-PRELOADED = (
-    "pytest",
-    "torch._dynamo",
-    "torch.distributed.checkpoint",
-    "hypothesis",
-    "transformers.models.llama.modeling_llama",
-)
 ROOMS: dict[str, tuple[str, ...]] = {
     "rules": ("passes/rules",),
     "passes": ("passes/collectives", "passes/sorts", "passes/recompute", "passes/groups", "passes/chunked_loss",
@@ -106,6 +99,7 @@ def main() -> None:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
+    _reached()  # once, for all processes
     begun, counts, reasons = time.monotonic(), Counter[tuple[str, str]](), known()
     for mutant in drawn(options.rooms, options.count, options.seed):
         if time.monotonic() - begun > options.seconds:
@@ -163,8 +157,9 @@ def drawn(rooms: Sequence[str], count: int, seed: int) -> list[Mutant]:
 def mutants_of(room: str, path: str) -> Iterator[Mutant]:
     """All changes of a file."""
     for at, node in enumerate(_places(ast.parse((ROOT / path).read_text()))):
+        line = getattr(getattr(node, "target", node) if isinstance(node, ast.comprehension) else node, "lineno", 0)
         for kind in _kinds(node):
-            yield Mutant(room, path, at, kind, getattr(node, "lineno", 0))
+            yield Mutant(room, path, at, kind, line)
 
 
 def _places(tree: ast.Module) -> Iterator[ast.AST]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import ast
 import base64
+import gc
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -24,13 +25,16 @@ import tempfile
 import time
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+PRELOADED = (  # in the process that forks
+    "pytest", "torch._dynamo", "torch.distributed.checkpoint", "hypothesis", "transformers.models.llama.modeling_llama",
+)  # fmt: skip
 NOTES = ROOT / "build" / "reached.txt"
 SLOTS = 1 << 18  # a mark's place is its hash: of 20,000 marks few share one, and share their tests then
 MARKS, HOOK = "AUTOPAR_MARKS", "import {module}; {module}.install()"
@@ -212,8 +216,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=NOTES)
     parser.add_argument("--limit", type=float, default=1e9, help="CPU seconds of a file, after which it is left")
     options = parser.parse_args()
-    import torch  # noqa: F401
-
+    for name in PRELOADED:
+        importlib.import_module(name)
+    for folder in ("autopar/ir", "autopar/checkpoint", "passes", "runtime"):
+        for path in (ROOT / folder).rglob("*.py"):
+            _code(str(path))
+    gc.collect()
+    gc.freeze()
     options.out.parent.mkdir(exist_ok=True)
     for path in options.tests:
         for file in sorted(path.rglob("test_*.py")) if path.is_dir() else [path]:
@@ -265,24 +274,15 @@ class Reached:
 
     def __init__(self, path: Path = NOTES) -> None:
         self.seconds: dict[str, float] = {}
-        bits: dict[str, str] = {}
+        self._bits: dict[str, bytes] = {}
         for line in path.read_text().splitlines():
             name, seconds, text = json.loads(line)
-            self.seconds[name], bits[name] = seconds, text
-        self.at = defaultdict[int, list[str]](list)
-        for name in sorted(bits, key=lambda name: self.seconds[name]):
-            for at in _ones(zlib.decompress(base64.b85decode(bits[name]))):
-                self.at[at].append(name)
+            self.seconds[name], self._bits[name] = seconds, zlib.decompress(base64.b85decode(text))
 
     def tests(self, marks: Iterable[str]) -> list[str]:
-        found = {name: None for mark in marks for name in self.at.get(slot(mark), ())}
+        slots = {slot(mark) for mark in marks}
+        found = [name for name, bits in self._bits.items() if any(bits[at // 8] >> at % 8 & 1 for at in slots)]
         return sorted(found, key=lambda name: self.seconds[name])
-
-
-def _ones(data: bytes) -> Iterator[int]:
-    for at, byte in enumerate(data):
-        if byte:
-            yield from (8 * at + bit for bit in range(8) if byte >> bit & 1)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import signal
+import threading
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -340,3 +341,35 @@ def test_steps_are_saved_when_they_are_due(tmp_path: Path) -> None:
     assert list(folder.committed(tmp_path)) == [6, 7]
     again = Checkpointer(tmp_path, every=3)
     assert list(again.steps(8, _model(), resume=6)) == [6, 7] and list(folder.committed(tmp_path)) == [6, 7, 8]
+
+
+def test_what_is_written_beside_is_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is written when the next step has changed the values, and is committed when it is whole."""
+    changed = threading.Event()
+
+    def late(path: Path, tensors: Any) -> Any:
+        assert "step-00000003" in str(path) or changed.wait(10)
+        return tensor_files.write_file(path, tensors)
+
+    monkeypatch.setattr("autopar.checkpoint.save.write_file", late)
+    model = nn.Linear(2, 2)
+    for step in Checkpointer(tmp_path, every=1, keep=9).steps(3, model):
+        with torch.no_grad():
+            model.weight.fill_(step)
+        changed.set() if step == 1 else changed.clear()
+    for step in (1, 2, 3):
+        autopar.load(tmp_path, model, step=step)
+        assert (model.weight == step - 1).all()
+
+
+def test_a_disk_that_fails_at_last_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(handle: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("os.fsync", fails)
+    with pytest.raises(OSError, match="Input/output error"):
+        tensor_files.write_file(tmp_path / "f", {"a": torch.ones(1)})
+    with pytest.raises(OSError, match="Input/output error"):
+        tensor_files.write_text(tmp_path / "g", b"text")
+    with pytest.raises(OSError, match="Input/output error"):
+        folder.flush(tmp_path)
