@@ -39,7 +39,7 @@ from typing import Any, Protocol
 from benchmarks.reached import PRELOADED, ROOT, Reached, blocks, in_all_processes, quiet
 
 GOAL, NOTHING = 0.95, "nothing"
-SECONDS = 90  # of tests that a mutant is shown to, as long as they took when what they reach was noted
+SECONDS = 45  # of tests that a mutant is shown to, as long as they took when what they reach was noted
 FIRST = 8  # files of tests that are read and run before the others are
 LIMIT_S, HANGS_S = 240, 900  # of the tests of a mutant: CPU seconds, and by the clock, where others want the cores too
 KNOWN = ROOT / "benchmarks" / "MUTANTS.md"

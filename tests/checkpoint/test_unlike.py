@@ -20,6 +20,7 @@ from torch import nn
 import autopar
 from autopar.checkpoint import folder, tensor_files
 from autopar.checkpoint.checkpointer import Checkpointer
+from autopar.checkpoint.checksum import ROWS, WORDS, checksum
 from autopar.checkpoint.load import _own_of
 from autopar.checkpoint.manifest import Manifest
 from autopar.checkpoint.outgoing import Outgoing
@@ -373,3 +374,16 @@ def test_a_disk_that_fails_at_last_is_told(tmp_path: Path, monkeypatch: pytest.M
         tensor_files.write_text(tmp_path / "g", b"text")
     with pytest.raises(OSError, match="Input/output error"):
         folder.flush(tmp_path)
+
+
+def test_a_checksum_is_that_of_other_versions() -> None:
+    """What was saved is read years later: the sums are the same, and every byte counts."""
+    found = []
+    for size in (0, 7, 8 * WORDS, 8 * WORDS * ROWS - 1, 2 * 8 * WORDS * ROWS + 9):
+        data = bytearray(bytes(range(251)) * (size // 251 + 1))[:size]
+        found.append(checksum(data))
+        for at in {0, size // 2, size - 1} if size else ():
+            data[at] ^= 1
+            assert checksum(data) != found[-1]
+            data[at] ^= 1
+    assert found == [0, 2908228089, 4058515879, 3100228058, 3383811468]
