@@ -14,6 +14,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from processes import Ranks
 from safetensors.torch import load_file
 from torch import nn
 
@@ -39,6 +40,13 @@ class _Extra(nn.Module):
 
     def get_extra_state(self) -> Any:
         return 3
+
+
+class _Half:
+    """Gives its state, and takes none."""
+
+    def state_dict(self) -> Any:
+        return {}
 
 
 class _Named(nn.Module):
@@ -93,6 +101,11 @@ LOADED: dict[str, tuple[Callable[[], Any], Callable[[Path], Any], str]] = {
         "optimizer: loaded state dict contains a parameter group that doesn't match the optimizer's group 0: "
         '"model/0.0.bias", "model/0.1.bias", "model/0.1.weight" and others are in one of them alone. Make the '
         "optimizer with the groups that it was saved with.",
+    ),
+    "half of a loader": (
+        _model, lambda path: autopar.save(path, _model(), loader=_Half(), step=9),
+        "loader is of type test_unlike._Half, without state_dict() and load_state_dict(): give an object that has "
+        "them, or keep what it needs in extra=.",
     ),
     "a name with a slash": (
         _model, lambda path: autopar.save(path, {"a/b": _model()}, step=9),
@@ -335,6 +348,7 @@ def test_it_is_said_that_a_run_leaves(tmp_path: Path, caplog: pytest.LogCaptureF
 def test_steps_are_saved_when_they_are_due(tmp_path: Path) -> None:
     """Every third, and the last; and two are kept, of which one was being written."""
     checkpointer = Checkpointer(tmp_path, every=3, keep=2)
+    assert checkpointer.done == 0
     seen = []
     for step in checkpointer.steps(7, _model()):
         seen.append((step, checkpointer.done))
@@ -387,3 +401,22 @@ def test_a_checksum_is_that_of_other_versions() -> None:
             assert checksum(data) != found[-1]
             data[at] ^= 1
     assert found == [0, 2908228089, 4058515879, 3100228058, 3383811468]
+
+
+# -- ranks that do not mean the same -----------------------------------------------------------------------------------
+
+
+def _apart(rank: int, path: str, how: str) -> None:
+    model = _model()
+    if how == "saved":
+        autopar.save(path, model, step=rank)
+    else:
+        autopar.load(path, model, step=rank)
+
+
+@pytest.mark.gloo
+def test_ranks_say_where_they_differ(two: Ranks, tmp_path: Path) -> None:
+    for how in ("saved", "loaded"):
+        for outcome in two.attempt(_apart, str(tmp_path), how):
+            assert outcome.error is not None and "RankError" in outcome.error and "step=" in outcome.error, how
+    assert not any(tmp_path.iterdir())
