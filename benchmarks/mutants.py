@@ -6,10 +6,10 @@
 A mutant is one change of one place in a rule, a pass, a collective, a schedule, an executor or the code of checkpoints:
 another comparison, another sign, a number one larger, a condition that always holds, a call or an entry of a table that
 is gone. No file is changed: a process of its own, and all that it starts, imports the changed source and runs the tests
-that reach its statement (`benchmarks.reached`), up to SECONDS of them: of each file the quickest first, then the next
-of each. So the whole suite kills at least as many. What changes nothing that anybody sees is a row of MUTANTS.md, with
-its reason, and is not counted. `--control` runs the tests of each mutant with nothing changed, too, and leaves out
-what does not pass. Exits with 1 if fewer than GOAL are killed.
+that reach its statement (`benchmarks.reached`), of each file the quickest first, then the next of each: QUICK seconds
+of them, and if it survives, up to MOST. So the whole suite kills at least as many. What changes nothing that anybody
+sees is a row of MUTANTS.md, with its reason, and is not counted. `--control` runs the tests of each mutant with nothing
+changed, too, and leaves out what does not pass. Exits with 1 if fewer than GOAL are killed.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from typing import Any, Protocol
 from benchmarks.reached import PRELOADED, ROOT, Reached, blocks, in_all_processes, quiet
 
 GOAL, NOTHING = 0.95, "nothing"
-SECONDS = 45  # of tests that a mutant is shown to, as long as they took when what they reach was noted
+QUICK, MOST = 20, 200  # seconds of tests that a mutant is shown to, as noted: first, and in all
 FIRST = 8  # files of tests that are read and run before the others are
-LIMIT_S, HANGS_S = 240, 900  # of the tests of a mutant: CPU seconds, and by the clock, where others want the cores too
+LIMIT_S, HANGS_S = 600, 1800  # of the tests of a mutant: CPU seconds, and by the clock, where others want the cores too
 KNOWN = ROOT / "benchmarks" / "MUTANTS.md"
 ROOMS: dict[str, tuple[str, ...]] = {
     "rules": ("passes/rules",),
@@ -66,13 +66,15 @@ _UNSEEN = (ast.Raise, ast.JoinedStr, ast.Assert, ast.Import, ast.ImportFrom, ast
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One change. at: the number of the node in the file, as `_places` counts them; kind: which change of it."""
+    """One change. at: the number of the node in the file, as `_places` counts them; kind: which change of it. is_first:
+    whether it is shown to the quickest tests, or to those that are left."""
 
     room: str
     path: str
     at: int
     kind: str
     line: int
+    is_first: bool = True
 
     def tree(self) -> ast.Module:
         return changed((ROOT / self.path).read_text(), self)
@@ -106,6 +108,9 @@ def main() -> None:
             break
         start = time.monotonic()
         found = judged(mutant)
+        if found == "survived":
+            mutant = replace(mutant, is_first=False)
+            found = judged(mutant)
         if (options.control or found == "unread") and judged(replace(mutant, kind=NOTHING)) != "survived":
             found = "no control"
         if found == "survived" and (mutant.path, shown(mutant)) in reasons:
@@ -348,8 +353,9 @@ def _reached() -> Reached:
 
 
 def tests_of(mutant: Mutant) -> list[str]:
-    """The tests that a mutant is shown to, SECONDS of them: of each file that reaches its statement the quickest first,
-    then the next of each. What runs as its module is imported is shown to all that reach anything in that module."""
+    """The tests that a mutant is shown to: of each file that reaches its statement the quickest first, then the next of
+    each, for some seconds; in a second round those that the first had no time for. What runs as its module is imported
+    is shown to all that reach anything in that module."""
     tree = ast.parse((ROOT / mutant.path).read_text())
     marks = blocks(tree, mutant.path)
     mark, _ = marks[id(mutant.node(tree))]
@@ -359,10 +365,10 @@ def tests_of(mutant: Mutant) -> list[str]:
         file = test.partition("::")[0]
         every.append((rounds[file], reached.seconds[test], test))
         rounds[file] += 1
-    chosen, left = defaultdict[str, list[str]](list), float(SECONDS)
+    chosen, spent, most = defaultdict[str, list[str]](list), 0.0, QUICK if mutant.is_first else MOST
     for _, seconds, test in sorted(every):
-        if seconds <= left:
-            left -= seconds
+        spent += seconds
+        if (0 if mutant.is_first else QUICK) < spent <= most:
             chosen[test.partition("::")[0]].append(test)
     return [test for of_file in chosen.values() for test in of_file]
 
