@@ -90,7 +90,7 @@ def _check_graph(program: Program, level: Level) -> None:
 
 
 def _check_calls(program: Program) -> None:
-    """Of an EXPLICIT program."""
+    """Check that every call of an EXPLICIT program has operands that lie as it wants, and that what moves moves so."""
     for node in program.graph.nodes:
         _check_operands(node)
         if node.op == "call_function" and is_mesh_op(node.target) and record(node).is_tensor:
