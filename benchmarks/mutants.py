@@ -107,17 +107,17 @@ def main() -> None:
         if time.monotonic() - begun > options.seconds:
             break
         start = time.monotonic()
-        found = judged(mutant)
+        found, tests = judged(mutant), len(mutant.tests())
         if found == "survived":
             mutant = replace(mutant, is_first=False)
-            found = judged(mutant)
+            found, tests = judged(mutant), tests + len(mutant.tests())
         if (options.control or found == "unread") and judged(replace(mutant, kind=NOTHING)) != "survived":
             found = "no control"
         if found == "survived" and (mutant.path, shown(mutant)) in reasons:
             found = "equivalent"
         counts[mutant.room, found] += 1
         place, spent = f"{mutant.path}:{mutant.line}", time.monotonic() - start
-        print(f"{found:10} {place}  {shown(mutant)}  {spent:.0f} s, {len(mutant.tests())} tests", flush=True)
+        print(f"{found:10} {place}  {shown(mutant)}  {spent:.0f} s, {tests} tests", flush=True)
     total = Counter[str]()
     for (_, found), count in counts.items():
         total[found] += count
