@@ -1,40 +1,48 @@
 """Break our own source on purpose, a line at a time: does a test see it?
 
-    timeout 10800 .venv/bin/python -m benchmarks.mutants --count 300 --seed 0 [--rooms rules schedules] [--out FILE]
+    timeout 7200 .venv/bin/python -m benchmarks.reached     # once: which tests reach which statements
+    timeout 10800 .venv/bin/python -m benchmarks.mutants --count 300 --seed 0 [--rooms rules schedules] [--record]
 
 A mutant is one change of one place in a rule, a pass, a collective, a schedule, an executor or the code of checkpoints:
 another comparison, another sign, a number one larger, a condition that always holds, a call or an entry of a table that
-is gone. No file is changed: a process of its own imports the changed source and runs tests in one process: those that
-name the module first, then those of its room. Tests that start other processes are left out, so the whole suite kills
-more than is counted here. Survivors are printed with their place and change. Many of them change nothing that a test
-could see (a limit of a search, a size of a cache, a shortcut): look at each. `--control` runs the tests of each room
-with nothing changed first: they have to pass. Exits with 1 if fewer than GOAL are killed.
+is gone. No file is changed: a process of its own, and all that it starts, imports the changed source and runs the tests
+that reach its statement (`benchmarks.reached`), of each file the quickest first, then the next of each: QUICK seconds
+of them, and if it survives, up to MOST. So the whole suite kills at least as many. What changes nothing that anybody
+sees is a row of MUTANTS.md, with its reason, and is not counted. `--control` runs the tests of each mutant with nothing
+changed, too, and leaves out what does not pass. Exits with 1 if fewer than GOAL are killed.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import gc
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
 import random
-import re
 import resource
 import signal
 import sys
+import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, Protocol
 
-ROOT = Path(__file__).resolve().parent.parent
+from benchmarks.reached import PRELOADED, ROOT, Reached, blocks, in_all_processes, quiet
+
 GOAL, NOTHING = 0.95, "nothing"
-LIMIT_S, HANGS_S = 240, 1800  # of the tests of a mutant: CPU seconds, and by the clock, where others want the cores too
+QUICK, MOST = 20, 200  # seconds of tests that a mutant is shown to, as noted: first, and in all
+FIRST = 8  # files of tests that are read and run before the others are
+LIMIT_S, HANGS_S = 600, 1800  # of the tests of a mutant: CPU seconds, and by the clock, where others want the cores too
+KNOWN = ROOT / "benchmarks" / "MUTANTS.md"
 ROOMS: dict[str, tuple[str, ...]] = {
     "rules": ("passes/rules",),
     "passes": ("passes/collectives", "passes/sorts", "passes/recompute", "passes/groups", "passes/chunked_loss",
@@ -44,17 +52,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "layouts": ("autopar/ir",),
     "checkpoint": ("autopar/checkpoint",),
 }  # fmt: skip
-TESTS: dict[str, tuple[str, ...]] = {
-    "rules": ("test_rules.py", "test_rowwise.py", "test_rules_opinfo.py", "test_rules_models.py", "test_context.py"),
-    "passes": ("test_golden.py", "test_reshard.py", "test_solve.py", "test_zero.py", "test_recompute.py",
-               "test_expert_loops.py", "test_coupled_microbatches.py", "test_rules_models.py"),
-    "schedules": ("test_golden_pipeline.py", "test_schedules.py", "test_check_schedule.py", "test_pipeline.py",
-                  "test_pipeline_weights.py", "test_pipeline_models.py"),
-    "runtime": ("test_runtime_executor.py", "test_runtime_virtual.py", "test_transport.py", "test_pipeline.py"),
-    "layouts": ("test_layout.py", "test_mesh.py", "test_text.py", "test_rewrite.py", "test_reshard.py"),
-    "checkpoint": ("test_files.py", "test_checkpointer.py", "test_meshes.py"),
-}  # fmt: skip
-_OUT_OF_TIME = (-signal.SIGXCPU, -signal.SIGKILL)  # what the system ends a process with that had its CPU seconds
+_NAMES = {0: "survived", -signal.SIGXCPU: "timeout", -signal.SIGKILL: "timeout", 4: "unread"}  # exit statuses
 _OTHER: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt,
     ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
@@ -68,13 +66,15 @@ _UNSEEN = (ast.Raise, ast.JoinedStr, ast.Assert, ast.Import, ast.ImportFrom, ast
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One change. at: the number of the node in the file, as `_places` counts them; kind: which change of it."""
+    """One change. at: the number of the node in the file, as `_places` counts them; kind: which change of it. is_first:
+    whether it is shown to the quickest tests, or to those that are left."""
 
     room: str
     path: str
     at: int
     kind: str
     line: int
+    is_first: bool = True
 
     def tree(self) -> ast.Module:
         return changed((ROOT / self.path).read_text(), self)
@@ -82,45 +82,62 @@ class Mutant:
     def tests(self) -> list[str]:
         return tests_of(self)
 
+    def node(self, tree: ast.Module) -> Any:
+        return next(node for at, node in enumerate(_places(tree)) if at == self.at)
+
 
 def main() -> None:
+    from benchmarks.records import Figure, Records, record_option  # with torch, which not all that `plant` is in wants
+
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rooms", nargs="*", default=list(ROOMS), choices=list(ROOMS))
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no mutant after that")
-    parser.add_argument("--out", type=Path)
     parser.add_argument("--control", action="store_true", help="see that the tests pass first, with nothing changed")
+    record_option(parser)
     options = parser.parse_args()
-    import torch  # noqa: F401  each process begins with it
-
-    for room in options.rooms if options.control else ():
-        found = judged(Mutant(room, f"{ROOMS[room][0]}/__init__.py", 0, NOTHING, 1))
-        if found != "survived":
-            why = f"take more than {LIMIT_S} CPU seconds" if found == "timeout" else "do not pass as they are"
-            sys.exit(f"the tests of {room} {why}")
-        print(f"the tests of {room} pass", flush=True)
-    begun, counts, survivors = time.monotonic(), Counter[tuple[str, str]](), list[str]()
+    for name in PRELOADED:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    _reached()  # once, for all processes
+    begun, counts, reasons = time.monotonic(), Counter[tuple[str, str]](), known()
     for mutant in drawn(options.rooms, options.count, options.seed):
         if time.monotonic() - begun > options.seconds:
             break
         start = time.monotonic()
-        found = judged(mutant)
-        counts[mutant.room, found] += 1
-        text = f"{found:9} {mutant.path}:{mutant.line}  {shown(mutant)}  {time.monotonic() - start:.0f} s"
-        print(text, flush=True)
+        found, tests = judged(mutant), len(mutant.tests())
         if found == "survived":
-            survivors.append(text)
-    done = sum(counts.values())
-    killed = sum(count for (_, found), count in counts.items() if found != "survived")
-    lines = [f"{killed} of {done} mutants were killed ({killed / max(done, 1):.1%})"]
+            mutant = replace(mutant, is_first=False)
+            found, tests = judged(mutant), tests + len(mutant.tests())
+        if (options.control or found == "unread") and judged(replace(mutant, kind=NOTHING)) != "survived":
+            found = "no control"
+        if found == "survived" and (mutant.path, shown(mutant)) in reasons:
+            found = "equivalent"
+        counts[mutant.room, found] += 1
+        place, spent = f"{mutant.path}:{mutant.line}", time.monotonic() - start
+        print(f"{found:10} {place}  {shown(mutant)}  {spent:.0f} s, {tests} tests", flush=True)
+    total = Counter[str]()
+    for (_, found), count in counts.items():
+        total[found] += count
+    killed = total["killed"] + total["timeout"] + total["unread"]
+    share = killed / max(killed + total["survived"], 1)
     for room in options.rooms:
         of_room = {found: count for (where, found), count in counts.items() if where == room}
-        lines.append(f"{room}: {', '.join(f'{count} {found}' for found, count in sorted(of_room.items()))}")
-    print("\n".join(lines))
-    if options.out:
-        options.out.write_text("\n".join([*lines, *survivors]) + "\n")
-    sys.exit(0 if killed >= GOAL * done else 1)
+        print(f"{room}: {', '.join(f'{count} {found}' for found, count in sorted(of_room.items()))}")
+    print(
+        f"{killed} of {killed + total['survived']} mutants were killed ({share:.1%}), {total['equivalent']} equivalent"
+    )
+    case = f"{total.total()} mutants, seed {options.seed}, {total['equivalent']} of them equivalent"
+    Records("mutants", options.record).add(Figure(case, "killed", "share", share, goal=f">={GOAL}"))
+    sys.exit(0 if share >= GOAL else 1)
+
+
+def known() -> set[tuple[str, str]]:
+    """The mutants of KNOWN: their file and what is done."""
+    rows = [line.split(" | ") for line in KNOWN.read_text().splitlines() if line.startswith("| `")]
+    return {(path.strip("| `"), text.strip("`").replace("\\|", "|")) for path, text, *_ in rows}
 
 
 # -- what is changed -------------------------------------------------------------------------------------------------
@@ -145,8 +162,9 @@ def drawn(rooms: Sequence[str], count: int, seed: int) -> list[Mutant]:
 def mutants_of(room: str, path: str) -> Iterator[Mutant]:
     """All changes of a file."""
     for at, node in enumerate(_places(ast.parse((ROOT / path).read_text()))):
+        line = getattr(getattr(node, "target", node) if isinstance(node, ast.comprehension) else node, "lineno", 0)
         for kind in _kinds(node):
-            yield Mutant(room, path, at, kind, getattr(node, "lineno", 0))
+            yield Mutant(room, path, at, kind, line)
 
 
 def _places(tree: ast.Module) -> Iterator[ast.AST]:
@@ -189,7 +207,7 @@ def changed(source: str, mutant: Mutant) -> ast.Module:
     tree = ast.parse(source)
     if mutant.kind == NOTHING:
         return tree
-    node: Any = next(node for at, node in enumerate(_places(tree)) if at == mutant.at)
+    node = mutant.node(tree)
     if mutant.kind == "compare":
         node.ops[0] = _OTHER[type(node.ops[0])]()
     elif mutant.kind == "sign":
@@ -215,9 +233,10 @@ def changed(source: str, mutant: Mutant) -> ast.Module:
 
 
 def shown(mutant: Mutant) -> str:
-    """The line and what is done to it."""
-    text = (ROOT / mutant.path).read_text().splitlines()[mutant.line - 1].strip()
-    return f"{mutant.kind}: {text[:90]}"
+    """What is changed, in its statement, and how."""
+    tree = mutant.node(ast.parse((ROOT / mutant.path).read_text()))
+    line = (ROOT / mutant.path).read_text().splitlines()[mutant.line - 1].strip()
+    return f"{mutant.kind} {ast.unparse(tree).splitlines()[0][:60]}: {line[:90]}"
 
 
 # -- whether it is seen ----------------------------------------------------------------------------------------------
@@ -256,7 +275,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def judged(change: Change) -> str:
-    """ "killed", "survived", or "timeout" of a change whose tests did not come to an end."""
+    """ "killed", "survived", "timeout" of a change whose tests did not come to an end, or "unread" where pytest did not
+    find them: their modules cannot be imported, or they are no more."""
     child = os.fork()
     if child == 0:
         os.setsid()
@@ -266,38 +286,91 @@ def judged(change: Change) -> str:
     while time.monotonic() - begun < HANGS_S:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
+            _end(child)  # what it started and left
             code = os.waitstatus_to_exitcode(status)
-            return "survived" if code == 0 else "timeout" if code in _OUT_OF_TIME else "killed"
+            return _NAMES.get(code, "killed")
         time.sleep(0.05)
-    os.killpg(child, signal.SIGKILL)
+    _end(child)
     os.waitpid(child, 0)
     return "timeout"
 
 
+def _end(group: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
 def _run(change: Change) -> int:
     """The exit status of the tests, in this process."""
-    out = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(out, 1)
-    os.dup2(out, 2)
-    os.chdir(ROOT)
+    quiet()
+    tests = change.tests()
+    if not tests:
+        return 0
     sys.meta_path.insert(0, _Finder(change))
     import pytest
 
-    arguments = ["-x", "-p", "no:xdist", "-m", "not slow and not gloo and not gpu", *change.tests()]
-    try:
-        return int(pytest.main(arguments))
-    except BaseException:
-        return 1
+    with tempfile.TemporaryDirectory() as folder:
+        written = Path(folder, "changed.py")
+        written.write_text(ast.unparse(change.tree()))
+        in_all_processes(
+            Path(folder), f"from benchmarks.mutants import plant; plant({change.path!r}, {str(written)!r})"
+        )
+        files = dict.fromkeys(test.partition("::")[0] for test in tests)
+        first = set(list(files)[:FIRST])
+        for is_first in (True, False):
+            part = [test for test in tests if (test.partition("::")[0] in first) is is_first]
+            try:
+                code = int(pytest.main(["-x", "-p", "no:xdist", "-m", "not slow and not gpu", *part])) if part else 0
+            except BaseException:
+                return 1
+            if code:
+                return code
+    return 0
+
+
+def plant(path: str, written: str) -> None:
+    """Give this process the changed source of a file."""
+    sys.meta_path.insert(0, _Finder(Planted(path, Path(written))))
+
+
+@dataclass(frozen=True, slots=True)
+class Planted:
+    """A change that another process wrote down."""
+
+    path: str
+    written: Path
+
+    def tree(self) -> ast.Module:
+        return ast.parse(self.written.read_text())
+
+    def tests(self) -> list[str]:
+        return []
+
+
+@cache
+def _reached() -> Reached:
+    return Reached()
 
 
 def tests_of(mutant: Mutant) -> list[str]:
-    """The files of tests that judge a mutant: those that name its module, and those of its room."""
-    stem = Path(mutant.path).stem
-    word = re.compile(rf"\b{re.escape(stem)}\b")
-    every = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "end_to_end" not in path.parts]
-    named = [path for path in every if stem != "__init__" and word.search(path.read_text())]
-    of_room = [path for name in TESTS[mutant.room] for path in every if path.name == name]
-    return [str(path) for path in dict.fromkeys([*sorted(named, key=lambda path: path.stat().st_size)[:6], *of_room])]
+    """The tests that a mutant is shown to: of each file that reaches its statement the quickest first, then the next of
+    each, for some seconds; in a second round those that the first had no time for. What runs as its module is imported
+    is shown to all that reach anything in that module."""
+    tree = ast.parse((ROOT / mutant.path).read_text())
+    marks = blocks(tree, mutant.path)
+    mark, _ = marks[id(mutant.node(tree))]
+    reached, rounds = _reached(), Counter[str]()
+    every = []
+    for test in reached.tests([mark] if mark else [each for each, _ in marks.values() if each]):
+        file = test.partition("::")[0]
+        every.append((rounds[file], reached.seconds[test], test))
+        rounds[file] += 1
+    chosen, spent, most = defaultdict[str, list[str]](list), 0.0, QUICK if mutant.is_first else MOST
+    for _, seconds, test in sorted(every):
+        spent += seconds
+        if (0 if mutant.is_first else QUICK) < spent <= most:
+            chosen[test.partition("::")[0]].append(test)
+    return [test for of_file in chosen.values() for test in of_file]
 
 
 if __name__ == "__main__":

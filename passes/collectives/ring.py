@@ -13,7 +13,7 @@ from torch import fx
 from autopar.ir.layout import Layout, local_shape
 from autopar.ir.mesh import CONTEXT_AXES, axes_of_group
 from autopar.ir.ops.op_facts import argument_place
-from autopar.ir.ops.ops import op, op_name, semantic_of
+from autopar.ir.ops.ops import op, op_name
 from autopar.ir.ops.ring_ops import (
     RING_ATTENTION,
     RING_ATTENTION_BACKWARD,
@@ -225,7 +225,7 @@ class _Rings:
 
 def _found(node: fx.Node) -> _Found | str:
     """What a ring needs to know of an attention; why there can be none, or "" for all other nodes."""
-    queries = argument_place(node.target, "q") if semantic_of(node.target) else None
+    queries = argument_place(node.target, "q")
     if queries is None:
         return ""
     first = queries[0]  # keys, values and mask come after them

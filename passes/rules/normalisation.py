@@ -122,12 +122,9 @@ def _batch_norm_evaluation(call: Call) -> Rule:
 
 
 def _batch_norm_backward(call: Call) -> Rule:
-    full = "n c ..."
-    saved = {at: "c" if call.args[at] is not None else "" for at in range(2, 7)}
-    shapes = iter(call.operands[2:])
-    for at in saved:
-        if call.args[at] is not None:
-            saved[at] = "e" if next(shapes).shape == (0,) else "c"
+    full, shapes = "n c ...", iter(call.operands[2:])
+    given = [at for at in range(2, 7) if call.args[at] is not None]
+    saved = {at: "e" if next(shapes).shape == (0,) else "c" for at in given}
     operands = _present(call, {0: full, 1: full, **saved})
     results = _masked((full, "c", "c"), call.args[9])
     replicated = {"e", "n", "..."} if call.args[7] else {"e"}

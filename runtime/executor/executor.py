@@ -122,10 +122,9 @@ def run(executable: Executable, inputs: Iterable[Any], observe: Observe | None =
 
     `observe(node, value)` sees every value; nothing is then computed in place, so it may keep them.
     """
-    code = executable.observed_code if observe is not None else executable.code
-    if executable.is_named and observe is None:
-        code = executable.named_code
-    return _steps(code, list(inputs), observe)
+    if observe is not None:
+        return _steps(executable.observed_code, list(inputs), observe)
+    return _steps(executable.named_code if executable.is_named else executable.code, list(inputs), None)
 
 
 def _steps(code: Code, items: list[Any], observe: Observe | None) -> Steps:

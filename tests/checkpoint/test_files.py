@@ -195,10 +195,16 @@ def test_a_manifest_is_read_without_trust(saved: Path, tmp_path: Path, what: str
     assert all(map(torch.equal, before, _values(model, optimizer)))
 
 
-@pytest.mark.parametrize("text", ['"a": 1, "a": 1}', '"a": NaN}', "x", "[]}", '"step": ' + "9" * 5000 + "}"])
-def test_what_is_no_manifest(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ('"a": 1, "a": 1}', "ValueError: the key 'a' stands twice"), ('"a": NaN}', "NaN is no number of JSON"),
+        ("x", "JSONDecodeError"), ("[]}", "JSONDecodeError"), ('"step": ' + "9" * 5000 + "}", "ValueError"),
+    ],
+)  # fmt: skip
+def test_what_is_no_manifest(tmp_path: Path, text: str, why: str) -> None:
     _written(tmp_path / "manifest.json", text)
-    with pytest.raises(CheckpointError, match="is not a manifest of autopar"):
+    with pytest.raises(CheckpointError, match=f"is not a manifest of autopar: .*{why}"):
         autopar.load(tmp_path, nn.Linear(2, 2))
 
 

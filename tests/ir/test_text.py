@@ -233,6 +233,18 @@ def test_ops_that_are_not_allowed(name: str):
         (("%w: f32", "%x: f32"), "line 4: %x is defined twice"),
         (("# up  gpt", "# up / gpt"), "line 5: expected a comment of known fields"),
         (('"tp", "sum"', '"tp, "sum"'), "line 10: expected"),
+        (("%mm: f32", "mm: f32"), "line 5: expected a value such as %mul_3 at column 1"),
+        (("%mm: f32[4,32]", "%mm: [4,32]"), "line 5: expected a type such as f32"),
+        (('batch "0"', "batch 0"), "line 3: expected a call, or an input such as parameter"),
+        (("(%x, %w)", "(, %w)"), "line 5: expected an argument at column"),
+        (("%sum_1, ", "%sum_1 "), "line 10: expected"),
+        (("as []\n", "as [] x\n"), "line 11: cannot read what follows column"),
+        (
+            ("return gradient", "%y: f32[] [] = aten.neg.default(%sum_1)\nreturn gradient"),
+            "line 12: a value stands after",
+        ),
+        (("%coord: - = ", "%split: - = "), "line 8: %split is defined twice"),
+        (("dim=1)", "dim=1, 3)"), "line 6: an argument without a name follows one with a name"),
     ],
 )
 def test_errors_name_the_line(change: tuple[str, str], message: str):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import offload_case as case
@@ -22,6 +23,7 @@ from autopar.passes.costs.streams import run
 from autopar.passes.offload.choose_moves import kept_of
 from autopar.passes.offload.place_copies import CallLine, Ways, first_uses
 from autopar.passes.schedules import parse_schedule, simulate, with_transfers
+from autopar.passes.schedules.with_copies import _begins
 from autopar.report.artifact.pipeline_json import parse_instruction, print_instruction
 from autopar.report.host_copies import host_copies
 from autopar.report.inspection_pipeline import memory_of_rank, transfers_text
@@ -132,3 +134,14 @@ def test_what_the_budget_says_of_copies_is_what_the_simulator_says(link: float, 
     values = [node for node in line.nodes if node.name in kept_of(line).movable]
     longer = run(found.program, machine).total - run(plain.program, machine).total
     assert line.waits_us(values, first_uses(line, values)) == pytest.approx(longer, rel=0.01, abs=10 + 4 * launch)
+
+
+@pytest.mark.parametrize(
+    ("turn", "begins"), [(1, (1, 1)), (2, (1, 2)), (3, (2, 2)), (5, (4, 4))], ids=lambda value: str(value)
+)
+def test_a_copy_comes_back_a_turn_before_it_is_read(turn: int, begins: tuple[int, int]) -> None:
+    """And not before the turn behind its forward, or one later where that sends it away."""
+    line = Instruction("IN", Action(0, "B", 0))
+    for stores, begin in zip(({}, {(0, "F"): {"kept": "host"}}), begins, strict=True):
+        flow: Any = SimpleNamespace(stores=stores, copies=lambda line: {"read": "kept"})
+        assert _begins(line, turn, {Action(0, "F", 0): 0}, flow) == begin

@@ -17,7 +17,7 @@ from verified import verified
 from autopar.api import compile
 from autopar.errors import VerificationError
 from autopar.ir.check.check_levels import verify_pipeline
-from autopar.ir.program import record
+from autopar.ir.program import record, set_record
 
 WIDTH = 12
 Penalty = Callable[[nn.Module], Tensor]
@@ -162,3 +162,28 @@ def test_a_product_of_stages_is_still_computed_once() -> None:
     graphs[2, "F"] = graphs[1, "F"]
     with pytest.raises(VerificationError, match=r"is computed in graphs \(1, 'F'\) and \(2, 'F'\)"):
         verify_pipeline(found.pipeline.with_(graphs=graphs), found.program)
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ((0, "F"), "products that no graph of the pipeline computes: "), ((1, "F"), "products that no graph"),
+        ((0, "E"), r"leaves on ranks \[1?\] of the pipeline, not on \[0"),
+        ((1, "E"), r"leaves on ranks \[0\] of the pipeline, not on \[0, 1"),
+    ],
+)  # fmt: skip
+def test_a_graph_that_is_lost_is_noticed(key: tuple[int, str], message: str) -> None:
+    found = compile(MODELS["low rank"](), "pp=2", batch=torch.randn(WIDTH, WIDTH), microbatches=3)
+    assert found.pipeline is not None
+    graphs = {one: graph for one, graph in found.pipeline.graphs.items() if one != key}
+    with pytest.raises(VerificationError, match=message):
+        verify_pipeline(found.pipeline.with_(graphs=graphs), found.program)
+
+
+def test_graphs_of_a_pipeline_keep_what_programs_do() -> None:
+    found = compile(MODELS["low rank"](), "pp=2", batch=torch.randn(WIDTH, WIDTH), microbatches=3)
+    assert found.pipeline is not None
+    node = next(iter(found.pipeline.graphs[1, "F"].calls()))
+    set_record(node, record(node).with_(layouts=()))
+    with pytest.raises(VerificationError, match="1 results, but 0 layouts"):
+        verify_pipeline(found.pipeline, found.program)

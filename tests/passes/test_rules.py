@@ -227,7 +227,8 @@ def test_notation() -> None:
 
 @pytest.mark.parametrize(
     ("spec", "message"),
-    [("m k, k n, n -> m n", "does not have its"), ("m, k n -> m n", "does not fit"), ("k m, k n -> m n", "'k' is"),
+    [("m k, k n, n -> m n", "does not have its"), ("m k, k n -> m n, m", "does not have its"),
+     ("m, k n -> m n", "does not fit"), ("k m, k n -> m n", "'k' is"),
      ("m (k a), k n -> m n", "is 12, not 6|does not divide"), ("(a b) k, k n -> (a b) n", "no dim tells")],
 )  # fmt: skip
 def test_a_spec_that_does_not_fit_says_so(spec: str, message: str) -> None:

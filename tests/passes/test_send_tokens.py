@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from mixtures import Kind, Mixtures, mixture_case
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import autopar
 from autopar.ir.ops.measure import share_of_tokens
 from autopar.ir.ops.ops import op
-from autopar.ir.program import Program, record
+from autopar.ir.program import Program, Record, TensorType, record, set_record
+from autopar.passes.collectives.followed_dims import followed, moves_only, parts_of
 from autopar.runtime.collectives import collectives, mesh_ops, rows_to_owners
 from autopar.verification.verify import verify
 from benchmarks.mixtures import AT_ONCE
@@ -248,3 +249,27 @@ def test_places_of_other_rows_are_found(monkeypatch: pytest.MonkeyPatch) -> None
     model, batch = mixture_case(Kind(chosen=4))
     report = verify(model, "ep=2", batch=batch, machine=AT_ONCE)
     assert not report.ok and report.mismatch is not None and report.mismatch.module == "mixed.0", report
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "shape", "parts"),
+    [
+        (torch.ops.aten.reshape.default, [24], (24,), ["a4 b6"]),
+        (torch.ops.aten.reshape.default, [1, 4, 6], (1, 4, 6), ["", "a4", "b6"]),
+        (torch.ops.aten.reshape.default, [2, 12], (2, 12), None),  # a is taken apart
+        (torch.ops.aten.reshape.default, [8, 3], (8, 3), None),
+        (torch.ops.aten.permute.default, [1, 0], (6, 4), ["b6", "a4"]),
+        (torch.ops.aten.transpose.int, (0, 1), (6, 4), ["b6", "a4"]),
+    ],
+)
+def test_dims_are_followed_where_none_is_taken_apart(
+    target: Any, args: Any, shape: tuple[int, ...], parts: list[str] | None
+) -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    node = graph.call_function(target, (x, *args) if isinstance(args, tuple) else (x, args))
+    for one, size in ((x, (4, 6)), (node, shape)):
+        set_record(one, Record((TensorType(size, torch.float32),)))
+    assert moves_only(node)
+    found = followed(parts_of([[("a", 4), ("c", 1)], [("b", 6)]]), node)
+    assert parts == (found and [" ".join(f"{name}{size}" for name, size in dim) for dim in found])

@@ -120,3 +120,22 @@ def test_a_wrong_count_is_no_proof() -> None:
     captured = capture(Other(), None, batch, {}).program
     assert unsort(captured, Plan(mesh_of("dp=2"), {})) is captured
     assert verify(Other(), "dp=2", batch=batch).ok
+
+
+def test_keys_added_up_are_no_ends() -> None:
+    """Each row is a group of its own: the ends are the sum of keys, and not of how many of each there are."""
+
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Parameter(torch.randn(12, 12, 12))
+
+        def forward(self, x: Tensor, experts: Tensor) -> Tensor:
+            _, order = torch.sort(experts)
+            y = nn.functional.grouped_mm(x[order], self.up, offs=experts.cumsum(0, dtype=torch.int32))
+            inverse = torch.empty_like(order)
+            inverse[order] = torch.arange(order.shape[0])
+            return y[inverse].square().mean()
+
+    captured = capture(Own(), None, (torch.randn(12, 12), torch.ones(12, dtype=torch.long)), {}).program
+    assert unsort(captured, Plan(mesh_of("dp=2"), {})) is captured

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from autopar.runtime.ranks.lost import is_loss_of_peer
+from autopar.runtime.ranks.lost import is_loss_of_peer, loss_of_peers
 
 OWN = (
     "unhandled cuda error (run with NCCL_DEBUG=INFO for details)\nncclUnhandledCudaError: Call to CUDA function failed."
@@ -21,6 +21,7 @@ GONE = (
     "unhandled system error\nncclSystemError\nLast error:\nsocketProgress: Connection closed by remote peer",
     "remote process exited or there was a network error, NCCL version 2.27.5\nncclRemoteError",
     "Watchdog caught collective operation timeout",
+    "NCCL communicator was aborted on rank 1.",
 )
 
 
@@ -37,3 +38,15 @@ def test_a_peer_that_is_gone(text: str) -> None:
 def test_gloo_says_it_by_a_plain_error() -> None:
     assert is_loss_of_peer(RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:41234"))
     assert not is_loss_of_peer(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+
+
+def test_who_waited_in_vain_is_told_apart() -> None:
+    said = [
+        str(loss_of_peers("rank 0 (dp=0)", "at X", "rank 1", RuntimeError(text))) for text in ("Timed out", "reset ")
+    ]
+    assert said[0].startswith(
+        "rank 0 (dp=0) lost its peers at X\n  It waited in vain for rank 1: stopped, hanging, or "
+    )
+    assert said[1] == (
+        "rank 0 (dp=0) lost its peers at X\n  Look for the first error of rank 1. The backend says: reset"
+    )

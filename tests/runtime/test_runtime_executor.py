@@ -15,7 +15,7 @@ from torch import fx
 from autopar.ir.layout import Layout, replicated
 from autopar.ir.ops.ops import op
 from autopar.ir.program import Record, TensorType, set_record
-from autopar.runtime.executor.executor import Executable, Request, run
+from autopar.runtime.executor.executor import Executable, Request, run, written_over
 from autopar.runtime.executor.lifetime import lifetimes
 
 aten = torch.ops.aten
@@ -84,6 +84,18 @@ def test_arguments_of_every_kind() -> None:
     assert torch.equal(got[2], want) and torch.equal(got[0], want.clamp(max=0.5))
     assert torch.equal(got[1], a[:2, None, 1])
     assert "add" in executable.source
+
+
+def test_a_factor_stays_with_its_operand() -> None:
+    """x + 3y is written over y by a call that has no factor for x; x + y is."""
+    for factor in ({}, {"alpha": 3}):
+        build = Build()
+        x = build.input("x")
+        total = build.call(aten.add.Tensor, x, build.call(aten.exp.default, x), **factor)
+        given = torch.randn(4, 6, dtype=torch.float64)
+        executable = build.done(total)
+        assert torch.equal(finish(executable, [given])[0], torch.add(given, given.exp(), **factor))
+        assert (total in written_over(executable.graph, ())) is not bool(factor)
 
 
 def test_results_may_repeat_or_be_inputs_or_none() -> None:

@@ -102,7 +102,8 @@ def server() -> multiprocessing.context.ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     with pytest.MonkeyPatch.context() as patch:  # Python 3.11's server looks nowhere else for our modules
-        patch.setenv("PYTHONPATH", os.pathsep.join(map(str, FOLDERS)))
+        before = filter(None, [os.environ.get("PYTHONPATH")])
+        patch.setenv("PYTHONPATH", os.pathsep.join([*before, *map(str, FOLDERS)]))
         forkserver.ensure_running()
     return context
 

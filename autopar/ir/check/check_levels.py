@@ -22,16 +22,9 @@ def verify(program: Program, level: Level) -> None:
     """Raise VerificationError if `program` breaks a promise of `level`: a bug in a pass, never the user's."""
     _check_graph(program, level)
     if level >= Level.SHARDED:
-        for node in program.graph.nodes:
-            _check_layouts(node, program)
         _check_gradients(program)
     if level >= Level.EXPLICIT:
-        for node in program.graph.nodes:
-            _check_operands(node)
-            if node.op == "call_function" and is_mesh_op(node.target) and record(node).is_tensor:
-                _check_move(node, program)
-            elif is_attention(node.target):
-                _check_ring(node, program)
+        _check_calls(program)
 
 
 def verify_pipeline(pipeline: Pipeline, program: Program) -> None:
@@ -42,13 +35,8 @@ def verify_pipeline(pipeline: Pipeline, program: Program) -> None:
     staged = _of_stages(program)
     for key, graph in pipeline.graphs.items():
         _check_graph(graph, Level.STAGED)
+        _check_calls(graph)
         for node in graph.graph.nodes:
-            _check_layouts(node, graph)
-            _check_operands(node)
-            if node.op == "call_function" and is_mesh_op(node.target) and record(node).is_tensor:
-                _check_move(node, graph)
-            elif is_attention(node.target):
-                _check_ring(node, graph)
             if node.op != "call_function" or not record(node).flops:
                 continue
             if seen.setdefault(node.name, key) != key and node.name in staged:
@@ -97,6 +85,18 @@ def _check_graph(program: Program, level: Level) -> None:
     check_chains(program)
     if level >= Level.LOCAL:
         check_groups(program)
+    for node in program.graph.nodes if level >= Level.SHARDED else ():
+        _check_layouts(node, program)
+
+
+def _check_calls(program: Program) -> None:
+    """Check that every call of an EXPLICIT program has operands that lie as it wants, and that what moves moves so."""
+    for node in program.graph.nodes:
+        _check_operands(node)
+        if node.op == "call_function" and is_mesh_op(node.target) and record(node).is_tensor:
+            _check_move(node, program)
+        elif is_attention(node.target):
+            _check_ring(node, program)
 
 
 def _check_tier(node: fx.Node) -> None:
