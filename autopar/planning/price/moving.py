@@ -264,6 +264,8 @@ class Moving:
         """Make what a gather reads: a rank's part as it lies there, has come, or is cast, of several side by side. It
         is there until the gather is awaited."""
         assert self.ahead is not None
+        # One function, since the order of what is made and of what goes is the peak: loads of this layer and the next
+        # come first, a cast is made beside what came, and what is laid side by side beside all its pieces.
         number, freed = self.ahead.place[bundle.members[0]][0], 0.0
         self._bring(number)
         if bundle.members[0].of.kind == FORWARD or self.kind == BACKWARD:
