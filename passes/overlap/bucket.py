@@ -106,7 +106,8 @@ class Buckets(Generic[T]):
         all_ = [each for first in sums for each in first.chain()]
         total = sum(each.bytes_ for each in all_)
         self.limits = {key: limit(total, *key) for key in {(each.kind, each.over): None for each in all_}}
-        self.most = 0.0 if leaves else max((*self.limits.values(), *(each.bytes_ for each in all_)), default=0.0)
+        self.most = max((*self.limits.values(), *(each.bytes_ for each in all_)), default=0.0)
+        self.room = 0.0 if leaves else 2 * self.most
         self.open: dict[Hashable, Together[Sum[T]]] = {}
         self.started: list[Together[Sum[T]]] = []
 
@@ -143,7 +144,7 @@ class Buckets(Generic[T]):
         before = [bucket for bucket in self.started if bucket.members[0].kind == SCATTER]
         left = coming.bytes_ + sum(bucket.bytes_ for bucket in before)
         for bucket in before[:-1]:
-            if bucket in self.started and left > 2 * self.most:
+            if bucket in self.started and left > self.room:
                 yield from self._finish(bucket)
             left -= bucket.bytes_
 

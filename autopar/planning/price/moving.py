@@ -106,10 +106,10 @@ class Moving:
         self.gathers, self.made = {each.of: each for each in gathers}, made
         self.ahead = Ahead(self.gathers.values(), self.net.small)
 
-    def sum(self, sums: Iterable[Sum[ParameterPlace]]) -> None:
-        """From here on gradients are summed."""
+    def sum(self, sums: Iterable[Sum[ParameterPlace]], leaves: bool = False) -> None:
+        """From here on gradients are summed. leaves: as of `Buckets`."""
         self.sums = {each.of: each for each in sums}
-        self.buckets = Buckets(self.sums.values(), self.net.limit, self.leaves)
+        self.buckets = Buckets(self.sums.values(), self.net.limit, leaves or self.leaves)
 
     def lend(self, values: Iterable[tuple[ParameterPlace, float]]) -> None:
         """Some values are there from before, and count elsewhere. They go with their last use."""
