@@ -29,6 +29,7 @@ from autopar.capture.refusals.location import is_user_file
 from autopar.checkpoint.checkpointer import SIGNALS
 from autopar.cli.arguments.stopped import Stopped
 from autopar.ir.mesh import Mesh
+from autopar.parallel.session.session import MAPPED
 from autopar.runtime.ranks.lost import IN_VAIN, LOST
 from autopar.settings import Settings
 
@@ -36,7 +37,7 @@ LINGER_S = 2  # a rank that waited in vain stays for so long: the others may be 
 ASK_S, GRACE_S = 1, 4  # after its words, others that said nothing are asked where they stand, and are ended by force
 PERIOD_S = 0.25
 ASKS = signal.SIGUSR2
-ERROR, PID, STACK, MAPPED = "error.json", "pid", "stack", "mapped"  # files of a rank
+ERROR, PID, STACK = "error.json", "pid", "stack"  # files of a rank
 # What a signal that nobody sent says of its cause, and what to do; {mapped} is the folder of `offload_dir=`.
 CAUSES = {
     "SIGBUS": "Memory that is mapped from a file{mapped} could not be read or written: look whether the disk failed "
@@ -117,13 +118,6 @@ def stand_ready() -> None:
         if not faulthandler.is_enabled():
             faulthandler.enable(stack)
         file.with_name(PID).write_text(str(os.getpid()))
-
-
-def leave_mapped(folder: Path) -> None:
-    """In a worker: leave for the launcher in which folder the files lie that its memory is mapped from."""
-    file = Settings.read().error_file
-    if file is not None:
-        file.with_name(MAPPED).write_text(str(folder))
 
 
 @contextmanager

@@ -23,7 +23,6 @@ from autopar.capture.inputs import tables
 from autopar.capture.inputs.containers import take_call_apart
 from autopar.checkpoint.checkpointer import Checkpointer
 from autopar.cli.arguments.command_options import CommandOptions
-from autopar.cli.launch import leave_mapped
 from autopar.compiled import Compiled
 from autopar.compiler.compile import batch_arguments
 from autopar.errors import ArtifactError, MachineError
@@ -162,8 +161,6 @@ def _most_bytes(device: torch.device) -> int:
 
 def _parallel(job: Job, mesh: str, options: CommandOptions, machine: str | None) -> ParallelModule:
     """The job's model, parallel on this process's rank."""
-    if job.offload_dir is not None:
-        leave_mapped(Path(job.offload_dir))
     made: ParallelModule = parallelize(
         job.model,
         mesh,

@@ -52,7 +52,7 @@ def host_parameters(program: Program, plan: Plan) -> Program:
         return loss "loss" = %sum_1
         return gradient "layers.0.weight" = %einsum_1_left
 
-    - Casts and views of a parameter are made of what came, each time.
+    - Casts and views of a parameter are made of what came, once each time that it comes.
     - What the last layer reads in both passes comes once: no other layer reads a parameter between.
     - With ZeRO-3 it is a rank's part that comes, and that is gathered a layer ahead then.
 
@@ -143,10 +143,14 @@ class _HostParameters:
         self.program, self.build = program, Builder(MADE_BY)
         given = (node for node, entry in program.parameters() if not entry.name.startswith(PARTNER))
         self.own = {node: node for node in given if node.name not in foreign}
+        self.first_alike: dict[fx.Node, fx.Node] = {}  # of casts and views: one is computed again as it was before
+        known: dict[tuple[Any, str], fx.Node] = {}
         for node in program.calls():  # casts and views, by what they are of
             source = node.all_input_nodes[0] if node.all_input_nodes else None
             if source in self.own and (node.target is CAST or is_view(node)):
                 self.own[node] = self.own[source]
+                args = fx.node.map_arg((node.args, dict(node.kwargs)), lambda one: self.first_alike.get(one, one))
+                self.first_alike[node] = known.setdefault((node.target, str(args)), node)
         self.own |= {node: node for node, entry in program.entries if entry.kind == "step" and entry.name in totals}
         self.leaves = [out.kind == "gradient" or (out.kind == "part" and out.name in totals) for out in program.outputs]
         results = zip(program.leaving, self.leaves, strict=True)
@@ -262,7 +266,8 @@ class _HostParameters:
         return self._here(old, self.stays[user, self.own[old]]) if old in self.own else self.build.value[old]
 
     def _here(self, old: fx.Node, stay: _Stay) -> fx.Node:
-        """A parameter, or a cast or view of it, on the device."""
+        """A parameter, or a cast or view of it, on the device: made once for as long as it stays."""
+        old = self.first_alike.get(old, old)
         if old not in stay.value:
             if old is stay.parameter:
                 like = _like(record(old), stay.uses[0])

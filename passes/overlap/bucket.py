@@ -61,8 +61,8 @@ def bucket(program: Program, plan: Plan) -> Program:
 
     A bucket is started as soon as it is full, so that the rest of the backward pass is computed before the wait.
     Sums that are scattered (ZeRO) likewise; each holds whole gradients until it has moved, so that of those two are on
-    their way at once, and more only while all are no larger than two of the largest: the oldest are awaited before one
-    starts. PyTorch Distributed, arXiv 2006.15704, section 3.2.
+    their way at once, and more only while all are no larger than two of the largest and stay on the device: the oldest
+    are awaited before one starts. PyTorch Distributed, arXiv 2006.15704, section 3.2.
     """
     made = _Bucket(program, plan)
     return made.run() if made.sums else program
@@ -98,13 +98,16 @@ class Buckets(Generic[T]):
     """Decide when sums of gradients start and end, and which of them move as one. The pass writes nodes by these
     decisions, the planner counts their time and bytes."""
 
-    def __init__(self, sums: Iterable[Sum[T]], limit: Callable[[float, str, Any], float]) -> None:
+    def __init__(
+        self, sums: Iterable[Sum[T]], limit: Callable[[float, str, Any], float], leaves: bool = False
+    ) -> None:  # fmt: skip
         """sums: all that will be added. limit: bytes from which on a bucket is full, of (the bytes of all sums, kind,
-        ranks)."""
+        ranks). leaves: True if their results go to the host's memory: then no more than two are on their way."""
         all_ = [each for first in sums for each in first.chain()]
         total = sum(each.bytes_ for each in all_)
         self.limits = {key: limit(total, *key) for key in {(each.kind, each.over): None for each in all_}}
         self.most = max((*self.limits.values(), *(each.bytes_ for each in all_)), default=0.0)
+        self.room = 0.0 if leaves else 2 * self.most
         self.open: dict[Hashable, Together[Sum[T]]] = {}
         self.started: list[Together[Sum[T]]] = []
 
@@ -141,7 +144,7 @@ class Buckets(Generic[T]):
         before = [bucket for bucket in self.started if bucket.members[0].kind == SCATTER]
         left = coming.bytes_ + sum(bucket.bytes_ for bucket in before)
         for bucket in before[:-1]:
-            if bucket in self.started and left > 2 * self.most:
+            if bucket in self.started and left > self.room:
                 yield from self._finish(bucket)
             left -= bucket.bytes_
 
@@ -179,7 +182,7 @@ class _Bucket:
         self.starts: dict[Together[Sum[fx.Node]], fx.Node] = {}
         self.sums, self.casts = sums_of_gradients(program)
         self.first = {node: self._sum(node) for node in self.sums if node.args[0] not in self.sums}
-        self.buckets = Buckets(self.first.values(), self._limit)
+        self.buckets = Buckets(self.first.values(), self._limit, leaves=plan.offloads("parameters"))
         self.names = _names_of_sums(program)
 
     def run(self) -> Program:

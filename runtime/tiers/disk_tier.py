@@ -24,6 +24,8 @@ from autopar.runtime.kernels import host
 from autopar.runtime.tiers.host_tier import BACK, OUT, HostPool, HostTier, memory_of
 from autopar.runtime.tiers.side_by_side import bytes_of
 
+ANOTHER = "another folder (with mesh='auto' by disk_folder of the machine)"
+
 
 class ThreadQueues:
     """Copies that go on in a thread for each way: who reads a file waits for the disk. api: `torch.cuda`, or what takes
@@ -95,7 +97,7 @@ def mapped(folder: Path, size: int) -> torch.Tensor:
     except OSError as error:
         raise PlanError(
             f"offload_dir='{folder}': {size} bytes cannot lie there: {error.strerror or error}, "
-            f"{human(room(folder))} are free. Free some, or name another folder."
+            f"{human(room(folder))} are free. Free some, or name {ANOTHER}."
         ) from error
 
 
@@ -104,7 +106,7 @@ def check_room(folder: Path, whose: str, needs: int) -> None:
     if needs > (free := room(folder)):
         raise PlanError(
             f"offload_dir='{folder}': the states of {whose} take {needs} bytes on this node, and {free} are free "
-            f"there. No weight has changed. Free some, name another folder, split states by zero=1 over more nodes, or "
+            f"there. No weight has changed. Free some, name {ANOTHER}, split states by zero=1 over more nodes, or "
             f'let fewer wait: offload={{"optimizer": 0.5}}.'
         )
 
@@ -115,7 +117,8 @@ def check_room_of_parameters(folder: Path, parameters: int) -> None:
     if 2 * parameters > (free := room(folder)):
         raise PlanError(
             f"offload_dir='{folder}': parameters and their gradients take {2 * parameters} bytes on this node, and "
-            f"{free} are free there. Free some, name another folder, or split them by zero=3 over more nodes."
+            f"{free} are free there. Free some, name {ANOTHER}, or split them by zero=3 over more "
+            "nodes."
         )
 
 

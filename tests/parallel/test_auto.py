@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,9 +18,10 @@ from side_by_side import adamw, assert_same_state
 from torch import Tensor, nn
 
 import autopar
-from autopar.errors import MachineError, MeshError
+from autopar.errors import AutoparError, MachineError, MeshError
 from autopar.machines import named, write_machine
 from autopar.machines.here import machine_of
+from autopar.runtime.tiers import disk_tier
 
 
 def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -173,6 +175,27 @@ def test_a_plan_that_fits_by_the_memory_of_the_host_alone(tmp_path: Path, memory
     with heard() as said:
         mesh, _ = train(4, layers=12, machine=str(machine), memory=memory)
     assert mesh == "dp=1" and f"{where} in host" in said[0], said
+
+
+@pytest.mark.parametrize("where", ["parameters", "optimizer"])
+def test_a_full_disk_that_the_plan_chose_is_named(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With both sizes; and whoever started the rank reads in which folder its memory lies, if a fault ends it. Red
+    before: that was left of a job's own `offload_dir=` alone."""
+    machine, folder = tmp_path / "small.toml", tmp_path / "disk"
+    folder.mkdir()
+    disk = replace(named("cpu"), host_memory=1e7, disk=1e9, disk_folder=str(folder), disk_memory=1e9)
+    write_machine(disk, machine, [])
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setattr(disk_tier, "room", lambda folder: 1000)
+    memory = {"parameters": 15_000_000, "optimizer": "30MB"}[where]
+    whose = {"parameters": "parameters and their gradients", "optimizer": "the states of AdamW"}[where]
+    with pytest.raises(AutoparError) as raised:
+        train(4, layers=12, machine=str(machine), memory=memory)
+    assert re.search(
+        rf"offload_dir='{folder}': {whose} take \d+ bytes on this node, and 1000 are free there.* "
+        r"\(with mesh='auto' by disk_folder of the machine\)", str(raised.value),
+    ), raised.value  # fmt: skip
+    assert (tmp_path / "mapped").read_text() == str(folder)
 
 
 def test_a_decorated_factory() -> None:

@@ -194,13 +194,16 @@ def layers() -> Layers:
         (Candidate(1, 1, 1, 0, "full", 1, 1, offload="parameters"), 0.005),
         (Candidate(1, 1, 1, 0, "none", 2, 1, offload="parameters"), 0.005),
         (Candidate(1, 2, 1, 0, "full", 2, 1, offload="parameters", sequence=True), 0.005),
-        (Candidate(2, 1, 1, 3, "full", 2, 1, offload="parameters"), 0.03),
+        (Candidate(1, 1, 1, 0, "selective", 1, 1, offload="parameters"), 0.005),
+        (Candidate(2, 1, 1, 3, "full", 2, 1, offload="parameters"), 0.005),
+        (Candidate(2, 2, 1, 3, "none", 1, 1, offload="parameters"), 0.005),
     ],
     ids=str,
 )  # fmt: skip
 def test_figures_are_those_of_the_emitted_programs(candidate: Candidate, memory: float):
-    """Of the host to the byte; of parameters that come layer by layer times within 5 %. Red before: up to 45 % too much
-    of the device, since layers outside of the equal ones counted as one, and what is not cast was held twice."""
+    """Of the host to the byte; of parameters that come layer by layer times within 5 %. Red before: up to 14 % too
+    little of the device, where what comes is gathered a layer later, where a gather reads what is copied for it, and
+    where the last layer's weights were cast again from what had come."""
     given = job(8, 1024, 2816, candidate.dp * candidate.rows * candidate.microbatches, 512)
     compiled = autopar.compile(
         given.model, candidate.mesh, loss_fn=token_loss, batch=given.batch, precision="bf16", **candidate.options()

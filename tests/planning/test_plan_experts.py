@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from mixtures import Kind, Mixtures
 from plan_jobs import llama_job
@@ -69,6 +70,27 @@ def test_pairs_are_tried_without_a_pipeline_where_experts_wait_much() -> None:
     best = found.found.best[0]
     assert best.candidate.options().get("schedule") == ("dualpipev" if best.candidate.schedule == "dualpipev" else None)
     assert "dualpipev" not in planned_text(_planned(kind, fixed | {"microbatches": 1}, slow))
+
+
+@pytest.mark.slow
+def test_the_pair_is_chosen_for_experts_whose_rows_move_slowly_and_for_nothing_else() -> None:
+    """At the simulator's time of the emitted programs; without experts, whatever the link, there is none."""
+    slow = named("h100-80g")
+    slow = replace(slow, inside=replace(slow.inside, bandwidth=slow.inside.bandwidth / 10))
+    fixed = {"tp": 1, "pp": 1, "cp": 1, "zero": 0, "fsdp": 1, "recompute": "none", "microbatches": 8}
+    with torch.device("meta"):
+        tokens = torch.zeros(32, 2048, dtype=torch.long)
+        model = Mixtures(Kind(experts=16, width=512, hidden=2048))
+    job = autopar.Job(model, batch=(tokens, tokens))
+    best = checked(planned(layers_of(job, slow), Asked(4, 32, slow, fixed=fixed, top=2))).found.best[0]
+    assert best.candidate.schedule == "dualpipev" and best.candidate.mesh == "ep=4" and best.is_emitted
+    paired, plain = (
+        autopar.compile(model, "ep=4", batch=(tokens, tokens), machine=slow, **options).time(slow).total
+        for options in (best.candidate.options(), {"microbatches": 8})
+    )
+    assert best.total == paired < 0.96 * plain
+    dense = layers_of(llama_job(layers=4, width=512, hidden=2048, words=256, length=2048), slow)
+    assert "dualpipev" not in planned_text(checked(planned(dense, Asked(4, 32, slow, fixed=fixed, top=1))))
 
 
 def test_experts_are_tried_over_the_ranks_that_split_sequences() -> None:

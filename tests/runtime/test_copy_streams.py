@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from autopar.ir.mesh import PIPELINE
 from autopar.ir.ops.ops import TO_DEVICE, TO_HOST
 from autopar.ir.schedule import Instruction
+from autopar.report.memory.simulate_rank import fake_groups
 from autopar.runtime.executor.executor import Study
 from autopar.runtime.executor.inputs import inputs_of, slots_of
 from autopar.runtime.ranks.distributed import DistributedDriver
@@ -132,14 +133,18 @@ class Named:
         return self._tier.copy(line, values)
 
 
-def races_of(make: Callable[[Recorded], Queues], options: dict[str, Any], tier: type[HostTier] = HostTier) -> list[str]:
-    """The races of two steps of rank 0, and no buffer is made in them."""
-    found = case.compiled("deep", "dp=1", **options)
-    api = Recorded()
+def races_of(
+    make: Callable[[Recorded], Queues], options: dict[str, Any], tier: type[HostTier] = HostTier, mesh: str = "dp=1",
+    rank: int = 0,
+) -> list[str]:  # fmt: skip
+    """The races of two steps of a rank, and no buffer is made in them. What other ranks send is whatever lies there."""
+    found = case.compiled("deep", mesh, **options)
+    api, coord = Recorded(), found.mesh.coord(rank)
     pool = HostPool(lambda size: torch.empty(size, dtype=torch.uint8))
-    pool.fill(host_buffers(found.program, found.pipeline, 0))
+    pool.fill(host_buffers(found.program, found.pipeline, coord.get(PIPELINE, 0)))
     made = tier(pool, make(api), torch.device("cpu"))
-    driver = DistributedDriver(found.mesh, {}, 0, tier=Named(made, api))
+    groups = fake_groups(found.mesh, rank, found.axes, copies=True)
+    driver = DistributedDriver(found.mesh, groups, rank, tier=Named(made, api))
 
     def enter(node: fx.Node) -> None:
         api.node = node.name
@@ -147,7 +152,7 @@ def races_of(make: Callable[[Recorded], Queues], options: dict[str, Any], tier: 
     runner = executor_runner(found.program, found.pipeline, driver, CPU, Study(enter, {}))
     model, _, batch = case.captured("deep")
     parameters = dict(model.named_parameters())
-    slots = slots_of(found.program, found.pipeline, {PIPELINE: 0})
+    slots = slots_of(found.program, found.pipeline, {PIPELINE: 0, **coord})
 
     def value_of(entry: Any, layout: Any, coord: Any) -> Any:
         from autopar.ir.layout import local_part
@@ -200,6 +205,42 @@ def test_each_sabotage_of_copies_beside_is_found_by_name():
     assert not soon  # the memory of the copy out is given back before, so the computing stream has waited for it
 
 
+PIPELINE_BESIDE = {**BESIDE, "microbatches": 8}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("schedule", ["interleaved-1f1b", "zb-v", "dualpipev"])
+def test_every_access_of_a_pipeline_is_ordered(schedule: str, rank: int):
+    """Of both ranks, whose lists send, receive, and copy activations out and back beside the turns of others."""
+    options = {**PIPELINE_BESIDE, "schedule": schedule}
+    found = case.compiled("deep", "pp=2", **options)
+    assert found.pipeline is not None and {"OUT", "IN", "SEND", "RECV"} <= {line.op for line in found.pipeline.lists[0]}
+    assert not races_of(lambda api: CopyQueues(api, CPU), options, mesh="pp=2", rank=rank)
+
+
+class Forgets(HostTier):
+    """A copy back does not hold its buffer: it is lent again while it is read."""
+
+    def _back(self, value: HostValue) -> Any:
+        copying = super()._back(value)
+        copying.held = None
+        return copying
+
+
+@pytest.mark.parametrize("schedule", ["interleaved-1f1b", "zb-v"])
+def test_each_sabotage_of_a_pipeline_is_found_by_name(schedule: str):
+    """An event dropped, a load before its copy out has ended, a buffer used again early."""
+    options = {**PIPELINE_BESIDE, "schedule": schedule}
+    dropped = races_of(lambda api: NoWait(api, CPU), options, mesh="pp=2")
+    assert any(race.startswith("compute reads at %") and "what back writes at %IN " in race for race in dropped)
+    soon = races_of(lambda api: NeitherWaits(api, CPU), options, mesh="pp=2")
+    assert any(race.startswith("back reads at %IN ") and "what out writes at %OUT " in race for race in soon), soon[:3]
+    early = races_of(lambda api: CopyQueues(api, CPU), options, Forgets, mesh="pp=2")
+    assert any(race.startswith("out writes at %OUT ") and "what back reads at %IN " in race for race in early), early[
+        :3
+    ]
+
+
 @pytest.mark.parametrize("more", [{}, {"microbatches": 3}], ids=str)
 @pytest.mark.parametrize("horizon", [1, "auto"])
 def test_every_access_of_parameters_that_wait_is_ordered(horizon: Any, more: dict[str, Any]):
@@ -239,6 +280,13 @@ class TooSoon(CopyQueues):
 
     def copy(self, way: str, move: Callable[[], None], after: Iterable[Any] = ()) -> Any:
         return super().copy(way, move)
+
+
+class NeitherWaits(TooSoon):
+    """Nor does the computing stream, which else has waited for it by then."""
+
+    def wait(self, event: Any) -> None:
+        return
 
 
 class Ahead(CopyQueues):

@@ -29,6 +29,7 @@ class Kind:
     jitter: bool = False
     blocks: int = 2
     width: int = WIDTH
+    hidden: int = HIDDEN
 
 
 class Mixture(nn.Module):
@@ -40,10 +41,10 @@ class Mixture(nn.Module):
         n, width = kind.experts, kind.width
         self.router = nn.Linear(width, n, bias=False)
         self.skew = nn.Buffer(torch.cat([torch.ones(max(1, n // 4)), torch.zeros(n - max(1, n // 4))]) * kind.skew)
-        self.up = nn.Parameter(torch.randn(n, width, HIDDEN) * 0.3)
-        self.down = nn.Parameter(torch.randn(n, HIDDEN, width) * 0.3)
+        self.up = nn.Parameter(torch.randn(n, width, kind.hidden) * 0.3)
+        self.down = nn.Parameter(torch.randn(n, kind.hidden, width) * 0.3)
         if kind.bias:
-            self.up_bias = nn.Parameter(torch.randn(n, HIDDEN) * 0.3)
+            self.up_bias = nn.Parameter(torch.randn(n, kind.hidden) * 0.3)
             self.down_bias = nn.Parameter(torch.randn(n, width) * 0.3)
         if kind.shared:
             self.shared = nn.Linear(width, width)

@@ -68,6 +68,8 @@ from autopar.torch_compat import end_waits_after
 
 _COMPILING = timedelta(seconds=300)  # that one rank may take
 
+MAPPED = "mapped"  # beside the error of a rank: the folder of the files that its memory is mapped from
+
 
 @dataclass(frozen=True, slots=True)
 class Requested:
@@ -211,9 +213,11 @@ class Session:
 
 def check_files(options: StepOptions, model: nn.Module, world: int) -> None:
     """Raise PlanError for a folder, of this rank's own node, that takes no files, before any state is made; or for one
-    with too little room for the parameters."""
+    with too little room for the parameters. A launcher is left its name: it says why a rank died of it."""
     if options.offload_dir is not None:
         check_folder(Path(options.offload_dir))
+        if (file := Settings.read().error_file) is not None:
+            file.with_name(MAPPED).write_text(str(options.offload_dir))
     if options.files is not None:
         near = min(world, Settings.read().local_world_size or 1)
         check_room_of_parameters(options.files, sum(map(bytes_of, tables.parameters(model))) * near // world)

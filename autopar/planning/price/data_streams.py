@@ -159,7 +159,7 @@ class MovingGraph:
         self.kind = BACKWARD if is_backward else FORWARD
         self.moving, enough = Moving(data.net, is_added=True), 0.0
         if is_left:
-            self.moving.sum(_gradients(data.candidate, slots, True, is_part=True))
+            self.moving.sum(_gradients(data.candidate, slots, True, is_part=True), data.candidate.is_hosted)
             assert self.moving.buckets is not None
             enough = 2 * self.moving.buckets.most
         self.slots, self.last, self.left_out = few(slots, enough)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -61,6 +61,7 @@ class Moving:
     leaves behind; peak: of both at most. is_added: True if gradients that have moved are added to some that are there.
     moves: all that was started and awaited, as (True if it starts, kind, bytes). leaves: True if gradients go to the
     host's memory as they come, and parameters come from there for each use; loads: bytes of a rank's part of each.
+    lasting: places whose part stays on the device until the backward pass gathers it.
     """
 
     net: Net
@@ -85,6 +86,12 @@ class Moving:
     moves: list[tuple[bool, str, float]] = field(default_factory=list)
     leaves: bool = False
     loads: Mapping[ParameterPlace, float] = field(default_factory=dict)
+    lasting: Collection[ParameterPlace] = ()
+    brought: set[ParameterPlace] = field(default_factory=set)  # that have come from the host's memory
+    operands: dict[Hashable, float] = field(default_factory=dict)  # bytes of what gathers on their way read
+    awaiting: list[tuple[set[ParameterPlace], float]] = field(default_factory=list)  # sums, and bytes of what they keep
+    turned: set[ParameterPlace] = field(default_factory=set)  # gradients that are copied to be scattered
+    kind: str = ""  # of the graph that runs
     # of gradients on the way out: how many layers had begun, bytes, and us when they have gone
     going: list[tuple[int, float, float]] = field(default_factory=list)
     begun: set[tuple[str, int, str]] = field(default_factory=set)  # layers, by graph
@@ -99,10 +106,10 @@ class Moving:
         self.gathers, self.made = {each.of: each for each in gathers}, made
         self.ahead = Ahead(self.gathers.values(), self.net.small)
 
-    def sum(self, sums: Iterable[Sum[ParameterPlace]]) -> None:
-        """From here on gradients are summed."""
+    def sum(self, sums: Iterable[Sum[ParameterPlace]], leaves: bool = False) -> None:
+        """From here on gradients are summed. leaves: as of `Buckets`."""
         self.sums = {each.of: each for each in sums}
-        self.buckets = Buckets(self.sums.values(), self.net.limit)
+        self.buckets = Buckets(self.sums.values(), self.net.limit, leaves or self.leaves)
 
     def lend(self, values: Iterable[tuple[ParameterPlace, float]]) -> None:
         """Some values are there from before, and count elsewhere. They go with their last use."""
@@ -117,6 +124,9 @@ class Moving:
     def run(self, road: Road, keeps: Collection[ParameterPlace] = frozenset(), is_whole: bool = False) -> None:
         """A graph, without what it has not started to move when its calls are done. keeps: what a later graph reads
         too. is_whole: True of a step that is one graph: it makes casts where they are read, and its gradients stay."""
+        self.kind = road.kind
+        if self.kind == BACKWARD:
+            self._bring(self.ahead.begun if self.ahead is not None else 0)
         for at, (number, step) in enumerate(road.steps):
             self._copies(road.kind, at)
             for read in step.events.reads:
@@ -141,6 +151,7 @@ class Moving:
                 self.let_go(place_of(road.kind, number, own), keeps)
             for place, gradient in zip(given, step.events.gives, strict=True):
                 if place in self.sums:
+                    self.turned |= {place} if gradient.is_turned else set()
                     self.give(self.sums[place], gradient.alive)
                 elif is_whole:
                     self.alive += gradient.alive
@@ -167,9 +178,13 @@ class Moving:
         while self.going and self.going[0][0] + GOING <= len(self.begun):
             self._gone()
 
-    def _leave(self, bytes_: float) -> None:
-        """A gradient starts to go."""
-        self.going.append((len(self.begun), bytes_, self.streams.start(OUT, self.net.machine.copy_us(bytes_))))
+    def _leave(self, bytes_: float, coming: Set[ParameterPlace] = frozenset()) -> None:
+        """A gradient starts to go, or some that moved as one. coming: those of them of which further sums are made: as
+        long as one of these has not begun, the memory of all stays."""
+        end = self.streams.start(OUT, self.net.machine.copy_us(bytes_))
+        self.going.append((len(self.begun), 0.0 if coming else bytes_, end))
+        if coming:
+            self.awaiting.append((set(coming), bytes_))
 
     def _gone(self) -> None:
         """Wait for the first gradient that is on the way out."""
@@ -185,10 +200,13 @@ class Moving:
                 self._gather(bundle)
             else:
                 self.streams.wait(self.ends.pop(bundle), bundle.members[0].over)
-                for member in bundle.members:
+                for member in bundle.members if self._ranks(bundle) == 1 else ():
                     if self.loads.get(member.of, 0.0) > member.bytes_:  # it is cast, and what came goes
                         self._mark(member.bytes_)
                         self._hold(member.of, member.bytes_)
+                if len(bundle.members) > 1:  # each piece is copied out of what came
+                    self._mark(bundle.bytes_)
+                self.alive -= self.operands.pop(bundle)
                 self.moves.append((False, GATHER, bundle.bytes_))
 
     def give(self, coming: Sum[ParameterPlace], alive: float) -> None:
@@ -216,27 +234,81 @@ class Moving:
         peak, self.peak = self.peak, -math.inf
         return peak
 
+    def _ranks(self, bundle: Together[Gather[ParameterPlace]]) -> int:
+        return self.net.groups[str(bundle.members[0].over)].size
+
     def _gather(self, bundle: Together[Gather[ParameterPlace]]) -> None:
-        over = str(bundle.members[0].over)
-        ranks = self.net.groups[over].size
+        over, ranks = str(bundle.members[0].over), self._ranks(bundle)
+        if ranks == 1:
+            self._load(bundle)
+            return
+        self._operand(bundle, ranks)
         for member in bundle.members:
-            again, part = member.of._replace(kind=BACKWARD), member.of._replace(kind=PART)
-            self._hold(member.of, member.bytes_ if ranks > 1 else self.loads.get(member.of, member.bytes_))
-            if member.of in self.made:
-                self.streams.compute(self.made[member.of], self.net.machine.launch_us)
-                if (
-                    again in self.gathers and not self.leaves
-                ):  # until it is gathered again a rank keeps its part of the cast
-                    self._hold(part, member.bytes_ / ranks)
-            elif member.of == again:
-                self.let_go(part)
-        if len(bundle.members) > 1:
-            self._copy(bundle.bytes_ / ranks)
-        load = sum(self.loads.get(member.of, 0.0) for member in bundle.members)
-        us = self.net.us(GATHER, bundle.bytes_, over) + self.net.machine.copy_us(load)
-        self.ends[bundle] = self.streams.start(over if ranks > 1 or not load else BACK, us)
+            self._hold(member.of, member.bytes_)
+        self.ends[bundle] = self.streams.start(over, self.net.us(GATHER, bundle.bytes_, over))
         self.moves.append((True, GATHER, bundle.bytes_))
         self._mark()
+
+    def _load(self, bundle: Together[Gather[ParameterPlace]]) -> None:
+        """A parameter that no rank splits comes from the host's memory."""
+        (member,) = bundle.members
+        self._hold(member.of, self.loads[member.of])
+        if member.of in self.made:
+            self.streams.compute(self.made[member.of], self.net.machine.launch_us)
+        self.ends[bundle] = self.streams.start(BACK, self.net.machine.copy_us(self.loads[member.of]))
+        self.operands[bundle] = 0.0
+        self.moves.append((True, GATHER, bundle.bytes_))
+        self._mark()
+
+    def _operand(self, bundle: Together[Gather[ParameterPlace]], ranks: int) -> None:
+        """Make what a gather reads: a rank's part as it lies there, has come, or is cast, of several side by side. It
+        is there until the gather is awaited."""
+        assert self.ahead is not None
+        # One function, since the order of what is made and of what goes is the peak: loads of this layer and the next
+        # come first, a cast is made beside what came, and what is laid side by side beside all its pieces.
+        number, freed = self.ahead.place[bundle.members[0]][0], 0.0
+        self._bring(number)
+        if bundle.members[0].of.kind == FORWARD or self.kind == BACKWARD:
+            self._bring(number + 1)
+        for member in bundle.members:
+            part, again = member.bytes_ / ranks, member.of._replace(kind=BACKWARD)
+            own, lasts = member.of._replace(kind=PART), member.of in self.lasting
+            if self.leaves and isinstance(member.layer, tuple):
+                self.begin(member.of._replace(kind=self.kind), member.layer[-1])
+            if member.of in self.brought:
+                self.streams.wait(self.ends.pop((PART, member.of)), BACK)
+            if member.of in self.made:
+                self.streams.compute(self.made[member.of], self.net.machine.launch_us)
+                # until it is gathered again a rank keeps its part of the cast
+                if again in self.gathers and (lasts or not self.leaves):
+                    self._hold(own, part)
+            if self.loads.get(member.of, 0.0) > part:  # it is cast, and what came goes
+                self.alive += part * (not lasts)
+                self._mark()
+                self.alive -= self.loads[member.of]
+            elif lasts and member.of in self.loads:
+                self.held[own] = part
+            freed += part * (member.of in self.loads and not lasts)
+            if member.of == again and own in self.held:
+                freed += self.held.pop(own)
+        operand = freed
+        if len(bundle.members) > 1:
+            self.alive += (operand := bundle.bytes_ / ranks)
+            self._mark()
+            self.alive -= freed
+            self._copy(operand)
+        self.operands[bundle] = operand
+
+    def _bring(self, number: int) -> None:
+        """Start to copy the parts that a layer gathers from the host's memory."""
+        layers = self.ahead.layers if self.ahead is not None and self.loads else []
+        for bundle in layers[number] if number < len(layers) else ():
+            for member in bundle.members if self._ranks(bundle) > 1 else ():
+                if member.of in self.loads and member.of not in self.brought:
+                    load = self.loads[member.of]
+                    self.brought.add(member.of)
+                    self.alive += load
+                    self.ends[PART, member.of] = self.streams.start(BACK, self.net.machine.copy_us(load))
 
     def _hold(self, place: ParameterPlace, bytes_: float) -> None:
         self.alive += bytes_ - self.held.get(place, 0.0)
@@ -263,16 +335,22 @@ class Moving:
                     part = bytes_ / self.net.groups[over].size
                     self.alive -= self.whole.pop(bucket) + self.is_added * part
                     if self.leaves:
-                        self._leave(part)
+                        self._leave(part, {each.of for each in bucket.members if each.then})
                 continue
+            for coming, _ in self.awaiting:
+                coming -= {each.of for each in bucket.members} if not is_scattered else set()
+            while self.awaiting and not self.awaiting[0][0]:
+                self.alive -= self.awaiting.pop(0)[1]
             lies_in = sum(self.lies_in.pop(each.of, each.bytes_) for each in bucket.members)
-            if len(bucket.members) > 1:
-                self._mark(bytes_)
+            part = bytes_ / self.net.groups[over].size if is_scattered else 0.0
+            is_copied = len(bucket.members) > 1 or (is_scattered and first.of in self.turned)
+            if is_copied:
+                self._mark(bytes_ + part * (len(bucket.members) == 1))
                 self._copy(bytes_)
                 self.alive += bytes_ - lies_in
-            self.whole[bucket] = bytes_ if len(bucket.members) > 1 else lies_in
+            self.whole[bucket] = bytes_ if is_copied else lies_in
             self.ends[bucket] = self.streams.start(over, self.net.us(first.kind, bytes_, over))
-            self.alive += bytes_ / self.net.groups[over].size if is_scattered else 0.0
+            self.alive += part
             self._mark()
 
     def _copy(self, bytes_: float) -> None:

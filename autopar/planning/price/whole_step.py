@@ -87,11 +87,16 @@ class _Asked:
         moving = Moving(self.net, leaves=candidate.is_hosted, copies=self.copies)
         forward, is_again = list(self._gathers(FORWARD)), candidate.gathers_again or candidate.is_hosted
         back = list(self._gathers(BACKWARD)) if is_again else []
+        # what the last layer reads in both passes comes once
         left = [pair for pair in back if candidate.is_hosted and _unit(pair) == _unit(forward[-1])]
-        back = [pair for pair in back if pair not in left]  # what the last layer reads in both passes comes once
-        both = [*forward, *back]
+        come = [*forward, *(pair for pair in back if pair not in left)]
         if candidate.is_hosted:  # what is cast lies there twice as long, in fp32
-            moving.loads = {one.of: one.bytes_ * (1 + read.is_cast) / candidate.shards for one, read in both}
+            moving.loads = {one.of: one.bytes_ * (1 + read.is_cast) / candidate.shards for one, read in come}
+        if candidate.data > 1:  # and is gathered again, of the part that a rank has
+            moving.lasting, left = {one.of._replace(kind=FORWARD) for one, _ in left}, []
+        else:
+            back = come[len(forward) :]
+        both = [*forward, *back]
         if both:
             moving.gather([gather for gather, _ in both], self._made(forward, once))
         elif once:

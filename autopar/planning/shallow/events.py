@@ -46,13 +46,15 @@ class ParameterRead:
 @dataclass(frozen=True, slots=True)
 class Gradient:
     """bytes_: of what a rank computes of it. over: axes over which it is a sum beside those of data. holds: bytes of
-    the value that it is a part of, if it is one: all of that stays with it."""
+    the value that it is a part of, if it is one: all of that stays with it. is_turned: True if ranks of data divide
+    another dim of it than the first (`split_over` of passes/collectives/zero.py): to be scattered it is copied."""
 
     own: Own
     bytes_: int
     dtype: str
     over: tuple[str, ...]
     holds: int = 0
+    is_turned: bool = False
 
     @property
     def alive(self) -> int:
@@ -149,11 +151,10 @@ def _gradients(program: Program, layers: Sequence[str]) -> Iterator[tuple[str, G
     for node, out in program.leaving:
         if out.kind == "gradient" and node is not None:
             source = _before_sums(node, over := list[str]())
-            dtype = str(record(source).type.dtype)
-            yield (
-                out.name,
-                Gradient(_own(out.name, layers), local_bytes(source, program.mesh), dtype, tuple(reversed(over))),
-            )
+            known, axes = record(source), tuple(reversed(over))
+            is_turned = len(known.layout.dims) > 1 and bool(known.layout.dims[0]) and not all(known.layout.dims)
+            own, bytes_ = _own(out.name, layers), local_bytes(source, program.mesh)
+            yield out.name, Gradient(own, bytes_, str(known.type.dtype), axes, is_turned=is_turned)
 
 
 def _parts(last: Program) -> Iterator[tuple[str, str]]:
