@@ -56,7 +56,7 @@ def test_the_menu_has_every_page() -> None:
         "index.md",
         *(f"{page}.md" for page in ("ARCHITECTURE", "CHANGELOG", "CONTRIBUTING", "SECURITY")),
         "examples/README.md",
-        *(f"benchmarks/{page}.md" for page in ("COVERAGE", "GPU", "LIBRARIES", "PORTS", "RESULTS")),
+        *(f"benchmarks/{page}.md" for page in ("COVERAGE", "GPU", "LIBRARIES", "MUTANTS", "PORTS", "RESULTS")),
     }
     assert menu - outside == {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
 

@@ -139,8 +139,9 @@ def _hosted(candidate: Candidate, made: Pipelined, rank: int) -> float:
     passing = max(each, behind) + made.moments[rank].most(held)
     if not weights.entry:
         return passing
-    whole = max(sums.entry, held[0][3])  # the gradient of what is read first is made when all else has gone
-    saved = [(saved, late, 0.0, 0.0, ahead) for saved, late, _, _, ahead in held]
+    # The gradient of what is read first is made when all else of its micro-batch has gone.
+    whole = max(sums.entry, held[0][3])
+    saved = [(saved, late, 0.0, -late if candidate.halves else -saved, ahead) for saved, late, _, _, ahead in held]
     return max(passing, whole + (sums.entry + sums.each) / parts + made.moments[rank].most(saved))
 
 
