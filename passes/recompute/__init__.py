@@ -54,6 +54,7 @@ def recompute(program: Program, plan: Plan) -> Program:
       of them, with a pipeline those of all stages.
     - those by pattern of modules; the first pattern that fits a module is its own.
 
+    A number and "selective" keep the rows of a table that would be gathered, or loaded from the host, once more for it.
     Random ops are functions of their key and of the seed, so clones draw the same masks. Raises PlanError for a
     pattern that no module has, and for a budget that cannot be met.
     """

@@ -65,6 +65,15 @@ def _routes(node: fx.Node) -> list[fx.Node]:
     return [*operand_nodes(node)[1:], *([node] if is_number else [])] if moves_rows else []
 
 
+def _of_parameters(program: Program) -> frozenset[fx.Node]:
+    """Parameters, and what is made of nothing else."""
+    made = {node for node, _ in program.parameters()}
+    for node in program.calls():
+        if node.all_input_nodes and made.issuperset(node.all_input_nodes):
+            made.add(node)
+    return frozenset(made)
+
+
 def _ends(node: fx.Node) -> bool:
     return bool(record(node).flops) or is_collective(node.target)
 
@@ -83,6 +92,7 @@ class _Choice:
         self.forward: Forward = forward_of(program)
         self.once = self._once()
         self.whole = self._whole()
+        self.parameters = _of_parameters(program)
         selective = any(rule.policy == "selective" for rule in policies.rules)
         self.core = attention_core(program) if selective else frozenset()
 
@@ -142,7 +152,17 @@ class _Choice:
             and len(groups) == 1
             and call.node not in self.once
             and (not is_costly(call.node) or (policy == "selective" and call.node in self.core))
+            and not self._brings(call)
         )
+
+    def _brings(self, call: ForwardCall) -> bool:
+        """True for a call that would bring a parameter once more, from other ranks or from the host, and gives less
+        than that: a table of embeddings."""
+        if not (self.plan.gathers_again or self.plan.offloads("parameters")):
+            return False
+        given = sum(local_bytes(value, self.program.mesh) for value in call.values)
+        parameters = (operand for operand in call.node.all_input_nodes if operand in self.parameters)
+        return any(local_bytes(operand, self.program.mesh) > given for operand in parameters)
 
     def _stays(self, value: fx.Node) -> bool:
         """True for a value that is kept in any case: it enters modules that are computed again as a whole, or the

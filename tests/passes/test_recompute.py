@@ -10,8 +10,9 @@ import pytest
 import torch
 from live import estimated_peak, measured_peak
 from recompute_case import MODELS, captured, check, compiled, duplicates, localized, with_policy
-from torch import fx
+from torch import fx, nn
 
+import autopar
 from autopar.ir.mesh import parse_mesh
 from autopar.ir.ops.ops import is_collective, op
 from autopar.ir.options import StepOptions
@@ -241,3 +242,18 @@ def test_results_of_several_stay_with_their_call() -> None:
     for node in duplicates(program):
         if is_getitem(node):
             assert record(node.args[0]).made_by == "recompute"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "times"), [({"zero": 0}, 2), ({"zero": 3}, 1), ({"zero": 0, "offload": "parameters"}, 1)], ids=str
+)
+def test_a_table_is_not_brought_once_more(options: dict[str, Any], times: int) -> None:
+    """Rows of a table are computed again for nothing where the table is there; gathered or loaded once more it would
+    take more than the rows do. Red before, and a stage with the table held more with "selective" than with "none"."""
+    model = nn.Sequential(nn.Embedding(4096, 64), nn.Sequential(*(nn.Sequential(nn.Tanh(), nn.Linear(64, 64)))))
+    made = autopar.compile(
+        model, "dp=2", loss_fn=lambda model, x: model(x).square().mean(), batch=torch.zeros(4, 8, dtype=torch.int64),
+        recompute="selective", **options,
+    )  # fmt: skip
+    targets = [str(node.target) for node in made.program.calls()]
+    assert sum("embedding" in name and "backward" not in name for name in targets) == times, targets

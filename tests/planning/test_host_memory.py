@@ -194,7 +194,7 @@ def layers() -> Layers:
         (Candidate(1, 1, 1, 0, "full", 1, 1, offload="parameters"), 0.005),
         (Candidate(1, 1, 1, 0, "none", 2, 1, offload="parameters"), 0.005),
         (Candidate(1, 2, 1, 0, "full", 2, 1, offload="parameters", sequence=True), 0.005),
-        (Candidate(1, 1, 1, 0, "selective", 1, 1, offload="parameters"), 0.005),
+        (Candidate(1, 1, 1, 0, "selective", 1, 1, offload="parameters"), 0.01),
         (Candidate(2, 1, 1, 3, "full", 2, 1, offload="parameters"), 0.005),
         (Candidate(2, 2, 1, 3, "none", 1, 1, offload="parameters"), 0.005),
     ],

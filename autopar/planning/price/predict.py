@@ -133,8 +133,9 @@ def _hosted(candidate: Candidate, made: Pipelined, rank: int) -> float:
     of gradients of two layers, or with those of what lies outside of the layers: what is made first, and last."""
     cost, parts = made.ranks[rank].cost, candidate.parts
     weights, sums = cost.parameters, cost.gradients
-    each = 2 * (weights.each + sums.each / parts) + cost.copies.each
-    behind = weights.sections[2] + sums.sections[2] / parts
+    both = max if candidate.halves else sum  # gradients of inputs read parameters, those of weights add to sums
+    each = 2 * both((weights.each, sums.each / parts)) + cost.copies.each
+    behind = both((weights.sections[2], sums.sections[2] / parts)) + cost.copies.sections[2] * candidate.halves
     held = [(saved, late, 0.0, others, ahead) for saved, late, _, others, ahead in held_of(candidate, made, rank)]
     passing = max(each, behind) + made.moments[rank].most(held)
     if not weights.entry:
