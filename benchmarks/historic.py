@@ -57,8 +57,7 @@ BUGS = (
     ),
     Historic(
         "pytorch#163193", "a number is added to each part of a sum", "passes/rules/pointwise.py",
-        "return lambda call: linear if len(call.operands) == 2 else one",
-        "return lambda call: linear if len(call.operands) == 2 else one or (frozenset({0}),)", RULES,
+        'return FIRST if _is_zero(argument(call, 1, "other")) else NONE', "return FIRST", RULES,
     ),
     Historic(
         "pytorch#162692", "the mean of a loss divides by the count of one rank", "passes/rules/losses.py",
