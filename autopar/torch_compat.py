@@ -1,6 +1,6 @@
 """Every private torch name that autopar uses, each with its reason (those for speed alone are in `torch_shortcuts.py`,
-those by which a parameter becomes another one in place in `torch_identity.py`), and the versions of
-torch that they were tried with.
+those by which a parameter becomes another one in place in `torch_identity.py`), and the
+versions of torch that they were tried with.
 
 - `torch._subclasses.FakeTensorMode`: shapes without memory during the capture. The public way to get one
   (`make_fx(tracing_mode="fake")`) needs real tensors as its inputs, which a 70B model has not.

@@ -34,6 +34,7 @@ from autopar.planning.space.candidates import (
 from autopar.planning.space.fixed import fixed_text
 
 Tell = Callable[[int, int], None]
+_WAITS = f"backward passes read what all forward passes add up to: micro-batches have schedule {GPIPE}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +173,6 @@ def _check_waits(asked: Asked) -> None:
             f"{OFFLOAD}={waits} with {fixed_text({name: fixed[name] for name in said})}: where activations wait, "
             f"memory= decides that too. Leave {' and '.join(said)} out."
         )
-
-
-_WAITS = f"backward passes read what all forward passes add up to: micro-batches have schedule {GPIPE}"
 
 
 def _none_divides(asked: Asked, model: Model) -> PlanError:

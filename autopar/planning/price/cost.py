@@ -65,8 +65,7 @@ class Cost:
     micro-batches. once, middle: us of what is computed once a step, before or behind the passes, and between them.
     busy: us that a pass takes where calls are there when the device is ready for them; launched: that the host needs
     for its calls. The rest are bytes: those of `Held`, and what one layer hands to the next. again: of the same model
-    if all layers compute more again, as some
-    do (`Part.again`)."""
+    if all layers compute more again, as some do (`Part.again`)."""
 
     forward: Linear
     backward: Linear

@@ -15,8 +15,6 @@ from autopar.passes import OF_GRAPHS, PASSES
 from autopar.passes.fuse import fuse
 from autopar.passes.overlap.bucket import bucket
 from autopar.passes.pipeline.cuts.action_graphs import Places
-from autopar.passes.pipeline.cuts.assign import times_in
-from autopar.passes.pipeline.cuts.coupling import check_middle
 from autopar.passes.pipeline.stages import graphs_of_stages
 from autopar.passes.recompute import recompute
 from autopar.planning.shallow.depth import crossing
@@ -55,25 +53,13 @@ class Micro:
         return replace(self, program=moved(self.program), graphs=graphs)
 
 
-def waits_for_all(graphs: Mapping[str, Program]) -> bool:
-    """True if the backward pass reads what the forward passes of all micro-batches add up to."""
-    sums = {out.name for out in graphs["F"].outputs if out.kind == "part"}
-    backward = (graph for kind, graph in graphs.items() if kind in "BIW")
-    return "M" in graphs or any(entry.name in sums for graph in backward for entry in graph.inputs)
-
-
 @uncollected()
 def cut_at(local: Lowered, recomputed: str, border: tuple[str, str], halves: bool) -> Micro:
     """The graphs of a step on one stage, that computes again what it is told to. border: two neighbouring layers.
-    halves: gradients of weights apart from those of inputs. Raises CoupledError for layers that need the whole batch.
-    """
+    halves: gradients of weights apart from those of inputs."""
     plan = replace(local.plan, options=replace(local.plan.options, recompute=recomputed))
     program = recompute(dict(local.history)["recompute"], plan)  # passes of graphs come after the cut
     one = Places((0,), split=halves, in_flight=(1,))
     graphs = {kind: graph for (_, kind), graph in graphs_of_stages(program, plan, one).items()}
-    if waits_for_all(graphs):
-        coupling = times_in(program, plan).coupling
-        assert coupling is not None
-        check_middle(graphs.get("M"), coupling)
     sent = crossing(program, border) if border[0] else ()
     return Micro(plan, program, graphs, float(sum(local_bytes(node, program.mesh) for node in sent)))

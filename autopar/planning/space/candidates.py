@@ -396,7 +396,7 @@ class Space:
             return
         if offload == HOSTED:  # gradients of several micro-batches would add up on the device
             zero = (3,) if is_split else (0,)
-        pipelines = self._pipelines if sizes["pp"] > 1 else self._pipelines[:1]
+        pipelines = self._pipelines(sizes["pp"])
         of_axes = list(
             product(
                 self._open("zero", zero if reshard else set(zero) & {3}),
@@ -418,11 +418,11 @@ class Space:
                             "", folder, memory,
                         )  # fmt: skip
 
-    @property
-    def _pipelines(self) -> Sequence[tuple[str, int]]:
-        """The schedules, and the stages that each rank has, that the model can take."""
-        is_whole = self.model.waits or self.fixed.get("schedule") == GPIPE
-        return [(GPIPE, 1)] if is_whole else PIPELINES
+    def _pipelines(self, pp: int) -> Sequence[tuple[str, int]]:
+        """The schedules, and the stages that each rank has, that the model can take; GPipe's is no other's choice."""
+        if self.model.waits or (pp > 1 and self.fixed.get("schedule") == GPIPE):
+            return [(GPIPE, 1)]
+        return PIPELINES if pp > 1 else PIPELINES[:1]
 
     @property
     def _waits(self) -> str:

@@ -17,10 +17,12 @@ from autopar.ir.options import StepOptions
 from autopar.ir.plan import Fixed
 from autopar.machines import Machine
 from autopar.passes.costs.streams import run
+from autopar.passes.pipeline.cuts.assign import times_in
+from autopar.passes.pipeline.cuts.coupling import check_middle
 from autopar.planning.shallow.between import between
 from autopar.planning.shallow.captures import LEAST_ROWS, Captures
 from autopar.planning.shallow.depth import Shallow
-from autopar.planning.shallow.stage_graphs import Micro, cut_at, waits_for_all
+from autopar.planning.shallow.stage_graphs import Micro, cut_at
 from autopar.planning.space.split import Split
 
 PARTS = 2  # micro-batches of a program: all of them are alike
@@ -60,10 +62,13 @@ class Micros:
         lowered = self._lowered(Split(), LOW, PARTS)
         try:
             made = cut_at(lowered, "none", self.captures.shallow().border, halves=False)
+            coupling = times_in(made.program, made.plan).coupling
+            if coupling is not None:
+                check_middle(made.graphs.get("M"), coupling)
         except CoupledError as error:
             return str(error), False
         self._local[Split(), LOW] = lowered
-        return "", waits_for_all(made.graphs)
+        return "", coupling is not None
 
     @property
     def parts(self) -> int:
