@@ -261,7 +261,8 @@ class Costs:
     A transfer takes latency_us and its bytes at bytes_per_us. growing_us: the part of a time, on average over the
     `slices` of a sequence, that grows with the place of the slice: attention to what lies before it. lengths: of the
     slices, if they differ; the times are then those of a slice of mean length. Copies to the host's memory and back
-    take their bytes at host_bytes_per_us; those that stand in a graph are part of its time."""
+    take their bytes at host_bytes_per_us; those that stand in a graph are part of its time, and take links_us of the
+    link out, and back, by (stage, kind)."""
 
     times_us: Mapping[tuple[int, str], float] = field(default_factory=dict)
     latency_us: float = 0.0
@@ -271,6 +272,7 @@ class Costs:
     lengths: tuple[int, ...] = ()
     pairs_us: Mapping[tuple[tuple[int, str], tuple[int, str]], float] = field(default_factory=dict)
     host_bytes_per_us: float = float("inf")
+    links_us: Mapping[tuple[int, str], tuple[float, float]] = field(default_factory=dict)
 
     def time_us(self, turn: Turn) -> float:
         if isinstance(turn, Action):
@@ -300,7 +302,8 @@ class Costs:
         return sum(type_.bytes_ for type_ in types) / self.host_bytes_per_us
 
     def link_us(self, turn: Turn) -> tuple[float, float]:
-        return 0.0, 0.0
+        links = [self.links_us.get((action.stage, action.kind), (0.0, 0.0)) for action in turn.actions]
+        return sum(out for out, _ in links), sum(back for _, back in links)
 
 
 def slice_us(linear_us: float, growing_us: float, start: float, length: float) -> float:

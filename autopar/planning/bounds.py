@@ -277,7 +277,7 @@ class Bounds:
         """True if a rank holds more than so many bytes, by its stages (`held`)."""
         if candidate.again is not None:
             return self._is_larger_in_part(candidate, limit)
-        if candidate.pp == 1 or candidate.is_hosted:  # what is stored is not on the device
+        if candidate.pp == 1 or candidate.is_hosted or candidate.memory:  # what is stored, or saved, waits elsewhere
             return False
         if self._most_layers(candidate, limit) < self.equal * (1 - 1e-9):  # then nobody asks how it is cut
             return True
@@ -319,7 +319,7 @@ class Bounds:
         stages and the order of its actions."""
         if candidate.again is not None:
             return self.held(candidate._replace(recompute="full", again=None))
-        if candidate.pp == 1 or candidate.is_hosted:
+        if candidate.pp == 1 or candidate.is_hosted or candidate.memory:
             return self.memory(candidate)
         made = with_least_memory(candidate, self.layers)
         key = _memory_key(candidate, made)

@@ -73,7 +73,8 @@ def _with_moved(candidate: Candidate, layers: Layers, limit: float) -> Candidate
 
     def bytes_(part: float) -> float:
         one = candidate._replace(moved=part)
-        return rank_bytes(one, pipelined(one, layers), 0)
+        made = pipelined(one, layers)
+        return max(rank_bytes(one, made, rank) for rank in range(one.pp))
 
     (low, more), (high, less) = (0.0, bytes_(0.0)), (1.0, math.inf)
     if more <= limit:

@@ -17,11 +17,11 @@ from autopar.ir.program import Input, Program, TensorType, record
 from autopar.ir.schedule import Flow, Work
 from autopar.passes.offload.choose_moves import Kept, choose, kept_by_none, why_not
 from autopar.passes.offload.place_copies import CallLine, Moves, Ways, first_uses, host_name
+from autopar.passes.offload.when_copied import goes_beside, stays
 
 Key = tuple[int, str]
 Graphs = Mapping[Key, Program]
 BACK = "BIW"
-BESIDE = 3  # turns between the passes: one in which a value goes, one in which it comes back, and one without it
 
 
 def offload_stages(pipeline: Pipeline, program: Program, plan: Plan, between: Sequence[int]) -> Pipeline:
@@ -106,10 +106,11 @@ class _Stage:
         back = _begins(graphs, stage, plan, set(free))
         comes = set().union(*back.values())
         is_open = plan.options.horizon == "auto"
-        stays = set() if between >= BESIDE or (between and not is_open) else out | comes if between else out & comes
-        reasons |= dict.fromkeys(stays, "of what is read again at once")
+        may_stay = free if is_open or not between else ()
+        at_once = [name for name in may_stay if stays(between, name in out, name in comes)]
+        reasons |= dict.fromkeys(at_once, "of what is read again at once")
         sizes = {name: local_bytes(node, forward.program.mesh) for name, node in nodes.items()}
-        is_beside = is_open and between >= BESIDE
+        is_beside = is_open and goes_beside(between)
         return cls(stage, nodes, sizes, reasons, out if is_beside else (), back if is_beside else {})
 
 

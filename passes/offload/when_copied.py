@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 BEHIND = 1  # layers of the forward pass that a copy out may take
 AHEAD = 2  # layers that a copy back starts before its use at most, if it starts as late as hides it
+BESIDE = 3  # turns between the passes: one in which a value goes, one in which it comes back, and one without it
 
 
 class Going(NamedTuple):
@@ -51,3 +52,17 @@ def starts_back(values: Sequence[Coming], clock: Sequence[float]) -> list[int]:
         while starts[i] < values[i].use and clock[starts[i] + 1] <= free:
             starts[i] += 1
     return starts
+
+
+def goes_beside(between: int) -> bool:
+    """True if what the layers of a stage do not hide goes and comes beside the turns of other micro-batches. between:
+    how many turns of its rank lie between the passes of a micro-batch."""
+    return between >= BESIDE
+
+
+def stays(between: int, is_last: bool, is_first: bool) -> bool:
+    """True for a value of a stage that would be away for no turn. is_last: its copy out ends with its graph; is_first:
+    its copy back starts where the graph begins that reads it."""
+    if goes_beside(between):
+        return False
+    return is_last or is_first if between else is_last and is_first

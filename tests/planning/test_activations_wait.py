@@ -16,6 +16,7 @@ from autopar.compiler.meshes import mesh_of
 from autopar.errors import PlanError
 from autopar.ir.plan import Fixed
 from autopar.machines import Machine, named
+from autopar.planning import step_time
 from autopar.planning.jobs import layers_of
 from autopar.planning.planner import Asked, planned
 from autopar.planning.price.layers import Layers
@@ -105,6 +106,42 @@ def test_the_device_holds_what_was_predicted(recompute: str, part: float):
     _, lowered = compile_step(given.model, token_loss, given.batch, {}, mesh_of("dp=1"), options, fixed=fixed)
     assert made.memory == pytest.approx(memory_report(lowered, 0).peak, rel=0.07)
     assert made.memory < plain.memory and made.total >= plain.total and made.host > 0
+
+
+PIPELINES = [
+    ("pp=2", "1f1b", 1, "none", 4), ("pp=2", "interleaved-1f1b", 2, "none", 4), ("pp=2", "1f1b", 1, "full", 4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("mesh", "schedule", "chunks", "recompute", "count"), PIPELINES, ids=map(str, PIPELINES))
+def test_a_pipeline_holds_and_takes_what_was_predicted(
+    mesh: str, schedule: str, chunks: int, recompute: str, count: int
+):
+    """Where what the stages keep waits, in their graphs and beside the turns of other micro-batches (OUT and IN)."""
+    axes, of = mesh_of(mesh), layers()
+    one = Candidate(1, 1, axes.size, 0, recompute, 1, count, schedule, chunks=chunks)
+    plain, made = (predict(each, of, machine()) for each in (one, one._replace(moved=1.0)))
+    also = {"chunks": chunks} if chunks > 1 else {}
+    options = options_of(
+        precision="bf16", recompute=recompute, offload="activations", microbatches=count, schedule=schedule, **also
+    )
+    given, fixed = job(), Fixed(machine=machine())
+    _, lowered = compile_step(given.model, token_loss, given.batch, {}, axes, options, fixed=fixed)
+    reports = [memory_report(lowered, rank) for rank in range(axes.size)]
+    assert made.memory == pytest.approx(max(report.peak for report in reports), rel=0.1)
+    assert made.total == pytest.approx(step_time(lowered).total, rel=0.1)
+    assert made.host == pytest.approx(max(report.host for report in reports), rel=0.1, abs=5e6)
+    assert made.memory < plain.memory and made.total > plain.total and plain.host == 0
+
+
+def test_a_pipeline_that_fits_only_so():
+    """Neither states nor parameters are enough, for which the host has too little room."""
+    fixed = {**FIXED, "pp": 2, "rows": 1}
+    plain = planned(layers(), Asked(2, 4, machine(), math.inf, fixed, 50, may_offload=False)).found.best
+    limit = 0.85 * min(each.memory for each in plain)
+    (best,) = planned(layers(), Asked(2, 4, machine(38e6 / 0.9), limit, fixed, 1)).found.best
+    assert best.candidate.pp == 2 and "activations" in best.candidate.waits
+    assert best.memory <= limit and 0 < best.host <= 38e6
 
 
 def test_what_cannot_be_decided_together_is_told():

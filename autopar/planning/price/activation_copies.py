@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from autopar.machines import Machine
 from autopar.passes.costs.streams import BACK, OUT
-from autopar.passes.offload.when_copied import AHEAD, BEHIND, Coming, Going, ends_out, starts_back
+from autopar.passes.offload.when_copied import AHEAD, BEHIND, Coming, Going, ends_out, goes_beside, starts_back, stays
 from autopar.planning.shallow.events import OUTSIDE
 from autopar.planning.shallow.graph_track import BACKWARD, FORWARD, Road
 
@@ -20,7 +20,7 @@ Step = tuple[str, int]  # of a kind of graph; behind its last one what happens a
 
 
 class StepCopy(NamedTuple):
-    """value: a number of its own. way: out or back."""
+    """value: the number of the step that makes it. way: out or back."""
 
     value: int
     way: str
@@ -38,11 +38,13 @@ class _Kept(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """before: of each step. bytes_: that wait at most. movable: those that would if all moved that may."""
+    """before: of each step of the graphs. bytes_: that wait at most. out, back: those of them that go behind the
+    forward graph, and come before the backward graph, beside the turns of other micro-batches."""
 
     before: Mapping[Step, tuple[StepCopy, ...]]
     bytes_: float
-    movable: float
+    out: float = 0.0
+    back: float = 0.0
 
     @classmethod
     def of(cls, roads: Mapping[str, Road], part: float, machine: Machine) -> Copies:
@@ -53,13 +55,25 @@ class Copies:
         ends, starts = line.places(all_)
         free = [one for one, end, start in zip(all_, ends, starts, strict=True) if end < line.middle or end < start]
         moved = [one._replace(bytes_=part * one.bytes_) for one in free]
-        before = defaultdict[Step, list[StepCopy]](list)
-        for value, (one, end, start) in enumerate(zip(moved, *line.places(moved), strict=True)):
-            events = (one.made + 1, OUT, True), (end, OUT, False), (start, BACK, True), (one.use, BACK, False)
-            for place, way, is_start in events:
-                before[line.step(place, way)].append(StepCopy(value, way, is_start, one.bytes_))
-        ordered = {step: tuple(sorted(each, key=lambda copy: not copy.starts)) for step, each in before.items()}
-        return cls(ordered, sum(one.bytes_ for one in moved), sum(one.bytes_ for one in free))
+        return cls(line.before(moved, moved), sum(one.bytes_ for one in moved))
+
+    @classmethod
+    def of_stage(cls, roads: Mapping[str, Road], part: float, machine: Machine, between: int) -> Copies:
+        """between: turns of its rank between the passes, which decide what stays and what goes beside them, as in the
+        pass (`passes/offload/offload_stages.py`)."""
+        line = _Line(roads, machine)
+        all_ = list(line.kept())
+        ends, starts = line.places(all_)
+        moved, out, back = list[_Kept](), set[_Kept](), set[_Kept]()
+        for one, end, start in zip(all_, ends, starts, strict=True):
+            is_last, is_first = end == line.middle, start <= line.middle
+            if not stays(between, is_last, is_first):
+                less = one._replace(bytes_=part * one.bytes_)
+                moved.append(less)
+                out |= {less} if is_last and goes_beside(between) else set()
+                back |= {less} if is_first and goes_beside(between) else set()
+        inside = line.before([one for one in moved if one not in out], [one for one in moved if one not in back])
+        return cls(inside, *(sum(one.bytes_ for one in some) for some in (moved, out, back)))
 
 
 class _Line:
@@ -75,17 +89,19 @@ class _Line:
 
     def kept(self) -> Iterator[_Kept]:
         """What each step leaves to the layers of the backward pass, in the order of the forward pass."""
-        forward, backward, uses = self.roads[FORWARD], self.roads[BACKWARD], dict[int, int]()
+        forward, backward, uses = self.roads[FORWARD], self.roads[BACKWARD], defaultdict[int, list[int]](list)
         for place, layer in enumerate(backward.layers):
-            uses.setdefault(layer, self.middle + place)
+            uses[layer].append(self.middle + place)
         for layer, run in groupby(range(self.middle), key=forward.layers.__getitem__):
             own = list(run)
             levels = list(accumulate(forward.steps[place][1].left for place in own))
             stays = [0.0, *(max(0.0, min(levels[i:])) for i in range(len(levels)))]  # the rest dies in the layer
-            for place, (before, now) in zip(own, pairwise(stays), strict=True):
+            for i, (place, (before, now)) in enumerate(zip(own, pairwise(stays), strict=True)):
                 reader = layer + (place == own[-1])  # what a layer gives, or stands before all, is the next one's
                 if now > before and reader in uses and reader != OUTSIDE:
-                    yield _Kept(place, uses[reader], now - before)
+                    # a layer goes back the way it came; what enters it is read last
+                    at = (len(own) - 1 - i) * len(uses[reader]) // len(own) if reader == layer else 0
+                    yield _Kept(place, uses[reader][at], now - before)
 
     def places(self, values: list[_Kept]) -> tuple[list[int], list[int]]:
         """Where the copies of values out are awaited, and those back start."""
@@ -97,16 +113,30 @@ class _Line:
             coming.append(Coming(one.use, bisect_left(self.begun, self.begun[one.use] - AHEAD, self.middle), each))
         return ends_out(going, self.clock, self.middle), starts_back(coming, self.clock)
 
+    def before(self, out: list[_Kept], back: list[_Kept]) -> Mapping[Step, tuple[StepCopy, ...]]:
+        """`Copies.before`, of what goes in the forward graph and what comes in the backward graph."""
+        events = list[tuple[int, str, bool, _Kept]]()
+        for one, end in zip(out, self.places(out)[0], strict=True):
+            events += [(one.made + 1, OUT, True, one), (end, OUT, False, one)]
+        for one, start in zip(back, self.places(back)[1], strict=True):
+            events += [(start, BACK, True, one), (one.use, BACK, False, one)]
+        found = defaultdict[Step, list[StepCopy]](list)
+        for place, way, is_start, one in events:
+            found[self.step(place, way)].append(StepCopy(one.made, way, is_start, one.bytes_))
+        return {step: tuple(sorted(each, key=lambda copy: not copy.starts)) for step, each in found.items()}
+
     def step(self, place: int, way: str) -> Step:
         """The step at a place. What goes out has gone when the forward pass ends."""
         return (FORWARD, place) if way == OUT else (BACKWARD, place - self.middle)
 
 
 def _begun(road: Road) -> list[int]:
-    """How many layers have begun at each step of a pass; what lies outside of all is one before them, and one
-    behind."""
-    begun, before = list[int](), None
-    for layer in road.layers:
-        begun.append((begun[-1] if begun else 0) + (layer != before))
-        before = layer
-    return begun
+    """How many layers have begun at each step of a pass; what lies outside of the equal ones are others, by what reads
+    parameters there."""
+    seen, found, unit = set[tuple[int, str]](), list[int](), ""
+    for layer, (_, step) in zip(road.layers, road.steps, strict=True):
+        reads = step.events.reads if layer == OUTSIDE else ()
+        unit = reads[-1].unit if reads else unit
+        seen.add((layer, unit if layer == OUTSIDE else ""))
+        found.append(len(seen))
+    return found

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
+from itertools import accumulate
+from operator import add
 
 import numpy as np
 import torch
@@ -15,17 +18,28 @@ from autopar.ir.ops.measure import group_of
 from autopar.ir.program import TensorType
 from autopar.ir.schedule import Action, Costs, Flow, Timeline, Work, actions_of
 from autopar.machines import Machine
-from autopar.passes.schedules import Schedule, Walk, in_halves, parse_schedule, simulate, with_transfers
+from autopar.passes.schedules import (
+    Schedule,
+    Walk,
+    in_halves,
+    parse_schedule,
+    simulate,
+    turns_between,
+    with_transfers,
+)
 from autopar.planning.price.cost import Cost
 from autopar.planning.price.data_streams import Data, WeightSlot, slots_of
 from autopar.planning.price.layers import Layers
 from autopar.planning.price.moving import Known
+from autopar.planning.price.stage_copies import StageCopies
 from autopar.planning.price.whole_step import WholeStep
 from autopar.planning.space.candidates import GPIPE, Candidate
 from autopar.planning.space.deal import Sections, Share, whole
 
+Kind = tuple[int, str]  # of a stage, and of what runs on it
 COLUMNS = 5  # of a stage
 SAVED, LATE, GRADIENTS, OTHERS, AHEAD = range(COLUMNS)
+CLOSE = 1e-6  # of a layer: where a stage begins this near to it, it begins with it
 ROUNDS = 4  # micro-batches a rank that are looked at: each one more takes as long as the one before
 
 
@@ -34,7 +48,7 @@ class Stage:
     """What of the model a stage has, or a rank, and what that costs. whole: the cost of the whole model. us: of each
     action on one micro-batch, F, and B or its halves I and W, with what it moves over the data axes. slots: its calls,
     in the order of the forward pass. moved: bytes of what its backward pass moves, at most, by section. step: of a plan
-    without a pipeline."""
+    without a pipeline. copies: where a part of what it keeps waits in the host's memory."""
 
     share: Share
     whole: Cost
@@ -42,6 +56,7 @@ class Stage:
     slots: tuple[WeightSlot, ...] = ()
     moved: tuple[float, ...] = (0.0, 0.0, 0.0)
     step: WholeStep | None = None
+    copies: StageCopies | None = None
 
     @cached_property  # of many pipelines only the first rank is looked at
     def cost(self) -> Cost:
@@ -88,7 +103,7 @@ def pipelined(candidate: Candidate, layers: Layers) -> Pipelined:
 
     def make() -> Pipelined:
         stages = layers.kept(("stages", *model), lambda: _stages(candidate, layers))
-        return _pipelined(candidate, stages, layers.row_bytes)
+        return _pipelined(candidate, stages, layers, has_copies=candidate.moved > 0 and candidate.pp > 1)
 
     kept: Pipelined = layers.kept((*model, *_order(candidate)), make)
     return kept
@@ -104,7 +119,7 @@ def with_least_memory(candidate: Candidate, layers: Layers) -> Pipelined:
     def make() -> Pipelined:
         cost = layers.cost(near, candidate.rows, policy, more=more).kept.in_stages()
         stages = [Stage(share, cost, {}) for share in _shares(candidate, layers)]
-        return _pipelined(candidate, stages, layers.row_bytes)
+        return _pipelined(candidate, stages, layers)
 
     kept: Pipelined = layers.kept(key, make)
     return kept
@@ -150,14 +165,44 @@ def _first(candidate: Candidate) -> int:
     return candidate.microbatches if candidate.schedule == GPIPE else min(candidate.microbatches, ROUNDS * candidate.pp)
 
 
-def _pipelined(candidate: Candidate, stages: Sequence[Stage], row: float) -> Pipelined:
+def _pipelined(
+    candidate: Candidate, stages: Sequence[Stage], layers: Layers, has_copies: bool = False
+) -> Pipelined:  # fmt: skip
     p, first = candidate.pp, _first(candidate)
     schedule, moments = schedule_of(candidate, len(stages))
+    if has_copies:
+        ends = accumulate((stage.share.time.layers for stage in stages), initial=0.0)
+        stages = [
+            _with_copies(candidate, layers, stage, turns_between(schedule.orders[schedule.ranks[s]], s), begin)
+            for s, (stage, begin) in enumerate(zip(stages, ends, strict=False))
+        ]
     own: list[Stage | None] = [None] * p
     for stage, rank in zip(stages, schedule.ranks, strict=True):
         before = own[rank]
         own[rank] = stage if before is None else before + stage
-    return Pipelined(stages, tuple(stage for stage in own if stage is not None), schedule, moments, first, row)
+    ranks = tuple(stage for stage in own if stage is not None)
+    return Pipelined(stages, ranks, schedule, moments, first, layers.row_bytes)
+
+
+def _with_copies(candidate: Candidate, layers: Layers, stage: Stage, between: int, begin: float) -> Stage:
+    """The stage with a part of what it keeps in the host's memory. Where gradients of weights are computed apart, what
+    they wait for comes once more, for them. between: turns of its rank between its passes. begin: the layers before
+    it."""
+    share, net = stage.share, data_of(candidate, layers).net
+    units = math.ceil(begin + share.time.layers - CLOSE) - math.floor(begin + CLOSE)
+    has_piece = units > max(1, round(share.saved.layers))
+    key = "copies", layers.place(candidate.split), share, between, has_piece, *_model(candidate, layers)
+    copies = layers.kept(key, lambda: StageCopies.of(candidate, layers, share, between, has_piece, net))
+    us = {kind: us + copies.us.get(kind, 0.0) for kind, us in stage.us.items()}
+    if "W" in us:
+        us["W"] = max(us["W"], net.machine.copy_us(_again(stage) * copies.inside[1]))
+    return replace(stage, us=us, copies=copies)
+
+
+def _again(stage: Stage) -> float:
+    """The part of what a stage keeps that gradients of weights wait for, where they are computed apart."""
+    kept = stage.share.saved.layers
+    return stage.cost.late(kept) / stage.cost.saved(kept) if stage.cost.saved(kept) else 0.0
 
 
 def _stages(candidate: Candidate, layers: Layers) -> Sequence[Stage]:
@@ -248,8 +293,14 @@ def step_us(candidate: Candidate, made: Pipelined, once: Sequence[tuple[float, f
     flow, costs = _flow(candidate, made, machine)
     ends = {(rank, kind): us for rank, both in enumerate(once) for kind, us in zip("PE", both, strict=True)}
     costs = replace(costs, times_us={**costs.times_us, **ends})
+    more = candidate.microbatches - made.count
+    if flow.stores or flow.loads:
+        flow = replace(flow, works={**flow.works, **dict.fromkeys(ends, Work())})
+        timeline = simulate(with_transfers(made.schedule.orders, flow, costs), flow, costs)
+        waits = [sum(both) / made.count for both in timeline.copied_us]
+        return timeline.span_us + more * max(map(add, waits, (rank.micro_us for rank in made.ranks)))
     span = _walk(*_drawn(candidate, len(made.stages)), candidate.halves).span_us(flow.types, costs)
-    return span + (candidate.microbatches - made.count) * max(rank.micro_us for rank in made.ranks)
+    return span + more * max(rank.micro_us for rank in made.ranks)
 
 
 @lru_cache(256)
@@ -278,7 +329,31 @@ def _flow(candidate: Candidate, made: Pipelined, machine: Machine) -> tuple[Flow
         works[s, kind] = work
         types |= dict.fromkeys((*work.reads, *work.writes), TensorType((message,), torch.uint8))
     line = machine.message_line(group_of(Mesh(candidate.axes), PIPELINE, machine.ranks))
-    return Flow(made.schedule.ranks, made.count, works, types), Costs(made.times(), *line)
+    flow, costs = Flow(made.schedule.ranks, made.count, works, types), Costs(made.times(), *line)
+    return _copied(made, flow, costs, machine) if any(stage.copies for stage in made.stages) else (flow, costs)
+
+
+def _copied(made: Pipelined, flow: Flow, costs: Costs, machine: Machine) -> tuple[Flow, Costs]:
+    """With what goes into the host's memory of each stage, and what comes back for each of its graphs, as one value."""
+    works, types, links = dict(flow.works), dict(flow.types), dict[Kind, tuple[float, float]]()
+    stores, loads = dict[Kind, dict[str, str]](), dict[Kind, dict[str, str]]()
+    for (s, kind), work in flow.works.items():
+        stage, here, there = made.stages[s], f"{kind}{s}", f"host{s}"
+        copies, is_out = stage.copies, kind == "F"
+        assert copies is not None, "all stages have copies, or none"
+        part = _again(stage) if kind == "W" else 1.0
+        size = copies.out if is_out else part * copies.back
+        types[here] = TensorType((round(size),), torch.uint8)
+        if is_out:
+            types[there], stores[s, kind] = types[here], {there: here}
+            links[s, kind] = machine.copy_us(copies.inside[0]), 0.0
+            works[s, kind] = replace(work, writes=(*work.writes, here))
+        else:
+            loads[s, kind] = {here: there}
+            links[s, kind] = 0.0, machine.copy_us(part * copies.inside[1])
+            works[s, kind] = replace(work, reads=(*work.reads, here))
+    costs = replace(costs, host_bytes_per_us=machine.to_host / 1e6, links_us=links)
+    return replace(flow, works=works, types=types, stores=stores, loads=loads), costs
 
 
 def _chain(count: int, halves: bool) -> Iterator[tuple[int, str, Work]]:

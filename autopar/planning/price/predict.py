@@ -46,7 +46,7 @@ def predict(
     Raises AutoparError as `Micros.local`."""
     made = pipelined(candidate, layers)
     memory = max(rank_bytes(candidate, made, i) for i in range(candidate.pp))
-    host = max(_host_bytes(candidate, rank) for rank in made.ranks)
+    host = max(_host_bytes(candidate, made, i) for i in range(candidate.pp))
     if candidate.pp > 1 and memory > limit:
         return Prediction(candidate, math.inf, memory, 0.0, 0.0, 0.0, 0.0, host=host)
     ranks = [_ends(candidate, layers, rank, machine) for rank in made.ranks]
@@ -63,11 +63,16 @@ def predict(
     return Prediction(candidate, total, memory, total - most, exposed, max(0.0, data), optimizer, host=host)
 
 
-def _host_bytes(candidate: Candidate, rank: Stage) -> float:
+def _host_bytes(candidate: Candidate, made: Pipelined, rank: int) -> float:
     """Bytes of the host's memory that a rank takes between two steps, and in them."""
-    layers, cost = rank.share.stored.layers, rank.cost
+    own = made.ranks[rank]
+    layers, cost = own.share.stored.layers, own.cost
     states = cost.states(layers) / candidate.shards
-    kept = rank.step.waiting if rank.step is not None else 0.0
+    if own.step is not None:
+        kept = own.step.waiting
+    else:
+        waiting = (made.stages[stage].copies for stage in made.moments[rank].stages)
+        kept = made.moments[rank].most([(each.waiting if each else 0.0, 0.0, 0.0, 0.0, 0.0) for each in waiting])
     if candidate.is_hosted:
         return kept + states + (cost.parameters(layers) + cost.gradients(layers)) / candidate.shards
     return kept + (states if candidate.offload == STATES else 0.0)
@@ -175,7 +180,20 @@ def _beside(candidate: Candidate, rank: Stage, peaks: StepPeaks) -> float:
 
 def held_of(candidate: Candidate, made: Pipelined, rank: int) -> list[Held]:
     """What each stage of a rank holds."""
-    return [_held(candidate, made.stages[stage], candidate.parts) for stage in made.moments[rank].stages]
+    return [
+        _with_messages(_held(candidate, made.stages[stage], candidate.parts), made, stage)
+        for stage in made.moments[rank].stages
+    ]
+
+
+def _with_messages(held: Held, made: Pipelined, stage: int) -> Held:
+    """With what a stage gets from other ranks and sends them: of each micro-batch it keeps what came; at work in its
+    backward pass it has the gradient that came and that which goes, and what came for the next forward pass."""
+    ranks, message = made.schedule.ranks, made.stages[stage].cost.message
+    gets = stage > 0 and ranks[stage - 1] != ranks[stage]
+    sends = stage + 1 < len(ranks) and ranks[stage + 1] != ranks[stage]
+    saved, late, gradients, others, ahead = held
+    return saved + message * gets, late, gradients, others + message * (2 * gets + sends), ahead
 
 
 def _last(held: Sequence[Held]) -> float:
@@ -201,7 +219,11 @@ def _held(candidate: Candidate, stage: Stage, parts: int) -> Held:
     _, plain = cost.gathered(candidate.zero == 3)
     ahead = plain.entry if candidate.zero and not candidate.gathers_again else 0.0
     others = cost.beside(stage.share.time, stage.moved)
-    return cost.saved(kept), cost.late(kept) + cost.made(kept), gradients, others, ahead
+    saved, late = cost.saved(kept), cost.late(kept)
+    if stage.copies is not None and saved > 0:
+        stays = 1 - stage.copies.waiting / saved
+        saved, late, others = stays * saved, stays * late, others + stage.copies.beside
+    return saved, late + cost.made(kept), gradients, others, ahead
 
 
 def _lent(candidate: Candidate, rank: Stage, tied: float) -> float:

@@ -13,6 +13,7 @@ from autopar.planning.price.moving import PART, SHARDS, Moving, Net, first_of, l
 from autopar.planning.shallow.events import OUTSIDE, Gradient, ParameterRead
 from autopar.planning.shallow.graph_track import BACKWARD, FORWARD, ParameterPlace, Road, Track
 from autopar.planning.space.candidates import Candidate
+from autopar.planning.space.deal import Part
 from autopar.planning.space.split import Split
 
 FIRST, LAST, BOTH = "P", "E", "FB"  # beside F: kinds of graphs
@@ -56,9 +57,11 @@ class WholeStep:
         return replace(made, waiting=copies.bytes_) if copies is not None else made
 
 
-def roads_of(candidate: Candidate, layers: Layers, split: Split) -> Mapping[str, Road]:
-    """The passes of a micro-batch through the whole model, by kind of graph."""
-    again, (policy, more) = candidate.again.count if candidate.again else 0, candidate.policies
+def roads_of(candidate: Candidate, layers: Layers, split: Split, part: Part | None = None) -> Mapping[str, Road]:
+    """The passes of a micro-batch through the whole model, or a part of it with whole layers, by kind of graph."""
+    policy, more = candidate.policies
+    all_ = part or Part(1.0, layers.equal, 1.0, candidate.again.count if candidate.again else 0)
+    ends, counts = (all_.entry > 0, all_.behind > 0), (round(all_.layers), round(all_.again))
 
     def tracks(recompute: str) -> Mapping[str, Track]:
         machine, all_ = layers.micros.machine, layers.sheets(split, candidate.rows, recompute).sheets
@@ -71,7 +74,7 @@ def roads_of(candidate: Candidate, layers: Layers, split: Split) -> Mapping[str,
         return layers.kept(key, lambda: tracks(recompute))
 
     most, some = known(policy), known(more or policy)
-    return {kind: Road.of(kind, most[kind], some[kind], layers.equal, again) for kind in most}
+    return {kind: Road.of(kind, most[kind], some[kind], *counts, ends) for kind in most}
 
 
 @dataclass(frozen=True, slots=True)

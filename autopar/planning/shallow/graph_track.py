@@ -12,7 +12,7 @@ from autopar.ir.ops.measure import PIECE_BYTES
 from autopar.machines import Machine
 from autopar.passes.costs.streams import Streams
 from autopar.planning.shallow.captures import KEPT
-from autopar.planning.shallow.events import OUTSIDE, Events, Gradient, Own, ParameterRead
+from autopar.planning.shallow.events import NO_EVENTS, OUTSIDE, Events, Gradient, Own, ParameterRead
 from autopar.planning.shallow.sheet import Sheet, SheetCall
 
 FORWARD, BACKWARD = "F", "B"
@@ -158,10 +158,14 @@ class Road:
     layers: tuple[int, ...]
 
     @classmethod
-    def of(cls, kind: str, less: Track, more: Track, layers: int, again: int) -> Road:
-        """less, more: of the policies of recomputation of most layers, and of the first ones, `again` of them."""
+    def of(
+        cls, kind: str, less: Track, more: Track, layers: int, again: int, ends: tuple[bool, bool] = (True, True)
+    ) -> Road:
+        """less, more: of the policies of recomputation of most layers, and of the first ones, `again` of them. ends:
+        whether it has what comes before the layers, in the order of the forward pass, and what lies behind them."""
         is_forward, last = kind == FORWARD, max(layers - KEPT, 0)
-        found = [(0 if is_forward else last, step) for step in less.outer[0]]
+        has_first, has_last = ends if is_forward else ends[::-1]
+        found = [(0 if is_forward else last, step) for step in less.outer[0] if has_first]
         numbers = [OUTSIDE] * len(found)
         for at in range(layers):
             number = at if is_forward else layers - 1 - at
@@ -169,8 +173,15 @@ class Road:
             own = {0: track.ends[0], 1: track.second, layers - 1: track.ends[1]}.get(at, track.middle)
             found += [(min(max(number - 1, 0), last), step) for step in own]
             numbers += [number] * len(own)
-        behind = tuple((last if is_forward else 0, step) for step in less.outer[1])
+        behind = tuple((last if is_forward else 0, step) for step in less.outer[1] if has_last)
         return cls(kind, (*found, *behind), (*numbers, *[OUTSIDE] * len(behind)))
+
+    def with_piece(self, layer: int) -> Road:
+        """With a piece of a layer that the forward pass comes to last, too small to take time or bytes."""
+        step, number = (0, TrackStep(NO_EVENTS, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)), (layer,)
+        if self.kind == FORWARD:
+            return replace(self, steps=(*self.steps, step), layers=(*self.layers, *number))
+        return replace(self, steps=(step, *self.steps), layers=(*number, *self.layers))
 
     def reads(self) -> Iterator[tuple[ParameterPlace, ParameterRead]]:
         for number, step in self.steps:

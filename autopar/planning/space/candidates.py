@@ -392,8 +392,6 @@ class Space:
         zero = ZERO[1:] if sizes["fsdp"] > 1 else ZERO if is_split else ZERO[:1]
         reshard, offload, memory = self._may(RESHARD, True), self._offload, self._memory
         folder = self.folder if self._waits.endswith(ON_DISK) else ""
-        if memory and sizes["pp"] > 1:  # what is copied beside the turns of others is in no formula
-            return
         if offload == HOSTED:  # gradients of several micro-batches would add up on the device
             zero = (3,) if is_split else (0,)
         pipelines = self._pipelines(sizes["pp"])
