@@ -14,12 +14,11 @@ import numpy as np
 from autopar.machines import Machine
 from autopar.planning.price.cost import Cost
 from autopar.planning.price.layers import Layers
-from autopar.planning.price.pipelined import COLUMNS, LATE, SAVED, Pipelined, cost_of, pipelined
+from autopar.planning.price.pipelined import CLOSE, COLUMNS, LATE, SAVED, Pipelined, cost_of, pipelined
 from autopar.planning.price.predict import Prediction, held_of, predict, rank_bytes
 from autopar.planning.space.candidates import Candidate
 from autopar.planning.space.deal import Ranges
 
-CLOSE = 1e-6  # of a layer: where a stage begins this near to it, it begins with it
 SURE = 0.5  # of the layers that ranks lack: stages that take longer get fewer
 ROUNDS = 12  # cuts that are looked at until all ranks fit
 NEAR = 1.01  # times the time of a plan that is shown: what is slower is not improved

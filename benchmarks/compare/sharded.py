@@ -33,7 +33,7 @@ def fully_sharded(name: str, device: str, on_host: bool = False) -> Step:
 def saved_on_host(name: str, device: str) -> Step:
     """All that autograd saves waits in the host's memory: torch.autograd.graph.save_on_cpu."""
     model = model_of(name).to(device)
-    return plain(model, *batch_of(name, device), lambda: torch.autograd.graph.save_on_cpu(pin_memory=device == "cuda"))
+    return plain(model, *batch_of(name, device), lambda: torch.autograd.graph.save_on_cpu(pin_memory=True))
 
 
 def zero_redundancy(name: str, device: str) -> Step:

@@ -89,19 +89,17 @@ class _Line:
 
     def kept(self) -> Iterator[_Kept]:
         """What each step leaves to the layers of the backward pass, in the order of the forward pass."""
-        forward, backward, uses = self.roads[FORWARD], self.roads[BACKWARD], defaultdict[int, list[int]](list)
+        forward, backward, uses = self.roads[FORWARD], self.roads[BACKWARD], dict[int, int]()
         for place, layer in enumerate(backward.layers):
-            uses[layer].append(self.middle + place)
+            uses.setdefault(layer, self.middle + place)
         for layer, run in groupby(range(self.middle), key=forward.layers.__getitem__):
             own = list(run)
             levels = list(accumulate(forward.steps[place][1].left for place in own))
             stays = [0.0, *(max(0.0, min(levels[i:])) for i in range(len(levels)))]  # the rest dies in the layer
-            for i, (place, (before, now)) in enumerate(zip(own, pairwise(stays), strict=True)):
+            for place, (before, now) in zip(own, pairwise(stays), strict=True):
                 reader = layer + (place == own[-1])  # what a layer gives, or stands before all, is the next one's
                 if now > before and reader in uses and reader != OUTSIDE:
-                    # a layer goes back the way it came; what enters it is read last
-                    at = (len(own) - 1 - i) * len(uses[reader]) // len(own) if reader == layer else 0
-                    yield _Kept(place, uses[reader][at], now - before)
+                    yield _Kept(place, uses[reader], now - before)
 
     def places(self, values: list[_Kept]) -> tuple[list[int], list[int]]:
         """Where the copies of values out are awaited, and those back start."""

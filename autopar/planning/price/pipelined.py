@@ -171,10 +171,10 @@ def _pipelined(
     p, first = candidate.pp, _first(candidate)
     schedule, moments = schedule_of(candidate, len(stages))
     if has_copies:
-        ends = accumulate((stage.share.time.layers for stage in stages), initial=0.0)
+        begins = accumulate((stage.share.time.layers for stage in stages), initial=0.0)
         stages = [
             _with_copies(candidate, layers, stage, turns_between(schedule.orders[schedule.ranks[s]], s), begin)
-            for s, (stage, begin) in enumerate(zip(stages, ends, strict=False))
+            for s, (stage, begin) in enumerate(zip(stages, begins, strict=False))
         ]
     own: list[Stage | None] = [None] * p
     for stage, rank in zip(stages, schedule.ranks, strict=True):

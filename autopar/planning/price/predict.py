@@ -188,12 +188,13 @@ def held_of(candidate: Candidate, made: Pipelined, rank: int) -> list[Held]:
 
 def _with_messages(held: Held, made: Pipelined, stage: int) -> Held:
     """With what a stage gets from other ranks and sends them: of each micro-batch it keeps what came; at work in its
-    backward pass it has the gradient that came and that which goes, and what came for the next forward pass."""
+    backward pass it has what came for the next forward pass, the gradient that came and that which goes, which the
+    last stage makes when its largest values have gone."""
     ranks, message = made.schedule.ranks, made.stages[stage].cost.message
     gets = stage > 0 and ranks[stage - 1] != ranks[stage]
     sends = stage + 1 < len(ranks) and ranks[stage + 1] != ranks[stage]
     saved, late, gradients, others, ahead = held
-    return saved + message * gets, late, gradients, others + message * (2 * gets + sends), ahead
+    return saved + message * gets, late, gradients, others + message * (gets + sends + gets * sends), ahead
 
 
 def _last(held: Sequence[Held]) -> float:
