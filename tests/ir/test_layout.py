@@ -18,6 +18,7 @@ from autopar.ir.layout import (
     fits,
     local_part,
     local_shape,
+    outer_of,
     parse_layout,
     pieces,
     reduce_dim,
@@ -281,6 +282,12 @@ def test_rows_at_their_owners() -> None:
     """Who holds which the layout does not say: only how many on average, and where they are at home."""
     mesh, layout = parse_mesh("dp=2,ep=2"), parse_layout("[dp:@ep,-]")
     assert layout.owned == ((0, "ep"),) and layout.at_home == parse_layout("[dp:ep,-]") and not layout.at_home.owned
+    assert [outer_of(parse_layout(text).dims[0], "ep") for text in ("[@ep]", "[3:@ep]", "[2~ep]", "[3:ep]")] == [
+        1,
+        3,
+        -2,
+        3,
+    ]
     assert layout.axes == ("dp", "ep") and fits((8, 3), layout, mesh) and local_shape((8, 3), layout, mesh) == (2, 3)
     with pytest.raises(AssertionError, match="the owners say"):
         local_part(torch.zeros(8, 3), layout, mesh, mesh.coord(0))
