@@ -155,6 +155,15 @@ def test_nobody_reads_what_was_written_over(case: Callable[[], models.Case], mes
     assert _same(_run(found, given, owned, poison=True), wanted)
 
 
+@pytest.mark.parametrize(("microbatches", "over"), [(1, False), (2, True)])
+def test_sums_of_several_microbatches_alone_are_written_over(microbatches: int, over: bool):
+    """The sum of one is the value itself, which somebody may hold."""
+    found, _ = _compiled(kept, "pp=2", microbatches=microbatches)
+    assert found.pipeline is not None
+    ends = [one for rank in range(2) for one in graphs_at(found.pipeline, rank) if one.key[1] == "E"]
+    assert len(ends) == 2 and any(owned(found.pipeline, one) for one in ends) is over
+
+
 def test_poison_is_seen():
     """With all that was saved, a value that two graphs read is spoiled before the second one."""
     found, given = _compiled(models.gpt, "pp=2", microbatches=2, schedule="zb-h1")
