@@ -198,3 +198,33 @@ def test_what_values_say_of_keys() -> None:
     for node in program.calls():
         keys.learn(node)
     assert {node.name: said for node, said in keys.of.items()} == SAID
+
+
+HOT = """\
+CAPTURED program
+%scores: f32[24,4] = batch "0"
+%topk: (f32[24,2], i64[24,2]) = aten.topk.default(%scores, 2)
+%index: i64[24,2] = operator.getitem(%topk, 1)
+%zeros: f32[24,4] = aten.zeros.default([24, 4])
+%full: f32[24,4] = aten.full.default([24, 4], 1.0)
+%hot: f32[24,4] = aten.scatter.value(%zeros, 1, %index, 1)
+%last: f32[24,4] = aten.scatter.value(%zeros, -1, %index, 1)
+%twos: f32[24,4] = aten.scatter.value(%zeros, 1, %index, 2)
+%rows: f32[24,4] = aten.scatter.value(%zeros, 0, %index, 1)
+%more: f32[24,4] = aten.scatter.value(%full, 1, %index, 1)
+return value "x" = %hot
+"""
+
+
+@pytest.mark.parametrize(
+    ("op", "hits"),
+    [("aten.topk.default(%scores, 2)", {"hot", "last"}), ("aten.mode.default(%scores, 1)", set())],
+)  # fmt: skip
+def test_a_table_of_which_keys_a_row_has(op: str, hits: set[str]) -> None:
+    """Of keys that differ in each row, as those of topk do: not of another op's."""
+    program = parse_program(HOT.replace("aten.topk.default(%scores, 2)", op))
+    nodes = {node.name: node for node in program.nodes}
+    keys = Keys(nodes["index"])
+    for node in program.calls():
+        keys.learn(node)
+    assert {node.name for node, said in keys.of.items() if said is Of.HITS} == hits
