@@ -7,7 +7,7 @@ A mutant is one change of one place in a rule, a pass, a collective, a schedule,
 another comparison, another sign, a number one larger, a condition that always holds, a call or an entry of a table that
 is gone. No file is changed: a process of its own, and all that it starts, imports the changed source and runs the tests
 that reach its statement (`benchmarks.reached`), of each file the quickest first, then the next of each: QUICK seconds
-of them, and if it survives, up to MOST. So the whole suite kills at least as many. What changes nothing that anybody
+of them, and if it survives, up to `--most`. So the whole suite kills at least as many. What changes nothing that anybody
 sees is a row of MUTANTS.md, with its reason, and is not counted. `--control` runs the tests of each mutant with nothing
 changed, too, and leaves out what does not pass. Exits with 1 if fewer than GOAL are killed.
 """
@@ -68,7 +68,7 @@ _UNSEEN = (ast.Raise, ast.JoinedStr, ast.Assert, ast.Import, ast.ImportFrom, ast
 @dataclass(frozen=True, slots=True)
 class Mutant:
     """One change. at: the number of the node in the file, as `_places` counts them; kind: which change of it. is_first:
-    whether it is shown to the quickest tests, or to those that are left."""
+    whether it is shown to the quickest tests, or to those that are left, up to `most` seconds of tests in all."""
 
     room: str
     path: str
@@ -76,6 +76,7 @@ class Mutant:
     kind: str
     line: int
     is_first: bool = True
+    most: int = MOST
 
     def tree(self) -> ast.Module:
         return changed((ROOT / self.path).read_text(), self)
@@ -95,6 +96,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rooms", nargs="*", default=list(ROOMS), choices=list(ROOMS))
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no mutant after that")
+    parser.add_argument("--most", type=int, default=MOST, help="seconds of tests that a mutant is shown to, as noted")
     parser.add_argument("--control", action="store_true", help="see that the tests pass first, with nothing changed")
     record_option(parser)
     options = parser.parse_args()
@@ -110,7 +112,7 @@ def main() -> None:
         start = time.monotonic()
         found, tests = judged(mutant, SHARE), len(mutant.tests())
         if found == "survived":
-            mutant = replace(mutant, is_first=False)
+            mutant = replace(mutant, is_first=False, most=options.most)
             found, tests = judged(mutant), tests + len(mutant.tests())
         if (options.control or found == "unread") and judged(replace(mutant, kind=NOTHING)) != "survived":
             found = "no control"
@@ -131,6 +133,7 @@ def main() -> None:
         f"{killed} of {killed + total['survived']} mutants were killed ({share:.1%}), {total['equivalent']} equivalent"
     )
     case = f"{total.total()} mutants, seed {options.seed}, {total['equivalent']} of them equivalent"
+    case += f", each shown to {options.most} s of tests" if options.most != MOST else ""
     Records("mutants", options.record).add(Figure(case, "killed", "share", share, goal=f">={GOAL}"))
     sys.exit(0 if share >= GOAL else 1)
 
@@ -277,7 +280,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def judged(change: Change, share: float = 1.0) -> str:
     """ "killed", "survived", "timeout" of a change whose tests did not come to an end, or "unread" where pytest did not
-    find them: their modules cannot be imported, or they are no more."""
+    find them: their modules cannot be imported, or they are no more. share: how much of the limits they may take."""
     child = os.fork()
     if child == 0:
         os.setsid()
@@ -367,7 +370,7 @@ def tests_of(mutant: Mutant) -> list[str]:
         file = test.partition("::")[0]
         every.append((rounds[file], reached.seconds[test], test))
         rounds[file] += 1
-    chosen, spent, most = defaultdict[str, list[str]](list), 0.0, QUICK if mutant.is_first else MOST
+    chosen, spent, most = defaultdict[str, list[str]](list), 0.0, QUICK if mutant.is_first else mutant.most
     for _, seconds, test in sorted(every):
         spent += seconds
         if (0 if mutant.is_first else QUICK) < spent <= most:
