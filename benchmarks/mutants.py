@@ -7,9 +7,9 @@ A mutant is one change of one place in a rule, a pass, a collective, a schedule,
 another comparison, another sign, a number one larger, a condition that always holds, a call or an entry of a table that
 is gone. No file is changed: a process of its own, and all that it starts, imports the changed source and runs the tests
 that reach its statement (`benchmarks.reached`), of each file the quickest first, then the next of each: QUICK seconds
-of them, and if it survives, up to `--most`. So the whole suite kills at least as many. What changes nothing that anybody
-sees is a row of MUTANTS.md, with its reason, and is not counted. `--control` runs the tests of each mutant with nothing
-changed, too, and leaves out what does not pass. Exits with 1 if fewer than GOAL are killed.
+of them, and if it survives, up to `--most`. So the whole suite kills at least as many. What changes nothing that
+anybody sees is a row of MUTANTS.md, with its reason, and is not counted. `--control` runs the tests of each mutant with
+nothing changed, too, and leaves out what does not pass. Exits with 1 if fewer than GOAL are killed.
 """
 
 from __future__ import annotations
