@@ -157,6 +157,26 @@ def test_what_no_text_can_say_of_a_group_is_refused(plant: Callable[[fx.Node, Fu
         verify(program, Level.LOCAL)
 
 
+LARGE = """\
+LOCAL program
+%x: f32[1048576] [-] = batch "x"
+%fused_a: (f32[1048576,1048576] [-,-]) = fused.points "a"(%x)   # by fuse
+    %x: f32[1048576] [-] = operand
+    %full: f32[1048576,1048576] [-,-] = aten.full.default([1048576, 1048576], 1.0)
+    %mul: f32[1048576,1048576] [-,-] = aten.mul.Tensor(%full, %x)
+    return %mul
+%mul: f32[1048576,1048576] [-,-] = operator.getitem(%fused_a, 0)
+return value "y" = %mul
+"""
+
+
+def test_groups_are_checked_without_memory_for_their_values() -> None:
+    """4 TB of ones, which torch would not get."""
+    verify(parse_program(LARGE), Level.LOCAL)
+    with pytest.raises(VerificationError, match=r"gives torch.float32\[1048576, 1048576\]"):
+        verify(parse_program(LARGE.replace("%full: f32[1048576,", "%full: f32[1,")), Level.LOCAL)
+
+
 # -- text -------------------------------------------------------------------------------------------------------------
 
 GROUP = """\
