@@ -23,6 +23,7 @@ from autopar.compiler.meshes import mesh_of
 from autopar.ir.options import StepOptions
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.plan import Plan
+from autopar.ir.program import record, set_record
 from autopar.passes import make_pipeline, run_passes
 from autopar.runtime.executor.executor import Executable
 from autopar.runtime.executor.owned import own_results, owned
@@ -202,3 +203,17 @@ def test_results_in_memory_of_their_own():
     twice = call("twice", aten.tanh.default, x)
     graph.output((own, turned, given, wide, part, both, again, twice, twice, x, None))
     assert {node.name for node in own_results(graph)} == {"own", "turned"}
+
+
+def test_which_gradients_add_to_their_sums_by_themselves():
+    """Those of products; not one that somebody else reads as well."""
+    found, _ = _compiled(kept, "dp=1", microbatches=2)
+    assert found.pipeline is not None
+    (backward,) = (one.program for one in graphs_at(found.pipeline, 0) if one.key == (0, "B"))
+    sums = sums_of(backward, found.pipeline)
+    assert len(sums) == 2 and all(record(node).flops for node in sums.values()), sums
+    name, node = next(iter(sums.items()))
+    with backward.graph.inserting_after(node):
+        copy = backward.graph.call_function(torch.ops.aten.neg.default, (node,))
+    set_record(copy, record(node))
+    assert sums_of(backward, found.pipeline).keys() == sums.keys() - {name}
