@@ -9,7 +9,8 @@ is gone. No file is changed: a process of its own, and all that it starts, impor
 that reach its statement (`benchmarks.reached`), of each file the quickest first, then the next of each: QUICK seconds
 of them, and if it survives, up to `--most`. So the whole suite kills at least as many. What changes nothing that
 anybody sees is a row of MUTANTS.md, with its reason, and is not counted. `--control` runs the tests of each mutant with
-nothing changed, too, and leaves out what does not pass. Exits with 1 if fewer than GOAL are killed.
+nothing changed, too, and leaves out what does not pass. Exits with 1 if fewer than GOAL are killed. `--unreached` names
+in a minute the statements that no test reaches, in which every mutant survives.
 """
 
 from __future__ import annotations
@@ -97,9 +98,15 @@ def main() -> None:
     parser.add_argument("--rooms", nargs="*", default=list(ROOMS), choices=list(ROOMS))
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no mutant after that")
     parser.add_argument("--most", type=int, default=MOST, help="seconds of tests that a mutant is shown to, as noted")
+    parser.add_argument(
+        "--unreached", action="store_true", help="say which statements no test reaches, and draw nothing"
+    )
     parser.add_argument("--control", action="store_true", help="see that the tests pass first, with nothing changed")
     record_option(parser)
     options = parser.parse_args()
+    if options.unreached:
+        print(*unreached(options.rooms), sep="\n")
+        return
     for name in PRELOADED:
         importlib.import_module(name)
     gc.collect()
@@ -138,6 +145,21 @@ def main() -> None:
     sys.exit(0 if share >= GOAL else 1)
 
 
+def unreached(rooms: Sequence[str]) -> Iterator[str]:
+    """The statements that no test reaches, of those in which something may be changed, with the number of changes."""
+    notes = _reached()
+    for path in dict.fromkeys(path for room in rooms for path in _files(room)):
+        source = (ROOT / path).read_text()
+        tree, lost = ast.parse(source), Counter[int]()
+        marks = blocks(tree, path)
+        for node in _places(tree):
+            mark, block = marks[id(node)]
+            if block is not None and _kinds(node) and not notes.is_reached(mark):
+                lost[block.lineno] += len(_kinds(node))
+        lines = source.splitlines()
+        yield from (f"{path}:{line}  {count} changes  {lines[line - 1].strip()[:90]}" for line, count in lost.items())
+
+
 def known() -> set[tuple[str, str]]:
     """The mutants of KNOWN: their file and what is done."""
     rows = [line.split(" | ") for line in KNOWN.read_text().splitlines() if line.startswith("| `")]
@@ -151,16 +173,15 @@ def drawn(rooms: Sequence[str], count: int, seed: int) -> list[Mutant]:
     """As many mutants of each room, in an order of their own."""
     generator, found = random.Random(seed), list[Mutant]()
     for i, room in enumerate(rooms):
-        every = [
-            mutant
-            for folder in ROOMS[room]
-            for path in sorted((ROOT / folder).rglob("*.py"))
-            for mutant in mutants_of(room, str(path.relative_to(ROOT)))
-        ]
+        every = [mutant for path in _files(room) for mutant in mutants_of(room, path)]
         wanted = count // len(rooms) + (i < count % len(rooms))
         found += generator.sample(every, min(wanted, len(every)))
     generator.shuffle(found)
     return found
+
+
+def _files(room: str) -> list[str]:
+    return [str(path.relative_to(ROOT)) for folder in ROOMS[room] for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
 def mutants_of(room: str, path: str) -> Iterator[Mutant]:
