@@ -7,9 +7,10 @@ A mutant is one change of one place in a rule, a pass, a collective, a schedule,
 another comparison, another sign, a number one larger, a condition that always holds, a call or an entry of a table that
 is gone. No file is changed: a process of its own, and all that it starts, imports the changed source and runs the tests
 that reach its statement (`benchmarks.reached`), of each file the quickest first, then the next of each: QUICK seconds
-of them, and if it survives, up to MOST. So the whole suite kills at least as many. What changes nothing that anybody
-sees is a row of MUTANTS.md, with its reason, and is not counted. `--control` runs the tests of each mutant with nothing
-changed, too, and leaves out what does not pass. Exits with 1 if fewer than GOAL are killed.
+of them, and if it survives, up to `--most`. So the whole suite kills at least as many. What changes nothing that
+anybody sees is a row of MUTANTS.md, with its reason, and is not counted. `--control` runs the tests of each mutant with
+nothing changed, too, and leaves out what does not pass. Exits with 1 if fewer than GOAL are killed. `--unreached` names
+in a minute the statements that no test reaches, in which every mutant survives.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ GOAL, NOTHING = 0.95, "nothing"
 QUICK, MOST = 20, 200  # seconds of tests that a mutant is shown to, as noted: first, and in all
 FIRST = 8  # files of tests that are read and run before the others are
 LIMIT_S, HANGS_S = 600, 1800  # of the tests of a mutant: CPU seconds, and by the clock, where others want the cores too
+SHARE = 0.25  # of these, for the tests of the first round: what never ends costs no more than what survives
 KNOWN = ROOT / "benchmarks" / "MUTANTS.md"
 ROOMS: dict[str, tuple[str, ...]] = {
     "rules": ("passes/rules",),
@@ -67,7 +69,7 @@ _UNSEEN = (ast.Raise, ast.JoinedStr, ast.Assert, ast.Import, ast.ImportFrom, ast
 @dataclass(frozen=True, slots=True)
 class Mutant:
     """One change. at: the number of the node in the file, as `_places` counts them; kind: which change of it. is_first:
-    whether it is shown to the quickest tests, or to those that are left."""
+    whether it is shown to the quickest tests, or to those that are left, up to `most` seconds of tests in all."""
 
     room: str
     path: str
@@ -75,6 +77,7 @@ class Mutant:
     kind: str
     line: int
     is_first: bool = True
+    most: int = MOST
 
     def tree(self) -> ast.Module:
         return changed((ROOT / self.path).read_text(), self)
@@ -94,9 +97,16 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rooms", nargs="*", default=list(ROOMS), choices=list(ROOMS))
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no mutant after that")
+    parser.add_argument("--most", type=int, default=MOST, help="seconds of tests that a mutant is shown to, as noted")
+    parser.add_argument(
+        "--unreached", action="store_true", help="say which statements no test reaches, and draw nothing"
+    )
     parser.add_argument("--control", action="store_true", help="see that the tests pass first, with nothing changed")
     record_option(parser)
     options = parser.parse_args()
+    if options.unreached:
+        print(*unreached(options.rooms), sep="\n")
+        return
     for name in PRELOADED:
         importlib.import_module(name)
     gc.collect()
@@ -107,9 +117,9 @@ def main() -> None:
         if time.monotonic() - begun > options.seconds:
             break
         start = time.monotonic()
-        found, tests = judged(mutant), len(mutant.tests())
+        found, tests = judged(mutant, SHARE), len(mutant.tests())
         if found == "survived":
-            mutant = replace(mutant, is_first=False)
+            mutant = replace(mutant, is_first=False, most=options.most)
             found, tests = judged(mutant), tests + len(mutant.tests())
         if (options.control or found == "unread") and judged(replace(mutant, kind=NOTHING)) != "survived":
             found = "no control"
@@ -130,8 +140,24 @@ def main() -> None:
         f"{killed} of {killed + total['survived']} mutants were killed ({share:.1%}), {total['equivalent']} equivalent"
     )
     case = f"{total.total()} mutants, seed {options.seed}, {total['equivalent']} of them equivalent"
+    case += f", each shown to {options.most} s of tests" if options.most != MOST else ""
     Records("mutants", options.record).add(Figure(case, "killed", "share", share, goal=f">={GOAL}"))
     sys.exit(0 if share >= GOAL else 1)
+
+
+def unreached(rooms: Sequence[str]) -> Iterator[str]:
+    """The statements that no test reaches, of those in which something may be changed, with the number of changes."""
+    notes = _reached()
+    for path in dict.fromkeys(path for room in rooms for path in _files(room)):
+        source = (ROOT / path).read_text()
+        tree, lost = ast.parse(source), Counter[int]()
+        marks = blocks(tree, path)
+        for node in _places(tree):
+            mark, block = marks[id(node)]
+            if block is not None and _kinds(node) and not notes.is_reached(mark):
+                lost[block.lineno] += len(_kinds(node))
+        lines = source.splitlines()
+        yield from (f"{path}:{line}  {count} changes  {lines[line - 1].strip()[:90]}" for line, count in lost.items())
 
 
 def known() -> set[tuple[str, str]]:
@@ -147,16 +173,15 @@ def drawn(rooms: Sequence[str], count: int, seed: int) -> list[Mutant]:
     """As many mutants of each room, in an order of their own."""
     generator, found = random.Random(seed), list[Mutant]()
     for i, room in enumerate(rooms):
-        every = [
-            mutant
-            for folder in ROOMS[room]
-            for path in sorted((ROOT / folder).rglob("*.py"))
-            for mutant in mutants_of(room, str(path.relative_to(ROOT)))
-        ]
+        every = [mutant for path in _files(room) for mutant in mutants_of(room, path)]
         wanted = count // len(rooms) + (i < count % len(rooms))
         found += generator.sample(every, min(wanted, len(every)))
     generator.shuffle(found)
     return found
+
+
+def _files(room: str) -> list[str]:
+    return [str(path.relative_to(ROOT)) for folder in ROOMS[room] for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
 def mutants_of(room: str, path: str) -> Iterator[Mutant]:
@@ -274,16 +299,17 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         exec(code, module.__dict__)
 
 
-def judged(change: Change) -> str:
+def judged(change: Change, share: float = 1.0) -> str:
     """ "killed", "survived", "timeout" of a change whose tests did not come to an end, or "unread" where pytest did not
-    find them: their modules cannot be imported, or they are no more."""
+    find them: their modules cannot be imported, or they are no more. share: how much of the limits they may take."""
     child = os.fork()
     if child == 0:
         os.setsid()
-        resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_S, LIMIT_S))
+        seconds = int(share * LIMIT_S)
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
         os._exit(_run(change))
     begun = time.monotonic()
-    while time.monotonic() - begun < HANGS_S:
+    while time.monotonic() - begun < share * HANGS_S:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
             _end(child)  # what it started and left
@@ -365,7 +391,7 @@ def tests_of(mutant: Mutant) -> list[str]:
         file = test.partition("::")[0]
         every.append((rounds[file], reached.seconds[test], test))
         rounds[file] += 1
-    chosen, spent, most = defaultdict[str, list[str]](list), 0.0, QUICK if mutant.is_first else MOST
+    chosen, spent, most = defaultdict[str, list[str]](list), 0.0, QUICK if mutant.is_first else mutant.most
     for _, seconds, test in sorted(every):
         spent += seconds
         if (0 if mutant.is_first else QUICK) < spent <= most:

@@ -279,6 +279,10 @@ class Reached:
             name, seconds, text = json.loads(line)
             self.seconds[name], self._bits[name] = seconds, zlib.decompress(base64.b85decode(text))
 
+    def is_reached(self, mark: str) -> bool:
+        at = slot(mark)
+        return any(bits[at // 8] >> at % 8 & 1 for bits in self._bits.values())
+
     def tests(self, marks: Iterable[str]) -> list[str]:
         slots = {slot(mark) for mark in marks}
         found = [name for name, bits in self._bits.items() if any(bits[at // 8] >> at % 8 & 1 for at in slots)]

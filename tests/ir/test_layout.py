@@ -18,9 +18,11 @@ from autopar.ir.layout import (
     fits,
     local_part,
     local_shape,
+    outer_of,
     parse_layout,
     pieces,
     reduce_dim,
+    reduce_two,
     replica_error,
     replicated,
 )
@@ -213,9 +215,34 @@ def test_combine_over_both_axes() -> None:
     assert combine(parts, parse_layout("[dp] partial(tp)"), MESH).tolist() == [7.0, 56.0]
 
 
+@pytest.mark.parametrize("kind", PARTIAL_KINDS)
+def test_two_parts_reduce_as_their_grid_does(kind: str) -> None:
+    a, b = torch.tensor([1.0, -2.0, 3.0]), torch.tensor([0.5, 4.0, 3.0])
+    assert torch.allclose(reduce_two(a, b, kind), reduce_dim(torch.stack([a, b]), 0, kind))
+
+
 def test_an_unknown_kind_is_a_bug() -> None:
     with pytest.raises(AssertionError):
         reduce_dim(torch.zeros(2), 0, "mean")
+    with pytest.raises(AssertionError):
+        reduce_two(torch.zeros(2), torch.zeros(2), "mean")
+
+
+@pytest.mark.parametrize("text", ["[sl]", "[dp:sl]", "[sl:dp]", "[dp,sl]", "[2:sl]", "[2:sl,dp]", "[dp,sl:tp]"])
+def test_slices_of_different_lengths_are_cut_where_they_lie(text: str) -> None:
+    """Side by side the parts of all slices are what a mesh without slices holds; each slice is as long as it says."""
+    mesh, layout = parse_mesh("dp=2,tp=2,sl=4+8"), parse_layout(text)
+    value = torch.arange(2 * 24 * 24.0).reshape(2 * 24, 24)[:, : 24 if len(layout.dims) > 1 else 1].squeeze(-1)
+    without = Layout(tuple(tuple(factor for factor in dim if factor != "sl") for dim in layout.dims))
+    dim = next(dim for dim, factors in enumerate(layout.dims) if "sl" in factors)
+    factors = layout.dims[dim]
+    outer = math.prod(factor_sizes(factors[: factors.index("sl")], mesh))
+    for place, (start, size) in enumerate(((0, 4), (4, 8))):
+        rows = torch.arange(value.shape[dim]).unflatten(0, (outer, 12, -1))[:, start : start + size].flatten()
+        own = value.index_select(dim, rows)
+        for coord in mesh.coords():
+            if coord["sl"] == place:
+                assert torch.equal(local_part(value, layout, mesh, coord), local_part(own, without, mesh, coord))
 
 
 def test_replica_error() -> None:
@@ -255,6 +282,12 @@ def test_rows_at_their_owners() -> None:
     """Who holds which the layout does not say: only how many on average, and where they are at home."""
     mesh, layout = parse_mesh("dp=2,ep=2"), parse_layout("[dp:@ep,-]")
     assert layout.owned == ((0, "ep"),) and layout.at_home == parse_layout("[dp:ep,-]") and not layout.at_home.owned
+    assert [outer_of(parse_layout(text).dims[0], "ep") for text in ("[@ep]", "[3:@ep]", "[2~ep]", "[3:ep]")] == [
+        1,
+        3,
+        -2,
+        3,
+    ]
     assert layout.axes == ("dp", "ep") and fits((8, 3), layout, mesh) and local_shape((8, 3), layout, mesh) == (2, 3)
     with pytest.raises(AssertionError, match="the owners say"):
         local_part(torch.zeros(8, 3), layout, mesh, mesh.coord(0))

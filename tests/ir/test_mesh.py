@@ -9,7 +9,7 @@ import random
 import pytest
 
 from autopar.errors import MeshError
-from autopar.ir.mesh import Mesh, parse_mesh
+from autopar.ir.mesh import Mesh, axes_of_group, group_name, is_in_time, parse_mesh, time_mesh
 
 
 def draw_mesh(draw: random.Random) -> Mesh:
@@ -74,3 +74,44 @@ def test_a_mesh_is_data() -> None:
     assert mesh == parse_mesh("dp=2,tp=3") != parse_mesh("tp=3,dp=2") and hash(mesh) == hash(parse_mesh("dp=2,tp=3"))
     with pytest.raises(AttributeError):
         mesh.axes = ()  # type: ignore[misc]
+
+
+def test_the_largest_axis_and_the_next() -> None:
+    """On both sides of the limit, however the mesh is written."""
+    for mesh in (f"dp={10**9}", {"dp": 10**9}, Mesh((("dp", 10**9),))):
+        assert parse_mesh(mesh)["dp"] == 10**9
+    for more, said in (
+        (f"dp={10**9 + 1}", f"axis 'dp' of the mesh has size {10**9 + 1}; it is {10**9} at most"),
+        ({"dp": 10**9 + 1}, f"the size of axis 'dp' is above {10**9}, which is the most"),
+        ("dp=1" + "0" * 5000, f"axis 'dp' of the mesh has size 1{'0' * 19}; it is {10**9} at most"),
+    ):
+        with pytest.raises(MeshError, match=said):
+            parse_mesh(more)
+
+
+def test_slices_of_different_lengths() -> None:
+    mesh = parse_mesh("dp=2, sl=6+3+3")
+    assert str(mesh) == "dp=2,sl=6+3+3" and mesh.lengths == (6, 3, 3) and mesh.granule == 3 and mesh["sl"] == 3
+    assert parse_mesh(str(mesh)) == parse_mesh(mesh) == mesh != parse_mesh("dp=2,sl=3")
+    assert [mesh.run_of(place, 12) for place in range(3)] == [(0, 6), (6, 3), (9, 3)]
+    assert [mesh.run_of(place, 4) for place in range(3)] == [(0, 2), (2, 1), (3, 1)]
+    assert [mesh.run_of(place, 24) for place in range(3)] == [(0, 12), (12, 6), (18, 6)]
+    with pytest.raises(MeshError, match="has 2 lengths, but 'sl' another size"):
+        Mesh((("sl", 3),), (6, 3))
+    with pytest.raises(MeshError, match="lengths, but 'sl' another size"):
+        Mesh((("dp", 2),), (6, 3))
+    for text in ("sl=6+", "sl=+6", "sl=6+-3", "sl=1234567890123+1", "dp=6+3"):
+        with pytest.raises(MeshError, match="cannot read"):
+            parse_mesh(text)
+    assert parse_mesh("sl=6").lengths == () and parse_mesh("sl=123456789012+1").lengths == (123456789012, 1)
+
+
+def test_joined_axes_and_axes_in_time() -> None:
+    mesh = parse_mesh("dp=2,tp=3,cp=4")
+    assert mesh["dp:cp"] == 8 and mesh["cp:tp:dp"] == 24
+    assert group_name(axes_of_group("dp:cp")) == "dp:cp" and axes_of_group("dp") == ("dp",)
+    with pytest.raises(KeyError):
+        mesh["dp:ep"]
+    assert is_in_time("mb") and is_in_time("mb:sl") and is_in_time("sl")
+    assert not is_in_time("mb:dp") and not is_in_time("dp")
+    assert str(time_mesh(12, 3)) == "mb=4,sl=3" and str(time_mesh(4, 2, (6, 3))) == "mb=2,sl=6+3"

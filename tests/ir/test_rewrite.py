@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx
 
-from autopar.ir.program import Builder, erase_unused, record
+from autopar.ir.program import Builder, erase_unused, given_of, is_gathered_input, is_given, record
 from autopar.ir.text.text import parse_program, print_program
 
 aten = torch.ops.aten
@@ -80,3 +80,22 @@ def test_calls_that_nothing_reads_are_erased() -> None:
     program = parse_program(TEXT.replace("= %mul\n", "= %neg\n"))
     erase_unused(program.graph)
     assert [node.name for node in program.nodes] == ["x", "neg", "output"]
+
+
+def test_what_is_there_before_the_step_begins() -> None:
+    """Inputs, themselves or in another dtype, and gathers of them; nothing that the step computes."""
+    program = parse_program("""SHARDED program on dp=2
+%w: f32[4] [dp] = parameter "w"
+%cast: bf16[4] [dp] = aten._to_copy.default(%w, dtype=bf16)
+%again: f32[4] [dp] = aten._to_copy.default(%cast, dtype=f32)
+%neg: f32[4] [dp] = aten.neg.default(%w)
+%short: bf16[4] [dp] = aten._to_copy.default(%neg, dtype=bf16)
+%whole: f32[4] [-] = autopar.all_gather.default(%w, "dp", 0, 1)
+%whole_cast: bf16[4] [-] = autopar.all_gather.default(%cast, "dp", 0, 1)
+%whole_neg: f32[4] [-] = autopar.all_gather.default(%neg, "dp", 0, 1)
+%whole_short: bf16[4] [-] = autopar.all_gather.default(%short, "dp", 0, 1)
+return value "y" = %again
+""")
+    assert [node.name for node in program.nodes if is_given(node)] == ["w", "cast"]
+    gathered = [node for node in program.nodes if is_gathered_input(node)]
+    assert [(node.name, given_of(node).name) for node in gathered] == [("whole", "w"), ("whole_cast", "w")]

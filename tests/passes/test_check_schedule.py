@@ -400,3 +400,14 @@ def test_many_ranks(ranks: int) -> None:
     took = time.process_time() - start
     print(f"checked {sum(map(len, lists)):,} instructions in {took:.2f} s")
     assert took < ranks / 200
+
+
+@pytest.mark.parametrize(("faults", "more"), [(1, ""), (5, ""), (6, "; and 1 more"), (7, "; and 2 more")])
+def test_five_faults_are_named_and_the_others_are_counted(faults: int, more: str) -> None:
+    lists, flow = lists_of("gpipe", 1, 8)
+    at = place(lists, 0, "0F0")
+    lists[0][at + 1 : at + 1] = [lists[0][at]] * faults
+    said = "; ".join(
+        f"rank 0, instruction {at + i} (0F0): this action is run twice" for i in range(1, min(faults, 5) + 1)
+    )
+    refused(ScheduleError, f"these lists of instructions are wrong: {said}{more}.", lambda: check_schedule(lists, flow))

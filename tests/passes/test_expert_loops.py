@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
@@ -251,3 +253,42 @@ def test_counts_of_other_rows_are_not_taken_for_those_of_a_mask(change: str) -> 
 
     report = verify(spelled(compute, False, 2), "dp=2", batch=batch())
     assert report.ok and report.max_error < 1e-10, report
+
+
+OF_EACH: dict[str, tuple[Callable[..., Tensor], str]] = {
+    "a matrix through tanh": (lambda e, x, r, w: F.linear(e.up(x[r]), e.down.weight.tanh()) * w, ""),
+    "a matrix in arithmetic": (lambda e, x, r, w: F.linear(e.up(x[r]), e.down.weight * 2 + 1) * w, ""),
+    "a matrix in another shape": (
+        lambda e, x, r, w: F.linear(x[r], e.up.weight.view(8, 12).t().contiguous())[:, :8] * w, "",
+    ),
+    "a matrix by a vector": (
+        lambda e, x, r, w: F.linear(e.up(x[r]), e.down.weight * e.down.bias.exp()[:, None]) * w,
+        "aten.mul.Tensor at test_expert_loops.py:N takes what each has",
+    ),
+    "a sum of its rows": (lambda e, x, r, w: (e(x[r]) * w).sum(0), "takes what several of them give"),
+    "relu of a sum": (lambda e, x, r, w: (e(x[r]) * w).sum(0).relu(), "takes what several of them give"),
+    "the square of a sum": (lambda e, x, r, w: (e(x[r]) * w).sum().square(), "takes what several of them give"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", OF_EACH)
+def test_what_each_expert_makes_of_its_own(what: str) -> None:
+    """Divided with the numbers of one device, or refused by name."""
+    of_each, refused = OF_EACH[what]
+
+    def compute(m: Any, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(m.experts):
+            rows, place = torch.where(chosen == e)
+            made = of_each(expert, x, rows, weights[rows, place, None])
+            out = out.index_add(0, rows, made) if made.ndim == 2 else out + made
+        return out
+
+    module = spelled(compute)
+    if not refused:
+        report = verify(module, "ep=2", batch=batch(), steps=1)
+        assert report.ok and report.max_error < 1e-10, report
+    else:
+        with pytest.raises(LayoutError) as found:
+            autopar.compile(module, "ep=2", batch=batch())
+        assert refused in re.sub(r"py:\d+", "py:N", str(found.value))

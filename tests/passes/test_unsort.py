@@ -17,6 +17,8 @@ from autopar.ir.ops.op_facts import facts_of
 from autopar.ir.ops.ops import op_name
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, record
+from autopar.ir.text.text import parse_program
+from autopar.passes.sorts.sorted_keys import Keys, Of
 from autopar.passes.sorts.unsort import unsort
 from autopar.verification.verify import verify
 
@@ -139,3 +141,90 @@ def test_keys_added_up_are_no_ends() -> None:
 
     captured = capture(Own(), None, (torch.randn(12, 12), torch.ones(12, dtype=torch.long)), {}).program
     assert unsort(captured, Plan(mesh_of("dp=2"), {})) is captured
+
+
+KEYS = """\
+CAPTURED program
+%keys: i64[24] = batch "0"
+%weight: f32[4] = parameter "w"
+%one: i64[24,1] = aten.view.default(%keys, [24, 1])
+%wide: i32[24] = aten._to_copy.default(%keys, dtype=i32)
+%short: i16[24] = aten._to_copy.default(%keys, dtype=i16)
+%half: f16[24] = aten._to_copy.default(%keys, dtype=f16)
+%single: f32[24] = aten._to_copy.default(%keys, dtype=f32)
+%groups: i64[4] = aten.arange.default(4)
+%others: i64[4] = aten.arange.start(1, 5)
+%hits: b8[24,4] = aten.eq.Tensor(%one, %groups)
+%shifted: b8[24,4] = aten.eq.Tensor(%one, %others)
+%octets: u8[24,4] = aten._to_copy.default(%hits, dtype=u8)
+%counts: i64[4] = aten.sum.dim_IntList(%octets, [0])
+%narrow: i16[4] = aten.sum.dim_IntList(%octets, [0], dtype=i16)
+%by_row: i64[24] = aten.sum.dim_IntList(%octets, [1])
+%cut: i16[4] = aten._to_copy.default(%counts, dtype=i16)
+%kept: i32[4] = aten._to_copy.default(%counts, dtype=i32)
+%turned: i64[2,2] = aten.view.default(%counts, [2, 2])
+%ends: i32[4] = aten.cumsum.default(%kept, 0, dtype=i32)
+%sums: i64[24] = aten.cumsum.default(%keys, 0)
+%rows: i64[24] = aten.arange.default(24)
+%fewer: i64[23] = aten.arange.default(23)
+%group: i64[24] = aten.searchsorted.Tensor(%ends, %rows, right=True)
+%left: i64[24] = aten.searchsorted.Tensor(%ends, %rows)
+%part: i64[23] = aten.searchsorted.Tensor(%ends, %fewer, right=True)
+%histogram: f32[4] = aten.histc.default(%single, 4, 0, 3)
+%histogram_4: f32[4] = aten.histc.default(%single, 4, 0, 4)
+%histogram_5: f32[4] = aten.histc.default(%single, 4, 0, 5)
+%histogram_1: f32[4] = aten.histc.default(%single, 4, 1, 4)
+%of_all: f32[4] = aten.histc.default(%single, 4)
+%ones: i64[24] = aten.ones.default([24])
+%twos: i64[24] = aten.full.default([24], 2)
+%zeros: i64[4] = aten.zeros.default([4])
+%added: i64[4] = aten.index_add.default(%zeros, 0, %keys, %ones)
+%doubled: i64[4] = aten.index_add.default(%zeros, 0, %keys, %twos)
+%more: i64[4] = aten.index_add.default(%groups, 0, %keys, %ones)
+%elsewhere: i64[4] = aten.index_add.default(%zeros, 0, %rows, %ones)
+return value "x" = %added
+"""
+SAID = {
+    "keys": Of.KEYS, "one": Of.KEYS, "wide": Of.KEYS, "single": Of.KEYS, "hits": Of.HITS, "octets": Of.HITS,
+    "counts": Of.COUNTS, "kept": Of.COUNTS, "ends": Of.ENDS, "group": Of.KEYS, "histogram": Of.COUNTS,
+    "histogram_4": Of.COUNTS, "added": Of.COUNTS,
+}  # fmt: skip
+
+
+def test_what_values_say_of_keys() -> None:
+    """And what of it is left out: casts that round, sums along rows, other groups, numbers other than one."""
+    program = parse_program(KEYS)
+    keys = Keys(program.placeholders[0])
+    for node in program.calls():
+        keys.learn(node)
+    assert {node.name: said for node, said in keys.of.items()} == SAID
+
+
+HOT = """\
+CAPTURED program
+%scores: f32[24,4] = batch "0"
+%topk: (f32[24,2], i64[24,2]) = aten.topk.default(%scores, 2)
+%index: i64[24,2] = operator.getitem(%topk, 1)
+%zeros: f32[24,4] = aten.zeros.default([24, 4])
+%full: f32[24,4] = aten.full.default([24, 4], 1.0)
+%hot: f32[24,4] = aten.scatter.value(%zeros, 1, %index, 1)
+%last: f32[24,4] = aten.scatter.value(%zeros, -1, %index, 1)
+%twos: f32[24,4] = aten.scatter.value(%zeros, 1, %index, 2)
+%rows: f32[24,4] = aten.scatter.value(%zeros, 0, %index, 1)
+%more: f32[24,4] = aten.scatter.value(%full, 1, %index, 1)
+return value "x" = %hot
+"""
+
+
+@pytest.mark.parametrize(
+    ("op", "hits"),
+    [("aten.topk.default(%scores, 2)", {"hot", "last"}), ("aten.mode.default(%scores, 1)", set())],
+)  # fmt: skip
+def test_a_table_of_which_keys_a_row_has(op: str, hits: set[str]) -> None:
+    """Of keys that differ in each row, as those of topk do: not of another op's."""
+    program = parse_program(HOT.replace("aten.topk.default(%scores, 2)", op))
+    nodes = {node.name: node for node in program.nodes}
+    keys = Keys(nodes["index"])
+    for node in program.calls():
+        keys.learn(node)
+    assert {node.name for node, said in keys.of.items() if said is Of.HITS} == hits

@@ -23,6 +23,7 @@ from autopar.compiler.meshes import mesh_of
 from autopar.ir.options import StepOptions
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.plan import Plan
+from autopar.ir.program import record, set_record
 from autopar.passes import make_pipeline, run_passes
 from autopar.runtime.executor.executor import Executable
 from autopar.runtime.executor.owned import own_results, owned
@@ -155,6 +156,15 @@ def test_nobody_reads_what_was_written_over(case: Callable[[], models.Case], mes
     assert _same(_run(found, given, owned, poison=True), wanted)
 
 
+@pytest.mark.parametrize(("microbatches", "over"), [(1, False), (2, True)])
+def test_sums_of_several_microbatches_alone_are_written_over(microbatches: int, over: bool):
+    """The sum of one is the value itself, which somebody may hold."""
+    found, _ = _compiled(kept, "pp=2", microbatches=microbatches)
+    assert found.pipeline is not None
+    ends = [one for rank in range(2) for one in graphs_at(found.pipeline, rank) if one.key[1] == "E"]
+    assert len(ends) == 2 and any(owned(found.pipeline, one) for one in ends) is over
+
+
 def test_poison_is_seen():
     """With all that was saved, a value that two graphs read is spoiled before the second one."""
     found, given = _compiled(models.gpt, "pp=2", microbatches=2, schedule="zb-h1")
@@ -193,3 +203,17 @@ def test_results_in_memory_of_their_own():
     twice = call("twice", aten.tanh.default, x)
     graph.output((own, turned, given, wide, part, both, again, twice, twice, x, None))
     assert {node.name for node in own_results(graph)} == {"own", "turned"}
+
+
+def test_which_gradients_add_to_their_sums_by_themselves():
+    """Those of products; not one that somebody else reads as well."""
+    found, _ = _compiled(kept, "dp=1", microbatches=2)
+    assert found.pipeline is not None
+    (backward,) = (one.program for one in graphs_at(found.pipeline, 0) if one.key == (0, "B"))
+    sums = sums_of(backward, found.pipeline)
+    assert len(sums) == 2 and all(record(node).flops for node in sums.values()), sums
+    name, node = next(iter(sums.items()))
+    with backward.graph.inserting_after(node):
+        copy = backward.graph.call_function(torch.ops.aten.neg.default, (node,))
+    set_record(copy, record(node))
+    assert sums_of(backward, found.pipeline).keys() == sums.keys() - {name}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import models
@@ -12,6 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import autopar
 from autopar.errors import AutoparError
+from autopar.ir.text.text import parse_program
+from autopar.runtime.executor.ranges import Ranges, range_names
 
 
 def _profiled(model: Any, batch: Any) -> tuple[list[tuple[str, float, float]], torch.Tensor]:
@@ -69,3 +72,41 @@ def test_another_word_is_refused() -> None:
     with pytest.raises(AutoparError) as refused:
         model.record("profiler")  # type: ignore[arg-type]
     assert str(refused.value) == "record('profiler'): give a Recorder, 'torch.profiler' or None."
+
+
+STEP = """LOCAL program on tp=2
+%x: f32[4] [-] = batch "0"
+%neg: f32[4] [-] = aten.neg.default(%x)   # up  gpt.py:3
+%exp: f32[4] [-] = aten.exp.default(%neg)
+%cos: f32[4] [-] = aten.cos.default(%exp)   # up  gpt.py:3  backward  by precision
+%part: f32[4] [-] partial(tp) = autopar.keep_first.default(%cos, "tp")   # by zero
+%all_reduce: f32[4] [-] = autopar.all_reduce.default(%part, "tp", "sum")   # up  gpt.py:3  by reshard
+%all_reduce_start: f32[4] [-] = autopar.all_reduce_start.default(%part, "tp", "sum")   # by overlap
+%wait: f32[4] [-] = autopar.wait.default(%all_reduce_start)   # backward  by overlap
+return value "y" = %wait
+"""
+
+
+def test_names_of_ranges() -> None:
+    program = parse_program(STEP)
+    assert {node.name: range_names(node) for node in program.calls()} == {
+        "neg": ("up",), "exp": ("model",), "cos": ("up backward", "by precision"),
+        "part": ("model", "keep_first over tp %part by zero"),
+        "all_reduce": ("up", "all_reduce over tp %all_reduce by reshard"),
+        "all_reduce_start": ("model", "all_reduce_start over tp %all_reduce_start by overlap"),
+        "wait": ("model backward", "wait %wait by overlap"),
+    }  # fmt: skip
+    bare = program.graph.call_function(torch.neg, (program.placeholders[0],))
+    assert range_names(bare) == ()
+
+
+def test_ranges_that_are_open_stay_open() -> None:
+    """A range is entered once for calls in a row that share it, and closed once."""
+    ranges = Ranges()
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        for names in (("a",), ("a", "b"), ("a", "c"), ("d",), ("a",)):
+            ranges.enter(*names)
+        ranges.leave()
+        ranges.leave()
+    shown = Counter(one.name for one in found.events() if one.name in "abcd")
+    assert shown == {"a": 2, "b": 1, "c": 1, "d": 1}

@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import fx
 
+from autopar.errors import BatchError
 from autopar.ir.layout import Layout, replicated
 from autopar.ir.ops.ops import op
 from autopar.ir.program import Record, TensorType, set_record
-from autopar.runtime.executor.executor import Executable, Request, run, written_over
+from autopar.runtime.executor.executor import Executable, Request, at_call, describe, describe_read, run, written_over
 from autopar.runtime.executor.lifetime import lifetimes
 
 aten = torch.ops.aten
@@ -317,3 +318,24 @@ def test_but_not_where_it_reads_that_sum() -> None:
     assert executable.source.count(", added") == 0
     (found,) = finish(executable, [x, a, b])
     torch.testing.assert_close(found, x @ a + x @ a @ b + x @ b)
+
+
+def test_what_is_said_of_a_value() -> None:
+    """Where it comes from, and the input whose values it reads, if there is one."""
+    build = Build()
+    x, y = build.input("x"), build.input("y")
+    cut = build.call(aten.relu.default, build.call(aten.neg.default, x))
+    both = build.call(aten.mul.Tensor, cut, y)
+    behind = build.call(aten.exp.default, both)
+    place = "  (made by reshard)  # blocks.0.mlp  gpt.py:41"
+    assert describe(cut) == f"%{cut.name} = aten.relu{place}"
+    assert describe_read(cut) == f"%{cut.name} = aten.relu{place}, of %x"
+    assert describe_read(both) == describe(both) and describe_read(behind) == describe(behind)
+    assert describe_read(x) == describe(x)
+    assert str(at_call(BatchError("No."), cut)) == "No. It is at gpt.py:41 in blocks.0.mlp."
+    bare = build.graph.call_function(operator.getitem, (both, 0))
+    assert describe(bare) == f"%{bare.name} = getitem"
+    set_record(bare, Record((build.type,), source="gpt.py:7"))
+    assert str(at_call(BatchError("No."), bare)) == "No. It is at gpt.py:7."
+    set_record(bare, Record((build.type,), made_by="zero"))
+    assert describe(bare) == f"%{bare.name} = getitem  (made by zero)"
