@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -376,4 +377,6 @@ def main() -> None:
         stopped.end()
     except AutoparError as error:
         print(f"autopar: {error}", file=sys.stderr)
+        if "--json" in sys.argv:  # who reads that reads stdout
+            print(json.dumps({"error": str(error)}))
         raise SystemExit(1) from None
