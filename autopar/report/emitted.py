@@ -175,7 +175,8 @@ class _Check:
         time = step_time(compiled, asked.machine)
         reports = [memory_report(compiled, ranks[0]) for ranks in compiled.alike]
         memory = max(one.peak for one in reports)
-        self.excess.setdefault(candidate.pp > 1, []).append(memory / plan.memory)
+        if not candidate.memory:  # else the compiler keeps to that
+            self.excess.setdefault(candidate.pp > 1, []).append(memory / plan.memory)
         host = max(one.disk if candidate.folder else one.host for one in reports)
         data = sum(us for axis, us in time.exposed.items() if _is_of_data(axis))
         exposed = sum(time.exposed.values()) - data
