@@ -6,6 +6,7 @@ Names are loaded at first use (PEP 562): importing a part of the package does no
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -31,6 +32,11 @@ if TYPE_CHECKING:
     from autopar.verification.verify import verify as verify
 
 __version__ = "0.1.0"
+
+_CHECKOUT = os.path.dirname(__path__[0])
+# In a checkout that is imported as it lies, `python` in its folder say, passes and runtime stand beside this folder.
+if not os.path.isdir(os.path.join(__path__[0], "passes")) and os.path.isdir(os.path.join(_CHECKOUT, "passes")):
+    __path__.append(_CHECKOUT)
 
 _HOME = {
     "AutoparError": "autopar.errors",

@@ -333,7 +333,7 @@ class Raise(TorchFunctionMode):
         if call.function not in READERS or not self._is_forward():
             return NotImplemented
         may_specialize, line = not call.before.kinds & ~STEADY, call.line
-        is_users, is_listed = asker(call.frame)
+        is_users, is_listed = asker(call.frame, line)
         asked = (call.args[0], line, may_specialize, self._guard, is_listed)
         number = self.items.number(*asked) if is_users and call.function is Tensor.item else NotImplemented
         is_known = self.permitted is not None and may_specialize

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -26,8 +27,11 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__,
     context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode=None,  # boxes take half of a terminal's width from what they hold, and 0.1 s
 )  # fmt: skip
-machine_app = typer.Typer(no_args_is_help=True, help="Show the machines that plans are made for, and measure this one.")
+machine_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Show machines that plans are made for, and measure this one."
+)
 app.add_typer(machine_app, name="machine")
 
 _TARGET = typer.Argument(metavar="TARGET", help="file.py:function or package.module:function")
@@ -73,7 +77,7 @@ def run(
     *,
     options: CommandOptions,
 ) -> None:
-    """Compile and train: on local processes, or as a part of a running torchrun job."""
+    """Compile and train. On local processes, or as a part of a running torchrun job."""
     check_run(options, steps, losses, trace, tensorboard)
     check_checkpoints(options)
     check_auto(options.flags(), mesh.split("|")[0])
@@ -106,7 +110,7 @@ def compile_(
     *,
     options: CommandOptions,
 ) -> None:
-    """Write the programs of the distinct ranks as readable Python and JSON."""
+    """Write the programs of all ranks as readable Python and JSON."""
     made_for = named(machine)
     from autopar.cli.compiling import compiled_of, show_saved
 
@@ -137,7 +141,7 @@ def inspect(
     *,
     options: CommandOptions,
 ) -> None:
-    """Show a rank's program, its collectives with their reasons, and the bytes that it holds."""
+    """Show a rank's program, collectives with reasons, and bytes."""
     if formula and (mesh is None or Path(target).is_dir()):
         raise TargetError(f"--formula compiles the model at other sizes: it needs a TARGET and --mesh, not '{target}'.")
     if pass_ is not None and diff is not None:
@@ -200,7 +204,8 @@ def verify(
     *,
     options: CommandOptions,
 ) -> None:
-    """Compare loss, every gradient and every updated weight with one device, in float64. Exit code 1 on a mismatch."""
+    """Compare a step with that of one device, in float64. Loss, every gradient and every updated weight. Exit code 1 on
+    a mismatch."""
     check_run(options, steps)
     if backend not in ("virtual", "gloo"):
         raise TargetError(f"--backend {backend}: write virtual or gloo.")
@@ -232,8 +237,8 @@ def explain(
     *,
     options: CommandOptions,
 ) -> None:
-    """Show what decided the layout of a value on each axis, what else it could have been, and what it moves. Or what
-    another plan would change."""
+    """Show what decided the layout of a value, and what it moves. On each axis, with what else it could have been. Or
+    what another plan would change."""
     if (value is None) == (instead is None):
         raise TargetError("explain: write a VALUE, or --instead with what another plan decides: --instead tp=4.")
     if as_json and instead is not None:
@@ -269,7 +274,7 @@ def estimate(
     *,
     options: CommandOptions,
 ) -> None:
-    """Simulate a step of the programs on a machine: its time, what it is made of, and the bytes at the peak."""
+    """Simulate a step on a machine: its time, and bytes at the peak. And what the time is made of."""
     chosen = named(machine)
     from autopar.cli.estimating import estimate_target
 
@@ -325,7 +330,7 @@ def plan_(
     *,
     options: CommandOptions,
 ) -> None:
-    """Find the fastest plan that fits: sizes and order of axes, ZeRO, recomputation, micro-batches, schedule."""
+    """Find the fastest plan that fits. Sizes and order of axes, ZeRO, recomputation, micro-batches, schedule."""
     wanted = Wanted(gpus, batch, machine, memory, top, fix or (), out_file, html, tokens, check, as_json, hf, sequence)
     wanted.check_words(target)
     from autopar.cli.planning import plan_target
@@ -372,4 +377,6 @@ def main() -> None:
         stopped.end()
     except AutoparError as error:
         print(f"autopar: {error}", file=sys.stderr)
+        if "--json" in sys.argv:  # who reads that reads stdout
+            print(json.dumps({"error": str(error)}))
         raise SystemExit(1) from None

@@ -77,7 +77,9 @@ def _launch(arguments: Sequence[str], mesh: Mesh, restarts: int, folder: Path) -
         logging.getLogger(name).setLevel(logging.CRITICAL)  # what it says is said below
     try:
         with _ending_hung(folder):
-            elastic_launch(config, sys.executable)("-m", "autopar.cli.launched", str(os.getpid()), *arguments)
+            # -P: the autopar that runs here, not what the folder has that the user stands in, a checkout say
+            command = ("-P", "-m", "autopar.cli.launched", str(os.getpid()))
+            elastic_launch(config, sys.executable)(*command, *arguments)
     except ChildFailedError as error:
         asked = {each.exitcode - 128 for each in error.failures.values()}
         if len(asked) == 1 and asked <= set(SIGNALS):  # ranks that saved and left, as somebody told them

@@ -81,6 +81,8 @@ class Accelerator(accelerate.Accelerator):
                 raise AutoparError(
                     f"Accelerator({name}=...) is another way to be parallel: leave it out, and say {here} to autopar."
                 )
+        # On a machine without GPUs Accelerate takes ranks for one process, unless it is told that they are on the CPU.
+        kwargs.setdefault("cpu", not torch.cuda.is_available())
         super().__init__(mixed_precision="no", **kwargs)
         self.settle(StepAsked(mesh, loss_fn, with_precision(options or {}, mixed_precision)))
 
@@ -94,10 +96,14 @@ class Accelerator(accelerate.Accelerator):
             )
         size = dist.get_world_size() if dist.is_initialized() else 1
         if size != self.state.num_processes:
+            on_cpu = "" if torch.cuda.is_available() else (
+                " On a machine without GPUs Accelerate takes them for one process unless it is told so: "
+                "TrainingArguments(use_cpu=True) of a Trainer, Accelerator(cpu=True)."
+            )  # fmt: skip
             raise AutoparError(
                 f"Accelerate knows of {self.state.num_processes} processes, and torch.distributed of {size}: start "
                 f"the script with torchrun or `accelerate launch`, whose variables (WORLD_SIZE, RANK, LOCAL_RANK) both "
-                f"read."
+                f"read.{on_cpu}"
             )
         self.asked, self.scaler, self.native_amp = asked, None, False
         self.rng_types = ["torch"]  # rank 0's, at each pass of a loader: samplers draw from it

@@ -33,6 +33,8 @@ MUCH_WAITING = 0.05  # of a step: what a pair could hide
 FOLDED = 2  # of the fastest plans, and sizes of ep, that are tried with experts over ranks of data
 _EXPERT_MM = op("expert_mm")
 LARGER = "larger than the memory as emitted"
+AS_OTHERS = "larger than the memory, if by as much as others as emitted"
+SURE_AFTER = 3  # emitted programs of a kind say by how much what was predicted of the others is too little
 
 
 @uncollected()
@@ -53,12 +55,13 @@ class _Check:
     known: dict[Prediction, Prediction | None] = field(default_factory=dict)  # as emitted; None of what is dropped
     dropped: Counter[str] = field(default_factory=Counter)
     larger: list[tuple[int, str]] = field(default_factory=list)  # bytes of what does not fit
+    excess: dict[bool, list[float]] = field(default_factory=dict)  # memory as emitted over predicted, by "a pipeline"
 
     def run(self) -> Planned:
         shown = self._shown()
         while (wanted := self._next(shown)) is not None:
             self.tell(len(self.known), len(self.known) + 1)
-            self.known[wanted] = self._emitted(wanted)
+            self.known[wanted] = None if self._is_larger(wanted) else self._emitted(wanted)
             shown = self._shown()
         shown, experts = self._with_experts(shown)
         shown, pairs = self._with_pairs(shown)
@@ -139,6 +142,16 @@ class _Check:
                 return each
         return None
 
+    def _is_larger(self, plan: Prediction) -> bool:
+        """True for a plan that is close to the limit and would not fit if its program took more than was predicted by
+        as much as the best predicted of its kind: compiling each such plan takes minutes, to learn that of it."""
+        excess = self.excess.get(plan.candidate.pp > 1, [])
+        within = plan.candidate.memory > 0  # the compiler keeps to it
+        if within or len(excess) < SURE_AFTER or plan.memory * min(excess) <= self.planned.asked.limit:
+            return False
+        self.dropped[AS_OTHERS] += 1
+        return True
+
     def _without_experts(self, shown: Sequence[Prediction]) -> list[Prediction]:
         """The fastest plans with ranks of data, among them one without tp, whether it fits or not: with ep it may."""
         fixed, best = self.planned.asked.fixed, shown[0].candidate
@@ -162,6 +175,8 @@ class _Check:
         time = step_time(compiled, asked.machine)
         reports = [memory_report(compiled, ranks[0]) for ranks in compiled.alike]
         memory = max(one.peak for one in reports)
+        if not candidate.memory:  # else the compiler keeps to that
+            self.excess.setdefault(candidate.pp > 1, []).append(memory / plan.memory)
         host = max(one.disk if candidate.folder else one.host for one in reports)
         data = sum(us for axis, us in time.exposed.items() if _is_of_data(axis))
         exposed = sum(time.exposed.values()) - data

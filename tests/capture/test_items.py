@@ -54,6 +54,14 @@ def test_item_stays_a_tensor(name: str, mesh: str, options: Any) -> None:
     assert report.ok and report.max_error < 1e-10, str(report)
 
 
+@pytest.mark.parametrize("specialize", [False, True])
+def test_a_list_of_a_whole_activation_is_refused(specialize: bool) -> None:
+    """At once: each of its numbers would be an op, and a trace of hours."""
+    model = Item(lambda m, y, x: y * sum(map(sum, y.tolist())))
+    with pytest.raises(CaptureError, match=r"\.tolist\(\).* It is of 4,104 numbers, of which 4,096 are taken\."):
+        verify(model, "dp=1", loss_fn=squares, batch=torch.randn(513, 8), specialize=specialize)
+
+
 def test_an_item_is_another_number_in_each_step() -> None:
     torch.manual_seed(0)
     plain = Item(ITEMS["decibels"])

@@ -98,9 +98,11 @@ def test_estimate(job: str) -> None:
     assert found["worst_bytes"] is None and isinstance(found["notes"], list)
 
 
-def test_an_error_leaves_stdout_empty(job: str) -> None:
-    code, out, err = call("estimate", job, "--mesh", "dp=5", "--json")
-    assert (code, out) == (1, "") and err.startswith("autopar: ")
+@pytest.mark.parametrize("line", ["estimate JOB --mesh dp=5 --json", "verify JOB --mesh dp=5 --backend gloo --json"])
+def test_an_error_is_json_too(job: str, line: str) -> None:
+    code, out, err = call(*line.replace("JOB", job).split())
+    text = json.loads(out)["error"]
+    assert code == 1 and err == f"autopar: {text}\n" and "axis 'dp' (size 5) cannot divide" in text
 
 
 def test_the_keys_are_documented() -> None:
@@ -140,4 +142,4 @@ def test_inspect_explain_and_plan(job: str) -> None:
 )
 def test_what_has_no_json(job: str, line: str, text: str) -> None:
     code, out, said = call(*line.replace("JOB", job).split())
-    assert code == 1 and not out and said.startswith(f"autopar: {text}")
+    assert code == 1 and said == f"autopar: {json.loads(out)['error']}\n" and said.startswith(f"autopar: {text}")

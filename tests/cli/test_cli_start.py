@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from conftest import ROOT
 
+from benchmarks.yardstick import yardstick
+
 JOB = "examples/train_gpt.py:job"
 # What is said for each command line, with the code that it ends with.
 ANSWERS = {
@@ -119,6 +121,26 @@ def test_a_command_line_is_answered_at_once(asked: dict[str, Any]) -> None:
     """CPU seconds, which other processes do not change much: 0.15 to start and 0.02 a line, where torch takes 3."""
     slow = {line: seconds for line, (*_, seconds) in asked["answers"].items() if seconds > 0.5}
     assert slow == {} and asked["all_s"] < 0.3 + 0.1 * len(ANSWERS)
+
+
+def test_help_costs_a_start_of_python_and_little_more() -> None:
+    """Less than 0.3 CPU seconds of the reference day, in a process of its own; rich and pydantic are not for help."""
+    code = """
+import sys, time
+sys.argv = ["autopar", "--help"]
+from autopar.cli.commands import main
+try:
+    main()
+except SystemExit:
+    print(time.process_time(), {"rich", "pydantic", "torch"} & set(sys.modules), file=sys.stderr)
+"""
+    told = [
+        subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+        ).stderr.split()
+        for _ in range(3)
+    ]
+    assert {rest for _, rest in told} == {"set()"} and min(float(seconds) for seconds, _ in told) < 0.3 * yardstick()
 
 
 @pytest.mark.parametrize(("words", "found"), [("autopar ve", {"verify"}), ("autopar verify x --zer", {"--zero"})])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import __version__
 
+import autopar
 from autopar.cli import commands as cli
 from autopar.cli.arguments.configured import job_of_config
 from autopar.errors import TargetError
@@ -31,13 +32,43 @@ def written(folder: Path, says: Any) -> Path:
     return file
 
 
-@pytest.mark.parametrize(("says", "length", "found"), [(LLAMA, None, 64), (LLAMA, 8, 8), (BERT, None, 16)])
-def test_a_job_of_a_configuration(tmp_path: Path, says: Any, length: int | None, found: int) -> None:
+GPT2 = {
+    "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2,
+    "n_positions": 24, "vocab_size": 50,
+}  # fmt: skip
+T5 = {
+    "architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "d_model": 32, "d_kv": 8, "d_ff": 64,
+    "num_layers": 1, "num_heads": 4, "vocab_size": 50, "n_positions": 20, "decoder_start_token_id": 0,
+    "pad_token_id": 0,
+}  # fmt: skip
+VIT = {
+    "architectures": ["ViTForImageClassification"], "model_type": "vit", "hidden_size": 32, "intermediate_size": 64,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32, "patch_size": 8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("says", "length", "shapes"),
+    [
+        (LLAMA, None, [(6, 64)] * 2), (LLAMA, 8, [(6, 8)] * 2), (BERT, None, [(6, 16)] * 2),
+        (GPT2, None, [(6, 24)] * 2), (T5, None, [(6, 20)] * 2), (T5, 40, [(6, 40)] * 2),
+        (VIT, None, [(6, 3, 32, 32), (6,)]),
+        ({**LLAMA, "architectures": None}, 8, [(6, 8)] * 2),
+    ],
+)  # fmt: skip
+def test_a_job_of_a_configuration(tmp_path: Path, says: Any, length: int | None, shapes: list[tuple[int, ...]]) -> None:
     job = job_of_config(written(tmp_path, says), 6, length)
-    assert type(job.model).__name__ == says["architectures"][0]
+    assert type(job.model).__name__ == (says["architectures"] or ["LlamaForCausalLM"])[0]
     assert {p.device.type for p in job.model.parameters()} == {"meta"}
     assert {p.dtype for p in job.model.parameters()} == {torch.float32}, "as it is trained"
-    assert [tuple(one.shape) for one in job.batch] == [(6, found)] * 2
+    assert [tuple(one.shape) for one in job.batch] == shapes
+
+
+@pytest.mark.parametrize("says", [GPT2, T5, VIT], ids=lambda says: says["model_type"])
+def test_its_step_is_captured(tmp_path: Path, says: Any) -> None:
+    job = job_of_config(written(tmp_path, says), 6, None)
+    made = autopar.compile(job.model, "dp=2", loss_fn=job.loss_fn, batch=job.batch)
+    assert {row.axis for row in made.collectives} == {"dp"}
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
@@ -47,18 +78,30 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "kind": ({**LLAMA, "model_type": "lama"}, f"model_type 'lama' is none that transformers {__version__} knows. Write "
                                               "a TARGET with the model instead."),
     "head": ({**LLAMA, "architectures": ["LlamaForSequenceClassification"]},
-             "LlamaForSequenceClassification is none of ...ForCausalLM, ...ForMaskedLM, whose batch and loss are "
-             "known. Write a TARGET with its batch and its loss instead."),
+             "LlamaForSequenceClassification is no model with a loss of tokens or of classes of images (transformers "
+             "has of llama: LlamaForCausalLM). Name one of these under 'architectures', or write a TARGET with the "
+             "model, its batch and its loss instead."),
+    "no head": ({"model_type": "wav2vec2"},
+                "Wav2Vec2Config alone is no model with a loss of tokens or of classes of images (transformers has of "
+                "wav2vec2: none)."),
+    "broken": ({**LLAMA, "hidden_size": "wide"}, "transformers cannot build it: "),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_language_model_is_refused(tmp_path: Path, name: str) -> None:
+def test_what_has_no_known_loss_is_refused(tmp_path: Path, name: str) -> None:
     says, why = REFUSED[name]
     file = written(tmp_path, says)
     with pytest.raises(TargetError) as refused:
         job_of_config(file, 4, None)
-    assert str(refused.value) == f"--hf {file}: {why}"
+    assert str(refused.value).startswith(f"--hf {file}: {why}")
+
+
+def test_images_have_no_tokens(tmp_path: Path) -> None:
+    file = written(tmp_path, VIT)
+    with pytest.raises(TargetError) as refused:
+        job_of_config(file, 4, 9)
+    assert str(refused.value) == f"--sequence 9: {file} is of a model of images, whose size stands there."
 
 
 def test_more_tokens_than_positions(tmp_path: Path) -> None:

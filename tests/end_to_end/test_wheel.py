@@ -129,6 +129,18 @@ def test_its_command_runs_in_an_environment_of_its_own(installed: Environment, t
     assert "all equal" in installed.run("autopar", "verify", "small.py:job", "--mesh", "dp=2,tp=2", cwd=tmp_path)
 
 
+def test_it_runs_in_the_folder_of_a_checkout(installed: Environment, tmp_path: Path):
+    """As after `pip install ./autopar` and `cd autopar`: Python finds the sources there, and `autopar run` the
+    installed ones on every rank."""
+    (tmp_path / "small.py").write_text(JOB)
+    for name in SOURCES:
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    said = installed.run("python", "-m", "autopar", "verify", "small.py:job", "--mesh", "dp=2", cwd=tmp_path)
+    assert "all equal" in said
+    (tmp_path / "autopar" / "cli" / "launched.py").write_text("raise SystemExit('a rank of the checkout')")
+    assert "step 1/1" in installed.run("autopar", "run", "small.py:job", "--mesh", "dp=2", "--steps", "1", cwd=tmp_path)
+
+
 def test_a_type_checker_finds_its_types(installed: Environment, tmp_path: Path):
     pytest.importorskip("mypy", reason="types are read by mypy: pip install mypy")
     (tmp_path / "typed.py").write_text(TYPED)

@@ -31,7 +31,7 @@ def _on_meshes(rank: int, folder: str) -> dict[str, Any]:
     found = {}
     for mesh, options in MESHES.items():
         make = lambda: Accelerator(  # noqa: E731
-            mesh=mesh, loss_fn=loss_fn, options=options, gradient_accumulation_steps=2, cpu=True  # noqa: B023
+            mesh=mesh, loss_fn=loss_fn, options=options, gradient_accumulation_steps=2  # noqa: B023
         )  # fmt: skip
         here = Path(folder) / mesh
         found[mesh] = accelerated(make(), here)

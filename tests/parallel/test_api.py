@@ -354,9 +354,9 @@ def test_a_meta_model_that_nothing_can_fill() -> None:
     with pytest.raises(CaptureError) as caught:
         autopar.parallelize(model, "dp=1")
     assert str(caught.value) == (
-        "the model is on the meta device, and no reset_parameters() gives values to 'weight', 'delta', 'free'. Define "
-        "reset_parameters() on the module that owns them, build the model on a real device, or say which files have "
-        "its values: parallelize(..., weights=FOLDER)."
+        "the model is on the meta device, and no reset_parameters() or _init_weights() gives values to 'weight', "
+        "'delta', 'free'. Define reset_parameters() on the module that owns them, build the model on a real device, or "
+        "say which files have its values: parallelize(..., weights=FOLDER)."
     )
     with pytest.raises(CaptureError, match=r"gives values to 'blocks\.0\.attn_norm\.weight', .* and 4 more\."):
         autopar.parallelize(llama, "dp=1")

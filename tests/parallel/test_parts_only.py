@@ -180,6 +180,9 @@ def by_hand(make: Callable[[], nn.Module], seed: int) -> dict[str, Tensor]:
     for module in reversed(list(model.modules())):
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()
+    if hasattr(model, "_init_weights"):
+        for module in reversed(list(model.modules())):
+            model._init_weights(module)
     return model.state_dict()
 
 
@@ -206,6 +209,31 @@ class Reading(nn.Linear):
         return super().forward(x)[..., :WIDTH]
 
 
+class Scale(nn.Module):
+    """As norms of transformers: it has a weight, and no reset_parameters()."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class Initialised(Stack):
+    """As models of transformers: what a layer is given is the model's to say."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=1)
+        self.layers.append(Scale())
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.02)
+        elif isinstance(module, Scale):
+            nn.init.ones_(module.weight)
+
+
 def equal(rank: int, found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     if rank == 0:
         assert found.keys() == expected.keys()
@@ -214,7 +242,7 @@ def equal(rank: int, found: dict[str, Tensor], expected: dict[str, Tensor]) -> N
 
 
 def _reset(rank: int, mesh: str) -> None:
-    for make in (Stack, Odd):
+    for make in (Stack, Odd, Initialised):
         made = autopar.parallelize(on_meta(make), mesh, seed=7, loss_fn=loss_fn)
         equal(rank, made.full_state_dict(), by_hand(make, 7))
 

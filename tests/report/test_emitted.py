@@ -17,7 +17,7 @@ from autopar.planning.find_plan import _one_of_each
 from autopar.planning.planner import Asked, Planned, plan
 from autopar.planning.price.predict import Prediction
 from autopar.planning.space.candidates import Candidate
-from autopar.report.emitted import checked, light_first
+from autopar.report.emitted import AS_OTHERS, _Check, checked, light_first
 
 ROWS = 64
 
@@ -91,3 +91,15 @@ def test_of_plans_that_are_as_fast_and_as_light_the_one_with_the_fewest_options_
 def test_stages_of_zero_with_the_same_figures_are_one_plan() -> None:
     one, two, three = _plan(10.0, 5.0, zero=1), _plan(10.0, 5.0, zero=2), _plan(10.0, 4.0, zero=3)
     assert _one_of_each([three, two, one]) == [one, three]
+
+
+def test_what_is_close_to_the_limit_is_not_compiled_where_others_took_more_than_was_predicted() -> None:
+    found = planned()
+    check = _Check(replace(found, asked=replace(found.asked, memory=100e9)), lambda done, all_: None, True)
+    close, far = _plan(10.0, 96e9), _plan(10.0, 94e9)
+    pipeline = replace(close, candidate=close.candidate._replace(pp=2))
+    check.excess[False] = [1.10, 1.05]
+    assert not check._is_larger(close), "two programs are too few to say"
+    check.excess[False].append(1.08)
+    assert check._is_larger(close) and not check._is_larger(far) and not check._is_larger(pipeline)
+    assert check.dropped == {AS_OTHERS: 1}

@@ -233,6 +233,8 @@ def test_tables_and_passes(browser: Any, compiled: Compiled, tmp_path: Path):
     page.click("#tab-passes")
     page.wait_for_selector(".steps button")
     assert one.count(".steps button") == len(compiled.history) - 1
+    chosen = page.locator(".steps button[aria-pressed=true]")
+    assert "group" not in chosen.inner_text() and page.locator("#diff .line").count() > 9, "the first that changed some"
     page.locator(".steps button", has_text="reshard").click()
     page.fill(".steps input", "all_reduce.default")
     lines = page.locator("#diff .line").all_inner_texts()
@@ -300,6 +302,10 @@ def test_roles_and_a_narrow_window(browser: Any, compiled: Compiled, tmp_path: P
     for tab in ("collectives", "parameters", "passes", "modules"):
         page.click(f"#tab-{tab}")
         assert page.evaluate("document.documentElement.scrollWidth") == 400, tab
+    assert page.locator(".tree").bounding_box()["y"] < 500, "the cards leave room for the program"
+    page.locator(".row.module", has=page.get_by_text("blocks", exact=True)).click()
+    assert page.inner_text("#detail h2") == "blocks"
+    assert page.evaluate("document.querySelector('#detail').getBoundingClientRect().bottom") <= 800, "it is in sight"
     axis_0 = page.evaluate("getComputedStyle(document.documentElement).getPropertyValue('--axis-0')")
     assert axis_0 and page.locator("#axes .chip").first.evaluate("one => one.style.getPropertyValue('--c')") == (
         "var(--axis-0)"

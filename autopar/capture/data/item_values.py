@@ -49,12 +49,18 @@ class _Item(Misuse):
         self.made.append(weakref.ref(number))
 
 
-def asker(frame: FrameType) -> tuple[bool, bool]:
+MOST_LISTED = 4096  # numbers of one `.tolist()`: each is an op of the program, and takes milliseconds
+
+
+def asker(frame: FrameType, line: Line | None) -> tuple[bool, bool]:
     """Whether the user's code asks for a number, and whether by `.tolist()`: that of tensors without data is Python's,
-    and asks for each."""
-    own = frame
+    and asks for each. Raises CaptureError for one of a whole activation, say, which would be captured for hours."""
+    own, listed = frame, 0
     while own.f_code in _TOLIST and own.f_back is not None:
+        listed = own.f_locals["self"].numel() if "self" in own.f_locals else listed
         own = own.f_back
+    if listed > MOST_LISTED:
+        raise read_refusal(TOLIST, line, False, f"It is of {listed:,} numbers, of which {MOST_LISTED:,} are taken.")
     return is_user_code(own), own is not frame
 
 

@@ -16,12 +16,16 @@ if TYPE_CHECKING:
     from autopar.job import Job
 
 _LONGEST = 4096  # tokens of a row, where nobody says how many
-_KINDS = ("ForCausalLM", "ForMaskedLM")  # whose loss is of the tokens that they are given
+_IMAGES = "ImageClassification"
+_MAPPINGS = {  # of what is trained with a known batch and loss: AutoModelFor..., and the models of each
+    "CausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING", "Seq2SeqLM": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
+    "MaskedLM": "MODEL_FOR_MASKED_LM_MAPPING", _IMAGES: "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
+}  # fmt: skip
 
 
 def job_of_config(file: Path, rows: int, length: int | None) -> Job:
-    """A step of the language model that a config.json describes. rows: of its batch, each of `length` tokens. Raises
-    TargetError."""
+    """A step of the model that a config.json describes: of a language model, or one that tells what is in an image.
+    rows: of its batch, each of `length` tokens. Raises TargetError."""
     try:
         import transformers
     except ImportError:
@@ -37,31 +41,72 @@ def job_of_config(file: Path, rows: int, length: int | None) -> Job:
             f"--hf {file}: model_type {kind!r} is none that transformers {transformers.__version__} knows. Write a "
             f"TARGET with the model instead."
         )
-    names = said.get("architectures")
-    name = str(names[0]) if isinstance(names, list) and names else f"{kind}ForCausalLM"
-    if not name.endswith(_KINDS):
-        raise TargetError(
-            f"--hf {file}: {name} is none of {', '.join(f'...{each}' for each in _KINDS)}, whose batch and loss are "
-            f"known. Write a TARGET with its batch and its loss instead."
-        )
-    auto = transformers.AutoModelForMaskedLM if name.endswith(_KINDS[1]) else transformers.AutoModelForCausalLM
-    most = said.get("max_position_embeddings")
-    most = most if isinstance(most, int) and most > 0 else _LONGEST
-    if length is not None and length > most:
-        raise TargetError(f"--sequence {length}: the model has {most} positions (max_position_embeddings in {file}).")
-    tokens = torch.empty(rows, length or min(most, _LONGEST), dtype=torch.long, device="meta")
     try:
         config = transformers.CONFIG_MAPPING[kind].from_dict({**said, "use_cache": False})
+        task = _task(file, said.get("architectures"), config)
         with torch.device("meta"):
             # As it is trained; a configuration says in which dtype its weights are stored. --precision shortens it.
+            auto = getattr(transformers, f"AutoModelFor{task}")
             model: nn.Module = auto.from_config(config, dtype=torch.float32)
+    except TargetError:
+        raise
     except Exception as error:
         raise TargetError(f"--hf {file}: transformers cannot build it: {type(error).__name__}: {error}") from error
+    if task == _IMAGES:
+        return Job(model, loss_fn=_image_loss, batch=_images(file, config, rows, length))
+    tokens = torch.empty(rows, _length(file, config, length), dtype=torch.long, device="meta")
     return Job(model, loss_fn=_token_loss, batch=(tokens, tokens))
+
+
+def _task(file: Path, names: object, config: Any) -> str:
+    """What a model is trained for, by the class that its configuration names. Raises TargetError."""
+    import transformers
+
+    by_name: dict[str, str] = {}
+    for task, mapping in _MAPPINGS.items():
+        found = getattr(transformers, mapping).get(type(config), ())
+        for each in found if isinstance(found, tuple) else (found,):
+            by_name.setdefault(each.__name__, task)
+    if not isinstance(names, list) or not names:
+        names = [next(iter(by_name), f"{type(config).__name__} alone")]
+    name = str(names[0])
+    if name not in by_name:
+        raise TargetError(
+            f"--hf {file}: {name} is no model with a loss of tokens or of classes of images (transformers has of "
+            f"{config.model_type}: {', '.join(by_name) or 'none'}). Name one of these under 'architectures', or write "
+            f"a TARGET with the model, its batch and its loss instead."
+        )
+    return by_name[name]
+
+
+def _length(file: Path, config: Any, length: int | None) -> int:
+    """Tokens of a row. Raises TargetError for more than a model has positions."""
+    most = getattr(config, "max_position_embeddings", None)
+    if isinstance(most, int) and 0 < most < (length or 0):
+        raise TargetError(f"--sequence {length}: the model has {most} positions (max_position_embeddings in {file}).")
+    usual = most or getattr(config, "n_positions", None)  # T5 has more, but is not trained with them
+    return length or min(usual if isinstance(usual, int) and usual > 0 else _LONGEST, _LONGEST)
+
+
+def _images(file: Path, config: Any, rows: int, length: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Images, and the class of each. Raises TargetError."""
+    import torch
+
+    if length is not None:
+        raise TargetError(f"--sequence {length}: {file} is of a model of images, whose size stands there.")
+    size = getattr(config, "image_size", 224)
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    pixels = torch.empty(rows, getattr(config, "num_channels", 3), height, width, device="meta")
+    return pixels, torch.empty(rows, dtype=torch.long, device="meta")
 
 
 def _token_loss(model: nn.Module, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     loss: torch.Tensor = model(input_ids=tokens, labels=labels).loss
+    return loss
+
+
+def _image_loss(model: nn.Module, pixels: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(pixel_values=pixels, labels=labels).loss
     return loss
 
 

@@ -1,6 +1,7 @@
 """Give values to the parameters and buffers of a model that was built on the meta device, to each rank its parts.
 
-From files, or by the modules' own `reset_parameters()`, which then runs on tensors that are split already.
+From files, or by the modules' own `reset_parameters()`, and the model's `_init_weights(module)` behind it, which then
+run on tensors that are split already.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from autopar.parallel.tensors.parameter import ParameterTensor, parameter_tensor
 from autopar.parallel.tensors.place import Place, World
 from autopar.parallel.weights.distribute import Distributor
 from autopar.parallel.weights.identity import make_parallel
-from autopar.parallel.weights.rebuild import RESET, is_filled, mark_of, rebuilt
+from autopar.parallel.weights.rebuild import RESET, initialiser, is_filled, mark_of, rebuilt
 from autopar.torch_compat import local_of
 
 Made = list[tuple[Input, torch.Tensor]]
@@ -146,6 +147,18 @@ class _Filling:
                 reset = next((getattr(module, name) for name in RESET if hasattr(module, name)), None)
                 if callable(reset) and (own or (inside and inside <= on_meta)):
                     self._on_parts(reset, inside)
+            self._initialise(on_meta)
+
+    def _initialise(self, on_meta: set[str]) -> None:
+        """Let a model have the last word on its modules that hold such tensors, as its constructor has: transformers,
+        timm and others apply `_init_weights(module)` to each, behind what the module itself does."""
+        owners = {name.rpartition(".")[0] for name in on_meta}
+        for path, module in reversed(list(tables.named_modules(self.model))):
+            method = initialiser(self.model, path) if path in owners else None
+            if method is not None:
+                inside = {name for name in on_meta if name.rpartition(".")[0] == path}
+                with torch.no_grad():
+                    self._on_parts(partial(method, module), inside)
 
     def _on_parts(self, reset: Callable[[], Any], inside: set[str]) -> None:
         """Let a module reset its split parameters; whole ones, if it does what parts refuse, such as `.numpy()`."""
@@ -192,8 +205,9 @@ def _check_filled(made: Made, device: torch.device) -> None:
     empty = [f"'{entry.name}'" for (entry, _), is_empty in zip(made, marked.tolist(), strict=True) if is_empty]
     if empty:
         raise CaptureError(
-            f"the model is on the meta device, and no reset_parameters() gives values to {', '.join(empty[:3])}"
-            f"{f' and {len(empty) - 3} more' if empty[3:] else ''}. Define reset_parameters() on the module that owns "
+            f"the model is on the meta device, and no reset_parameters() or _init_weights() gives values to "
+            f"{', '.join(empty[:3])}{f' and {len(empty) - 3} more' if empty[3:] else ''}. Define reset_parameters() on "
+            f"the module that owns "
             f"{'them' if empty[1:] else 'it'}, build the model on a real device, or say which files have its values: "
             f"parallelize(..., weights=FOLDER)."
         )

@@ -89,8 +89,17 @@ def _methods(one: Unfiled) -> Iterator[Callable[[nn.Module], Any]]:
     if any(tensor.device.type != "meta" for tensor in one.module.parameters()):
         return
     yield from (lambda twin, name=name: getattr(twin, name)() for name in RESET if hasattr(one.module, name))
-    methods = (getattr(around, _INIT, None) for around in (one.module, *one.around))
-    yield from [method for method in methods if callable(method)][:1]
+    yield from filter(None, [initialiser(one.model, one.path)])
+
+
+def initialiser(model: nn.Module, path: str) -> Callable[[nn.Module], Any] | None:
+    """The `_init_weights(module)` of a module or of the nearest one around it; None if there is none, or it wants more
+    than the module."""
+    around = [tables.submodule(model, path), *Unfiled(model, path, {}).around]
+    method = next(filter(callable, (getattr(each, _INIT, None) for each in around)), None)
+    if method is None or len(inspect.signature(method).parameters) != 1:
+        return None
+    return method  # type: ignore[no-any-return]
 
 
 def _twin(one: Unfiled) -> nn.Module:

@@ -4,7 +4,7 @@ function passesView() {
   const place = el("div");
   unpack("diffs").then((passes) => {
     place.replaceWith(...diffsOf(passes));
-    $("passes").querySelector(".steps button").click();
+    $("passes").querySelectorAll(".steps button")[Math.max(0, passes.findIndex((pass) => pass.lines.length))].click();
   });
   return [place];
 }
@@ -61,6 +61,7 @@ function diffsOf(passes) {
     button.addEventListener("click", () => {
       for (const other of steps.querySelectorAll("button")) other.ariaPressed = String(other === button);
       lines = pass.lines.length ? pass.lines : ["  this pass changed nothing"];
+      button.scrollIntoView({ block: "nearest" });
       narrow();
     });
     steps.append(button);
