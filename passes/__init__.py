@@ -36,6 +36,7 @@ from autopar.passes.pipeline import make_pipeline
 from autopar.passes.precision import precision
 from autopar.passes.precision.gradient_terms import check_sums
 from autopar.passes.recompute import recompute
+from autopar.passes.recompute.own_views import own_views
 from autopar.passes.reroll import reroll
 from autopar.passes.search.propagate import propagate
 from autopar.passes.sorts.expert_loops import expert_loops
@@ -61,6 +62,7 @@ PASSES: tuple[tuple[Pass, Level], ...] = (
     (lengthen, Level.CAPTURED),  # a sequence with a class token gets rows until cp divides it
     (precision, Level.CAPTURED),  # products in a short float, with casts around them
     (propagate, Level.SHARDED),  # every value gets a layout
+    (own_views, Level.SHARDED),  # of a parameter that is gathered for each pass, so that none is kept
     (zero, Level.SHARDED),  # parameters lie split over the data axes
     (reshard, Level.EXPLICIT),  # layout differences become collectives
     (send_tokens, Level.EXPLICIT),  # a token goes once to a rank that has several of its experts
