@@ -110,7 +110,7 @@ def axis_searches(classes: Classes, plan: Plan) -> Iterator[AxisSearch]:
     for axis, size in mesh.axes:
         if size > 1:
             intent = intent_of(axis, mesh, plan.sequence_parallel, plan.options.attention, lengths)
-            intent = replace(intent, adds_early=intent.adds_early and plan.zero < 2)
+            intent = replace(intent, scatters=plan.zero >= 2)
             if axis in plan.expert_axes:
                 intent = replace(intent, experts=True, joined=axis != plan.expert_axes[0])
             if intent.experts and plan.options.expert_rows is not None:

@@ -77,7 +77,8 @@ class Intent:
     only_heads: bool = False  # and nothing else
     no_heads: bool = False  # attention splits none, even where other ops would
     only_positions: bool = False  # of the batch's dims the second alone is a sequence
-    adds_early: bool = False  # one rank computes all parts: what is added up early is not computed again for each
+    in_time: bool = False  # one rank computes all parts: what is added up early is not computed again for each
+    scatters: bool = False  # and gradients are scattered for each of these parts: what is added up early is whole
     experts: bool = False  # experts are split, and rows go to theirs
     joined: bool = False  # by an earlier axis, too
     padded: bool = False  # with others beside them, which are of no expert: they may not be added up there
@@ -164,15 +165,17 @@ class Intent:
         source, target = homes(source, target)
         return self.batch_split and isinstance(source, tuple) and source != target
 
-    def gradient_factor(self, source: State, target: State, to_gradient: bool) -> float | None:
+    def gradient_factor(self, source: State, target: State, to_gradient: bool, is_once: bool) -> float | None:
         """Price a move of what is, or adds up to, the gradient of a weight (see `factor`): over tp it is made where the
         weight lies. Else a sum over activations could be put off to the gradient of a small table. Over data axes it is
         summed where it leaves, in a bucket, or scattered to who keeps it, if no view before that is smaller, and with
-        ZeRO-2 so it is over micro-batches, which would add up whole gradients before."""
+        ZeRO-2 so it is over micro-batches, which would add up whole gradients before. is_once: it meets what is the
+        same for all parts, and need not be computed for each."""
         moves = source is not None and source != target
         if self.weights_split and moves:
             return None
-        return 1.0 if to_gradient or self.adds_early else BEFORE_IT_LEAVES
+        is_early = self.in_time and (is_once or not self.scatters)
+        return 1.0 if to_gradient or is_early else BEFORE_IT_LEAVES
 
 
 def homes(source: State, target: State) -> tuple[State, State]:
@@ -190,10 +193,10 @@ def _at_home(state: State, other: State) -> State:
 _DATA = Intent(batch_split=True, weights_split=False)
 _SEQUENCE = Intent(batch_split=False, weights_split=False, sequence_split=True, context=True)
 _CONTEXT = replace(_SEQUENCE, mirrored=2)
-_SLICES = replace(_SEQUENCE, only_positions=True, adds_early=True)
+_SLICES = replace(_SEQUENCE, only_positions=True, in_time=True)
 INTENTS = {
     **dict.fromkeys(DATA_AXES, _DATA),
-    MICROBATCH: replace(_DATA, adds_early=True),
+    MICROBATCH: replace(_DATA, in_time=True),
     SLICE: _SLICES,
     CONTEXT: _CONTEXT,
     ULYSSES: replace(_CONTEXT, only_heads=True),

@@ -94,6 +94,7 @@ class Classes:
     of_parameters: set[int]  # the classes computed from parameters alone, or with what no batch feeds
     of_batch: set[int]  # the classes computed from the batch
     of_gradients: set[int]  # the classes that are, or add up to, the gradient of a weight
+    beside_once: set[int]  # those of them that are added to what is computed from parameters alone
     of_terms: set[int]  # the classes that the terms of gradients go through, where `sums` is asked for
     casts: set[int]  # the casts among them
     sums: torch.dtype | None = None  # the dtype in which gradients are summed, where it is asked for
@@ -180,6 +181,7 @@ def build_classes(
         set(),
         set(),
         set(),
+        set(),
         sums,
         table,
         program.notes,
@@ -247,7 +249,9 @@ def _find_gradient_values(classes: Classes) -> None:
             continue
         classes.of_gradients.add(i)
         if frozenset(range(len(rule.operands))) in rule.linear:
-            pending += [source for source, _ in classes.items[i].sources]
+            sources = [source for source, _ in classes.items[i].sources]
+            pending += sources
+            classes.beside_once.update(() if classes.of_parameters.isdisjoint(sources) else sources)
 
 
 def _find_gradient_terms(classes: Classes, program: Program, table: Table) -> None:

@@ -424,7 +424,7 @@ def _factor(
     attends: bool,
 ) -> float | None:  # fmt: skip
     if source in classes.of_gradients:
-        return intent.gradient_factor(state, target, to_gradient)
+        return intent.gradient_factor(state, target, to_gradient, source in classes.beside_once)
     return intent.factor(
         state, target, of_parameters=source in classes.of_parameters, to_gradient=to_gradient, along_sequence=along,
         at_attention=attends,
