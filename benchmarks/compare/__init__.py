@@ -9,8 +9,9 @@ tutorial; on one rank ours beside eager. With `compile="inductor"` ours stands b
 rank and, with DistributedDataParallel, on two. offload="parameters" stands beside FSDP2's CPUOffloadPolicy, and
 offload="activations" beside torch.autograd.graph.save_on_cpu, which copies out (pin_memory=True): on a CPU both tiers
 are one memory, and a copy back is none for the peers; on a GPU memory is that of the device. pp=2 (1F1B, 8
-micro-batches, with 4 ranks dp=2 too) stands beside torch.distributed.pipelining, whose stages are cut by hand: at the half of the blocks, and after the third of
-four, since the head weighs more than two. With a GPU: one rank over NCCL beside eager and torch.compile.
+micro-batches, with 4 ranks dp=2 too) stands beside torch.distributed.pipelining, whose stages are cut by hand: at the
+half of the blocks, and after the third of four, since the head weighs more than two. With a GPU: one rank over NCCL
+beside eager and torch.compile.
 
 cp=2 and cp=4, one sequence of 2,048 or 8,192 tokens, stand beside
 zigzag ring attention and Ulysses written by hand on torch's flash kernel (context.py), and beside our tp=2 with
