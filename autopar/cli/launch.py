@@ -27,6 +27,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from autopar import errors
 from autopar.capture.refusals.location import is_user_file
 from autopar.checkpoint.checkpointer import SIGNALS
+from autopar.cli import launched
 from autopar.cli.arguments.stopped import Stopped
 from autopar.ir.mesh import Mesh
 from autopar.parallel.session.session import MAPPED
@@ -77,8 +78,8 @@ def _launch(arguments: Sequence[str], mesh: Mesh, restarts: int, folder: Path) -
         logging.getLogger(name).setLevel(logging.CRITICAL)  # what it says is said below
     try:
         with _ending_hung(folder):
-            # -P: the autopar that runs here, not what the folder has that the user stands in, a checkout say
-            command = ("-P", "-m", "autopar.cli.launched", str(os.getpid()))
+            # -P: what ranks import is not what lies beside the file
+            command = ("-P", launched.__file__, str(os.getpid()))
             elastic_launch(config, sys.executable)(*command, *arguments)
     except ChildFailedError as error:
         asked = {each.exitcode - 128 for each in error.failures.values()}

@@ -1,6 +1,10 @@
-"""A rank that `autopar run` started, as `python -m autopar.cli.launched PID ARGUMENTS`: it ends with its launcher.
+"""A rank that `autopar run` started, as `python -P .../autopar/cli/launched.py PID ARGUMENTS`: it ends with its launcher.
 
 The launcher ends its ranks; one that is killed cannot. So each rank looks whether its parent is still the launcher.
+
+The file is started by its path and imports the autopar that it lies in, which is the launcher's. By name, a rank could
+find another one (a checkout in the folder where the user stands, while an installed one launches), or none (a checkout
+that is not installed).
 """
 
 from __future__ import annotations
@@ -11,6 +15,8 @@ import signal
 import sys
 import threading
 import time
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 
 PERIOD_S = 0.5
 
@@ -25,6 +31,15 @@ def end_with(launcher: int) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="autopar-launcher", daemon=True).start()
+
+
+def import_own_package() -> None:
+    """Import the package autopar that this file lies in, wherever else one could be found."""
+    spec = spec_from_file_location("autopar", Path(__file__).resolve().parents[1] / "__init__.py")
+    assert spec is not None and spec.loader is not None, "a path that ends in .py has a loader"
+    package = module_from_spec(spec)
+    sys.modules["autopar"] = package
+    spec.loader.exec_module(package)
 
 
 def main() -> None:
@@ -52,4 +67,5 @@ def leave(code: object) -> None:
 
 
 if __name__ == "__main__":
+    import_own_package()
     main()

@@ -130,15 +130,30 @@ def test_its_command_runs_in_an_environment_of_its_own(installed: Environment, t
 
 
 def test_it_runs_in_the_folder_of_a_checkout(installed: Environment, tmp_path: Path):
-    """As after `pip install ./autopar` and `cd autopar`: Python finds the sources there, and `autopar run` the
-    installed ones on every rank."""
+    """As after `pip install ./autopar` and `cd autopar`: `python -m autopar` finds the sources there, `autopar run` the
+    installed ones, and every rank those of its launcher."""
     (tmp_path / "small.py").write_text(JOB)
     for name in SOURCES:
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     said = installed.run("python", "-m", "autopar", "verify", "small.py:job", "--mesh", "dp=2", cwd=tmp_path)
     assert "all equal" in said
+    job = ("run", "small.py:job", "--mesh", "dp=2", "--steps", "1")
+    assert "step 1/1" in installed.run("python", "-m", "autopar", *job, cwd=tmp_path)
     (tmp_path / "autopar" / "cli" / "launched.py").write_text("raise SystemExit('a rank of the checkout')")
-    assert "step 1/1" in installed.run("autopar", "run", "small.py:job", "--mesh", "dp=2", "--steps", "1", cwd=tmp_path)
+    assert "step 1/1" in installed.run("autopar", *job, cwd=tmp_path)
+    run(str(installed.folder / "bin" / "python"), "-m", "autopar", *job, cwd=tmp_path, code=1)
+
+
+def test_a_checkout_that_is_not_installed_runs(installed: Environment, tmp_path: Path):
+    (tmp_path / "small.py").write_text(JOB)
+    for name in SOURCES:
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    bare = Environment(tmp_path / "bare", installed.wheel, installed.sdist)
+    run(sys.executable, "-m", "venv", "--without-pip", str(bare.folder), cwd=tmp_path)
+    shutil.copy(installed.site / "away.pth", bare.site)
+    run(str(bare.folder / "bin" / "python"), "-I", "-c", "import autopar", cwd=tmp_path, code=1)
+    job = ("run", "small.py:job", "--mesh", "dp=2", "--steps", "1")
+    assert "step 1/1" in bare.run("python", "-m", "autopar", *job, cwd=tmp_path)
 
 
 def test_a_type_checker_finds_its_types(installed: Environment, tmp_path: Path):
