@@ -1,4 +1,4 @@
-"""A rank that `autopar run` started, as `python -P .../autopar/cli/launched.py PID ARGUMENTS`: it ends with its launcher.
+"""A rank that `autopar run` started, as `python -P PATH/launched.py PID ARGUMENTS`: it ends with its launcher.
 
 The launcher ends its ranks; one that is killed cannot. So each rank looks whether its parent is still the launcher.
 
