@@ -39,13 +39,14 @@ def shallow(program: Program, kept: int) -> Shallow | None:
     """A CAPTURED program with only `kept` (2 or more) of its equal layers; None where no more are found.
 
     Layers are equal if their calls are, one by one, with the same operands: of the same layer, of the one before or
-    behind it, or one and the same from outside; the first one may read what stands before all layers, and the last
-    one's backward pass what stands behind. In place of the values of layers that are left out stand those of the equal
+    behind it, or one and the same from outside or from a layer that all of them read (the first one of T5 makes the
+    position bias of all); the first one may read what stands before all layers, and the last one's backward pass what
+    stands behind. In place of the values of layers that are left out stand those of the equal
     layer before them, of the backward pass those of the one behind: the program is a step of a less deep model. A value
     of theirs that anything else reads (a list of all hidden states) is in the way.
     """
     assert kept >= LEAST
-    stack = _longest(program)
+    stack = _largest(program)
     if stack is None or len(stack) <= kept:
         return None
     gone = stack[1 : 1 + len(stack) - kept]
@@ -161,6 +162,11 @@ class _Layer:
     def number(self) -> int:
         return int(self.path.rpartition(".")[2])
 
+    @property
+    def list_(self) -> str:
+        """The path of the list that it is a member of."""
+        return self.path.rpartition(".")[0]
+
 
 class _Layers:
     """The layers of a program, and where each call stands in its own."""
@@ -185,6 +191,20 @@ class _Layers:
             layer = self._layer(path)
             self.place[node] = layer, len(layer.calls)
             layer.calls.append(node)
+        self.shared = set(self._read_far())
+
+    def _read_far(self) -> Iterator[fx.Node]:
+        """The values of a layer that others of its list than its neighbours read."""
+        for node, (layer, _) in self.place.items():
+            for operand in node.all_input_nodes if node.op == "call_function" else ():
+                other = self._in_list(operand, layer)
+                if other is not None and abs(other.number - layer.number) > 1:
+                    yield operand
+
+    def _in_list(self, node: fx.Node, layer: _Layer) -> _Layer | None:
+        """The layer of a node, if it lies in the list of `layer`."""
+        other, _ = self.place.get(node, (None, None))
+        return other if other is not None and other.list_ == layer.list_ else None
 
     def _layer(self, path: str) -> _Layer:
         return self.of.setdefault(path, _Layer(path))
@@ -211,8 +231,8 @@ class _Layers:
         return str(node.target), known.types, known.phase, str(args)
 
     def is_end(self, end: _Layer, layer: _Layer, side: int) -> bool:
-        """True if a layer beside equal ones reads from outside all lists what `layer` reads of the neighbour on
-        that side (-1 or 1), and is like it in all else."""
+        """True if a layer beside equal ones reads from outside all lists, or from a neighbour that is another, what
+        `layer` reads of the neighbour on that side (-1 or 1), and is like it in all else."""
         pairs = [*zip(end.calls, layer.calls, strict=False)]
         return len(end.calls) == len(layer.calls) and all(self._is_like(*pair, end, layer, side) for pair in pairs)
 
@@ -225,15 +245,18 @@ class _Layers:
         place = self._operand(its, layer)
         if self._operand(mine, end) == place:
             return True
-        is_outside = mine not in self.place and record(mine).types == record(its).types
-        return is_outside and isinstance(place, tuple) and place[0] == side
+        beyond = self._in_list(mine, end)
+        is_beyond = mine not in self.place or (beyond is not None and beyond.number == end.number + side)
+        is_like = is_beyond and record(mine).types == record(its).types
+        return is_like and isinstance(place, tuple) and place[0] == side
 
     def _operand(self, operand: fx.Node, layer: _Layer) -> Hashable:
-        """(How many layers away, the place there), or the node itself where it lies in no layer of this list."""
-        other, place = self.place.get(operand, (None, None))
-        if other is None or other.path.rpartition(".")[0] != layer.path.rpartition(".")[0]:
+        """(How many layers away, the place there), or the node itself where it lies in no layer of this list, or many
+        read it."""
+        other = self._in_list(operand, layer)
+        if other is None or operand in self.shared:
             return self.alike.get(operand, operand.name)
-        return other.number - layer.number, place
+        return other.number - layer.number, self.place[operand][1]
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:
@@ -260,11 +283,11 @@ def _paths(program: Program) -> dict[fx.Node, str]:
     return paths
 
 
-def _longest(program: Program) -> list[_Layer] | None:
-    """The longest run of equal layers, none of which reads one that is further away than its neighbours."""
+def _largest(program: Program) -> list[_Layer] | None:
+    """The run of equal layers with the most calls, none of which reads one that is further away than its neighbours."""
     layers = _Layers(program)
     runs = (_with_ends(layers, stack, run) for stack in layers.stacks() for run in _runs(layers, stack))
-    return max(runs, key=len, default=None)
+    return max(runs, key=lambda run: len(run) * len(run[0].calls), default=None)
 
 
 def _runs(layers: _Layers, stack: Sequence[_Layer]) -> list[list[_Layer]]:
