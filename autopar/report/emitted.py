@@ -27,8 +27,10 @@ from autopar.report.memory.estimate import memory_report
 from autopar.report.memory.within_memory import lower_within
 
 NEAR_LIMIT = 0.03  # of the memory: the model of a plan is not surer
-NEAR_FIRST = 0.01  # of the time of the fastest
+NEAR_FIRST = 0.01  # of the time of the fastest: such plans are compiled
+AS_FAST = 0.02  # of it: nobody can tell such plans apart before they run
 MUCH_LESS = 0.1  # of the memory of the fastest
+LIGHTER = 2  # of them, at most, are looked for
 MUCH_WAITING = 0.05  # of a step: what a pair could hide
 FOLDED = 2  # of the fastest plans, and sizes of ep, that are tried with experts over ranks of data
 _EXPERT_MM = op("expert_mm")
@@ -63,7 +65,7 @@ class _Check:
             self.tell(len(self.known), len(self.known) + 1)
             self.known[wanted] = None if self._is_larger(wanted) else self._emitted(wanted)
             shown = self._shown()
-        shown, experts = self._with_experts(shown)
+        shown, experts = self._with_experts(self._with_lighter(shown))
         shown, pairs = self._with_pairs(shown)
         found = self.planned.found
         counts = found.counts + self.dropped
@@ -72,7 +74,25 @@ class _Check:
             raise self._none_fits()
         shown, choice = light_first(shown) if self.of_time else (shown, "")
         more = "; ".join(filter(None, (choice, experts, pairs)))
-        return replace(self.planned, found=replace(found, best=shown, counts=+counts), experts=more)
+        best = shown[: self.planned.asked.top]
+        return replace(self.planned, found=replace(found, best=best, counts=+counts), experts=more)
+
+    def _with_lighter(self, shown: list[Prediction]) -> list[Prediction]:
+        """The plans, and where the fastest one takes nearly all of the memory, the fastest that hold much less, however
+        many are between them, if these are as fast as can be told."""
+        limit, fastest = self.planned.asked.limit, min((each.total for each in self.planned.found.best), default=0.0)
+        for _ in range(LIGHTER if self.of_time else 0):
+            near = _near(shown)
+            least = min((each.memory for each in near), default=0.0)
+            if least <= (1 - MUCH_LESS) * limit:
+                break
+            self.tell(len(self.known), len(self.known) + 1)
+            light = best_with(self.planned, {}, (1 - MUCH_LESS) * least).best
+            made = self._emitted(light[0]) if light and light[0].total < (1 + AS_FAST) * fastest else None
+            if made is None:
+                break
+            shown = sorted([*shown, made], key=lambda each: each.total)
+        return shown
 
     def _with_experts(self, shown: list[Prediction]) -> tuple[list[Prediction], str]:
         """The plans, among them those with experts split over ranks of data if the model has some: of the fastest plans
@@ -206,8 +226,7 @@ class _Check:
 def light_first(plans: list[Prediction]) -> tuple[list[Prediction], str]:
     """Plans, the fastest first, with another one in front if it is as fast as can be told and holds much less, or as
     much with fewer options. And what was chosen, in words."""
-    fastest = plans[0]
-    near = [each for each in plans if each.is_emitted and each.total < (1 + NEAR_FIRST) * fastest.total]
+    fastest, near = plans[0], _near(plans)
     least = min((each.memory for each in near), default=fastest.memory)
     alike = [each for each in near if (1 - MUCH_LESS) * each.memory <= least]
     light = min(alike, key=lambda each: (each.candidate.choices, each.total), default=fastest)
@@ -221,6 +240,11 @@ def light_first(plans: list[Prediction]) -> tuple[list[Prediction], str]:
         f"is within what a prediction can tell, with {' and '.join(gains)}"
     )
     return [light, *(each for each in plans if each is not light)], text
+
+
+def _near(plans: Sequence[Prediction]) -> list[Prediction]:
+    """Those of some emitted plans, the fastest first, that are as fast as the first one as far as can be told."""
+    return [each for each in plans if each.is_emitted and each.total < (1 + AS_FAST) * plans[0].total]
 
 
 def _is_of_data(axis: str) -> bool:

@@ -69,10 +69,9 @@ class Layers:
         """The products of one row, known once there are layouts: their FLOPs, as the model asks for them; those that
         kernels compute at least; the dtype of most of them."""
         program = dict(self.micros.local(Split(), self.micros.low).history)["propagate"]
-        counts, rest = products(program), self._rest
-        less = float(sum(record(node).flops for node in program.calls() if rest.counts(node)))
-        asked = self._of_model(float(sum(counts.values())), less) / LEAST_ROWS
-        least = self._of_model(rank_flops(program), rank_flops(program, rest.counts)) / LEAST_ROWS
+        counts, less = products(program, self._rest.times), products(program, self._rest.times_beside)
+        asked = self._of_model(float(counts.total()), float(less.total())) / LEAST_ROWS
+        least = self._of_model(*self._rank_flops(program)) / LEAST_ROWS
         return asked, least, max(counts, key=lambda name: counts[name], default="float32")
 
     def cost(self, split: Split, rows: int, recompute: str, halves: bool = False, more: str = "") -> Cost:
@@ -146,8 +145,12 @@ class Layers:
     def _flops(self, recompute: str) -> float:
         """The FLOPs of the products of a row on one rank."""
         graphs = self.micros.micro(Split(), self.micros.low, recompute).graphs.values()
-        whole, less = (sum(rank_flops(graph, counts) for graph in graphs) for counts in (None, self._rest.counts))
+        whole, less = map(sum, zip(*map(self._rank_flops, graphs), strict=True))
         return self._of_model(whole, less) / self.micros.low
+
+    def _rank_flops(self, program: Program) -> tuple[float, float]:
+        """The FLOPs that a rank's products compute at least, and those without one of the equal layers."""
+        return rank_flops(program, self._rest.times), rank_flops(program, self._rest.times_beside)
 
     @cached_property
     def _rising(self) -> Machine:
@@ -159,8 +162,9 @@ class Layers:
     def part(self, cp: int) -> float:
         """The part of the products of a micro-batch that each of so many ranks of cp computes."""
         low = self.micros.low
-        whole = rank_flops(self.micros.local(Split(), low).program)
-        return rank_flops(self.micros.local(Split(cp=cp), low).program) / whole if whole else 1.0
+        local = (self.micros.local(each, low).program for each in (Split(), Split(cp=cp)))
+        whole, part = (rank_flops(program, self._rest.times) for program in local)
+        return part / whole if whole else 1.0
 
     @cached_property
     def _rest(self) -> Rest:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
+from torch import fx
+
 from autopar.compiler.lowered import Lowered
 from autopar.errors import ArtifactError
 from autopar.ir.layout import local_shape
@@ -101,12 +103,13 @@ def _flops(compiled: Lowered) -> tuple[float, float, str]:
     return asked, max(0.0, float(sum(final.values())) - asked), dtype
 
 
-def products(program: Program) -> Counter[str]:
-    """The FLOPs of the products of a program, by the dtype of their operands."""
+def products(program: Program, times: Callable[[fx.Node], int] = lambda node: 1) -> Counter[str]:
+    """The FLOPs of the products of a program, by the dtype of their operands. times: how often each call counts."""
     products: Counter[str] = Counter()
     for node in program.calls():
         if flops := record(node).flops:
-            products[str(record(operand_nodes(node)[0]).type.dtype).removeprefix("torch.")] += flops
+            dtype = str(record(operand_nodes(node)[0]).type.dtype).removeprefix("torch.")
+            products[dtype] += times(node) * flops
     return products
 
 

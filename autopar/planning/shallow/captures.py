@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cached_property
 
 from autopar.capture import Captured
@@ -57,7 +56,7 @@ class Captures:
         """Capture the step with few of its equal layers; whole if it has none."""
         captured = self.captured(rows).program
         if rows not in self._shallow:
-            found = shallow(captured, KEPT) or Shallow(captured, 0, 0)
-            layers = found.layers if self._source is self.capture else self._shallow[LEAST_ROWS].layers
-            self._shallow[rows] = replace(found, layers=layers)
+            known = None if self._source is self.capture else self._shallow[LEAST_ROWS]
+            found = shallow(captured, KEPT, known.lists if known else ()) or Shallow(captured, 0, 0)
+            self._shallow[rows] = found.of_whole(known) if known else found
         return self._shallow[rows]

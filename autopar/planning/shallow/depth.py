@@ -4,39 +4,74 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import fx
 
 from autopar.ir.modules import layer_of
 from autopar.ir.ops.ops import key_place, op
 from autopar.ir.program import Builder, Input, Program, erase_unused, record
+from autopar.planning.shallow.others import Others
 
 MADE_BY = "depth"
 WAIT = op("wait")
 LEAST = 2  # equal layers that stay: the first reads what stands before them, the last gives on what comes from behind
 
 
+class Stack(NamedTuple):
+    """Equal layers of a list. layers: how many the whole has; border: two neighbours of those that stay, of which the
+    second is like all in between."""
+
+    layers: int
+    border: tuple[str, str]
+
+    @property
+    def three(self) -> tuple[str, str, str]:
+        """The paths of the first three."""
+        path, _, number = self.border[1].rpartition(".")
+        return *self.border, f"{path}.{int(number) + 1}" if path else str(int(number) + 1)
+
+
 @dataclass(frozen=True, slots=True)
 class Shallow:
     """A program with `kept` of the `layers` equal ones that the whole has. What costs the same for each of them is
-    linear in their number: cost(kept) + (layers - kept) * (cost(kept + 1) - cost(kept))."""
+    linear in their number: cost(kept) + (layers - kept) * (cost(kept + 1) - cost(kept)). others: equal layers of
+    further lists, of which it has `kept` too."""
 
     program: Program
     kept: int
     layers: int
-    border: tuple[str, str] = ("", "")  # two neighbours of those that stay, of which the second is like all in between
+    border: tuple[str, str] = ("", "")  # as of a `Stack`
+    others: tuple[Stack, ...] = ()
 
     @property
     def middle(self) -> str:
         """A layer that has one of its like on both sides; "" if the program has none, or keeps two alone."""
         return self.border[1] if self.kept > LEAST else ""
 
+    @property
+    def stacks(self) -> tuple[Stack, ...]:
+        """All equal layers; those of `layers` are the first."""
+        return Stack(self.layers, self.border), *self.others
 
-def shallow(program: Program, kept: int) -> Shallow | None:
-    """A CAPTURED program with only `kept` (2 or more) of its equal layers; None where no more are found.
+    @property
+    def lists(self) -> tuple[str, ...]:
+        """The paths of the lists of all equal layers."""
+        return tuple(stack.border[0].rpartition(".")[0] for stack in self.stacks if stack.layers)
+
+    def of_whole(self, whole: Shallow) -> Shallow:
+        """The same program as one of another model, whose lists have as many layers as `whole` says."""
+        pairs = zip(self.others, whole.others, strict=True)
+        others = tuple(stack._replace(layers=known.layers) for stack, known in pairs)
+        return replace(self, layers=whole.layers, others=others)
+
+
+def shallow(program: Program, kept: int, lists: Sequence[str] = ()) -> Shallow | None:
+    """A CAPTURED program with only `kept` (2 or more) of its equal layers; None where no more are found. lists: the
+    paths of the lists, if they are known: else that whose layers have the most calls comes first. With two kept the
+    others stay whole.
 
     Layers are equal if their calls are, one by one, with the same operands: of the same layer, of the one before or
     behind it, or one and the same from outside or from a layer that all of them read (the first one of T5 makes the
@@ -46,13 +81,26 @@ def shallow(program: Program, kept: int) -> Shallow | None:
     of theirs that anything else reads (a list of all hidden states) is in the way.
     """
     assert kept >= LEAST
-    stack = _largest(program)
-    if stack is None or len(stack) <= kept:
-        return None
-    gone = stack[1 : 1 + len(stack) - kept]
-    made = _without(program, stack[0], gone, stack[1 + len(gone)])
-    border = stack[0].path, stack[1 + len(gone)].path
-    return None if made is None else Shallow(made, kept, len(stack), border)
+    stacks: list[Stack] = []
+    while not stacks or (kept > LEAST and (not lists or len(stacks) < len(lists))):
+        found = _cut(program, kept, lists[len(stacks) :][:1])
+        if found is None:
+            break
+        program, stack = found
+        stacks.append(stack)
+    return Shallow(program, kept, *stacks[0], tuple(stacks[1:])) if stacks else None
+
+
+def _cut(program: Program, kept: int, lists: Sequence[str]) -> tuple[Program, Stack] | None:
+    """The program with fewer layers of one list, one of `lists` if there are such."""
+    layers = _Layers(program)
+    for run in sorted(_runs_of(layers), key=lambda run: -len(run) * len(run[0].calls)):
+        if len(run) > kept and (not lists or run[0].list_ in lists):
+            gone = run[1 : 1 + len(run) - kept]
+            made = _without(program, run[0], gone, run[1 + len(gone)])
+            if made is not None:
+                return made, Stack(len(run), (run[0].path, run[1 + len(gone)].path))
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +108,7 @@ class Rest:
     """What a program has beside one layer, in whatever it was made into. path: of that layer; "" leaves nothing out.
     owners: the layers of captured calls, by the names that `Record.origin` keeps. first: the first of the equal layers.
     equal: those of them that the program has. entry: the (module, source line) of the forward calls before the first.
+    others: equal layers of further lists, which the program has too few of.
     """
 
     path: str
@@ -67,6 +116,7 @@ class Rest:
     first: str = ""
     equal: frozenset[str] = frozenset()
     entry: frozenset[tuple[str, str]] = frozenset()
+    others: tuple[Others, ...] = ()
 
     @classmethod
     def of(cls, shallow: Shallow) -> Rest:
@@ -74,12 +124,9 @@ class Rest:
         paths, first = _paths(shallow.program), shallow.border[0]
         before = takewhile(lambda node: not first or paths.get(node) != first, shallow.program.calls())
         entry = frozenset((record(node).module, record(node).source) for node in before if first)
-        last = shallow.border[1]
-        if shallow.middle:
-            number = last.rpartition(".")[2]  # nothing stands before it where the model itself is the list
-            last = f"{last.removesuffix(number)}{int(number) + 1}"
-        equal = frozenset((*shallow.border, last)) - {""}
-        return cls(shallow.middle, {node.name: path for node, path in paths.items()}, first, equal, entry)
+        equal = frozenset(shallow.stacks[0].three if shallow.middle else shallow.border) - {""}
+        others = tuple(Others(stack.three, stack.layers - shallow.kept) for stack in shallow.others)
+        return cls(shallow.middle, {node.name: path for node, path in paths.items()}, first, equal, entry, others)
 
     @property
     def layers(self) -> list[str]:
@@ -95,6 +142,28 @@ class Rest:
         if not self.path:
             return True
         return self.layer(node) != self.path
+
+    def times(self, node: fx.Node) -> int:
+        """How many calls of the model a node stands for, if the program had all of its equal layers."""
+        path = self.layer(node) if self.others else ""
+        return max((each.times(path) for each in self.others), default=1)
+
+    def times_beside(self, node: fx.Node) -> int:
+        """The same without the layer: 0 of its nodes."""
+        return self.times(node) * self.counts(node)
+
+    def names(self, name: str) -> list[str]:
+        """What the name of a parameter is in a program with all of `others`: of layers that are like one, several."""
+        found = [name]
+        for each in self.others:
+            found = [one for name in found for one in each.names(name)]
+        return found
+
+    def other(self, node: fx.Node) -> tuple[int, int]:
+        """In which of `others` a node lies, and in which of its three layers; -1 twice where in none."""
+        path = self.layer(node) if self.others else ""
+        found = ((i, each.paths.index(path)) for i, each in enumerate(self.others) if path in each.paths)
+        return next(found, (-1, -1))
 
     def is_entry(self, node: fx.Node) -> bool:
         """True if a node belongs to what comes before the equal layers, in the forward or the backward pass."""
@@ -283,11 +352,9 @@ def _paths(program: Program) -> dict[fx.Node, str]:
     return paths
 
 
-def _largest(program: Program) -> list[_Layer] | None:
-    """The run of equal layers with the most calls, none of which reads one that is further away than its neighbours."""
-    layers = _Layers(program)
-    runs = (_with_ends(layers, stack, run) for stack in layers.stacks() for run in _runs(layers, stack))
-    return max(runs, key=lambda run: len(run) * len(run[0].calls), default=None)
+def _runs_of(layers: _Layers) -> Iterator[list[_Layer]]:
+    """Equal layers one behind the other, none of which reads one that is further away than its neighbours."""
+    return (_with_ends(layers, stack, run) for stack in layers.stacks() for run in _runs(layers, stack))
 
 
 def _runs(layers: _Layers, stack: Sequence[_Layer]) -> list[list[_Layer]]:

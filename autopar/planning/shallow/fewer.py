@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import fx, nn
 from autopar.capture import Captured
 from autopar.errors import AutoparError
 from autopar.ir.program import Program, record
-from autopar.planning.shallow.depth import Shallow, arguments, shallow
+from autopar.planning.shallow.depth import Shallow, Stack, arguments, shallow
 from autopar.torch_shortcuts import children_of, with_children
 
 Capture = Callable[[int], Captured]  # of a step, by the rows of its batch
@@ -22,8 +21,17 @@ def with_fewer(model: nn.Module, shallow: Shallow) -> nn.Module | None:
     """The model without most of the equal layers that `found` leaves out: one more than it keeps, so that they are
     found again. It shares all modules that stay, and `model` is as it was. None where the layers lie in no ModuleList
     or Sequential, and where two captures of it would cost as much as one of the model."""
-    (path, _, first), (_, _, behind) = (layer.rpartition(".") for layer in shallow.border)
-    return _without(model, path.split(".") if path else [], range(int(first) + 1, int(behind) - 1))
+    first, *others = shallow.stacks
+    made = _without(model, *_gone(first))
+    for stack in others if made is not None else ():
+        made = _without(made, *_gone(stack)) or made
+    return made
+
+
+def _gone(stack: Stack) -> tuple[list[str], range]:
+    """The path of a list, and the members that it lacks."""
+    (path, _, first), (_, _, behind) = (layer.rpartition(".") for layer in stack.border)
+    return path.split(".") if path else [], range(int(first) + 1, int(behind) - 1)
 
 
 def _without(module: nn.Module, path: list[str], gone: range) -> nn.Module | None:
@@ -52,10 +60,10 @@ def same_step(capture: Capture, rows: int, found: Shallow) -> tuple[Captured, Sh
         captured = capture(rows)
     except AutoparError:  # it counts its layers
         return None
-    again = shallow(captured.program, found.kept)
-    if again is None or not is_same(again.program, found.program):
+    again = shallow(captured.program, found.kept, found.lists)
+    if again is None or again.lists != found.lists or not is_same(again.program, found.program):
         return None
-    return captured, replace(again, layers=found.layers)
+    return captured, again.of_whole(found)
 
 
 def is_same(one: Program, other: Program) -> bool:

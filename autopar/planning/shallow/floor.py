@@ -130,10 +130,10 @@ def _sum(times: Iterable[tuple[Ask, float]]) -> Pair:
     return all_, stay
 
 
-def rank_flops(program: Program, counts: Callable[[fx.Node], bool] | None = None) -> float:
-    """The FLOPs that one rank's products compute at least. counts: says which calls; None for all."""
-    products = (node for node in program.calls() if record(node).flops and (counts is None or counts(node)))
-    return sum(least_flops(node, program.mesh) for node in products)
+def rank_flops(program: Program, times: Callable[[fx.Node], int]) -> float:
+    """The FLOPs that one rank's products compute at least. times: how often each call counts."""
+    products = (node for node in program.calls() if record(node).flops)
+    return sum(times(node) * least_flops(node, program.mesh) for node in products if times(node))
 
 
 def _casts(prologue: Program) -> Iterator[str]:
@@ -147,8 +147,8 @@ def _casts(prologue: Program) -> Iterator[str]:
 def _asks(kind: str, graph: Program, rest: Rest, casts: Collection[str]) -> Iterator[Ask]:
     counts, stays = Counter[tuple[Load, float]](), Counter[tuple[Load, float]]()
     for node, load, fixed in _loads(kind, graph, rest, casts):
-        counts[load, fixed] += 1
-        stays[load, fixed] += rest.counts(node)
+        counts[load, fixed] += rest.times(node)
+        stays[load, fixed] += rest.times_beside(node)
     return (Ask(*asked, count, stays[asked]) for asked, count in counts.items())
 
 

@@ -66,7 +66,7 @@ class Track:
         if not all(places):
             return cls((_joined(steps), ()))
         first, middle, last, end = (
-            places[0][0], _border(places[0], places[1]), _border(places[1], places[2]), places[2][-1] + 1,
+            places[0][0], border_of(places[0], places[1]), border_of(places[1], places[2]), places[2][-1] + 1,
         )  # fmt: skip
         parts = [steps[:first], steps[first:middle], steps[middle:last], steps[last:end], steps[end:]]
         steady = _steady(parts[2], parts[3], order)
@@ -74,7 +74,7 @@ class Track:
         return cls((before, behind), (begin, ending), second, _joined(steady))
 
 
-def _border(before: Sequence[int], behind: Sequence[int]) -> int:
+def border_of(before: Sequence[int], behind: Sequence[int]) -> int:
     """Where one layer ends and the next one begins: so that the fewest calls lie on the wrong side, of which some are
     computed later than they stand, to hide what moves, and some earlier, since the layer before computes them again.
     before, behind: the places of their calls."""

@@ -58,8 +58,15 @@ class Stored:
 
     @classmethod
     def of(cls, program: Program, rest: Rest) -> Stored:
-        """Count what a LOCAL program stores."""
+        """Count what a LOCAL program stores, and what it would with all of its equal layers."""
         mesh = program.mesh
+
+        def names(found: Collection[str]) -> frozenset[str]:
+            return frozenset(one for name in found for one in rest.names(name))
+
+        def all_(bytes_: Mapping[str, int]) -> dict[str, int]:
+            return {one: size for name, size in bytes_.items() for one in rest.names(name)}
+
         stored = {entry.name: local_bytes(node, mesh) for node, entry in program.parameters() if rest.has(entry.name)}
         gradients = {
             out.name: local_bytes(node, mesh)
@@ -67,15 +74,15 @@ class Stored:
             if out.kind == "gradient" and node is not None and rest.has(out.name)
         }
         readers, (first, last) = _readers(program), _ends(program, rest)
-        own = frozenset(name for name, read in readers.items() if min(read.all) < first)
-        entry = frozenset(name for name, read in readers.items() if read.direct and max(read.direct) < first)
-        tied = frozenset(name for name in own if max(readers[name].all) > last)
+        own = [name for name, read in readers.items() if min(read.all) < first]
+        entry = [name for name, read in readers.items() if read.direct and max(read.direct) < first]
+        tied = [name for name in own if max(readers[name].all) > last]
         casts = {
             source.name: sum(local_bytes(user, mesh) for user in node.users if user.target is CAST)
             for node, source in program.parameters()
             if source.name in stored.keys() - gradients.keys()
         }
-        return cls(stored, gradients, own, entry, tied, casts)
+        return cls(*map(all_, (stored, gradients)), *map(names, (own, entry, tied)), all_(casts))
 
     @property
     def frozen(self) -> frozenset[str]:

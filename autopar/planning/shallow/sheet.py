@@ -37,7 +37,8 @@ class SheetCall(NamedTuple):  # a search of plans makes a hundred thousand
     kept: how many bytes more are kept between actions, or fewer after it: of all, without the layer that is left out,
     of what lies behind the layers. widened: bytes of its logits in float32. term: TERM of what a joined sum
     adds, SUM of the sum. layer: which of the program's equal layers it lies in, in their order, -1 in none. events:
-    what it reads of parameters, and makes of their gradients."""
+    what it reads of parameters, and makes of their gradients. other: in which further list of equal layers it lies, and
+    in which of its three."""
 
     load: Load | None
     launch: StreamCall | None
@@ -50,6 +51,7 @@ class SheetCall(NamedTuple):  # a search of plans makes a hundred thousand
     term: int
     layer: int = -1
     events: Events = NO_EVENTS
+    other: tuple[int, int] = (-1, -1)
 
     def between(self, other: SheetCall, share: float) -> SheetCall | None:
         """The call at a share of the way to another, as of a `Sheet`."""
@@ -107,10 +109,10 @@ class Sheet:
         if kind == "W":
             leaving = [node for node, entry in program.entries if entry.kind == SAVED]
         kinds = leaving, list(filter(rest.counts, leaving)), list(filter(rest.is_entry, leaving))
-        whole, less, entry = (_bytes(program, nodes, kind == "W") for nodes in kinds)
+        whole, less, entry = (_bytes(program, nodes, kind == "W", rest) for nodes in kinds)
         reads = frozenset(entry.name for _, entry in program.parameters())
         calls = tuple(_calls(kind, program, rest, named, waited, given))
-        ahead = _sum(call.kept for call in calls) if kind == "F" else NONE
+        ahead = sum_of(call.kept for call in calls) if kind == "F" else NONE
         return cls(program.mesh, calls, (whole, less, entry), reads, ahead)
 
     def between(self, other: Sheet, share: float) -> Sheet | None:
@@ -203,7 +205,7 @@ def _front(kept: Kept, is_less: bool) -> float:
     return kept[is_less] - kept[2]
 
 
-def _sum(all_: Iterable[Kept]) -> Kept:
+def sum_of(all_: Iterable[Kept]) -> Kept:
     whole, less, behind = map(sum, zip(*all_, strict=True))
     return whole, less, behind
 
@@ -225,10 +227,11 @@ def described(program: Program) -> Iterator[Hashable]:
         yield node.name, node.target, str(node.args), str(node.kwargs), known, known.flops
 
 
-def _bytes(program: Program, nodes: list[fx.Node], given: bool) -> int:
+def _bytes(program: Program, nodes: list[fx.Node], given: bool, rest: Rest) -> int:
     """Count the bytes that some values lie in. given: also of what was there before."""
-    roots = {root_of(node) for node in nodes}
-    return sum(local_bytes(root, program.mesh) for root in roots if given or root.op == "call_function")
+    roots = {root_of(node): rest.times(node) for node in nodes}
+    taken = ((root, times) for root, times in roots.items() if given or root.op == "call_function")
+    return sum(times * local_bytes(root, program.mesh) for root, times in taken)
 
 
 def _calls(
@@ -259,6 +262,7 @@ def _calls(
             load, launch, rest.counts(node), sides[node], own, tuple(dying.get(node, ())), kept.get(node, NONE),
             widened_bytes(node, program.mesh), terms.get(node, 0),
             layers.index(rest.layer(node)) if rest.is_equal(node) else -1, events.get(node, NO_EVENTS),
+            rest.other(node),
         )  # fmt: skip
 
 
@@ -281,7 +285,7 @@ def _kept(
     for at, node, sign in changes:
         bytes_ = float(sign * local_bytes(node, program.mesh))
         more = bytes_, bytes_ * rest.counts(node), bytes_ * (side_of(node, rest) == BEHIND)
-        kept[at] = _sum((kept.get(at, NONE), more))
+        kept[at] = sum_of((kept.get(at, NONE), more))
     return kept
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from autopar.ir.mesh import Mesh, is_in_time
 from autopar.machines import Machine
+from autopar.planning.shallow.all_layers import with_all_layers
 from autopar.planning.shallow.depth import Rest
 from autopar.planning.shallow.events import Named
 from autopar.planning.shallow.held_bytes import Held, Stored, held, held_of_entry
@@ -119,9 +120,11 @@ def _both(micro: Micro, kind: str, rest: Rest, named: Named, given: set[str]) ->
     """The sheet of a graph, and of what it is without a layer: of what is done once a step, another graph."""
     graph = micro.graphs[kind]
     waited = {entry.name for entry in micro.graphs["W"].inputs} if kind == "I" else set()
-    whole = Sheet.of(kind, micro.finished(graph), rest, named, waited, given - waited)
+    whole = with_all_layers(Sheet.of(kind, micro.finished(graph), rest, named, waited, given - waited), rest.others)
     shorter = rest.cut_out(graph) if kind in (*ONCE, MIDDLE) and rest.path else None
-    return whole, whole if shorter is None else Sheet.of(kind, micro.finished(shorter), rest, named)
+    if shorter is None:
+        return whole, whole
+    return whole, with_all_layers(Sheet.of(kind, micro.finished(shorter), rest, named), rest.others)
 
 
 def _given(micro: Micro) -> set[str]:

@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 from torch import fx
@@ -15,6 +16,7 @@ from autopar.machines import Machine
 from autopar.passes.pipeline.cuts.cut import ForwardLine, StageLimits
 from autopar.passes.pipeline.cuts.when import times_of
 from autopar.planning.shallow.depth import Rest
+from autopar.planning.shallow.others import Others
 from autopar.planning.shallow.parameter_use import Weight, first_read, tied_weights, weights_of
 from autopar.planning.shallow.stage_graphs import Micro
 
@@ -60,6 +62,14 @@ def whole(layers: int, again: int = 0) -> Share:
     return Share(all_, all_, all_, layers - again)
 
 
+class Span(NamedTuple):
+    """Two places of a line, between which a layer lies of which there are more."""
+
+    others: Others
+    begin: int
+    end: int
+
+
 @dataclass(frozen=True, slots=True)
 class Section:
     """A piece of the forward pass with the places where it may be cut. time, stored, saved: us and bytes of what comes
@@ -74,16 +84,47 @@ class Section:
 
     @classmethod
     def of(
-        cls, line: ForwardLine, first: int, last: int, weights: Mapping[fx.Node, Weight], firsts: Mapping[fx.Node, int]
-    ) -> Section:
+        cls, line: ForwardLine, first: int, last: int, weights: Mapping[fx.Node, Weight],
+        firsts: Mapping[fx.Node, int], others: Sequence[Span] = (),
+    ) -> Section:  # fmt: skip
         """Between two places of a line. weights: of the program; firsts: the numbers of the calls that need each
-        first."""
+        first. others: the layers of further lists, of which more come."""
         part = slice(first, last + 1)
         time, stored, saved = (values[part] - values[first] for values in (line.times, line.held, line.saved))
         uses = sorted((_place(line, use + 1) - 1, i, node) for i, (node, use) in enumerate(firsts.items()))
         own = [(place - first, node) for place, _, node in uses if first <= place < last and node in weights]
-        placed = (replace(weights[node], place=at, at=float(time[at] / time[-1])) for at, node in own)
-        return cls(time, stored, saved, line.transfer[part], tuple(placed))
+        placed = tuple(replace(weights[node], place=at) for at, node in own)
+        found = cls(time, stored, saved, line.transfer[part], placed)
+        for span in sorted(others, key=lambda span: -span.begin):  # what stands before a place keeps its own
+            if first <= span.begin < span.end <= last:
+                found = found._longer(span.begin - first, span.end - first, span.others)
+        total = found.time[-1]
+        return replace(
+            found, weights=tuple(replace(each, at=float(found.time[each.place] / total)) for each in found.weights)
+        )
+
+    def _longer(self, begin: int, end: int, others: Others) -> Section:
+        """With what lies between two places as often as there are such layers."""
+        inner, count = [*range(begin, end)] * (others.more + 1), len(self.time) - 1
+        steps = [*range(begin), *inner, *range(end, count)]
+        sums = (
+            np.concatenate([[0.0], np.cumsum(np.diff(each)[steps])]) for each in (self.time, self.stored, self.saved)
+        )
+        length, weights = end - begin, list[Weight]()
+        for each in self.weights:
+            if each.place < begin:
+                weights.append(each)
+                continue
+            copies = range(others.more + 1) if each.place < end else [others.more]
+            weights += [
+                replace(
+                    each, place=each.place + copy * length, name=others.moved(each.name, copy, least=1),
+                    unit=others.moved(each.unit, copy, least=1),
+                )
+                for copy in copies
+            ]  # fmt: skip
+        weights.sort(key=lambda each: each.place)
+        return Section(*sums, self.crossing[[*steps, count]], tuple(weights))
 
     def at(self, longer: float, crossing: float, moved: Sequence[float]) -> Section:
         """The section at other times, as of `Rates`."""
@@ -138,10 +179,11 @@ class Sections:
         at, calls = line.places[behind], (line.nodes[: line.places[begin]], line.nodes[line.places[behind] :])
         first, last = tied_weights(weights, frozenset(calls[0]), frozenset(calls[1]), program.mesh)
         again = {node: at + first_read(node, calls[1]) for node in last}
+        spans = [span for each in rest.others if (span := _span(line, layers, each)) is not None]
         return cls(
-            Section.of(line, 0, begin, {**weights, **first}, firsts),
+            Section.of(line, 0, begin, {**weights, **first}, firsts, spans),
             Section.of(line, start, end, weights, firsts),
-            Section.of(line, behind, len(line.places) - 1, {**weights, **last}, {**firsts, **again}),
+            Section.of(line, behind, len(line.places) - 1, {**weights, **last}, {**firsts, **again}, spans),
         )
 
     @property
@@ -198,6 +240,12 @@ def _is_again(layers: int, ranges: Ranges) -> Iterator[bool]:
 def _rest(low: float, high: float, ranges: Ranges) -> float:
     """How much of the layers between two places lies behind the last one that computes more again."""
     return high - max([low, *(min(end, high) for begin, end in ranges if begin < high and end > low)])
+
+
+def _span(line: ForwardLine, layers: Sequence[str], others: Others) -> Span | None:
+    """The places of a line between which the second of three layers lies. layers: of its nodes."""
+    second, third = (next((i for i, path in enumerate(layers) if path == one), -1) for one in others.paths[1:])
+    return Span(others, _place(line, second), _place(line, third)) if 0 <= second < third else None
 
 
 def _place(line: ForwardLine, node: int) -> int:
