@@ -77,6 +77,23 @@ def test_of_plans_that_are_as_fast_the_lightest_stands_first() -> None:
         assert light_first(others) == (others, "")
 
 
+@pytest.mark.parametrize(("room", "is_light"), [(1.02, True), (2.0, False)])
+def test_where_the_fastest_takes_nearly_all_of_the_memory_a_lighter_one_is_looked_for(room: float, is_light: bool):
+    """However many plans are between them: one alone is asked for."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.Tanh()) for _ in range(12)))
+        batch = (torch.empty(12288, 512),)
+    asked = Asked(4, 12288, named("h100-80g"), top=1, may_offload=False)
+    found = plan(Job(model, lambda model, x: model(x).mean(), batch), asked)
+    (fastest,) = checked(found).found.best
+    made = checked(replace(found, asked=replace(asked, memory=room * fastest.memory)))
+    (first,) = made.found.best
+    assert first.is_emitted and (first.candidate != fastest.candidate) == is_light
+    assert (" MB less" in made.certificate) == is_light
+    if is_light:
+        assert first.memory < 0.9 * fastest.memory and first.total < 1.02 * fastest.total
+
+
 def test_of_plans_that_are_as_fast_and_as_light_the_one_with_the_fewest_options_stands_first() -> None:
     many = _plan(1000.0, 40e9, zero=3)
     few, heavy = _plan(1004.0, 41e9), _plan(1003.0, 60e9)

@@ -104,8 +104,8 @@ def _middle(layers: Layers, rank: Stage) -> float:
 
 
 def rank_bytes(candidate: Candidate, made: Pipelined, rank: int) -> float:
-    """The bytes of a rank at its peak: its rows of the batch, and what is there beside them."""
-    rows = candidate.rows * candidate.microbatches / candidate.context
+    """The bytes of a rank at its peak: the batch, which every rank is given whole, and what is there beside it."""
+    rows = candidate.rows * candidate.microbatches * candidate.dp * candidate.fsdp
     return rows * made.row + _step_bytes(candidate, made, rank)
 
 
