@@ -23,7 +23,9 @@ def with_fewer(model: nn.Module, shallow: Shallow) -> nn.Module | None:
     or Sequential, and where two captures of it would cost as much as one of the model."""
     first, *others = shallow.stacks
     made = _without(model, *_gone(first))
-    for stack in others if made is not None else ():
+    if made is None:
+        return None
+    for stack in others:  # short ones stay whole
         made = _without(made, *_gone(stack)) or made
     return made
 

@@ -82,7 +82,7 @@ class Stored:
             for node, source in program.parameters()
             if source.name in stored.keys() - gradients.keys()
         }
-        return cls(*map(all_, (stored, gradients)), *map(names, (own, entry, tied)), all_(casts))
+        return cls(all_(stored), all_(gradients), names(own), names(entry), names(tied), all_(casts))
 
     @property
     def frozen(self) -> frozenset[str]:

@@ -107,9 +107,8 @@ class Section:
         """With what lies between two places as often as there are such layers."""
         inner, count = [*range(begin, end)] * (others.more + 1), len(self.time) - 1
         steps = [*range(begin), *inner, *range(end, count)]
-        sums = (
-            np.concatenate([[0.0], np.cumsum(np.diff(each)[steps])]) for each in (self.time, self.stored, self.saved)
-        )
+        before = self.time, self.stored, self.saved
+        time, stored, saved = (np.concatenate([[0.0], np.cumsum(np.diff(each)[steps])]) for each in before)
         length, weights = end - begin, list[Weight]()
         for each in self.weights:
             if each.place < begin:
@@ -124,7 +123,7 @@ class Section:
                 for copy in copies
             ]  # fmt: skip
         weights.sort(key=lambda each: each.place)
-        return Section(*sums, self.crossing[[*steps, count]], tuple(weights))
+        return Section(time, stored, saved, self.crossing[[*steps, count]], tuple(weights))
 
     def at(self, longer: float, crossing: float, moved: Sequence[float]) -> Section:
         """The section at other times, as of `Rates`."""
