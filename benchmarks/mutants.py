@@ -379,8 +379,8 @@ def _reached() -> Reached:
 
 
 def tests_of(mutant: Mutant) -> list[str]:
-    """The tests that a mutant is shown to, the likeliest to see it first, for some seconds; in a second round those that
-    the first had no time for. What runs as its module is imported is shown to all that reach anything in that module."""
+    """The tests a mutant is shown to, the likeliest to see it first, for some seconds; in a second round those that the
+    first had no time for. What runs as its module is imported is shown to all that reach anything in that module."""
     tree = ast.parse((ROOT / mutant.path).read_text())
     marks = blocks(tree, mutant.path)
     mark, _ = marks[id(mutant.node(tree))]
