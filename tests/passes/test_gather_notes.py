@@ -80,7 +80,9 @@ SILENT = {
     "one number a row, gathered along the rows": Gathered(SUMS, axis="cp", dim=1),
     "over tp": Gathered(ROWS, axis="tp"),
     "the backward pass": Gathered(ROWS, phase="   # backward"),
-    "a product": Gathered('%out: [] = autopar.einsum.default(%whole, %whole, "abc,abc->abc")   # net  model.py:5', **SEQ),
+    "a product": Gathered(
+        '%out: [] = autopar.einsum.default(%whole, %whole, "abc,abc->abc")   # net  model.py:5', **SEQ
+    ),
     "an op of ours": Gathered('%out: [] = autopar.keep_first.default(%whole, "cp")   # net  model.py:5', **SEQ),
 }  # fmt: skip
 
