@@ -17,11 +17,11 @@ Spread = str | None
 class CollectiveOp:
     """An op that moves data between the ranks of an axis.
 
-    has, gives: what it makes of a value; `dim` and `outer` of where it was split, and of where it will be, are among the
-    arguments, in this order. halves: whether it also stands as two ops, `<name>_start` and `wait`, for overlap. to_one:
-    all of the operand goes to one rank, and the layout stays. edges: what moves are the rows by which its result is
-    longer or shorter than its operand. owned: rows go to their owners (True), or come back from there (False), along
-    dim 0; ranks have different numbers of them. like: the collective that takes as long.
+    has, gives: what it makes of a value; `dim` and `outer` of where it was split, and of where it will be, are among
+    the arguments, in this order. halves: whether it also stands as two ops, `<name>_start` and `wait`, for overlap.
+    to_one: all of the operand goes to one rank, and the layout stays. edges: what moves are the rows by which its
+    result is longer or shorter than its operand. owned: rows go to their owners (True), or come back from there
+    (False), along dim 0; ranks have different numbers of them. like: the collective that takes as long.
     """
 
     schema: str
