@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from autopar.ir.mesh import CONTEXT_AXES, DATA_AXES
 from autopar.ir.text.text import parse_program
 from autopar.passes.collectives.gather_notes import with_gather_notes
 
@@ -36,7 +37,7 @@ class Gathered:
         whole = f"{self.dtype}[{','.join(map(str, self.shape))}]"
         split = f"{whole} [{','.join(self.axis if dim == self.dim else '-' for dim in range(len(self.shape)))}]"
         lines = [
-            f"EXPLICIT program on {self.axis}=2",
+            f"EXPLICIT program on {','.join(f'{axis}=2' for axis in self.axis.split(':'))}",
             *(f"note: {note}" for note in before),
             f"%x: {split} = {self.given}",
             f"%exp: {split} = aten.exp.default(%x)",
@@ -56,6 +57,14 @@ NOTED = {
     "one sample behind a view": (
         Gathered(f"%v: [] = aten.neg.default(%whole)   # model.py:4\n{ROWS.replace('%whole', '%v')}"),
         SAMPLES.format("select.int", [8, 6]),
+    ),
+    "one sample of all replicas": (
+        Gathered(ROWS, axis=":".join(DATA_AXES)),
+        SAMPLES.replace("'dp'", f"'{':'.join(DATA_AXES)}'").format("select.int", [8, 6]),
+    ),
+    "sums along all pieces of the sequence": (
+        Gathered(SUMS, ":".join(CONTEXT_AXES), (4, 8, 3), 1),
+        SEQUENCE.replace("'cp'", f"'{':'.join(CONTEXT_AXES)}'").format("cumsum.default", [4, 8, 3]),
     ),
     "sums along the sequence": (Gathered(SUMS, **SEQ), SEQUENCE.format("cumsum.default", [4, 8, 3])),
     "what only shows it": (
