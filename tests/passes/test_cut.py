@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import cache
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from autopar.capture import capture
 from autopar.compiler.meshes import mesh_of
 from autopar.ir.options import StepOptions
 from autopar.ir.plan import Plan
+from autopar.ir.program import Program
 from autopar.passes import run_passes
 from autopar.passes.pipeline.cuts.cut import ForwardLine, StageLimits, forward_nodes
 from autopar.passes.pipeline.cuts.when import When, times_of
@@ -40,10 +42,15 @@ def square(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().sum()
 
 
-def line_of(limits: StageLimits, microbatches: int = 2) -> ForwardLine:
+@cache
+def program_of(microbatches: int) -> Program:
     torch.manual_seed(0)
     captured = capture(Uneven(), square, (torch.randn(512, 8),), {})
-    program = run_passes(captured.program, Plan(mesh_of("pp=2"), options=StepOptions(microbatches=microbatches)))[-1][1]
+    return run_passes(captured.program, Plan(mesh_of("pp=2"), options=StepOptions(microbatches=microbatches)))[-1][1]
+
+
+def line_of(limits: StageLimits, microbatches: int = 2) -> ForwardLine:
+    program = program_of(microbatches)
     return ForwardLine(program, times_of(program, microbatches), limits)
 
 
@@ -85,6 +92,19 @@ def test_memory_matters():
     free = line_of(StageLimits([20, 1])).best(2, math.inf)[0]
     assert times == sorted(times, reverse=True) and times[0] == math.inf and times[-1] == free
     assert any(free < time < math.inf for time in times), times
+
+
+def test_a_stage_may_hold_all_that_there_is():
+    """What fits to the byte fits; a byte less does not."""
+    flying = [20, 1]
+    free = line_of(StageLimits(flying))
+    time, borders = free.best(2, math.inf)
+    held = [
+        free.held[end] - free.held[start] + count * (free.saved[end] - free.saved[start])
+        for count, (start, end) in zip(flying, itertools.pairwise([0, *borders]), strict=True)
+    ]
+    assert line_of(StageLimits(flying, int(max(held)))).best(2, math.inf)[0] == time
+    assert line_of(StageLimits(flying, int(max(held)) - 1)).best(2, math.inf)[0] > time
 
 
 def test_a_later_program_keeps_parameters_where_they_are():
