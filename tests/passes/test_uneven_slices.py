@@ -59,7 +59,7 @@ LLAMA: dict[str, tuple[str, dict[str, Any]]] = {
 }
 CHUNKED: dict[str, tuple[str, dict[str, Any]]] = {
     "two": ("pp=2", sliced([40, 24], chunked_loss=True)),
-    "one sample": ("pp=2", sliced([40, 24], 4, chunked_loss=4000)),
+    "one sample": ("pp=2", sliced([40, 24], 4, chunked_loss=1)),
     "four": ("pp=2", sliced([24, 16, 16, 8], 1, chunked_loss=True)),
     "cp": ("pp=2,cp=2", sliced([40, 24], chunked_loss=13000, attention="gather")),
     "tp": ("pp=2,tp=2", sliced([40, 24], chunked_loss=4000)),
