@@ -17,7 +17,7 @@ from autopar.ir.options import StepOptions
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.passes import run_passes
-from autopar.passes.pipeline.cuts.cut import ForwardLine, StageLimits, forward_nodes
+from autopar.passes.pipeline.cuts.cut import ForwardLine, StageLimits, cut, forward_nodes
 from autopar.passes.pipeline.cuts.when import When, times_of
 
 
@@ -75,13 +75,25 @@ def test_no_cut_is_better(stages: int, memory: int | None):
     assert len(line.places) > 8
     cuts = all_cuts(line, stages)
     slowest, _ = line.best(stages, math.inf)
-    assert slowest == pytest.approx(min(cut[0] for cut in cuts))
+    assert slowest == pytest.approx(min(one[0] for one in cuts))
     if math.isinf(slowest):
         return
     limit = slowest * (1 + 1e-9)
     squares, borders = line.best(stages, limit)
-    assert squares == pytest.approx(min(cut[1] for cut in cuts if cut[0] <= limit))
-    assert any(cut[2] == borders and cut[0] <= limit for cut in cuts)
+    assert squares == pytest.approx(min(one[1] for one in cuts if one[0] <= limit))
+    assert any(one[2] == borders and one[0] <= limit for one in cuts)
+
+
+@pytest.mark.parametrize("stages", [3, 4])
+def test_the_slowest_stage_counts_before_how_even_they_are(stages: int):
+    program = program_of(2)
+    times, limits = times_of(program, 2), StageLimits([1] * stages)
+    line = ForwardLine(program, times, limits)
+    cuts = all_cuts(line, stages)
+    slowest = min(one[0] for one in cuts)
+    *_, borders = min((one for one in cuts if one[0] <= slowest * (1 + 1e-9)), key=lambda one: one[1])
+    assert min(cuts, key=lambda one: one[1])[0] > 1.05 * slowest, "the evenest is slower"
+    assert cut(program, times, stages, limits) == line.stages(borders)
 
 
 def test_memory_matters():
