@@ -6,8 +6,8 @@
 A mutant is one change of one place in a rule, a pass, a collective, a schedule, an executor or the code of checkpoints:
 another comparison, another sign, a number one larger, a condition that always holds, a call or an entry of a table that
 is gone. No file is changed: a process of its own, and all that it starts, imports the changed source and runs the tests
-that reach its statement (`benchmarks.reached`), of each file the quickest first, then the next of each: QUICK seconds
-of them, and if it survives, up to `--most`. So the whole suite kills at least as many. What changes nothing that
+that reach its statement (`benchmarks.reached`), those that are about its file first: QUICK seconds of them, and if it
+survives, up to `--most`. So the whole suite kills at least as many. What changes nothing that
 anybody sees is a row of MUTANTS.md, with its reason, and is not counted. `--control` runs the tests of each mutant with
 nothing changed, too, and leaves out what does not pass. Exits with 1 if fewer than GOAL are killed. `--unreached` names
 in a minute the statements that no test reaches, in which every mutant survives.
@@ -379,21 +379,15 @@ def _reached() -> Reached:
 
 
 def tests_of(mutant: Mutant) -> list[str]:
-    """The tests that a mutant is shown to: of each file that reaches its statement the quickest first, then the next of
-    each, for some seconds; in a second round those that the first had no time for. What runs as its module is imported
-    is shown to all that reach anything in that module."""
+    """The tests a mutant is shown to, the likeliest to see it first, for some seconds; in a second round those that the
+    first had no time for. What runs as its module is imported is shown to all that reach anything in that module."""
     tree = ast.parse((ROOT / mutant.path).read_text())
     marks = blocks(tree, mutant.path)
     mark, _ = marks[id(mutant.node(tree))]
-    reached, rounds = _reached(), Counter[str]()
-    every = []
-    for test in reached.tests([mark] if mark else [each for each, _ in marks.values() if each]):
-        file = test.partition("::")[0]
-        every.append((rounds[file], reached.seconds[test], test))
-        rounds[file] += 1
+    every = [each for each, _ in marks.values() if each]
     chosen, spent, most = defaultdict[str, list[str]](list), 0.0, QUICK if mutant.is_first else mutant.most
-    for _, seconds, test in sorted(every):
-        spent += seconds
+    for test in _reached().tests([mark] if mark else every, every):
+        spent += _reached().seconds[test]
         if (0 if mutant.is_first else QUICK) < spent <= most:
             chosen[test.partition("::")[0]].append(test)
     return [test for of_file in chosen.values() for test in of_file]

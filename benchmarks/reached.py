@@ -270,23 +270,40 @@ def quiet() -> None:
 
 
 class Reached:
-    """Notes, read: the tests of a mark, quickest first."""
+    """Notes, read: the tests of a mark."""
 
     def __init__(self, path: Path = NOTES) -> None:
         self.seconds: dict[str, float] = {}
-        self._bits: dict[str, bytes] = {}
+        self._bits: dict[str, int] = {}
         for line in path.read_text().splitlines():
             name, seconds, text = json.loads(line)
-            self.seconds[name], self._bits[name] = seconds, zlib.decompress(base64.b85decode(text))
+            self.seconds[name] = seconds
+            self._bits[name] = int.from_bytes(zlib.decompress(base64.b85decode(text)), "little")
 
     def is_reached(self, mark: str) -> bool:
-        at = slot(mark)
-        return any(bits[at // 8] >> at % 8 & 1 for bits in self._bits.values())
+        return any(bits >> slot(mark) & 1 for bits in self._bits.values())
 
-    def tests(self, marks: Iterable[str]) -> list[str]:
-        slots = {slot(mark) for mark in marks}
-        found = [name for name, bits in self._bits.items() if any(bits[at // 8] >> at % 8 & 1 for at in slots)]
-        return sorted(found, key=lambda name: self.seconds[name])
+    def tests(self, marks: Iterable[str], file: Iterable[str]) -> list[str]:
+        """The tests that reach one of some marks, those that are about the file of these first: of what they reach it
+        is the largest share, and they are quick. A golden test of a pass comes before the models that happen to need
+        the pass. Each further case of a test counts for less than the one before."""
+        wanted, own = _bits_of(marks), _bits_of(file)
+        found = [name for name, bits in self._bits.items() if bits & wanted]
+        worth = {}
+        for name in found:
+            worth[name] = (self._bits[name] & own).bit_count() / self._bits[name].bit_count() / (1 + self.seconds[name])
+        cases = Counter[str]()
+        for name in sorted(found, key=lambda name: -worth[name]):
+            cases[name.partition("[")[0]] += 1
+            worth[name] /= cases[name.partition("[")[0]]
+        return sorted(found, key=lambda name: -worth[name])
+
+
+def _bits_of(marks: Iterable[str]) -> int:
+    bits = 0
+    for mark in marks:
+        bits |= 1 << slot(mark)
+    return bits
 
 
 if __name__ == "__main__":

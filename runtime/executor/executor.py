@@ -206,8 +206,7 @@ class _Writer:
 
     def bind(self, thing: Any) -> str:
         """A name for an object in the function's globals."""
-        if self.instead and callable(thing):
-            thing = self.instead.get(thing, thing)
+        thing = self.instead.get(thing, thing)
         name = self._bound.get(id(thing))
         if name is None:
             name = self._bound[id(thing)] = f"k{len(self.names)}"

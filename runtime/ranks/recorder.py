@@ -32,8 +32,8 @@ class Event:
 
     kind: str
     name: str
-    start_us: float
-    end_us: float
+    start_us: float = 0
+    end_us: float = 0
     step: int = 0
     action: Action | None = None
     text: str = ""
@@ -106,17 +106,17 @@ def _event(request: Any, step: int) -> Event:
     """What a request is, with no times yet."""
     if isinstance(request, (Send, Receive)):
         line: Instruction = request.instruction
-        return Event(POSTED, str(line), 0, 0, step, line.action, str(line), "", _bytes(line))
+        return Event(POSTED, str(line), step=step, action=line.action, text=str(line), bytes=_bytes(line))
     if isinstance(request, Await):
         line = request.instruction
-        return Event(WAITED, f"wait for {line.action} from rank {line.peer}", 0, 0, step, line.action, str(line), "",
-                     _bytes(line))  # fmt: skip
+        name = f"wait for {line.action} from rank {line.peer}"
+        return Event(WAITED, name, step=step, action=line.action, text=str(line), bytes=_bytes(line))
     node, name = request.node, request.op.__name__.split(".")[0]
     operand = request.args[0]
     axis = "" if request.op == WAIT else f" {request.args[1]}"
     size = operand.numel() * operand.element_size() if isinstance(operand, torch.Tensor) else 0
     module = record(node).module if request.op != WAIT else ""
-    return Event(COLLECTIVE, f"{name}{axis} %{node.name}", 0, 0, step, None, "", module, size)
+    return Event(COLLECTIVE, f"{name}{axis} %{node.name}", step=step, module=module, bytes=size)
 
 
 def _bytes(line: Instruction) -> int:

@@ -24,7 +24,7 @@ from autopar.checkpoint.checkpointer import Checkpointer
 from autopar.checkpoint.checksum import ROWS, WORDS, checksum
 from autopar.checkpoint.load import _own_of
 from autopar.checkpoint.manifest import Manifest
-from autopar.checkpoint.outgoing import Outgoing
+from autopar.checkpoint.outgoing import Outgoing, targets
 from autopar.checkpoint.run import Run
 from autopar.checkpoint.together import AllRanks
 from autopar.checkpoint.tree import decode, encode
@@ -420,3 +420,13 @@ def test_ranks_say_where_they_differ(two: Ranks, tmp_path: Path) -> None:
         for outcome in two.attempt(_apart, str(tmp_path), how):
             assert outcome.error is not None and "RankError" in outcome.error and "step=" in outcome.error, how
     assert not any(tmp_path.iterdir())
+
+
+def test_memory_that_is_read_into_keeps_its_values_until_then() -> None:
+    """What is missing in a file, or cannot be read, leaves a parameter as it was."""
+    model = autopar.parallelize(nn.Linear(4, 3), "dp=1", loss_fn=lambda model, x: model(x).sum())
+    for parameter in model.parameters():
+        before = parameter.full_tensor().clone()
+        ((offset, part),) = targets(parameter)
+        assert not any(offset) and part.shape == before.shape
+        assert torch.equal(parameter.full_tensor(), before)

@@ -254,6 +254,36 @@ def test_errors_name_the_line(change: tuple[str, str], message: str):
         parse_program(text)
 
 
+ABOVE = """\
+LOCAL program on tp=2
+%x: f32[8] [-] = batch "0"
+%n: - = autopar.coord.default("tp")
+%a: f32[8] [-] = aten.neg.default(%x)
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("%b: f32[8] [-] = aten.neg.default(%nope)", "line 5: unknown name 'nope'"),
+        ("%a: f32[8] [-] = aten.neg.default(%x)", "line 5: %a is defined twice"),
+        ('return value "0" = %a\n%b: f32[8] [-] = aten.neg.default(%x)', "line 6: a value stands after"),
+    ],
+)
+def test_a_line_like_one_above_is_read_with_the_same_care(line: str, message: str):
+    """Of lines that differ in names alone only the first is read piece by piece."""
+    for above in (ABOVE, ABOVE.replace("aten.neg", "aten.exp")):
+        with pytest.raises(ArtifactError, match=message):
+            parse_program(f"{above}{line}\n")
+
+
+def test_a_number_where_a_line_above_has_a_tensor():
+    """Numbers have no layout that a call could want."""
+    lines = ABOVE.replace("neg.default(%x)", "add.Tensor(%x, %x)") + "%b: f32[8] [-] = aten.add.Tensor(%x, %n)\n"
+    program = parse_program(f'{lines}return value "0" = %b\n')
+    assert [record(node).operands for node in program.calls()] == [(), (Layout(((),)),) * 2, (Layout(((),)),)]
+
+
 def test_empty_text():
     with pytest.raises(ArtifactError, match="it is empty"):
         parse_program("\n")

@@ -148,6 +148,13 @@ def test_integers_are_counted_as_integers() -> None:
     check("counted", "dp=2")
 
 
+def test_sums_of_chunks_are_at_least_float32() -> None:
+    """Each chunk adds a rounding: of a short float the twelve parts would lose digits that the whole has."""
+    found = compiled("plain", "dp=2", precision="bf16")
+    totals = {record(node).type.dtype for node in found.program.calls() if node.name.startswith("total")}
+    assert totals and torch.bfloat16 not in totals
+
+
 def test_a_head_without_a_gradient_is_cut_once() -> None:
     found = compiled("measured", "dp=2")
     names = [node.name for node in found.program.calls() if node.target is op("einsum")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import cache
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from autopar.capture import capture
 from autopar.compiler.meshes import mesh_of
 from autopar.ir.options import StepOptions
 from autopar.ir.plan import Plan
+from autopar.ir.program import Program
 from autopar.passes import run_passes
-from autopar.passes.pipeline.cuts.cut import ForwardLine, StageLimits, forward_nodes
+from autopar.passes.pipeline.cuts.cut import ForwardLine, StageLimits, cut, forward_nodes
 from autopar.passes.pipeline.cuts.when import When, times_of
 
 
@@ -40,10 +42,15 @@ def square(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().sum()
 
 
-def line_of(limits: StageLimits, microbatches: int = 2) -> ForwardLine:
+@cache
+def program_of(microbatches: int) -> Program:
     torch.manual_seed(0)
     captured = capture(Uneven(), square, (torch.randn(512, 8),), {})
-    program = run_passes(captured.program, Plan(mesh_of("pp=2"), options=StepOptions(microbatches=microbatches)))[-1][1]
+    return run_passes(captured.program, Plan(mesh_of("pp=2"), options=StepOptions(microbatches=microbatches)))[-1][1]
+
+
+def line_of(limits: StageLimits, microbatches: int = 2) -> ForwardLine:
+    program = program_of(microbatches)
     return ForwardLine(program, times_of(program, microbatches), limits)
 
 
@@ -68,13 +75,25 @@ def test_no_cut_is_better(stages: int, memory: int | None):
     assert len(line.places) > 8
     cuts = all_cuts(line, stages)
     slowest, _ = line.best(stages, math.inf)
-    assert slowest == pytest.approx(min(cut[0] for cut in cuts))
+    assert slowest == pytest.approx(min(one[0] for one in cuts))
     if math.isinf(slowest):
         return
     limit = slowest * (1 + 1e-9)
     squares, borders = line.best(stages, limit)
-    assert squares == pytest.approx(min(cut[1] for cut in cuts if cut[0] <= limit))
-    assert any(cut[2] == borders and cut[0] <= limit for cut in cuts)
+    assert squares == pytest.approx(min(one[1] for one in cuts if one[0] <= limit))
+    assert any(one[2] == borders and one[0] <= limit for one in cuts)
+
+
+@pytest.mark.parametrize("stages", [3, 4])
+def test_the_slowest_stage_counts_before_how_even_they_are(stages: int):
+    program = program_of(2)
+    times, limits = times_of(program, 2), StageLimits([1] * stages)
+    line = ForwardLine(program, times, limits)
+    cuts = all_cuts(line, stages)
+    slowest = min(one[0] for one in cuts)
+    *_, borders = min((one for one in cuts if one[0] <= slowest * (1 + 1e-9)), key=lambda one: one[1])
+    assert min(cuts, key=lambda one: one[1])[0] > 1.05 * slowest, "the evenest is slower"
+    assert cut(program, times, stages, limits) == line.stages(borders)
 
 
 def test_memory_matters():
@@ -85,6 +104,19 @@ def test_memory_matters():
     free = line_of(StageLimits([20, 1])).best(2, math.inf)[0]
     assert times == sorted(times, reverse=True) and times[0] == math.inf and times[-1] == free
     assert any(free < time < math.inf for time in times), times
+
+
+def test_a_stage_may_hold_all_that_there_is():
+    """What fits to the byte fits; a byte less does not."""
+    flying = [20, 1]
+    free = line_of(StageLimits(flying))
+    time, borders = free.best(2, math.inf)
+    held = [
+        free.held[end] - free.held[start] + count * (free.saved[end] - free.saved[start])
+        for count, (start, end) in zip(flying, itertools.pairwise([0, *borders]), strict=True)
+    ]
+    assert line_of(StageLimits(flying, int(max(held)))).best(2, math.inf)[0] == time
+    assert line_of(StageLimits(flying, int(max(held)) - 1)).best(2, math.inf)[0] > time
 
 
 def test_a_later_program_keeps_parameters_where_they_are():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,7 @@ from autopar.ir.check.check_levels import verify
 from autopar.ir.layout import combine, local_part, replica_error
 from autopar.ir.ops.fused import fused_of
 from autopar.ir.ops.ops import is_mesh_op
+from autopar.ir.options import StepOptions
 from autopar.ir.plan import Plan
 from autopar.ir.program import Level, Program, record
 from autopar.ir.text.text import parse_program, print_program
@@ -95,6 +96,18 @@ def test_golden_is_pure(name: str) -> None:
     step, _ = STEPS[name.split("/")[0]]
     assert print_program(step(program, case.plan)) == print_program(step(program, case.plan))
     assert print_program(program) == case.given
+
+
+ASKED_FOR = ("chunk_loss", "fuse", "host_parameters", "offload", "own_views", "precision", "recompute")
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.split("/")[0] in ASKED_FOR])
+def test_what_nobody_asked_for_changes_nothing(name: str) -> None:
+    """Without its option a pass gives the very program that it was given."""
+    case = read(name)
+    program = parse_program(case.given)
+    step, _ = STEPS[name.split("/")[0]]
+    assert step(program, replace(case.plan, options=StepOptions())) is program
 
 
 @pytest.mark.parametrize("name", CASES)

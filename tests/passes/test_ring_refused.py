@@ -22,6 +22,10 @@ SCATTERED = f'%s: {CUT} = autopar.reduce_scatter.default(%dk, "cp", 2, 1, "sum")
 
 
 TENSOR = FORWARD.replace("None", "%m")
+ROW, GATHERED = "b8[1,1,1,4] of [1,1,1,8] [-,-,-,cp]", "b8[1,1,1,8] [-,-,-,-]"
+READ = f"""%gm: {GATHERED} = autopar.all_gather.default(%m, "cp", 3, 1)
+%seen: {GATHERED} = aten.logical_not.default(%gm)
+{FORWARD.replace("None", "%gm")}"""
 
 
 def program_of(
@@ -59,6 +63,7 @@ TAKEN = {
     "backward": program_of(BACKWARD),
     "backward, with a gradient that leaves": program_of(BACKWARD, GRADIENT, SCATTERED),
     "a mask that is a vector": program_of(TENSOR, mask="b8[1,1,1,8] [-,-,-,-]"),
+    "such a mask that is gathered, and read by another op": program_of(READ, mask=ROW),
     "such a mask of two dims": program_of(TENSOR, mask="b8[1,8] [-,-]"),
 }
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.errors import RuleError
 from autopar.ir.ops.ops import SEMANTIC, op
-from autopar.ir.program import record
+from autopar.ir.program import TensorType, record
 from autopar.passes.rules import TABLE, rule_of
 from autopar.passes.rules.build import build, named, replicated_rule
 from autopar.passes.rules.notation import instantiate, parse
@@ -55,6 +55,21 @@ def test_every_output_mask(samples: dict[str, list[Sample]]) -> None:
                     seen.add(name)
                     check(name, replace(one, args=(*one.args[:at], list(mask), *one.args[at + 1 :])))
     assert len(seen) > 5, seen
+
+
+def test_the_buffer_of_log_sigmoid_is_empty_on_a_gpu() -> None:
+    """There it has no dim that could be split with the others; on the CPU it has all."""
+    call, *_ = make_call("aten.log_sigmoid_forward.default", sample(r(4, 6)))
+    empty = TensorType((0,), torch.float64)
+    on_gpu = replace(call, results=(call.results[0], empty))
+    back = replace(
+        call, op="aten.log_sigmoid_backward.default", operands=(*call.operands * 2, empty), results=call.operands
+    )
+    rules = [TABLE[one.op].rule(one) for one in (call, on_gpu, back)]
+    assert [len(rules[0].results[1]), len(rules[1].results[1]), len(rules[2].operands[2])] == [2, 1, 1]
+    free = [rule.names() for rule in rules]
+    assert free[0] == free[1] == free[2] and len(free[0]) == 2
+    assert [rule.linear for rule in rules] == [(), (), (frozenset({0}),)]
 
 
 def _free(call: Call) -> Rule:

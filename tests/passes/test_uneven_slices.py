@@ -19,13 +19,14 @@ import autopar
 from autopar.compiled import Compiled
 from autopar.errors import BatchError, MeshError, PlanError, ScheduleError
 from autopar.ir.layout import local_part, parse_layout
-from autopar.ir.mesh import Mesh, parse_mesh
+from autopar.ir.mesh import SLICE, Mesh, parse_mesh
 from autopar.ir.ops.measure import local_type
 from autopar.ir.options import read_slices
 from autopar.ir.plan import Fixed
-from autopar.ir.program import record
+from autopar.ir.program import Record, TensorType, record
 from autopar.ir.schedule import Action
 from autopar.machines import named
+from autopar.passes.collectives.sized import Sized
 from autopar.passes.rules.rule import Reading, starts_of
 from autopar.report.inspection_pipeline import saved_bytes
 from autopar.report.timeline.show_timeline import picture_of
@@ -58,7 +59,7 @@ LLAMA: dict[str, tuple[str, dict[str, Any]]] = {
 }
 CHUNKED: dict[str, tuple[str, dict[str, Any]]] = {
     "two": ("pp=2", sliced([40, 24], chunked_loss=True)),
-    "one sample": ("pp=2", sliced([40, 24], 4, chunked_loss=4000)),
+    "one sample": ("pp=2", sliced([40, 24], 4, chunked_loss=1)),
     "four": ("pp=2", sliced([24, 16, 16, 8], 1, chunked_loss=True)),
     "cp": ("pp=2,cp=2", sliced([40, 24], chunked_loss=13000, attention="gather")),
     "tp": ("pp=2,tp=2", sliced([40, 24], chunked_loss=4000)),
@@ -340,3 +341,11 @@ def test_types_of_a_slice_are_its_own() -> None:
         embedded = next(node for node in graph.calls() if node.name == "embedding")
         assert str(record(embedded).layout) == "[mb,sl:2~cp,-]" and record(embedded).type.shape == (4, 2 * length, 32)
         assert local_type(embedded, graph.mesh).shape == (2, length // 2, 32)
+
+
+@pytest.mark.parametrize(("layout", "size", "flops"), [("[sl,-]", 4, 50), ("[dp,-]", 8, 100)])
+def test_only_what_is_sliced_costs_less_in_a_shorter_slice(layout: str, size: int, flops: int) -> None:
+    sized = Sized(4, 8, Mesh(((SLICE, 2),)), 4, 1, {}, frozenset())
+    known = Record((TensorType((8, 6), torch.float32),), layouts=(parse_layout(layout),), flops=100)
+    found = sized.record(known, [frozenset({0}) if size == 4 else frozenset()])
+    assert (found.type.shape, found.flops) == ((size, 6), flops)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +19,10 @@ from autopar.ir.ops.ops import is_collective
 from autopar.report.timeline.show_timeline import picture_of
 from autopar.report.timeline.trace import MERGED, measured_costs, merge_ranks, read_trace, timeline_of, write_rank
 from autopar.runtime.executor.inputs import inputs_of, slots_of
+from autopar.runtime.pipeline.microbatches import ExecutorGraph
 from autopar.runtime.pipeline.run_pipeline import compile_rank
-from autopar.runtime.ranks.recorder import COLLECTIVE, OTHER, POSTED, RUN, WAITED, Event, Recorder
+from autopar.runtime.ranks.recorder import COLLECTIVE, OTHER, POSTED, PROFILER, RUN, WAITED, Event, Recorder
+from autopar.runtime.ranks.runner import ExecutorRunner, PipelineRunner
 from autopar.runtime.ranks.virtual import VirtualMesh
 
 
@@ -223,3 +226,16 @@ def test_what_is_no_trace_of_this_graph(split: tuple[Compiled, Path]):
         picture_of(compiled, folder)
     with pytest.raises(TargetError, match="the step on mesh tp=2 is one graph"):
         picture_of(compiled)
+
+
+@pytest.mark.parametrize("is_pipeline", [False, True])
+def test_who_sees_what_a_runner_does(is_pipeline: bool) -> None:
+    """A recorder sees requests; the profiler, names of what runs; and nobody once it is told so."""
+    driver: Any = SimpleNamespace(recorder=None)
+    executable: Any = SimpleNamespace(is_named=False)
+    code: Any = SimpleNamespace(graphs={(0, "F", 0): ExecutorGraph(executable, ())})
+    device, recorder = torch.device("cpu"), Recorder()
+    runner = PipelineRunner(code, driver, (), device) if is_pipeline else ExecutorRunner(executable, driver)
+    for given, seen, is_named in ((recorder, recorder, False), (PROFILER, None, True), (None, None, False)):
+        runner.record(given)
+        assert (driver.recorder, executable.is_named) == (seen, is_named)

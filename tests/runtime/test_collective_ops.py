@@ -11,7 +11,6 @@ from autopar.ir.layout import Layout, combine, local_part
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops.ops import COLLECTIVES, CollectiveOp, collective_of, mesh_op_name, op, whole_of
 from autopar.passes.rules.rule import Halo
-from autopar.passes.search.search import move_cost
 from autopar.runtime.collectives import mesh_ops
 from autopar.runtime.collectives.collectives import _BEGIN, Member, Move, begin, together
 
@@ -87,7 +86,6 @@ def test_a_collective_among_one_rank_copies(one: CollectiveOp) -> None:
 @pytest.mark.parametrize("one", OTHERS, ids=lambda one: one.name)
 def test_a_half_begins_as_the_whole(one: CollectiveOp) -> None:
     assert op(one.name) in _BEGIN and collective_of(op(one.name)) is one and whole_of(op(one.name)) is op(one.name)
-    assert one.to_one or one.edges or move_cost(one.has, one.gives, 1e6, 4) > 1e5, "it moves bytes"
     if not one.halves:
         assert not hasattr(torch.ops.autopar, f"{one.name}_start")
         return

@@ -11,7 +11,7 @@ from autopar.ir.check.verify_chains import check_chains
 from autopar.ir.check.verify_fused import check_groups
 from autopar.ir.layout import OWNED, Layout, fits, outer_of
 from autopar.ir.mesh import axes_of_group
-from autopar.ir.ops.collective_ops import COLLECTIVES, Spread
+from autopar.ir.ops.collective_ops import COLLECTIVES, SPLIT, Spread
 from autopar.ir.ops.ops import AWAITED, COPIES, TO_DEVICE, TO_HOST, is_mesh_op, mesh_op_name
 from autopar.ir.ops.ring_ops import Ring, is_attention, is_ring_backward
 from autopar.ir.pipeline import Pipeline
@@ -187,7 +187,7 @@ def _is_same(a: Layout, b: Layout) -> bool:
 
 _COLLECTIVES = {one.name: one for one in COLLECTIVES}
 # What a rank makes of a value by itself: see `CollectiveOp`.
-_LOCAL: dict[str, tuple[Spread, Spread]] = {"shard": (None, (0, 1)), "keep_first": (None, "sum")}
+_LOCAL: dict[str, tuple[Spread, Spread]] = {"shard": (None, SPLIT), "keep_first": (None, "sum")}
 _TO_OWNERS = {"owned_index": True, **{one.name: one.owned for one in COLLECTIVES if one.owned is not None}}
 
 
@@ -210,20 +210,20 @@ def moved_layout(name: str, args: tuple[object, ...], has: Layout) -> Layout | N
         dims = [list(dim) for dim in (dims if ["wrong"] in dims else has.dims)]
         return Layout(tuple(tuple(dim) for dim in dims), has.partial)
     at = args[1:]  # (dim, outer) of where the value was split, and of where it will be
-    if row is not None and isinstance(before, str):
+    if before == SPLIT:
+        for axis in reversed(axes):
+            _remove(dims, axis, at[0], at[1])
+        at = at[2:]
+    elif row is not None and before is not None:
         summed = {(axis, str(args[-1]) if "str kind" in row.schema else before) for axis in axes}
         if not summed.issubset(partial):
             return None
         partial = [pair for pair in partial if pair not in summed]
-    elif before is not None:
-        for axis in reversed(axes):
-            _remove(dims, axis, at[0], at[1])
-        at = at[2:]
-    if isinstance(after, str):
-        partial += [(axis, after) for axis in axes]
-    elif after is not None:
+    if after == SPLIT:
         for axis in axes:
             _insert(dims, axis, at[0], at[1])
+    elif after is not None:
+        partial += [(axis, after) for axis in axes]
     return Layout(tuple(tuple(dim) for dim in dims), tuple(partial))
 
 
