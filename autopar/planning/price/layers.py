@@ -19,6 +19,7 @@ from autopar.planning.shallow.captures import KEPT, LEAST_ROWS, Captures
 from autopar.planning.shallow.depth import Rest
 from autopar.planning.shallow.floor import Floor, rank_flops
 from autopar.planning.shallow.sheets import Known, Sheets
+from autopar.planning.space.candidates import Candidate
 from autopar.planning.space.deal import Ranges, Sections, Share
 from autopar.planning.space.micro import HIGH, Micros
 from autopar.planning.space.split import Split
@@ -83,8 +84,23 @@ class Layers:
             return replace(self.cost(split, rows, recompute, halves), again=self.cost(split, rows, more, halves))
         key = self.place(split), rows, recompute, halves
         if key not in self._known:
-            self._known[key] = self._cost(self.sheets(split, rows, recompute, halves), self.micros.machine)
+            sheets = self.sheets(split, rows, recompute, halves)
+            sheets = sheets.with_once(self._of_all_rows(split, recompute)) if split.batch else sheets
+            self._known[key] = self._cost(sheets, self.micros.machine)
         return self._known[key]
+
+    def _of_all_rows(self, split: Split, recompute: str) -> Sheets:
+        """The programs of a step in which all pairs of rows meet, for what runs once in it."""
+
+        def make() -> Sheets:
+            micro = self.micros.between_passes(split.near, recompute)
+            return Sheets.of(micro, self._rest, self._once).on(split.placed)
+
+        return self.kept(("all rows", self.place(split), recompute), make)
+
+    def ranks_of(self, candidate: Candidate) -> Split:
+        """The ranks that divide the rows, the sequences and the weights of a candidate."""
+        return candidate.ranks_of(self.micros.is_summed, self.micros.has_pairs)
 
     def still(self, split: Split, rows: int, recompute: str, halves: bool = False) -> float:
         """The part of its time that is left of each pass of such a micro-batch, at least, if what cp and ulysses move
@@ -103,6 +119,7 @@ class Layers:
     def sheets(self, split: Split, rows: int, recompute: str, halves: bool = False) -> Sheets:
         """The programs of a micro-batch as numbers: those of other rows lie on a line between the nearest ones that
         were read off programs, where these are alike. Raises AutoparError as `Micros.local`."""
+        split = split._replace(batch=0)
         made = self._sheets.setdefault((self.place(split), recompute, halves), {})
         if rows not in made:
             if self.micros.low < rows < HIGH and self.micros.is_alike(split.program):

@@ -99,7 +99,7 @@ class Pipelined:
 
 def pipelined(candidate: Candidate, layers: Layers) -> Pipelined:
     """The pipeline of a candidate. Raises AutoparError as `Micros.local`."""
-    model = layers.place(candidate.ranks_of(layers.micros.is_summed)), candidate.halves, *_model(candidate, layers)
+    model = layers.place(layers.ranks_of(candidate)), candidate.halves, *_model(candidate, layers)
 
     def make() -> Pipelined:
         stages = layers.kept(("stages", *model), lambda: _stages(candidate, layers))
@@ -211,7 +211,7 @@ def _stages(candidate: Candidate, layers: Layers) -> Sequence[Stage]:
     if candidate.pp == 1:
         all_ = whole(layers.equal, candidate.again.count if candidate.again else 0)
         once, net = cost.on(all_).once(layers.equal), data_of(candidate, layers).net
-        step = WholeStep.of(candidate, layers, candidate.ranks_of(layers.micros.is_summed), once, net)
+        step = WholeStep.of(candidate, layers, layers.ranks_of(candidate), once, net)
         least = cost.on(all_).us(layers.equal, halves=False)
         return (Stage(all_, cost, {kind: max(us, least[kind]) for kind, us in step.us.items()}, step=step),)
     cost, data, shares = cost.in_stages(), data_of(candidate, layers), _shares(candidate, layers)
@@ -264,7 +264,7 @@ def _sections(candidate: Candidate, layers: Layers) -> Sections:
 def cost_of(candidate: Candidate, layers: Layers) -> Cost:
     """Price a micro-batch on the ranks of tp and cp, with the whole model. Raises AutoparError as `Micros.local`."""
     policy, more = candidate.policies
-    cost = layers.cost(candidate.ranks_of(layers.micros.is_summed), candidate.rows, policy, candidate.halves, more)
+    cost = layers.cost(layers.ranks_of(candidate), candidate.rows, policy, candidate.halves, more)
     return cost if candidate.adds else cost.alone
 
 
