@@ -96,7 +96,7 @@ def test_layouts_of_their_own_cost_the_same(split: Split) -> None:
 @pytest.mark.parametrize(("name", "split"), [*(("llama", split) for split in SPLITS), ("gpt", Split(2, True))])
 def test_less_a_layer(name: str, split: Split, recompute: str) -> None:
     found, less = layers(name), shallower(name).micro(split, LOW, recompute)
-    row = Sheets.of(less, Rest.of(shallower(name).shallow(LOW)), {}).costs(MACHINE, has_less=False)[0]
+    row = Sheets.of(less, Rest.of(shallower(name).captures.shallow()), {}).costs(MACHINE, has_less=False)[0]
     cost = found.cost(split, LOW, recompute)
     few_calls = 2 * (MACHINE.device.least_us + MACHINE.launch_us) + MACHINE.inside.start_us
     for what, value in row.items():  # outside of the layers layouts may differ with their number

@@ -38,7 +38,7 @@ class Layers:
         self._flops_again: dict[str, float] = {}
         self._places: dict[Split, Place] = {}
         self._known: dict[tuple[Place, int, str, bool], Cost] = {}
-        self._sections: dict[tuple[Split, str, bool], Sections] = {}
+        self._sections: dict[tuple[Split, int, str, bool], Sections] = {}
         self._stages: dict[Hashable, tuple[Share, ...]] = {}
         self._sheets: dict[tuple[Place, str, bool], dict[int, Sheets]] = {}  # by rows
         self._apart: set[Split] = set()  # whose sheets of the fewest and the most rows have none between them
@@ -192,23 +192,25 @@ class Layers:
         return Linear.of(KEPT, whole, less, entry) if self.equal else Linear(whole, 0.0)
 
     def stages(
-        self, split: Split, recompute: str, mesh: Mesh, count: int, more: str = "", ranges: Ranges = ()
+        self, split: Split, rows: int, recompute: str, mesh: Mesh, count: int, more: str = "", ranges: Ranges = ()
     ) -> tuple[Share, ...]:
-        """What each of so many stages of a pipeline has (`Sections.stages`), by the times of the fewest rows. mesh:
-        that says over which links stages send. ranges: of the layers that have the policy `more`."""
-        key = split.near, recompute, self._near(mesh), count, more, ranges
+        """What each of so many stages of a pipeline has (`Sections.stages`), by the times of so many rows: of few, what
+        each call takes by itself weighs more. mesh: that says over which links stages send. ranges: of the layers that
+        have the policy `more`."""
+        key = split.near, rows, recompute, self._near(mesh), count, more, ranges
         if key not in self._stages:
-            sections = self.sections(split, recompute, mesh, more)
+            sections = self.sections(split, rows, recompute, mesh, more)
             self._stages[key] = tuple(sections.stages(self.equal, count, ranges=ranges))
         return self._stages[key]
 
-    def sections(self, split: Split, recompute: str, mesh: Mesh, more: str = "") -> Sections:
-        """The sections of the fewest rows, as of `stages`."""
+    def sections(self, split: Split, rows: int, recompute: str, mesh: Mesh, more: str = "") -> Sections:
+        """The sections of so many rows, as of `stages`."""
         if more:
-            return replace(self.sections(split, recompute, mesh), again=self.sections(split, more, mesh).layer)
-        key = split.near, recompute, self._near(mesh)
+            own, again = (self.sections(split, rows, policy, mesh) for policy in (recompute, more))
+            return replace(own, again=again.layer)
+        key = split.near, rows, recompute, self._near(mesh)
         if key not in self._sections:
-            micro = self.micros.micro(split.near, self.micros.low, recompute)
+            micro = self.micros.micro(split.near, rows, recompute)
             self._sections[key] = Sections.of(micro, self._rest, self.micros.machine, mesh)
         return self._sections[key]
 

@@ -245,12 +245,11 @@ def _shares(candidate: Candidate, layers: Layers) -> Sequence[Share]:
     near, mesh, count = candidate.split.near, Mesh(candidate.axes), candidate.pp * candidate.chunks
     (policy, more), ranges, data = candidate.policies, candidate.ranges, data_of(candidate, layers)
     if not data.is_each:
-        return layers.stages(near, policy, mesh, count, more, ranges)
+        return layers.stages(near, candidate.rows, policy, mesh, count, more, ranges)
 
     def make() -> Sequence[Share]:
         sections = _sections(candidate, layers)
-        cost, few = (layers.cost(near, rows, policy, more=more) for rows in (candidate.rows, layers.micros.low))
-        return sections.stages(layers.equal, count, data.rates(sections, cost, few), ranges)
+        return sections.stages(layers.equal, count, data.moved_us(sections), ranges)
 
     kept: Sequence[Share] = layers.kept(("shares", near, *_model(candidate, layers)), make)
     return kept
@@ -258,7 +257,7 @@ def _shares(candidate: Candidate, layers: Layers) -> Sequence[Share]:
 
 def _sections(candidate: Candidate, layers: Layers) -> Sections:
     policy, more = candidate.policies
-    return layers.sections(candidate.split, policy, Mesh(candidate.axes), more)
+    return layers.sections(candidate.split, candidate.rows, policy, Mesh(candidate.axes), more)
 
 
 def cost_of(candidate: Candidate, layers: Layers) -> Cost:

@@ -129,8 +129,9 @@ def _step_bytes(candidate: Candidate, made: Pipelined, rank: int) -> float:
     held = held_of(candidate, made, rank)
     peak = made.moments[rank].most(held)
     peak = max(peak, _last(held) + _received(made, own) / candidate.parts)
-    between, read = (line(layers) for line in (cost.between, cost.read))
-    peak = max(peak + read, candidate.microbatches * sum(saved for saved, *_ in held) + between)
+    if candidate.schedule == GPIPE:
+        waiting = candidate.microbatches * sum(saved for saved, *_ in held)
+        peak = max(peak + cost.read(layers), waiting + cost.between(layers))
     copies = _copies(candidate, own, made.stages[-1].cost.lent.outside)
     return max(part + copies + peak, optimizer)
 

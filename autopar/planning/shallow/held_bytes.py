@@ -20,10 +20,10 @@ class Held:
     saved: of one micro-batch, from its forward to its backward pass. behind, inner, first, joined, tied: as of `Peaks`,
     of what is alive beside all of that. terms: of gradients of tied parameters, that a stage behind the layers adds up,
     which keeps none of these; lent: of what both ends read of them as they are. late: what of `saved` the gradients of
-    weights wait for, made: what those of inputs leave to them, where they are computed apart. between: what is alive at most
-    between the forward and the backward passes, of what is computed there once; read: what of that backward passes
-    read. frozen, frozen_copies,
-    frozen_plain: the part of `parameters`, `copies` and `plain` that belongs to parameters which are not trained."""
+    weights wait for, made: what those of inputs leave to them, where they are computed apart. between: what is alive
+    at most between the forward and the backward passes, of what is computed there once; read: what backward passes read
+    of that. frozen, frozen_copies, frozen_plain: the part of `parameters`, `copies` and `plain` that belongs to
+    parameters which are not trained."""
 
     parameters: float
     gradients: float

@@ -137,7 +137,8 @@ class Micros:
         those of inputs. Raises AutoparError as `local`."""
         key = split, rows, recomputed, halves
         if key not in self._known:
-            is_between = not split.batch and self.low <= rows < HIGH and (split.cp == 1 or rows > self.low)  # of cp few take more rows
+            is_between = self.low <= rows < HIGH and (split.cp == 1 or rows > self.low)  # of cp few take more rows
+            is_between &= not split.batch
             found = self._between(*key) if is_between else None
             self._known[key] = found or cut_at(self.local(split, rows), recomputed, self._border, halves)
         return self._known[key]
@@ -156,9 +157,12 @@ class Micros:
         if low.graphs.keys() != high.graphs.keys():
             return None
         graphs = {kind: between(graph, high.graphs[kind], share) for kind, graph in low.graphs.items()}
+        program = between(low.program, high.program, share)
         found = {kind: graph for kind, graph in graphs.items() if graph is not None}
         message = low.message + (high.message - low.message) * float(share)
-        return Micro(low.plan, low.program, found, message) if len(found) == len(graphs) else None
+        if program is None or len(found) < len(graphs):
+            return None
+        return Micro(low.plan, program, found, message)
 
     def is_alike(self, split: Split) -> bool:
         """True if the layouts of HIGH rows are as good for fewer: programs of other rows then lie between two."""

@@ -18,8 +18,8 @@ Axes = tuple[tuple[str, int], ...]
 class Split(NamedTuple):
     """tp, cp, ulysses: ranks of each. sequence: activations lie split over tp where no weight needs them whole. around:
     the axes of the mesh among which these lie, outermost first; none where nothing lies between neighbours. data: ranks
-    that divide the rows, of a model whose forward pass takes them together: sums over these are among its calls. batch: rows of a step,
-    of a model in which all pairs of them meet; 0 of any other."""
+    that divide the rows, of a model whose forward pass takes them together: sums over these are among its calls. batch:
+    rows of a step, of a model in which all pairs of them meet; 0 of any other."""
 
     tp: int = 1
     sequence: bool = False
