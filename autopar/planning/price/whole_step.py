@@ -114,7 +114,9 @@ class _Asked:
         moving.run(self.roads[BACKWARD], is_whole=True)
         moving.flush()
         us = {FORWARD: middle - begun, BACKWARD: moving.streams.device - middle}
-        return WholeStep(us, begun, 0.0, StepPeaks(*[moving.peak] * 3, 0.0, saved), {BOTH: moving.moves})
+        return WholeStep(
+            us, begun, 0.0, StepPeaks(moving.peak, moving.peak, moving.peak, 0.0, saved), {BOTH: moving.moves}
+        )
 
     def in_parts(self, once: float) -> WholeStep:
         """Run several micro-batches, each a forward and a backward graph, between what is done once."""
