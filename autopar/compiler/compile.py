@@ -169,16 +169,25 @@ def varied(compiled: Lowered, **changes: Any) -> Lowered:
 
 def _lowered(captured: Captured, mesh: Mesh, options: StepOptions, fixed: Fixed) -> Lowered:
     program, plan = check_calls(captured.program), make_plan(captured, mesh, options, fixed)
+
+    def made(plan: Plan) -> Lowered:
+        compiled = through_passes(program, plan)
+        return _staged(compiled) if plan.is_staged else compiled
+
+    return decoupled(plan, made)
+
+
+def decoupled(plan: Plan, make: Callable[[Plan], Lowered]) -> Lowered:
+    """The programs that `make` gives for a plan in which what couples micro-batches twice is computed of the whole
+    batch, once all have come forward (`Plan.whole`). Raises CoupledError where that does not help."""
     first: CoupledError | None = None
     for _ in range(WHOLE_TRIES):
         try:
-            compiled = through_passes(program, plan)
-            return _staged(compiled) if plan.is_staged else compiled
+            return make(plan)
         except CoupledError as error:
             first = first or error
             if error.whole <= plan.whole:
                 break
-            # what couples micro-batches twice is computed of the whole batch, once all have come forward
             plan = replace(plan, whole=plan.whole | error.whole)
     assert first is not None
     raise first

@@ -194,9 +194,9 @@ class Bounds:
         near, mesh = candidate.split.near, Mesh(candidate.axes)
 
         def cut() -> float:
-            return apart(self.layers.sections(near, policy, mesh).layer for policy in policies)
+            return apart(self.layers.sections(near, candidate.rows, policy, mesh).layer for policy in policies)
 
-        return self.layers.kept(("apart", near, policies), cut)
+        return self.layers.kept(("apart", near, candidate.rows, policies), cut)
 
     def _least(self, candidate: Candidate, of: Split, rows: int, is_again: bool) -> float:
         """By a program of so many rows, on the ranks `of` a split with as many of cp or with one."""
@@ -298,7 +298,8 @@ class Bounds:
             layer = LayerCost.of(candidate, self.layers.cost(near, one.rows, policy), 0.0, 0.0)
             mesh = Mesh(candidate.axes)
             cut = self.layers.kept(
-                ("stored apart", near, policy), lambda: stored_apart(self.layers.sections(near, policy, mesh).layer)
+                ("stored apart", near, one.rows, policy),
+                lambda: stored_apart(self.layers.sections(near, one.rows, policy, mesh).layer),
             )
             self._most[key] = most_layers(candidate, layer, cut, limit)
         return self._most[key]

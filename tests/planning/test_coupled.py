@@ -4,10 +4,12 @@ do, where micro-batches go back when all have come forward."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
@@ -188,3 +190,91 @@ def test_where_one_micro_batch_does_not_fit() -> None:
     assert found.found.best[0].candidate.microbatches > 1 and "have schedule gpipe" in found.certificate
     with pytest.raises(PlanError, match="micro-batches have schedule gpipe"):
         planned(given, Asked(GPUS, 64, MACHINE, math.inf, {"schedule": "1f1b"}, 1))
+
+
+class Tower(nn.Module):
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(64, 64), nn.Linear(64, 16)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(depth)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return F.normalize(self.head(x.mean(1)), dim=-1)
+
+
+class Towers(nn.Module):
+    """Two encoders, of which one is deeper, and a temperature, as CLIP has them (arXiv 2103.00020)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.text, self.scale = Tower(8), Tower(4), nn.Parameter(torch.tensor(1.3))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.image(x) @ self.text(y).T * self.scale.exp()
+
+
+def clip(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    s, labels = model(x, y), torch.arange(len(x))
+    return (F.cross_entropy(s, labels) + F.cross_entropy(s.T, labels)) / 2
+
+
+def simclr(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Two views of each sample (arXiv 2002.05709)."""
+    z, n = model(torch.cat([x, y])), len(x)
+    s = (z @ z.T / 0.5).masked_fill(torch.eye(2 * n, dtype=torch.bool), float("-inf"))
+    return F.cross_entropy(s, torch.cat([torch.arange(n) + n, torch.arange(n)]))
+
+
+CONTRASTIVE: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor]]] = {
+    "clip": (Towers, clip), "simclr": (lambda: Tower(8), simclr),
+}  # fmt: skip
+
+
+def views(rows: int, device: str) -> tuple[Tensor, Tensor]:
+    return torch.empty(rows, 16, 64, device=device), torch.empty(rows, 16, 64, device=device)
+
+
+@cache
+def contrastive(name: str) -> Layers:
+    make, loss = CONTRASTIVE[name]
+    return layers_of(autopar.Job(make(), loss, views(4, "cpu")), MACHINE)
+
+
+@pytest.mark.parametrize("name", CONTRASTIVE)
+def test_contrastive_losses_are_planned_with_micro_batches_and_pipelines(name: str) -> None:
+    """Red before: "none with micro-batches or pp", though they compile. What is computed of all pairs grows with the
+    rows of the whole batch, which programs of a micro-batch do not know: it has programs of its own."""
+    make, loss = CONTRASTIVE[name]
+    given, asked = contrastive(name), Asked(GPUS, 64, MACHINE, math.inf, {"recompute": "none"}, 1)
+    candidates = candidates_of(asked, model_of(given, asked))
+    assert {each.schedule for each in candidates} == {"gpipe"} and {each.pp for each in candidates} == {1, 2, 4}
+    for plan, error in (
+        (Candidate(4, 1, 1, 0, "none", 4, 4, "gpipe"), 0.07), (Candidate(4, 1, 1, 2, "full", 4, 4, "gpipe"), 0.08),
+        (Candidate(4, 1, 1, 0, "none", 16, 1), 0.07),
+        (Candidate(2, 1, 2, 0, "none", 8, 4, "gpipe"), 0.13), (Candidate(1, 1, 4, 0, "none", 16, 4, "gpipe"), 0.07),
+    ):  # fmt: skip
+        made = predict(plan, given, MACHINE)
+        compiled = autopar.compile(
+            make(), plan.mesh, loss_fn=loss, batch=views(64, "meta"), machine=MACHINE, **plan.options()
+        )
+        assert made.total == pytest.approx(compiled.time(MACHINE).total, rel=0.05), plan
+        emitted = max(compiled.memory(ranks[0], device="cuda").peak for ranks in compiled.alike)
+        assert made.memory == pytest.approx(emitted, rel=error), plan
+
+
+def test_similarities_of_a_large_batch_take_memory_between_the_passes() -> None:
+    """They grow with the rows of a rank and with all rows. Red before: nothing was counted."""
+    plan = Candidate(2, 1, 1, 0, "full", 32, 16, "gpipe")
+    made = predict(plan, contrastive("clip"), MACHINE)
+    compiled = autopar.compile(
+        Towers(), plan.mesh, loss_fn=clip, batch=views(1024, "meta"), machine=MACHINE, **plan.options()
+    )
+    assert made.total == pytest.approx(compiled.time(MACHINE).total, rel=0.05)
+    report = compiled.memory(0, device="cuda")
+    assert "peak at middle" in str(report)
+    assert made.memory == pytest.approx(report.peak, rel=0.05)

@@ -76,7 +76,7 @@ def test_other_rows(split: Split, recompute: str) -> None:
     made = micros.micro(split, ROWS, recompute)
     assert (split, ROWS) not in micros._local, "it was compiled, and not made of others"
     local = micros.lowered(split, ROWS, like=micros.local(split, HIGH))
-    compiled = cut_at(local, recompute, micros.shallow(ROWS).border, halves=False)
+    compiled = cut_at(local, recompute, micros.captures.shallow().border, halves=False)
     assert made.graphs.keys() == compiled.graphs.keys() and made.message == compiled.message > 0
     for kind, graph in compiled.graphs.items():
         assert list(lines(made.graphs[kind])) == list(lines(graph)), kind
@@ -86,7 +86,7 @@ def test_other_rows(split: Split, recompute: str) -> None:
 @pytest.mark.parametrize("split", SPLITS)
 def test_layouts_of_their_own_cost_the_same(split: Split) -> None:
     found = layers("llama")
-    micro = cut_at(found.micros.lowered(split, ROWS), "none", found.micros.shallow(ROWS).border, halves=False)
+    micro = cut_at(found.micros.lowered(split, ROWS), "none", found.micros.captures.shallow().border, halves=False)
     made, own = found.cost(split, ROWS, "none"), found._cost(Sheets.of(micro, found._rest, {}), MACHINE)
     for name in ("forward", "backward", "saved"):
         assert getattr(made, name)(found.equal) == pytest.approx(getattr(own, name)(found.equal), rel=0.02), name
@@ -96,7 +96,7 @@ def test_layouts_of_their_own_cost_the_same(split: Split) -> None:
 @pytest.mark.parametrize(("name", "split"), [*(("llama", split) for split in SPLITS), ("gpt", Split(2, True))])
 def test_less_a_layer(name: str, split: Split, recompute: str) -> None:
     found, less = layers(name), shallower(name).micro(split, LOW, recompute)
-    row = Sheets.of(less, Rest.of(shallower(name).shallow(LOW)), {}).costs(MACHINE, has_less=False)[0]
+    row = Sheets.of(less, Rest.of(shallower(name).captures.shallow()), {}).costs(MACHINE, has_less=False)[0]
     cost = found.cost(split, LOW, recompute)
     few_calls = 2 * (MACHINE.device.least_us + MACHINE.launch_us) + MACHINE.inside.start_us
     for what, value in row.items():  # outside of the layers layouts may differ with their number

@@ -218,6 +218,6 @@ def test_how_many_layers_fit_wherever_cuts_lie() -> None:
     layers_ = small_layers()
     near, cost = one.split.near, layers_.cost(one.split.near, one.rows, "none")
     own = LayerCost.of(one, cost, 0.0, 0.0)
-    cut = stored_apart(layers_.sections(near, "none", Mesh(one.axes)).layer)
+    cut = stored_apart(layers_.sections(near, one.rows, "none", Mesh(one.axes)).layer)
     least = Bounds(layers_, planned_for(math.inf).work, SMALL, 6).held(one)
     assert most_layers(one, own, cut, least) >= 6 > most_layers(one, own, cut, least / 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import random
 import time
 from typing import Any
@@ -48,6 +49,12 @@ def data_mul(m: Any, x: Tensor) -> Tensor:
 def parameter_copy(m: Any, x: Tensor) -> Tensor:
     with torch.no_grad():
         m.linear.weight.copy_(m.linear.weight / m.linear.weight.norm())  # HERE
+    return m.linear(x)
+
+
+@refused("a tensor that is pickled", "delete the file that this line began")
+def kept_on_disk(m: Any, x: Tensor) -> Tensor:
+    torch.save(torch.arange(x.shape[-1]), io.BytesIO())  # HERE
     return m.linear(x)
 
 

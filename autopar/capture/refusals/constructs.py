@@ -207,6 +207,10 @@ FAILURES: tuple[tuple[re.Pattern[str], Construct], ...] = tuple(
             "a numpy array of the batch that is not made a tensor first",
             "numpy does not run in a step: write x = torch.as_tensor(x) (in place of torch.from_numpy) and go on with "
             "torch's functions, or make tensors of the batch beforehand.")),
+        (r"Can't pickle local object 'WeakValueDictionary", Construct(
+            "a tensor that is pickled (pickle.dump, torch.save, a cache on disk)",
+            "A tensor of a capture has no values to write: do it before the step, or after it, and delete the file "
+            f"that this line began. {FIRST_CALL}")),
         (r"a leaf Variable that requires grad|a view of a leaf Variable that requires grad", Construct(
             "a parameter that is changed in place",
             "Compute a new tensor (w = self.weight * 2) and use that; a lasting change belongs after optimizer.step(), "

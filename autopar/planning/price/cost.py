@@ -96,6 +96,8 @@ class Cost:
     lent: Linear
     late: Linear
     made: Linear
+    between: Linear
+    read: Linear
     frozen: Linear
     frozen_copies: Linear
     frozen_plain: Linear
@@ -217,7 +219,7 @@ class Cost:
 
 
 PEAKS = ("behind", "inner", "first", "joined")  # the most of several: no sums over layers
-OF_TIME = ("forward", "backward", "weights", "exposed", "adds", "once", "middle", "terms", "lent")
+OF_TIME = ("forward", "backward", "weights", "exposed", "adds", "once", "middle", "terms", "lent", "between", "read")
 OF_SAVED = ("saved", "late", "made")
 LINES = {  # sums over layers, by what of a stage's share counts for them
     each.name: "time" if each.name in OF_TIME else "saved" if each.name in OF_SAVED else "stored"

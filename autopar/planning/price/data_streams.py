@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
-from autopar.ir.mesh import PIPELINE, Mesh
+from autopar.ir.mesh import Mesh
 from autopar.ir.ops.measure import group_of
 from autopar.machines import Machine
 from autopar.passes.overlap.bucket import SCATTER, Sum
@@ -30,7 +30,7 @@ from autopar.planning.price.moving import (
 from autopar.planning.shallow.graph_track import BACKWARD, FORWARD, ParameterPlace
 from autopar.planning.shallow.parameter_use import Weight
 from autopar.planning.space.candidates import Candidate
-from autopar.planning.space.deal import Part, Ranges, Rates, Section, Sections, Share
+from autopar.planning.space.deal import Moved, Part, Ranges, Section, Sections, Share
 
 FIRST, LAST = 2, 1  # whole layers of a stage that are looked at before, and behind, those that are like them
 LAYERS, AGAIN = 1, 3  # the sections of the equal layers, and of those that compute more again, between 0 and 2
@@ -68,16 +68,11 @@ class Data:
         """True if data is moved for each micro-batch, and not once a step."""
         return self.candidate.zero >= 2 and self.candidate.data > 1
 
-    def rates(self, sections: Sections, cost: Cost, few: Cost) -> Rates:
-        """By which the compiler cuts the sections of a model: what it moves for each micro-batch counts as what it
-        computes. cost: of the rows of the candidate; few: of those of the sections."""
-        link = group_of(Mesh(self.candidate.axes), PIPELINE, self.machine.ranks)
-        longer = (now / before if before else 1.0 for now, before in zip(_busy(cost), _busy(few), strict=True))
+    def moved_us(self, sections: Sections) -> Moved:
+        """us of what moves of each weight for each micro-batch, by section: the compiler cuts as if it computed that
+        long."""
         net = self.net
-        sent = self.machine.message_us(cost.message, link) / self.machine.message_us(few.message, link)
-        return Rates(
-            tuple(longer), sent, tuple(tuple(self._moved_us(one, net) for one in part.weights) for part in sections.all)
-        )
+        return tuple(tuple(self._moved_us(one, net) for one in part.weights) for part in sections.all)
 
     def _moved_us(self, weight: Weight, net: Net) -> float:
         reads = (1 + weight.again) * self.candidate.gathers_again
@@ -140,12 +135,6 @@ def _gradients(
         if slot.weight is not None and slot.weight.gradient:
             weight = slot.weight
             yield from sums_of(candidate, slot.place(BACKWARD), weight.gradient, "", (), over_data, is_part)
-
-
-def _busy(cost: Cost) -> tuple[float, ...]:
-    """us of a micro-batch in each section."""
-    forward, backward = cost.paces(halves=False).values()
-    return tuple(there + back for (there, _), (back, _) in zip(forward, backward, strict=True))
 
 
 class MovingGraph:

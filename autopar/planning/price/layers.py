@@ -19,6 +19,7 @@ from autopar.planning.shallow.captures import KEPT, LEAST_ROWS, Captures
 from autopar.planning.shallow.depth import Rest
 from autopar.planning.shallow.floor import Floor, rank_flops
 from autopar.planning.shallow.sheets import Known, Sheets
+from autopar.planning.space.candidates import Candidate
 from autopar.planning.space.deal import Ranges, Sections, Share
 from autopar.planning.space.micro import HIGH, Micros
 from autopar.planning.space.split import Split
@@ -37,7 +38,7 @@ class Layers:
         self._flops_again: dict[str, float] = {}
         self._places: dict[Split, Place] = {}
         self._known: dict[tuple[Place, int, str, bool], Cost] = {}
-        self._sections: dict[tuple[Split, str, bool], Sections] = {}
+        self._sections: dict[tuple[Split, int, str, bool], Sections] = {}
         self._stages: dict[Hashable, tuple[Share, ...]] = {}
         self._sheets: dict[tuple[Place, str, bool], dict[int, Sheets]] = {}  # by rows
         self._apart: set[Split] = set()  # whose sheets of the fewest and the most rows have none between them
@@ -82,8 +83,23 @@ class Layers:
             return replace(self.cost(split, rows, recompute, halves), again=self.cost(split, rows, more, halves))
         key = self.place(split), rows, recompute, halves
         if key not in self._known:
-            self._known[key] = self._cost(self.sheets(split, rows, recompute, halves), self.micros.machine)
+            sheets = self.sheets(split, rows, recompute, halves)
+            sheets = sheets.with_once(self._of_all_rows(split, recompute)) if split.batch else sheets
+            self._known[key] = self._cost(sheets, self.micros.machine)
         return self._known[key]
+
+    def _of_all_rows(self, split: Split, recompute: str) -> Sheets:
+        """The programs of a step in which all pairs of rows meet, for what runs once in it."""
+
+        def make() -> Sheets:
+            micro = self.micros.between_passes(split.near, recompute)
+            return Sheets.of(micro, self._rest, self._once).on(split.placed)
+
+        return self.kept(("all rows", self.place(split), recompute), make)
+
+    def ranks_of(self, candidate: Candidate) -> Split:
+        """The ranks that divide the rows, the sequences and the weights of a candidate."""
+        return candidate.ranks_of(self.micros.is_summed, self.micros.has_pairs)
 
     def still(self, split: Split, rows: int, recompute: str, halves: bool = False) -> float:
         """The part of its time that is left of each pass of such a micro-batch, at least, if what cp and ulysses move
@@ -102,6 +118,7 @@ class Layers:
     def sheets(self, split: Split, rows: int, recompute: str, halves: bool = False) -> Sheets:
         """The programs of a micro-batch as numbers: those of other rows lie on a line between the nearest ones that
         were read off programs, where these are alike. Raises AutoparError as `Micros.local`."""
+        split = split._replace(batch=0)
         made = self._sheets.setdefault((self.place(split), recompute, halves), {})
         if rows not in made:
             if self.micros.low < rows < HIGH and self.micros.is_alike(split.program):
@@ -179,23 +196,25 @@ class Layers:
         return Linear.of(KEPT, whole, less, entry) if self.equal else Linear(whole, 0.0)
 
     def stages(
-        self, split: Split, recompute: str, mesh: Mesh, count: int, more: str = "", ranges: Ranges = ()
+        self, split: Split, rows: int, recompute: str, mesh: Mesh, count: int, more: str = "", ranges: Ranges = ()
     ) -> tuple[Share, ...]:
-        """What each of so many stages of a pipeline has (`Sections.stages`), by the times of the fewest rows. mesh:
-        that says over which links stages send. ranges: of the layers that have the policy `more`."""
-        key = split.near, recompute, self._near(mesh), count, more, ranges
+        """What each of so many stages of a pipeline has (`Sections.stages`), by the times of so many rows: of few, what
+        each call takes by itself weighs more. mesh: that says over which links stages send. ranges: of the layers that
+        have the policy `more`."""
+        key = split.near, rows, recompute, self._near(mesh), count, more, ranges
         if key not in self._stages:
-            sections = self.sections(split, recompute, mesh, more)
+            sections = self.sections(split, rows, recompute, mesh, more)
             self._stages[key] = tuple(sections.stages(self.equal, count, ranges=ranges))
         return self._stages[key]
 
-    def sections(self, split: Split, recompute: str, mesh: Mesh, more: str = "") -> Sections:
-        """The sections of the fewest rows, as of `stages`."""
+    def sections(self, split: Split, rows: int, recompute: str, mesh: Mesh, more: str = "") -> Sections:
+        """The sections of so many rows, as of `stages`."""
         if more:
-            return replace(self.sections(split, recompute, mesh), again=self.sections(split, more, mesh).layer)
-        key = split.near, recompute, self._near(mesh)
+            own, again = (self.sections(split, rows, policy, mesh) for policy in (recompute, more))
+            return replace(own, again=again.layer)
+        key = split.near, rows, recompute, self._near(mesh)
         if key not in self._sections:
-            micro = self.micros.micro(split.near, self.micros.low, recompute)
+            micro = self.micros.micro(split.near, rows, recompute)
             self._sections[key] = Sections.of(micro, self._rest, self.micros.machine, mesh)
         return self._sections[key]
 

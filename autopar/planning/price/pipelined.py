@@ -99,7 +99,7 @@ class Pipelined:
 
 def pipelined(candidate: Candidate, layers: Layers) -> Pipelined:
     """The pipeline of a candidate. Raises AutoparError as `Micros.local`."""
-    model = layers.place(candidate.ranks_of(layers.micros.is_summed)), candidate.halves, *_model(candidate, layers)
+    model = layers.place(layers.ranks_of(candidate)), candidate.halves, *_model(candidate, layers)
 
     def make() -> Pipelined:
         stages = layers.kept(("stages", *model), lambda: _stages(candidate, layers))
@@ -211,7 +211,7 @@ def _stages(candidate: Candidate, layers: Layers) -> Sequence[Stage]:
     if candidate.pp == 1:
         all_ = whole(layers.equal, candidate.again.count if candidate.again else 0)
         once, net = cost.on(all_).once(layers.equal), data_of(candidate, layers).net
-        step = WholeStep.of(candidate, layers, candidate.ranks_of(layers.micros.is_summed), once, net)
+        step = WholeStep.of(candidate, layers, layers.ranks_of(candidate), once, net)
         least = cost.on(all_).us(layers.equal, halves=False)
         return (Stage(all_, cost, {kind: max(us, least[kind]) for kind, us in step.us.items()}, step=step),)
     cost, data, shares = cost.in_stages(), data_of(candidate, layers), _shares(candidate, layers)
@@ -245,12 +245,11 @@ def _shares(candidate: Candidate, layers: Layers) -> Sequence[Share]:
     near, mesh, count = candidate.split.near, Mesh(candidate.axes), candidate.pp * candidate.chunks
     (policy, more), ranges, data = candidate.policies, candidate.ranges, data_of(candidate, layers)
     if not data.is_each:
-        return layers.stages(near, policy, mesh, count, more, ranges)
+        return layers.stages(near, candidate.rows, policy, mesh, count, more, ranges)
 
     def make() -> Sequence[Share]:
         sections = _sections(candidate, layers)
-        cost, few = (layers.cost(near, rows, policy, more=more) for rows in (candidate.rows, layers.micros.low))
-        return sections.stages(layers.equal, count, data.rates(sections, cost, few), ranges)
+        return sections.stages(layers.equal, count, data.moved_us(sections), ranges)
 
     kept: Sequence[Share] = layers.kept(("shares", near, *_model(candidate, layers)), make)
     return kept
@@ -258,13 +257,13 @@ def _shares(candidate: Candidate, layers: Layers) -> Sequence[Share]:
 
 def _sections(candidate: Candidate, layers: Layers) -> Sections:
     policy, more = candidate.policies
-    return layers.sections(candidate.split, policy, Mesh(candidate.axes), more)
+    return layers.sections(candidate.split, candidate.rows, policy, Mesh(candidate.axes), more)
 
 
 def cost_of(candidate: Candidate, layers: Layers) -> Cost:
     """Price a micro-batch on the ranks of tp and cp, with the whole model. Raises AutoparError as `Micros.local`."""
     policy, more = candidate.policies
-    cost = layers.cost(candidate.ranks_of(layers.micros.is_summed), candidate.rows, policy, candidate.halves, more)
+    cost = layers.cost(layers.ranks_of(candidate), candidate.rows, policy, candidate.halves, more)
     return cost if candidate.adds else cost.alone
 
 

@@ -129,6 +129,9 @@ def _step_bytes(candidate: Candidate, made: Pipelined, rank: int) -> float:
     held = held_of(candidate, made, rank)
     peak = made.moments[rank].most(held)
     peak = max(peak, _last(held) + _received(made, own) / candidate.parts)
+    if candidate.schedule == GPIPE:
+        waiting = candidate.microbatches * sum(saved for saved, *_ in held)
+        peak = max(peak + cost.read(layers), waiting + cost.between(layers))
     copies = _copies(candidate, own, made.stages[-1].cost.lent.outside)
     return max(part + copies + peak, optimizer)
 
@@ -161,9 +164,10 @@ def _chunk(cost: Cost, layers: float) -> float:
 def _beside(candidate: Candidate, rank: Stage, peaks: StepPeaks) -> float:
     """Bytes in the passes of a plan without a pipeline, beside what is stored: of a step of several micro-batches with
     what all of them read, and the gradients that they add to."""
-    if candidate.microbatches == 1:
-        return peaks.forward
     cost, layers = rank.cost, rank.share.stored.layers
+    between = peaks.saved * candidate.microbatches + cost.between(layers)
+    if candidate.microbatches == 1:
+        return max(peaks.forward, between)
     copies, entry = cost.copies(layers) / (candidate.shards if candidate.gathers_again else 1), 0.0
     if candidate.zero and not candidate.gathers_again:
         _, plain = cost.gathered(candidate.zero == 3)
@@ -174,7 +178,7 @@ def _beside(candidate: Candidate, rank: Stage, peaks: StepPeaks) -> float:
         others = (candidate.microbatches - 1) * peaks.saved
         second = gradients - peaks.saved if candidate.microbatches > 2 else 0.0
         earlier = max(peaks.forward, peaks.before, peaks.before + second) + others
-        return copies + max(peaks.backward + gradients - entry, earlier)
+        return copies + max(max(peaks.backward + gradients - entry, earlier) + cost.read(layers), between)
     return copies + max(max(peaks.forward, peaks.backward) + gradients - entry, earlier)
 
 

@@ -39,7 +39,7 @@ class StageCopies:
         part, saved = share.time, share.saved
         count = max(1, round(saved.layers))
         whole = Part(part.entry, count, part.behind, min(count, round(saved.again)))
-        roads = roads_of(candidate, layers, candidate.ranks_of(layers.micros.is_summed), whole)
+        roads = roads_of(candidate, layers, layers.ranks_of(candidate), whole)
         roads = {kind: road.with_piece(count) if has_piece else road for kind, road in roads.items()}
         copies = Copies.of_stage(roads, candidate.moved, net.machine, between)
         plain, moved = _Run.of(roads, net, None), _Run.of(roads, net, copies)

@@ -110,11 +110,13 @@ class _Asked:
         keeps = frozenset(place._replace(kind=FORWARD) for place in again)
         moving.run(self.roads[FORWARD], keeps, is_whole=True)
         moving.lose()
-        middle = moving.streams.device
+        middle, saved = moving.streams.device, moving.level
         moving.run(self.roads[BACKWARD], is_whole=True)
         moving.flush()
         us = {FORWARD: middle - begun, BACKWARD: moving.streams.device - middle}
-        return WholeStep(us, begun, 0.0, StepPeaks(moving.peak, moving.peak, moving.peak, 0.0), {BOTH: moving.moves})
+        return WholeStep(
+            us, begun, 0.0, StepPeaks(moving.peak, moving.peak, moving.peak, 0.0, saved), {BOTH: moving.moves}
+        )
 
     def in_parts(self, once: float) -> WholeStep:
         """Run several micro-batches, each a forward and a backward graph, between what is done once."""

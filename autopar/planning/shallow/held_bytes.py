@@ -10,6 +10,7 @@ from autopar.ir.program import CAST, Program, record
 from autopar.planning.shallow.depth import Rest
 from autopar.planning.shallow.sheet import Peaks, Sheet
 
+MIDDLE = "M"  # the action between the passes, of a model whose backward passes wait for all forward passes
 MOMENTS = 2  # of AdamW, in the dtype of the parameter
 
 
@@ -19,8 +20,10 @@ class Held:
     saved: of one micro-batch, from its forward to its backward pass. behind, inner, first, joined, tied: as of `Peaks`,
     of what is alive beside all of that. terms: of gradients of tied parameters, that a stage behind the layers adds up,
     which keeps none of these; lent: of what both ends read of them as they are. late: what of `saved` the gradients of
-    weights wait for, made: what those of inputs leave to them, where they are computed apart. frozen, frozen_copies,
-    frozen_plain: the part of `parameters`, `copies` and `plain` that belongs to parameters which are not trained."""
+    weights wait for, made: what those of inputs leave to them, where they are computed apart. between: what is alive
+    at most between the forward and the backward passes, of what is computed there once; read: what backward passes read
+    of that. frozen, frozen_copies, frozen_plain: the part of `parameters`, `copies` and `plain` that belongs to
+    parameters which are not trained."""
 
     parameters: float
     gradients: float
@@ -37,6 +40,8 @@ class Held:
     lent: float
     late: float
     made: float
+    between: float
+    read: float
     frozen: float
     frozen_copies: float
     frozen_plain: float
@@ -101,12 +106,15 @@ def held(stored: Stored, sheets: Mapping[str, Sheet], is_less: bool) -> Held:
     peaks = [each.peaks(is_less) for each in bodies]
     peak = {name: max(getattr(each, name) for each in peaks) for name in Peaks.__slots__}
     late, made = _apart(sheets, int(is_less))
+    middle = sheets.get(MIDDLE)
+    read = middle.left[is_less] if middle else 0.0
     return Held(
         parameters=sum(stored.parameters.values()), gradients=sum(stored.gradients.values()),
         states=stored.states(stored.parameters),
         copies=sheets["P"].left[is_less] if "P" in sheets else 0.0, plain=_read(stored, bodies, stored.parameters),
         saved=sheets["F"].left[is_less], terms=sum(stored.gradients.get(name, 0) for name in stored.tied),
         lent=_read(stored, bodies, stored.tied - stored.entry), late=late, made=made,
+        between=middle.most(is_less) + read if middle else 0.0, read=read,
         **_frozen(stored, bodies, stored.parameters, stored.parameters), **peak,
     )  # fmt: skip
 

@@ -25,7 +25,7 @@ from autopar.planning.shallow.sides import BEFORE, BEHIND, BODIES, INSIDE, JOINE
 from autopar.runtime.executor.executor import written_over
 
 SAVED = "saved"
-LEFT = {"F": SAVED, "I": SAVED, "P": "step"}  # of a graph's outputs, what later actions hold
+LEFT = {"F": SAVED, "I": SAVED, "P": "step", "M": "step"}  # of a graph's outputs, what later actions hold
 SUMS = "E"  # the action that adds up gradients over ranks
 Kept = tuple[float, float, float]
 NONE: Kept = (0.0, 0.0, 0.0)
@@ -170,6 +170,16 @@ class Sheet:
     def sums_us(self, times: list[float]) -> float:
         """us of joined sums."""
         return sum(time for time, call in zip(times, self.calls, strict=True) if call.term == SUM)
+
+    def most(self, is_less: bool) -> float:
+        """The most bytes of its own values that are alive at once, beside what it leaves for later actions."""
+        own = [0.0 if is_less and not call.stays else call.own for call in self.calls]
+        alive = most = 0.0
+        for made, call in zip(own, self.calls, strict=True):
+            alive += made
+            most = max(most, alive)
+            alive -= sum(own[place] for place in call.dying)
+        return most
 
     def peaks(self, is_less: bool) -> Peaks:
         """The most bytes that are alive at once beside what is kept of a micro-batch between actions: of a graph's own

@@ -10,13 +10,12 @@ from autopar.machines import Machine
 from autopar.planning.shallow.all_layers import with_all_layers
 from autopar.planning.shallow.depth import Rest
 from autopar.planning.shallow.events import Named
-from autopar.planning.shallow.held_bytes import Held, Stored, held, held_of_entry
+from autopar.planning.shallow.held_bytes import MIDDLE, Held, Stored, held, held_of_entry
 from autopar.planning.shallow.sheet import Sheet, described
 from autopar.planning.shallow.stage_graphs import Micro
 from autopar.runtime.executor.owned import own_results
 
-ONCE = "CPE"  # actions that run once a step, before the passes or after them
-MIDDLE = "M"  # and between them, of a model whose backward passes wait for all forward passes
+ONCE = "CPE"  # actions that run once a step, before the passes or after them; MIDDLE runs between them
 OF_KINDS = {"forward": "F", "backward": "BIW", "weights": "W"}  # fields of `Cost`, and the kinds of their graphs
 SHARED = f"{ONCE}F"  # actions whose graphs are the same for several micro-batches
 Costs = dict[str, float]  # by the names of `Cost`
@@ -56,6 +55,12 @@ class Sheets:
             return replace(sheet, mesh=Mesh((*in_time, *mesh.axes)))
 
         return replace(self, sheets={kind: (moved(all_), moved(less)) for kind, (all_, less) in self.sheets.items()})
+
+    def with_once(self, other: Sheets) -> Sheets:
+        """With what other programs do once a step, and between the passes."""
+        own = {kind: pair for kind, pair in self.sheets.items() if kind not in (*ONCE, MIDDLE)}
+        once = {kind: pair for kind, pair in other.sheets.items() if kind in (*ONCE, MIDDLE)}
+        return replace(self, sheets={**own, **once})
 
     def between(self, other: Sheets, share: float) -> Sheets | None:
         """The sheets at a share of the way to others, 0 to 1; None where the graphs are not alike."""

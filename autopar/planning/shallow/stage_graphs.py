@@ -22,7 +22,7 @@ from autopar.planning.shallow.depth import crossing
 
 @dataclass(frozen=True, slots=True)
 class Micro:
-    """What a rank runs of a step of PARTS micro-batches. program: LOCAL, of some number of rows. graphs: of its
+    """What a rank runs of a step of PARTS micro-batches. program: LOCAL. graphs: of its
     actions, by kind, before the passes that come after the cut. message: bytes that one equal layer hands on.
     """
 

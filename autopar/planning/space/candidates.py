@@ -133,9 +133,10 @@ class Candidate(NamedTuple):  # of which there are a million: made and hashed in
         """What decides, with rows and recomputation, what a micro-batch costs."""
         return Split.of(self.tp, self.sequence, self.cp, self.ulysses, self.axes)
 
-    def ranks_of(self, is_summed: bool) -> Split:
-        """The split of its programs. is_summed: as of `Micros`."""
-        return self.split.summed(self.axes) if is_summed else self.split
+    def ranks_of(self, is_summed: bool, has_pairs: bool) -> Split:
+        """The split of its programs. is_summed, has_pairs: as of `Micros`."""
+        split = self.split.summed(self.axes) if is_summed else self.split
+        return split._replace(batch=self.rows * self.microbatches * split.data) if has_pairs else split
 
     @property
     def mesh(self) -> str:

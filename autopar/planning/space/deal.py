@@ -22,6 +22,7 @@ from autopar.planning.shallow.stage_graphs import Micro
 
 KINDS = ("time", "stored", "saved")
 Ranges = tuple[tuple[int, int], ...]  # of layers, each from one to before another
+Moved = tuple[tuple[float, ...], ...]  # us of what moves of each weight, by section
 CLOSE = 1e-5  # of the slowest stage: how near the search for it comes
 
 
@@ -125,12 +126,12 @@ class Section:
         weights.sort(key=lambda each: each.place)
         return Section(time, stored, saved, self.crossing[[*steps, count]], tuple(weights))
 
-    def at(self, longer: float, crossing: float, moved: Sequence[float]) -> Section:
-        """The section at other times, as of `Rates`."""
-        time = self.time * longer
+    def with_moved(self, moved: Sequence[float]) -> Section:
+        """The section with what moves of each of its weights."""
+        time = self.time.copy()
         for weight, us in zip(self.weights, moved, strict=True):
             time[weight.place + 1 :] += us
-        return replace(self, time=time, crossing=self.crossing * crossing)
+        return replace(self, time=time)
 
     @property
     def places(self) -> np.ndarray:
@@ -143,16 +144,6 @@ class Section:
         worse = (near & ((less > 0) | first)).any(axis=1)
         worse[0] = False
         return np.nonzero(~worse[:-1])[0]
-
-
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """How long sections take with other rows, and with what moves over the data axes. longer, crossing: how many times
-    as long as before they compute, and send. moved: us of what moves of each weight. By section, each."""
-
-    longer: tuple[float, ...]
-    crossing: float
-    moved: tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,11 +181,11 @@ class Sections:
         """By the number that `Slot.section` has."""
         return self.entry, self.layer, self.behind, *([self.again] if self.again else [])
 
-    def stages(self, layers: int, count: int, rates: Rates | None = None, ranges: Ranges = ()) -> list[Share]:
+    def stages(self, layers: int, count: int, moved: Moved = (), ranges: Ranges = ()) -> list[Share]:
         """`count` stages of a model of so many layers, the slowest as fast as can be, the others as even as can be.
-        rates: at which that is so, if they are others. ranges: of the layers that compute more again."""
+        moved: us of what moves of each weight, which count for that. ranges: of the layers that compute more again."""
         of = [*_is_again(layers, ranges)]
-        road = _Road.of((self._at(rates) if rates else self)._sections(of))
+        road = _Road.of((self._with_moved(moved) if moved else self)._sections(of))
         at = road.even(count)[:-1]
         sections = self._sections(of)
         borders = list(zip(road.section[at].tolist(), road.inner[at].tolist(), strict=True))
@@ -206,9 +197,8 @@ class Sections:
             for (time, stored, saved), (low, high) in zip(parts, pairwise(marks[-1][:, 1].tolist()), strict=True)
         ]
 
-    def _at(self, rates: Rates) -> Sections:
-        parts = zip(self.all, rates.longer, rates.moved, strict=True)
-        return Sections(*(part.at(longer, rates.crossing, moved) for part, longer, moved in parts))
+    def _with_moved(self, moved: Moved) -> Sections:
+        return Sections(*(part.with_moved(us) for part, us in zip(self.all, moved, strict=True)))
 
     def _sections(self, of: Sequence[bool]) -> list[Section]:
         return [self.entry, *(self.again if more and self.again else self.layer for more in of), self.behind]

@@ -7,21 +7,20 @@ from dataclasses import replace
 from fractions import Fraction
 from functools import cached_property
 
-from autopar.compiler.compile import make_plan
+from autopar.compiler.compile import decoupled, make_plan
 from autopar.compiler.garbage import uncollected
 from autopar.compiler.lowered import Lowered
 from autopar.compiler.sequence import through_passes
 from autopar.custom_ops.registry import check_calls
-from autopar.errors import AutoparError, CoupledError
+from autopar.errors import AutoparError, CoupledError, divisors
 from autopar.ir.options import StepOptions
-from autopar.ir.plan import Fixed
+from autopar.ir.plan import Fixed, Plan
 from autopar.machines import Machine
 from autopar.passes.costs.streams import run
 from autopar.passes.pipeline.cuts.assign import times_in
 from autopar.passes.pipeline.cuts.coupling import check_middle
 from autopar.planning.shallow.between import between
 from autopar.planning.shallow.captures import LEAST_ROWS, Captures
-from autopar.planning.shallow.depth import Shallow
 from autopar.planning.shallow.stage_graphs import Micro, cut_at
 from autopar.planning.space.split import Split
 
@@ -56,19 +55,25 @@ class Micros:
         """True if ranks that divide the rows send each other something before the backward passes."""
         return bool(self.coupled) or self.waits
 
+    @property
+    def has_pairs(self) -> bool:
+        """True if what is computed between the passes meets the whole batch more often than once, as similarities of
+        all pairs do: it grows faster than the rows of a rank."""
+        return self._coupling[2]
+
     @cached_property
-    def _coupling(self) -> tuple[str, bool]:
-        """`coupled`, and `waits`."""
-        lowered = self._lowered(Split(), LOW, PARTS)
+    def _coupling(self) -> tuple[str, bool, bool]:
+        """`coupled`, `waits` and `has_pairs`."""
         try:
-            made = cut_at(lowered, "none", self.captures.shallow().border, halves=False)
+            lowered = self._lowered(Split(), LOW, PARTS, waits=True)
+            made = cut_at(lowered, "none", self._border, halves=False)
             coupling = times_in(made.program, made.plan).coupling
             if coupling is not None:
                 check_middle(made.graphs.get("M"), coupling)
         except CoupledError as error:
-            return str(error), False
+            return str(error), False, False
         self._local[Split(), LOW] = lowered
-        return "", coupling is not None
+        return "", coupling is not None, bool(lowered.plan.whole)
 
     @property
     def parts(self) -> int:
@@ -80,9 +85,9 @@ class Micros:
         """The fewest rows of a micro-batch for which programs are made."""
         return LEAST_ROWS // self.parts
 
-    def shallow(self, rows: int) -> Shallow:
-        """The captured step of micro-batches of so many rows, with few equal layers."""
-        return self.captures.shallow(self.parts * rows)
+    @property
+    def _border(self) -> tuple[str, str]:
+        return self.captures.shallow().border
 
     def local(self, split: Split, rows: int) -> Lowered:
         """The LOCAL program that recomputes nothing. Raises AutoparError for a mesh that the model cannot take."""
@@ -98,15 +103,34 @@ class Micros:
 
     def lowered(self, split: Split, rows: int, like: Lowered | None = None) -> Lowered:
         """like: a program whose layouts it takes over."""
-        return self._lowered(split, rows, self.parts, like)
+        parts = split.batch // (rows * split.data) if split.batch else self.parts
+        return self._lowered(split, rows, parts, like, waits=self.waits)
 
     @uncollected()
-    def _lowered(self, split: Split, rows: int, parts: int, like: Lowered | None = None) -> Lowered:
+    def _lowered(
+        self, split: Split, rows: int, parts: int, like: Lowered | None = None, waits: bool = False
+    ) -> Lowered:  # fmt: skip
+        """waits: some values may have to be computed of the whole batch."""
         options = replace(self.options, microbatches=parts, sequence_parallel=split.sequence)
         batch = parts * rows * split.mesh.size // (split.tp * split.context)
         captured = replace(self.captures.captured(batch), program=self.captures.shallow(batch).program)
         fixed = Fixed(machine=self.machine, decided=dict([like.decided]) if like else {})
-        return through_passes(check_calls(captured.program), make_plan(captured, split.mesh, options, fixed))
+        program, plan = check_calls(captured.program), make_plan(captured, split.mesh, options, fixed)
+        if not waits:
+            return through_passes(program, plan)
+
+        def made(plan: Plan) -> Lowered:
+            lowered = through_passes(program, plan)
+            times_in(lowered.program, lowered.plan)  # raises CoupledError
+            return lowered
+
+        return decoupled(plan, made)
+
+    def between_passes(self, split: Split, recomputed: str) -> Micro:
+        """The programs of micro-batches of a step with `split.batch` rows: what runs once in it is then of all rows of
+        a rank, however many micro-batches they are. Raises AutoparError as `local`."""
+        own = max(PARTS, split.batch // split.data)
+        return self.micro(split, own // divisors(own, own)[1], recomputed)
 
     def micro(self, split: Split, rows: int, recomputed: str, halves: bool = False) -> Micro:
         """The programs of a micro-batch of `rows` on the ranks of tp and cp. halves: gradients of weights apart from
@@ -114,8 +138,9 @@ class Micros:
         key = split, rows, recomputed, halves
         if key not in self._known:
             is_between = self.low <= rows < HIGH and (split.cp == 1 or rows > self.low)  # of cp few take more rows
+            is_between &= not split.batch
             found = self._between(*key) if is_between else None
-            self._known[key] = found or cut_at(self.local(split, rows), recomputed, self.shallow(rows).border, halves)
+            self._known[key] = found or cut_at(self.local(split, rows), recomputed, self._border, halves)
         return self._known[key]
 
     def _between(self, split: Split, rows: int, recomputed: str, halves: bool) -> Micro | None:
@@ -124,7 +149,7 @@ class Micros:
             return None
         key = split, recomputed, halves
         if key not in self._ends:
-            self._ends[key] = cut_at(local, recomputed, self.shallow(self.low).border, halves)
+            self._ends[key] = cut_at(local, recomputed, self._border, halves)
         low, share = self._ends[key], Fraction(rows - self.low, HIGH - self.low)
         if rows == self.low:
             return low
@@ -132,9 +157,12 @@ class Micros:
         if low.graphs.keys() != high.graphs.keys():
             return None
         graphs = {kind: between(graph, high.graphs[kind], share) for kind, graph in low.graphs.items()}
+        program = between(low.program, high.program, share)
         found = {kind: graph for kind, graph in graphs.items() if graph is not None}
         message = low.message + (high.message - low.message) * float(share)
-        return Micro(low.plan, low.program, found, message) if len(found) == len(graphs) else None
+        if program is None or len(found) < len(graphs):
+            return None
+        return Micro(low.plan, program, found, message)
 
     def is_alike(self, split: Split) -> bool:
         """True if the layouts of HIGH rows are as good for fewer: programs of other rows then lie between two."""

@@ -18,7 +18,8 @@ Axes = tuple[tuple[str, int], ...]
 class Split(NamedTuple):
     """tp, cp, ulysses: ranks of each. sequence: activations lie split over tp where no weight needs them whole. around:
     the axes of the mesh among which these lie, outermost first; none where nothing lies between neighbours. data: ranks
-    that divide the rows, of a model whose forward pass takes them together: sums over these are among its calls."""
+    that divide the rows, of a model whose forward pass takes them together: sums over these are among its calls. batch:
+    rows of a step, of a model in which all pairs of them meet; 0 of any other."""
 
     tp: int = 1
     sequence: bool = False
@@ -26,6 +27,7 @@ class Split(NamedTuple):
     ulysses: int = 1
     around: Axes = ()
     data: int = 1
+    batch: int = 0
 
     @staticmethod
     @cache  # many plans differ in nothing else
@@ -43,7 +45,7 @@ class Split(NamedTuple):
     @property
     def mesh(self) -> Mesh:
         """The mesh of the program: where its ranks lie decides no layout."""
-        sizes = (min(self.data, 2), self.cp, self.ulysses, self.tp)
+        sizes = (self.data, self.cp, self.ulysses, self.tp)
         axes = tuple((name, size) for name, size in zip((DATA, *INNER), sizes, strict=True) if size > 1)
         return Mesh(axes or ((DATA, 1),))
 
@@ -62,8 +64,8 @@ class Split(NamedTuple):
 
     @property
     def program(self) -> Split:
-        """The split that its programs are made for: how many ranks divide the rows changes none."""
-        return self.near._replace(data=min(self.data, 2))
+        """The split that programs of a micro-batch are made for: how many ranks divide the rows changes none."""
+        return self.near._replace(data=min(self.data, 2), batch=0)
 
     @property
     def near(self) -> Split:
