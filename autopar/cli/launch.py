@@ -27,7 +27,6 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from autopar import errors
 from autopar.capture.refusals.location import is_user_file
 from autopar.checkpoint.checkpointer import SIGNALS
-from autopar.cli import launched
 from autopar.cli.arguments.stopped import Stopped
 from autopar.ir.mesh import Mesh
 from autopar.parallel.session.session import MAPPED
@@ -37,6 +36,7 @@ from autopar.settings import Settings
 LINGER_S = 2  # a rank that waited in vain stays for so long: the others may be about to say where they wait
 ASK_S, GRACE_S = 1, 4  # after its words, others that said nothing are asked where they stand, and are ended by force
 PERIOD_S = 0.25
+RANK = Path(__file__).with_name("launched.py")  # run by its path, not imported
 ASKS = signal.SIGUSR2
 ERROR, PID, STACK = "error.json", "pid", "stack"  # files of a rank
 # What a signal that nobody sent says of its cause, and what to do; {mapped} is the folder of `offload_dir=`.
@@ -79,7 +79,7 @@ def _launch(arguments: Sequence[str], mesh: Mesh, restarts: int, folder: Path) -
     try:
         with _ending_hung(folder):
             # -P: what ranks import is not what lies beside the file
-            command = ("-P", launched.__file__, str(os.getpid()))
+            command = ("-P", str(RANK), str(os.getpid()))
             elastic_launch(config, sys.executable)(*command, *arguments)
     except ChildFailedError as error:
         asked = {each.exitcode - 128 for each in error.failures.values()}

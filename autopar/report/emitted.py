@@ -78,8 +78,8 @@ class _Check:
         return replace(self.planned, found=replace(found, best=best, counts=+counts), experts=more)
 
     def _with_lighter(self, shown: list[Prediction]) -> list[Prediction]:
-        """The plans, and where the fastest one takes nearly all of the memory, the fastest that hold much less, however
-        many are between them, if these are as fast as can be told."""
+        """Add the fastest plans that hold much less, however many are between them, where the fastest one takes nearly
+        all of the memory and these are as fast as can be told."""
         limit, fastest = self.planned.asked.limit, min((each.total for each in self.planned.found.best), default=0.0)
         for _ in range(LIGHTER if self.of_time else 0):
             near = _near(shown)
@@ -243,7 +243,7 @@ def light_first(plans: list[Prediction]) -> tuple[list[Prediction], str]:
 
 
 def _near(plans: Sequence[Prediction]) -> list[Prediction]:
-    """Those of some emitted plans, the fastest first, that are as fast as the first one as far as can be told."""
+    """Find the emitted plans that are as fast as the first one, the fastest, as far as can be told."""
     return [each for each in plans if each.is_emitted and each.total < (1 + AS_FAST) * plans[0].total]
 
 

@@ -20,7 +20,7 @@ from autopar.planning.price.layers import Layers
 from autopar.planning.price.predict import predict
 from autopar.planning.shallow import captures, fewer
 from autopar.planning.shallow.depth import Shallow, shallow
-from autopar.planning.shallow.others import Others
+from autopar.planning.shallow.further_layers import FurtherLayers
 from autopar.planning.space.candidates import Candidate
 from autopar.planning.space.split import Split
 from autopar.report.memory.estimate import memory_report
@@ -141,11 +141,11 @@ def test_the_program_takes_what_was_predicted(mesh: str, candidate: Candidate) -
 
 
 def test_names_of_more_layers() -> None:
-    others = Others(("encoder.layers.2", "encoder.layers.3", "encoder.layers.4"), 5)
+    others = FurtherLayers(("encoder.layers.2", "encoder.layers.3", "encoder.layers.4"), 5)
     assert others.names("encoder.layers.2.weight") == ["encoder.layers.2.weight"]
     assert others.names("encoder.layers.3.weight") == [f"encoder.layers.{i}.weight" for i in range(3, 9)]
     assert others.names("encoder.layers.4.weight") == ["encoder.layers.9.weight"]
     for outside in ("decoder.layers.3.weight", "encoder.layers", "encoder.layers.bias", "head"):
         assert others.names(outside) == [outside] and others.moved(outside, 2) == outside
     assert others.moved("encoder.layers.3", 2) == "encoder.layers.5", "of a unit too"
-    assert Others(("0", "1", "2"), 1).names("1.weight") == ["1.weight", "2.weight"], "the model itself is the list"
+    assert FurtherLayers(("0", "1", "2"), 1).names("1.weight") == ["1.weight", "2.weight"], "the model is the list"

@@ -39,7 +39,7 @@ from autopar.torch_compat import FakeTensor, OpOverload, dispatch_modes, packs_s
 _NAMESPACES = ("aten", "prims", "prim", "autopar")  # those of other ops may be written in Python
 _TENSORS = (torch.Tensor, nn.Parameter, FakeTensor)  # a subclass of the user's has functions of its own
 _BUILT_IN = (BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType)
-# Others may have methods that torch calls (`__index__`), or be functions.
+# FurtherLayers may have methods that torch calls (`__index__`), or be functions.
 _VALUES = frozenset(
     (int, float, complex, bool, str, bytes, NoneType, EllipsisType, torch.Size, torch.dtype, torch.device,
      torch.layout, torch.memory_format, torch.Generator, *_TENSORS)

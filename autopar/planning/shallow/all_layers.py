@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.planning.shallow.events import Events, Own
+from autopar.planning.shallow.further_layers import FurtherLayers
 from autopar.planning.shallow.graph_track import border_of
-from autopar.planning.shallow.others import Others
 from autopar.planning.shallow.sheet import NONE, Sheet, SheetCall, sum_of
 
 Copy = tuple[int, int]  # a call, by its place, and which of its copies
 
 
-def with_all_layers(sheet: Sheet, others: Sequence[Others]) -> Sheet:
+def with_all_layers(sheet: Sheet, others: Sequence[FurtherLayers]) -> Sheet:
     """With the calls of all layers: between the first and the last of three, those of the second again and again."""
     calls, reads = list(sheet.calls), sheet.reads
     for number, each in enumerate(others):
@@ -30,14 +30,14 @@ class _Longer:
     before these calls, and behind them."""
 
     given: Sequence[SheetCall]
-    others: Others
+    others: FurtherLayers
     start: int
     end: int
     order: Sequence[Copy]
     shifts: tuple[int, int]
 
     @classmethod
-    def of(cls, calls: Sequence[SheetCall], number: int, others: Others) -> _Longer:
+    def of(cls, calls: Sequence[SheetCall], number: int, others: FurtherLayers) -> _Longer:
         """number: that the layers have in `SheetCall.other`."""
         own = [call.other[1] if call.other[0] == number and call.launch is not None else -1 for call in calls]
         places = [[i for i, layer in enumerate(own) if layer == each] for each in range(3)]

@@ -13,7 +13,7 @@ from torch import fx
 from autopar.ir.modules import layer_of
 from autopar.ir.ops.ops import key_place, op
 from autopar.ir.program import Builder, Input, Program, erase_unused, record
-from autopar.planning.shallow.others import Others
+from autopar.planning.shallow.further_layers import FurtherLayers
 
 MADE_BY = "depth"
 WAIT = op("wait")
@@ -62,7 +62,7 @@ class Shallow:
         return tuple(stack.border[0].rpartition(".")[0] for stack in self.stacks if stack.layers)
 
     def of_whole(self, whole: Shallow) -> Shallow:
-        """The same program as one of another model, whose lists have as many layers as `whole` says."""
+        """Take the program for that of another model, whose lists have as many layers as `whole` says."""
         pairs = zip(self.others, whole.others, strict=True)
         others = tuple(stack._replace(layers=known.layers) for stack, known in pairs)
         return replace(self, layers=whole.layers, others=others)
@@ -116,7 +116,7 @@ class Rest:
     first: str = ""
     equal: frozenset[str] = frozenset()
     entry: frozenset[tuple[str, str]] = frozenset()
-    others: tuple[Others, ...] = ()
+    others: tuple[FurtherLayers, ...] = ()
 
     @classmethod
     def of(cls, shallow: Shallow) -> Rest:
@@ -125,7 +125,7 @@ class Rest:
         before = takewhile(lambda node: not first or paths.get(node) != first, shallow.program.calls())
         entry = frozenset((record(node).module, record(node).source) for node in before if first)
         equal = frozenset(shallow.stacks[0].three if shallow.middle else shallow.border) - {""}
-        others = tuple(Others(stack.three, stack.layers - shallow.kept) for stack in shallow.others)
+        others = tuple(FurtherLayers(stack.three, stack.layers - shallow.kept) for stack in shallow.others)
         return cls(shallow.middle, {node.name: path for node, path in paths.items()}, first, equal, entry, others)
 
     @property
@@ -149,7 +149,7 @@ class Rest:
         return max((each.times(path) for each in self.others), default=1)
 
     def times_beside(self, node: fx.Node) -> int:
-        """The same without the layer: 0 of its nodes."""
+        """How many it stands for without the layer: 0 of its nodes."""
         return self.times(node) * self.counts(node)
 
     def names(self, name: str) -> list[str]:

@@ -16,7 +16,7 @@ from autopar.machines import Machine
 from autopar.passes.pipeline.cuts.cut import ForwardLine, StageLimits
 from autopar.passes.pipeline.cuts.when import times_of
 from autopar.planning.shallow.depth import Rest
-from autopar.planning.shallow.others import Others
+from autopar.planning.shallow.further_layers import FurtherLayers
 from autopar.planning.shallow.parameter_use import Weight, first_read, tied_weights, weights_of
 from autopar.planning.shallow.stage_graphs import Micro
 
@@ -63,10 +63,10 @@ def whole(layers: int, again: int = 0) -> Share:
     return Share(all_, all_, all_, layers - again)
 
 
-class Span(NamedTuple):
+class FurtherSpan(NamedTuple):
     """Two places of a line, between which a layer lies of which there are more."""
 
-    others: Others
+    others: FurtherLayers
     begin: int
     end: int
 
@@ -86,7 +86,7 @@ class Section:
     @classmethod
     def of(
         cls, line: ForwardLine, first: int, last: int, weights: Mapping[fx.Node, Weight],
-        firsts: Mapping[fx.Node, int], others: Sequence[Span] = (),
+        firsts: Mapping[fx.Node, int], others: Sequence[FurtherSpan] = (),
     ) -> Section:  # fmt: skip
         """Between two places of a line. weights: of the program; firsts: the numbers of the calls that need each
         first. others: the layers of further lists, of which more come."""
@@ -104,7 +104,7 @@ class Section:
             found, weights=tuple(replace(each, at=float(found.time[each.place] / total)) for each in found.weights)
         )
 
-    def _longer(self, begin: int, end: int, others: Others) -> Section:
+    def _longer(self, begin: int, end: int, others: FurtherLayers) -> Section:
         """With what lies between two places as often as there are such layers."""
         inner, count = [*range(begin, end)] * (others.more + 1), len(self.time) - 1
         steps = [*range(begin), *inner, *range(end, count)]
@@ -231,10 +231,10 @@ def _rest(low: float, high: float, ranges: Ranges) -> float:
     return high - max([low, *(min(end, high) for begin, end in ranges if begin < high and end > low)])
 
 
-def _span(line: ForwardLine, layers: Sequence[str], others: Others) -> Span | None:
+def _span(line: ForwardLine, layers: Sequence[str], others: FurtherLayers) -> FurtherSpan | None:
     """The places of a line between which the second of three layers lies. layers: of its nodes."""
     second, third = (next((i for i, path in enumerate(layers) if path == one), -1) for one in others.paths[1:])
-    return Span(others, _place(line, second), _place(line, third)) if 0 <= second < third else None
+    return FurtherSpan(others, _place(line, second), _place(line, third)) if 0 <= second < third else None
 
 
 def _place(line: ForwardLine, node: int) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Others:
+class FurtherLayers:
     """Three neighbours of such a list, by their paths, and how many layers more there are that are like the second."""
 
     paths: tuple[str, str, str]
@@ -23,8 +23,8 @@ class Others:
         return [self.moved(name, by) for by in range(low, low + count)] if self._number(name) >= 0 else [name]
 
     def moved(self, name: str, by: int, least: int = 0) -> str:
-        """The same of a layer that stands `by` further in the list, if its number is at least that of the program's
-        first one of the three, and so much more."""
+        """Name what is the same of the layer that stands `by` further in the list. Layers before the first of the
+        three, and `least` behind it, keep their names."""
         number = self._number(name)
         if number < self._second - 1 + least:
             return name
