@@ -7,6 +7,7 @@ import torch
 from models import Llama, token_loss
 from torch import Tensor, nn
 
+from autopar.errors import PlanError
 from autopar.ir.options import StepOptions
 from autopar.machines import named
 from autopar.planning.jobs import layers_of_call
@@ -51,6 +52,7 @@ class Stack(nn.Module):
             return x
         for layer in self.layers:
             x = layer(x)
+            x = x * 2 if self.kind == "rows" and x.shape[0] > 4 and layer is self.layers[2] else x
         return x / len(self.layers) if self.kind == "divides" else x
 
 
@@ -72,3 +74,10 @@ def test_no_model_where_it_would_not_pay() -> None:
     model, ids = llama()
     whole = shallow(captures(model, token_loss, ids, ids).whole.program, 8)
     assert whole is not None and with_fewer(model, whole) is None
+
+
+def test_layers_that_are_equal_at_few_rows_alone_are_refused() -> None:
+    found = captures(Stack("rows"), square, torch.empty(4, 8, device="meta"))
+    assert found.shallow(4).layers == LAYERS - 1
+    with pytest.raises(PlanError, match=r"'layers' are equal in a step of 2 rows and not in one of 8"):
+        found.shallow(8)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from functools import cached_property
 
 from autopar.capture import Captured
+from autopar.errors import PlanError
+from autopar.ir.program import Program
 from autopar.passes.search.heads import heads_of
 from autopar.planning.shallow.depth import Shallow, shallow
 from autopar.planning.shallow.fewer import Capture, same_step
@@ -53,10 +55,28 @@ class Captures:
         return self._captured[rows]
 
     def shallow(self, rows: int = LEAST_ROWS) -> Shallow:
-        """Capture the step with few of its equal layers; whole if it has none."""
+        """Capture the step with few of its equal layers; whole if it has none. Raises PlanError where the layers that
+        are equal at the fewest rows are not at so many."""
         captured = self.captured(rows).program
         if rows not in self._shallow:
-            known = None if self._source is self.capture else self._shallow[LEAST_ROWS]
-            found = shallow(captured, KEPT, known.lists if known else ()) or Shallow(captured, 0, 0)
-            self._shallow[rows] = found.of_whole(known) if known else found
+            self._shallow[rows] = self._as_known(captured, rows) if rows != LEAST_ROWS else _few(captured)
         return self._shallow[rows]
+
+    def _as_known(self, captured: Program, rows: int) -> Shallow:
+        """The step of `rows` rows with few of the layers that it has at the fewest rows."""
+        known = self.shallow()
+        if not known.layers:
+            return _few(captured, is_whole=True)
+        found = shallow(captured, KEPT, known.lists)
+        if found is None or found.lists != known.lists or (found.kept, found.border) != (known.kept, known.border):
+            raise PlanError(
+                f"the layers of {' and '.join(map(repr, known.lists))} are equal in a step of {LEAST_ROWS} rows and "
+                f"not in one of {rows}, so that few of them do not say what all cost: forward asks how many rows "
+                f"there are. Let it do the same for each number of rows, or choose a mesh with `autopar estimate`."
+            )
+        return found.of_whole(known)
+
+
+def _few(program: Program, is_whole: bool = False) -> Shallow:
+    """A program with few of its equal layers, or all of it where there are none."""
+    return (None if is_whole else shallow(program, KEPT)) or Shallow(program, 0, 0)
