@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -107,29 +109,100 @@ def _lookup(node: fx.Node, known: Known) -> Make | None:
         rows[dim] = 0 if row in rows else row
     if not any(rows):
         return None
-    if node.target in _LOOKUPS and all(rows) and len(rows) == len(shape) and rows == sorted(rows):
+    if node.target in _LOOKUPS and all(rows) and rows == sorted(rows):
         return lambda build: _shown(build, node, rows)
-    name = "index_of_rows" if node.target in _LOOKUPS else "index_put_of_rows"
     others = [None if row else index for index, row in zip(indices, rows, strict=True)]
-    values = rest if node.target in _LOOKUPS else [rest[0], bool(rest[1:] and rest[1])]
-    return lambda build: build.call(op(name), *build.new((x, others, rows, *values)), like=record(node), name=name)
+    index = _Index.of(indices, others, [(shape[dim], *[1] * (-row - 1)) for dim, row in enumerate(rows) if row])
+    if node.target in _LOOKUPS:
+        return lambda build: _look_up(build, node, others, rows, index)
+    if index.repeated and not (rest[1:] and rest[1]):  # which of several values stays is not said
+        return None
+    return lambda build: _put(build, node, others, rows, index)
+
+
+@dataclass(frozen=True, slots=True)
+class _Index:
+    """The dims of the indices of a lookup. wants: of all of them together; has: where the numbers of rows are left out:
+    along other dims all indices are the same. at: where the dims stand in what is looked up."""
+
+    wants: tuple[int, ...]
+    has: tuple[int, ...]
+    at: int
+
+    @classmethod
+    def of(
+        cls, indices: Sequence[fx.Node | None], others: Sequence[fx.Node | None], rows: Sequence[Sequence[int]]
+    ) -> _Index:  # fmt: skip
+        """rows: the shapes of their numbers."""
+        wants, has = (
+            torch.broadcast_shapes(*(record(each).type.shape for each in some if each is not None), *more)
+            for some, more in ((indices, ()), (others, rows))
+        )
+        places = [dim for dim, index in enumerate(indices) if index is not None]
+        return cls((*wants,), (*has,), places[0] if places[-1] - places[0] + 1 == len(places) else 0)
+
+    @property
+    def padded(self) -> tuple[int, ...]:
+        """`has`, with 1 for each dim that it lacks."""
+        return (*[1] * (len(self.wants) - len(self.has)), *self.has)
+
+    @property
+    def repeated(self) -> list[int]:
+        """The dims of what is looked up along which it repeats."""
+        return [self.at + i for i, pair in enumerate(zip(self.wants, self.padded, strict=True)) if pair[0] != pair[1]]
+
+
+def _look_up(build: Builder, node: fx.Node, others: list[fx.Node | None], rows: list[int], index: _Index) -> fx.Node:
+    """Look up without the numbers of rows; as often as they ask for it."""
+    name, args = "index_of_rows", build.new((_args(node)[0], others, rows))
+    if index.has == index.wants:
+        return build.call(op(name), *args, like=record(node), name=name)
+    found = build.infer(op(name), *args, like=record(node), name=name)
+    own = record(found).type.shape
+    shape = [*own[: index.at], *index.padded, *own[index.at + len(index.has) :]]
+    made = build.infer(aten.reshape.default, found, shape, like=record(node), name="rows")
+    return build.infer(aten.expand.default, made, [*record(node).type.shape], like=record(node))
+
+
+def _put(build: Builder, node: fx.Node, others: list[fx.Node | None], rows: list[int], index: _Index) -> fx.Node:
+    """Write without the numbers of rows; what comes to one place several times, as its sum."""
+    x, indices, values, *adds = _args(node)
+    name, value = "index_put_of_rows", build.value[values]
+    if index.has != index.wants:
+        kept = [size for size, one in zip_longest(record(x).type.shape, indices) if one is None]
+        before, behind = kept[: index.at], kept[index.at :]
+        value = build.infer(aten.expand.default, value, [*before, *index.wants, *behind], like=record(node))
+        if index.repeated:
+            value = build.infer(aten.sum.dim_IntList, value, index.repeated, True, like=record(node))
+        value = build.infer(aten.reshape.default, value, [*before, *index.has, *behind], like=record(node))
+    args = *build.new((x, others, rows)), value, bool(adds and adds[0])
+    return build.call(op(name), *args, like=record(node), name=name)
 
 
 def _shown(build: Builder, node: fx.Node, rows: list[int]) -> fx.Node:
     """What is looked up by its own numbers alone, as a view: x[arange(b)[:, None, None], arange(t)]."""
-    x, wanted = build.value[_args(node)[0]], record(node).type.shape
-    shape = [size if i - len(wanted) in rows else 1 for i, size in enumerate(wanted)]
-    made = build.infer(aten.reshape.default, x, shape, like=record(node), name="rows")
+    x, wanted, own = build.value[_args(node)[0]], record(node).type.shape, record(_args(node)[0]).type.shape
+    behind = own[len(rows) :]
+    index = wanted[: len(wanted) - len(behind)]
+    shape = [*(size if i - len(index) in rows else 1 for i, size in enumerate(index)), *behind]
+    made = x if shape == [*own] else build.infer(aten.reshape.default, x, shape, like=record(node), name="rows")
     return made if shape == [*wanted] else build.infer(aten.expand.default, made, [*wanted], like=record(node))
 
 
 def _row_itself(node: fx.Node, known: Known) -> Make | None:
-    """The sum of rows by their own numbers, which is each row: the gradient of x[arange(n)]."""
+    """The sum of rows by their own numbers, which is each row, or what asked for it several times: the gradient of
+    x[arange(n)]."""
     if node.target is not op("embedding_backward"):
         return None
     values, index, rows, padding = _args(node)
-    is_itself = padding < 0 and record(index).type.shape == (rows,) and known.counts(index, rows) == -1
-    return (lambda build: build.value[values]) if is_itself else None
+    row = known.counts(index, rows) if padding < 0 else 0
+    if not row:
+        return None
+    dims = len(record(index).type.shape)
+    others = [dim for dim in range(dims) if dim != dims + row]
+    if not others:
+        return lambda build: build.value[values]
+    return lambda build: build.infer(aten.sum.dim_IntList, build.value[values], others, like=record(node), name="rows")
 
 
 def _args(node: fx.Node) -> Any:

@@ -14,6 +14,7 @@ from autopar.capture import capture
 from autopar.compiler.meshes import mesh_of
 from autopar.ir.plan import Plan
 from autopar.ir.program import record
+from autopar.ir.text.text import print_program
 from autopar.passes.masks.rowwise import Known, rowwise
 
 Model = Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]
@@ -89,6 +90,18 @@ class MaskedAutoencoderByGather(nn.Module):
         return ((self.decode(y) - x).square().mean(-1) * hidden).sum() / hidden.sum()
 
 
+class Positions(nn.Module):
+    """As in transformers' Whisper: a row has as many tokens as the table has positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.up = nn.Parameter(torch.randn(5, 12)), nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        at = torch.arange(x.shape[1]).unsqueeze(0).repeat(len(x), 1)
+        return (self.up(x) + self.table[at]).square().mean()
+
+
 class Lookup(nn.Module):
     """One lookup in what a layer gives."""
 
@@ -126,6 +139,20 @@ ROWWISE: dict[str, Model] = {
     ),
     "counted": lambda: looked_up(lambda x, i: x[torch.ones(6, dtype=torch.int64).cumsum(0) - 1, i[:, 1]]),
     "a channel of each": lambda: looked_up(lambda x, i: x[rows_of(x)[:, None], :, i]),
+    "all of them": lambda: looked_up(lambda x, _: x[rows_of(x)]),
+    "each four times": lambda: looked_up(lambda x, _: x[rows_of(x)[:, None].expand(6, 4)]),
+    "each four times, of a column": lambda: looked_up(lambda x, i: x[rows_of(x)[:, None].expand(6, 4), i[:, :1]]),
+    "each four times, apart": lambda: looked_up(lambda x, i: x[rows_of(x)[:, None].expand(6, 4), :, i[:, :1]]),
+    "each four times, behind": lambda: looked_up(
+        lambda x, i: x.transpose(0, 1)[:, rows_of(x).expand(3, 6), i[None, :, 0]]
+    ),
+    "added more than once": lambda: looked_up(
+        lambda x, i: x.index_put((rows_of(x)[:, None].expand(6, 4), i[:, :1]), x[:, :4] * 2, accumulate=True)
+    ),
+    "a number, added more than once": lambda: looked_up(
+        lambda x, i: x.index_put((rows_of(x)[:, None].expand(6, 4), i[:, :1]), x.new_ones(()), accumulate=True)
+    ),
+    "positions of each token": lambda: (Positions(), (torch.randn(6, 5, 12),)),
     "added": lambda: looked_up(lambda x, i: x.index_put((rows_of(x)[:, None], i), x[:, :4] * 2, accumulate=True)),
 }  # fmt: skip
 
@@ -167,6 +194,16 @@ def test_what_is_no_row_number_stays(name: str) -> None:
     module, batch = made(OTHERS[name])
     program = capture(module, None, batch, {}).program
     assert rowwise(program, Plan(mesh_of("dp=2"), {})) is program
+
+
+def test_what_is_written_more_than_once_stays() -> None:
+    """Which of several values is there in the end is not said."""
+    module, batch = made(
+        lambda: looked_up(lambda x, i: x.index_put((rows_of(x)[:, None].expand(6, 4), i[:, :1]), x[:, :1] * 2))
+    )
+    made_of = rowwise(capture(module, None, batch, {}).program, Plan(mesh_of("dp=2"), {}))
+    assert "aten.index_put.default" in print_program(made_of)
+    verified(module, ("dp=2,tp=2", "dp=3"), None, batch)
 
 
 def test_a_square_index_counts_along_the_dim_that_it_counts() -> None:
