@@ -45,6 +45,24 @@ VIT = {
     "architectures": ["ViTForImageClassification"], "model_type": "vit", "hidden_size": 32, "intermediate_size": 64,
     "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32, "patch_size": 8,
 }  # fmt: skip
+CLIP = {
+    "architectures": ["CLIPModel"], "model_type": "clip", "projection_dim": 16,
+    "text_config": {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 50,
+        "max_position_embeddings": 12, "eos_token_id": 49,
+    },
+    "vision_config": {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32,
+        "patch_size": 8,
+    },
+}  # fmt: skip
+SIGLIP = {**CLIP, "architectures": ["SiglipModel"], "model_type": "siglip"}
+WHISPER = {
+    "architectures": ["WhisperForConditionalGeneration"], "model_type": "whisper", "d_model": 32, "encoder_layers": 1,
+    "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64, "vocab_size": 60, "num_mel_bins": 10, "max_source_positions": 20,
+    "max_target_positions": 14, "pad_token_id": 1, "bos_token_id": 1, "eos_token_id": 1, "decoder_start_token_id": 2,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -52,7 +70,8 @@ VIT = {
     [
         (LLAMA, None, [(6, 64)] * 2), (LLAMA, 8, [(6, 8)] * 2), (BERT, None, [(6, 16)] * 2),
         (GPT2, None, [(6, 24)] * 2), (T5, None, [(6, 20)] * 2), (T5, 40, [(6, 40)] * 2),
-        (VIT, None, [(6, 3, 32, 32), (6,)]),
+        (VIT, None, [(6, 3, 32, 32), (6,)]), (CLIP, None, [(6, 12), (6, 3, 32, 32)]),
+        (SIGLIP, 8, [(6, 8), (6, 3, 32, 32)]), (WHISPER, None, [(6, 10, 40), (6, 14)]),
         ({**LLAMA, "architectures": None}, 8, [(6, 8)] * 2),
     ],
 )  # fmt: skip
@@ -64,7 +83,7 @@ def test_a_job_of_a_configuration(tmp_path: Path, says: Any, length: int | None,
     assert [tuple(one.shape) for one in job.batch] == shapes
 
 
-@pytest.mark.parametrize("says", [GPT2, T5, VIT], ids=lambda says: says["model_type"])
+@pytest.mark.parametrize("says", [GPT2, T5, VIT, CLIP, SIGLIP, WHISPER], ids=lambda says: says["model_type"])
 def test_its_step_is_captured(tmp_path: Path, says: Any) -> None:
     job = job_of_config(written(tmp_path, says), 6, None)
     made = autopar.compile(job.model, "dp=2", loss_fn=job.loss_fn, batch=job.batch)
@@ -78,12 +97,15 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "kind": ({**LLAMA, "model_type": "lama"}, f"model_type 'lama' is none that transformers {__version__} knows. Write "
                                               "a TARGET with the model instead."),
     "head": ({**LLAMA, "architectures": ["LlamaForSequenceClassification"]},
-             "LlamaForSequenceClassification is no model with a loss of tokens or of classes of images (transformers "
-             "has of llama: LlamaForCausalLM). Name one of these under 'architectures', or write a TARGET with the "
-             "model, its batch and its loss instead."),
+             "LlamaForSequenceClassification is no model with a loss of tokens, of classes of images, or of images and "
+             "their texts (transformers has of llama: LlamaForCausalLM). Name one of these under 'architectures', or "
+             "write a TARGET with the model, its batch and its loss instead."),
     "no head": ({"model_type": "wav2vec2"},
-                "Wav2Vec2Config alone is no model with a loss of tokens or of classes of images (transformers has of "
-                "wav2vec2: none)."),
+                "Wav2Vec2Config alone is no model with a loss of tokens, of classes of images, or of images and their "
+                "texts (transformers has of wav2vec2: none)."),
+    "speech": ({"architectures": ["MoonshineForConditionalGeneration"], "model_type": "moonshine"},
+               "of models that write down speech Whisper is known, whose configuration says how long it is ("
+               "num_mel_bins, max_source_positions). Write a TARGET with the model, its batch and its loss instead."),
     "broken": ({**LLAMA, "hidden_size": "wide"}, "transformers cannot build it: "),
 }  # fmt: skip
 
@@ -104,11 +126,19 @@ def test_images_have_no_tokens(tmp_path: Path) -> None:
     assert str(refused.value) == f"--sequence 9: {file} is of a model of images, whose size stands there."
 
 
-def test_more_tokens_than_positions(tmp_path: Path) -> None:
-    file = written(tmp_path, LLAMA)
+@pytest.mark.parametrize(
+    ("says", "most", "name"),
+    [
+        (LLAMA, 64, "max_position_embeddings"),
+        (CLIP, 12, "max_position_embeddings"),
+        (WHISPER, 14, "max_target_positions"),
+    ],
+)
+def test_more_tokens_than_positions(tmp_path: Path, says: Any, most: int, name: str) -> None:
+    file = written(tmp_path, says)
     with pytest.raises(TargetError) as refused:
-        job_of_config(file, 4, 65)
-    assert str(refused.value) == f"--sequence 65: the model has 64 positions (max_position_embeddings in {file})."
+        job_of_config(file, 4, most + 1)
+    assert str(refused.value) == f"--sequence {most + 1}: the model has {most} positions ({name} in {file})."
 
 
 def test_it_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
