@@ -236,8 +236,12 @@ class ExpertMM(Function):
         x, w, index = ctx.saved_tensors
         need_x, need_w, _ = ctx.needs_input_grad
         grad_x = op("expert_mm")(grad, w.transpose(1, 2), index) if need_x else None
-        grad_w = op("expert_mm_backward")(x, grad, index, w.shape[0]) if need_w else None
-        return grad_x, grad_w, None
+        if not need_w:
+            return grad_x, None, None
+        is_turned = w.stride(1) < w.stride(2)  # then the gradient lies as what w is a view of: none copies it
+        pair = (grad, x) if is_turned else (x, grad)
+        grad_w = op("expert_mm_backward")(*pair, index, w.shape[0])
+        return grad_x, grad_w.transpose(1, 2) if is_turned else grad_w, None
 
 
 class CTCLoss(Function):

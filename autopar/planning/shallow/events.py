@@ -6,11 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import torch
 from torch import fx
 
-from autopar.ir.mesh import GRADIENT_AXES, axes_of_group, is_in_time
+from autopar.ir.mesh import GRADIENT_AXES, Mesh, axes_of_group, is_in_time
 from autopar.ir.modules import layer_of, unit_of
-from autopar.ir.ops.measure import local_bytes
+from autopar.ir.ops.measure import local_bytes, local_type
+from autopar.ir.ops.op_facts import is_view, is_whole_view
 from autopar.ir.ops.ops import op
 from autopar.ir.ops.storage import root_of
 from autopar.ir.program import CAST, Program, record
@@ -46,8 +48,9 @@ class ParameterRead:
 @dataclass(frozen=True, slots=True)
 class Gradient:
     """bytes_: of what a rank computes of it. over: axes over which it is a sum beside those of data. holds: bytes of
-    the value that it is a part of, if it is one: all of that stays with it. is_turned: True if ranks of data divide
-    another dim of it than the first (`split_over` of passes/collectives/zero.py): to be scattered it is copied."""
+    the value that it is a part of, if it is one: all of that stays with it. is_turned: True if it is copied to be
+    scattered: ranks of data divide another dim of it than the first (`split_over` of passes/collectives/zero.py), or
+    it is a permutation of what was computed."""
 
     own: Own
     bytes_: int
@@ -102,7 +105,7 @@ class Named:
         gives: dict[fx.Node, list[Gradient]] = {}
         place = {node: i for i, node in enumerate(program.calls())}
         for value, parameter, is_cast in self._values(program):
-            users = sorted((place[user], user) for user in value.users if user in place and user.target is not CAST)
+            users = sorted((place[user], user) for user in _readers(value) if user in place)
             if not users:
                 continue
             (_, first), (_, last) = users[0], users[-1]
@@ -133,6 +136,16 @@ class Named:
                 yield node, self.casts[entry.name], True
 
 
+def _readers(value: fx.Node) -> Iterator[fx.Node]:
+    """Find the calls that compute with a parameter: a view of it reads nothing, and is made where it is read
+    (`own_views`). A cast of it is a value of its own."""
+    for user in value.users:
+        if is_view(user.target):
+            yield from _readers(user)
+        elif user.target is not CAST:
+            yield user
+
+
 def _own(name: str, layers: Sequence[str]) -> Own:
     path = layer_of(name)
     return Own(layers.index(path), name.removeprefix(path)) if path in layers else Own(OUTSIDE, name)
@@ -152,9 +165,22 @@ def _gradients(program: Program, layers: Sequence[str]) -> Iterator[tuple[str, G
         if out.kind == "gradient" and node is not None:
             source = _before_sums(node, over := list[str]())
             known, axes = record(source), tuple(reversed(over))
-            is_turned = len(known.layout.dims) > 1 and bool(known.layout.dims[0]) and not all(known.layout.dims)
+            dims = record(node).layout.dims
+            is_turned = (len(dims) > 1 and bool(dims[0]) and not all(dims)) or _is_turned(node, program.mesh)
             own, bytes_ = _own(out.name, layers), local_bytes(source, program.mesh)
             yield out.name, Gradient(own, bytes_, str(known.type.dtype), axes, is_turned=is_turned)
+
+
+def _is_turned(node: fx.Node, mesh: Mesh) -> bool:
+    """True if a gradient is a permutation of what was computed."""
+    views = []
+    while is_whole_view(node.target) or node.target is CAST or node.target in SUMS:
+        views += [node] * is_whole_view(node.target)
+        node = node.all_input_nodes[0]
+    value = torch.empty(local_type(node, mesh).shape, device="meta")
+    for view in reversed(views):
+        value = view.target(value, *view.args[1:], **view.kwargs)  # type: ignore[operator]
+    return not value.is_contiguous()
 
 
 def _parts(last: Program) -> Iterator[tuple[str, str]]:
@@ -166,9 +192,15 @@ def _parts(last: Program) -> Iterator[tuple[str, str]]:
 
 
 def _before_sums(node: fx.Node, over: list[str]) -> fx.Node:
-    """What the sums add up by which a gradient leaves. over: gets their axes, but for those of data, the last first."""
-    if node.target is CAST and node.all_input_nodes[0].target in SUMS:
-        node = node.all_input_nodes[0]
+    """What the sums add up by which a gradient leaves, as it is or by views. over: gets their axes, but for those of
+    data, the last first."""
+    shown = node
+    while is_whole_view(shown.target):
+        shown = shown.all_input_nodes[0]
+    if shown.target is CAST and shown.all_input_nodes[0].target in SUMS:
+        shown = shown.all_input_nodes[0]
+    if shown.target in SUMS or shown.op == "placeholder":
+        node = shown
     while node.target in SUMS:
         axes = axes_of_group(str(node.args[1]))
         over += [axis for axis in axes if axis not in GRADIENT_AXES and not is_in_time(axis)]
