@@ -240,17 +240,16 @@ def _own_of(manifest: Manifest, ranks: AllRanks, run: Run) -> tuple[Any, dict[st
     if run.loaders and any(own["loaders"] != first["loaders"] for own in others):
         raise CheckpointError(
             f"each of the {manifest.ranks} ranks that saved has a loader at another place; there "
-            f"{'are' if ranks.size > 1 else 'is'} {ranks.size} now: leave out loader= and set its place yourself, "
-            f"or load on "
-            f"{manifest.ranks} ranks."
+            f"{'are' if ranks.size > 1 else 'is'} {ranks.size} now: leave out loader= and set its place yourself, or "
+            f"load on {manifest.ranks} ranks."
         )
     states = first["generators"]
     unlike = {name for name in states if any(own["generators"].get(name) != states[name] for own in others)}
     if unlike and ranks.rank == 0:
         _log.warning(
-            "each of the %d ranks that saved had a random generator of %s at another place, and there are %d now: "
-            "it is "
-            "left as it is (the masks of a model do not depend on it)",
-            manifest.ranks, " and ".join(sorted(unlike)), ranks.size,
+            "the random numbers of %s had gone different ways on the %d ranks that saved, and now there %s %d: the "
+            "state that your script seeded is kept. What the step draws (dropout) goes on as it was; what is drawn "
+            "outside of it (the order of samples, augmentation) is drawn anew.",
+            " and ".join(sorted(unlike)), manifest.ranks, "are" if ranks.size > 1 else "is", ranks.size,
         )  # fmt: skip
     return first, {name: state for name, state in states.items() if name not in unlike}

@@ -327,8 +327,9 @@ def test_each_rank_finds_its_own(caplog: pytest.LogCaptureFixture) -> None:
         assert not caplog.records, "one rank says it"
         _own_of(_saved_by(a, b), AllRanks(0, 3, None), none)
     assert [record.getMessage() for record in caplog.records] == [
-        "each of the 2 ranks that saved had a random generator of torch at another place, and there are 3 now: it is "
-        "left as it is (the masks of a model do not depend on it)"
+        "the random numbers of torch had gone different ways on the 2 ranks that saved, and now there are 3: the state "
+        "that your script seeded is kept. What the step draws (dropout) goes on as it was; what is drawn outside of it "
+        "(the order of samples, augmentation) is drawn anew."
     ]
     like = {**b, "generators": a["generators"]}
     caplog.clear()
