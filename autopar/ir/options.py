@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 else:  # names in annotations, for what reads them when it runs (`typing.get_type_hints`)
     Dtype = Layout = Action = Costs = Any
 
-RECOMPUTE = ("none", "selective", "full")
+RECOMPUTE = ("none", "selective", "full", "stage")
 PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # our names of dtypes, and torch's
 ATTENTION = ("auto", "gather", "ring", "ulysses")
 STATISTICS = ("batch", "rank", "microbatch")

@@ -8,12 +8,13 @@ from torch import fx
 
 from autopar.ir.ops.storage import kept_values, root_of
 from autopar.ir.plan import Plan
-from autopar.ir.program import Program, given_of, is_gathered_input
+from autopar.ir.program import Program, given_of, is_gathered_input, record
 from autopar.passes.costs.node_costs import local_bytes
 from autopar.passes.recompute.choose import choose
 from autopar.passes.recompute.graph import is_backward
 from autopar.passes.recompute.policies import Policies, policies_of
-from autopar.passes.recompute.rematerialize import RecomputedCall, rematerialize
+from autopar.passes.recompute.rematerialize import GroupOf, RecomputedCall, rematerialize
+from autopar.passes.recompute.stage_inputs import STAGE, from_stage_inputs
 
 __all__ = ["recompute"]
 
@@ -61,10 +62,17 @@ def recompute(program: Program, plan: Plan) -> Program:
     wanted = plan.options.recompute
     if wanted == "none" or not any(map(is_backward, program.nodes)):
         return program
+    if wanted == STAGE:
+        return from_stage_inputs(program, plan)
     policies = policies_of(program, wanted)
     recomputed = choose(program, plan, policies, lambda: _bytes_of_full(program, plan))
     recomputed |= _gathered(program, plan, recomputed) if plan.gathers_again else {}
-    return rematerialize(program, recomputed, policies) if recomputed else program
+    return rematerialize(program, recomputed, _group_of(policies)) if recomputed else program
+
+
+def _group_of(policies: Policies) -> GroupOf:
+    """The modules that are computed again together with the one of a backward node."""
+    return lambda node: policies.group(record(node).module) if is_backward(node) else None
 
 
 def _gathered(
@@ -86,5 +94,5 @@ def _gathered(
 
 def _bytes_of_full(program: Program, plan: Plan) -> int:
     policies: Policies = policies_of(program, "full")
-    found = rematerialize(program, choose(program, plan, policies, int), policies)
+    found = rematerialize(program, choose(program, plan, policies, int), _group_of(policies))
     return sum(local_bytes(value, found.mesh) for value in kept_values(found))
