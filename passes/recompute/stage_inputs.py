@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
+from autopar.ir.options import STAGE
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, record
 from autopar.passes.pipeline.cuts.assign import gathered_anew
@@ -11,12 +12,11 @@ from autopar.passes.pipeline.cuts.when import NodeTimes, When, times_of
 from autopar.passes.recompute.choose import routes_of
 from autopar.passes.recompute.rematerialize import RecomputedCall, rematerialize
 
-STAGE = "stage"  # the policy, and the one group of all that it computes again
 OF_A_MICROBATCH = (When.INPUT, When.BODY)
 
 
 def from_stage_inputs(program: Program, plan: Plan) -> Program:
-    """LOCAL -> LOCAL. Whatever runs with the backward pass of a micro-batch reads clones of the forward pass, so that
+    """Whatever runs with the backward pass of a micro-batch reads clones of the forward pass, so that
     nothing of that is kept but what enters it (GPipe, arXiv 1811.06965, section 2.3) and what goes into the graph
     between the passes (GradCache, arXiv 2101.06983).
 
@@ -24,8 +24,11 @@ def from_stage_inputs(program: Program, plan: Plan) -> Program:
     reads what the forward pass sent to it in place of clones of other stages (`cuts/rematerialized.py`). Parameters
     that ZeRO-3 gathers for the clones are gathered once more for the gradients: else all would stay until then.
 
-    The ways of rows to experts are kept, for which the host waits.
+    The ways of rows to experts are kept, for which the host waits. Without stages and micro-batches nothing lies
+    between the passes, and the program stays as it is.
     """
+    if not plan.is_staged:
+        return program
     times = times_of(
         program, plan.parts, gathered_anew(program, plan), both=True, sized=bool(plan.slice_lengths)
     )
