@@ -29,9 +29,7 @@ def from_stage_inputs(program: Program, plan: Plan) -> Program:
     """
     if not plan.is_staged:
         return program
-    times = times_of(
-        program, plan.parts, gathered_anew(program, plan), both=True, sized=bool(plan.slice_lengths)
-    )
+    times = times_of(program, plan.parts, gathered_anew(program, plan), both=True, sized=bool(plan.slice_lengths))
     kept = {route for node in program.calls() for route in routes_of(node)}
     recomputed = {
         node: RecomputedCall(STAGE, "recomputed: stage")
@@ -49,7 +47,7 @@ def _is_forward(node: fx.Node, times: NodeTimes) -> bool:
 
 
 def _is_second(node: fx.Node, times: NodeTimes) -> bool:
-    """True for what runs with the backward pass of a micro-batch: gradients, and the rest of a loss that waits for all."""
+    """True for what runs with the backward pass of a micro-batch: gradients, and the rest of a loss that needs all."""
     if node.op != "call_function" or times.of[node] not in OF_A_MICROBATCH:
         return False
     return record(node).is_backward or node in times.second
