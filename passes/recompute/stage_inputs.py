@@ -16,9 +16,9 @@ OF_A_MICROBATCH = (When.INPUT, When.BODY)
 
 
 def from_stage_inputs(program: Program, plan: Plan) -> Program:
-    """Whatever runs with the backward pass of a micro-batch reads clones of the forward pass, so that
-    nothing of that is kept but what enters it (GPipe, arXiv 1811.06965, section 2.3) and what goes into the graph
-    between the passes (GradCache, arXiv 2101.06983).
+    """Let whatever runs with the backward pass of a micro-batch read clones of the forward pass, so that nothing of
+    that is kept but what enters it (GPipe, arXiv 1811.06965, section 2.3) and what goes into the graph between the
+    passes (GradCache, arXiv 2101.06983).
 
     The clones are those of one group, made before the first node that reads them. Where the pipeline is cut, each stage
     reads what the forward pass sent to it in place of clones of other stages (`cuts/rematerialized.py`). Parameters
