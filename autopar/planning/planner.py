@@ -22,6 +22,7 @@ from autopar.planning.shallow.captures import LEAST_ROWS
 from autopar.planning.space.batch_sizes import OF_A_BATCH
 from autopar.planning.space.candidates import (
     ACTIVATIONS,
+    BY_STAGE,
     GPIPE,
     LAYERS,
     OFFLOAD,
@@ -261,7 +262,7 @@ def _of_host(asked: Asked, found_plans: FoundPlans) -> str:
 def _freed(asked: Asked, found_plans: FoundPlans) -> str:
     """What is fixed and takes memory."""
     recompute, reshard = asked.fixed.get("recompute", "full"), asked.fixed.get(RESHARD, True)
-    text = f" recompute={recompute} is fixed: full keeps less." if recompute not in ("full", LAYERS) else ""
+    text = f" recompute={recompute} is fixed: full keeps less." if recompute not in ("full", LAYERS, *BY_STAGE) else ""
     return text if reshard else f"{text} {RESHARD}=false is fixed: true keeps less."
 
 
