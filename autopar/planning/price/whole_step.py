@@ -76,10 +76,11 @@ def roads_of(candidate: Candidate, layers: Layers, split: Split, part: Part | No
         return layers.kept(key, lambda: tracks(recompute))
 
     if policy in BY_STAGE:
-        first, again = known(policy)[FORWARD], known(BY_STAGE[policy])
-        roads = {kind: Road.of(kind, track, track, *counts, ends) for kind, track in (again | {FORWARD: first}).items()}
-        second = Road.of(FORWARD, again[FORWARD], again[FORWARD], *counts, ends)
-        return {**roads, AGAIN: replace(second, kind=AGAIN)}
+        own, inner = known(policy), known(BY_STAGE[policy])
+        back = inner[BACKWARD]
+        forward, once_more = (Road.of(FORWARD, each, each, *counts, ends) for each in (own[FORWARD], inner[FORWARD]))
+        backward = Road.of(BACKWARD, back, back, *counts, ends)
+        return {FORWARD: forward, AGAIN: replace(once_more, kind=AGAIN), BACKWARD: backward}
     most, some = known(policy), known(more or policy)
     return {kind: Road.of(kind, most[kind], some[kind], *counts, ends) for kind in most}
 
