@@ -45,6 +45,7 @@ MESHES = ("dp=2", "dp=3", "tp=2", "fsdp=2", "dp=2,tp=2", "dp=3,tp=2", "dp=2,fsdp
 STAGED = ("pp=2", "pp=3", "dp=2,pp=2", "pp=2,tp=2", "dp=2,pp=2,tp=2", "fsdp=2,pp=2", "cp=2,pp=2")
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "dualpipev")
 SLICED = ("seq1f1b", "gpipe")
+BY_STAGE = ("stage", "stage+full")
 DECIDED = {"recompute", "offload", "reshard_after_forward"}  # by memory=
 HOSTED = ("parameters", ["parameters", "activations"])
 OFFLOADS = ("activations", {"activations": 0.5})
@@ -122,7 +123,9 @@ def draw(
     if not DECIDED.intersection(options) and dice.random() < 1 / 4:
         options["memory"] = dice.choice((0.9, 0.95))
     if (dice.random() < 1 / 8 or mixed) and not recurrent:  # last, so that the rows before it stay as they were
-        return _with_experts(dice, mesh, options)
+        name, mesh, options = _with_experts(dice, mesh, options)
+    if "recompute" in options and options.get("microbatches", 1) > 1 and dice.random() < 1 / 2:  # last, as well
+        options["recompute"] = dice.choice(BY_STAGE)
     return name, mesh, options
 
 

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 else:  # names in annotations, for what reads them when it runs (`typing.get_type_hints`)
     Dtype = Layout = Action = Costs = Any
 
-RECOMPUTE = ("none", "selective", "full")
+STAGE, STAGE_AND_LAYERS = "stage", "stage+full"
+BY_MODULE = ("none", "selective", "full")  # policies that a module may have by itself
+RECOMPUTE = (*BY_MODULE, STAGE, STAGE_AND_LAYERS)
 PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # our names of dtypes, and torch's
 ATTENTION = ("auto", "gather", "ring", "ulysses")
 STATISTICS = ("batch", "rank", "microbatch")
@@ -188,8 +190,15 @@ def _is_slices(value: Any) -> bool:
 
 def _is_policy(value: Any) -> bool:
     if isinstance(value, (bool, str)):
-        return value in RECOMPUTE
+        return value in BY_MODULE
     return isinstance(value, (int, float)) and 0 <= value <= (1 if isinstance(value, float) else math.inf)
+
+
+def _policies(value: Any) -> Iterable[Any]:
+    """The policies that modules have by themselves."""
+    if isinstance(value, Mapping):
+        return value.values()
+    return () if value in (STAGE, STAGE_AND_LAYERS) else (value,)
 
 
 def read_bytes(text: str) -> int | None:
@@ -271,7 +280,8 @@ class StepOptions:
       keeps it until then. Or those by pattern of modules, `{"blocks.12-23": False}`: the first that fits, True else.
     recompute: what the backward pass computes again instead of keeping it: none, selective (arXiv 2205.05198), full,
       the bytes that a rank may keep (an int), or their part of what "none" keeps (a float). Or those by pattern of
-      modules, e.g. `{"blocks.0-3": "full", "*": "selective"}`.
+      modules, e.g. `{"blocks.0-3": "full", "*": "selective"}`. "stage" keeps of a micro-batch only what enters its
+      stage, and computes its whole forward pass again (arXiv 1811.06965); "stage+full" then each layer once more.
     offload: what waits in the host's memory: "activations" for the backward pass, "optimizer" (states), "parameters"
       with gradients and states; or a list of them. States are on the device while their parameters step. Parameters
       come a layer before it computes, and the optimizer steps on the host. Or the parts that wait, of activations also
@@ -356,11 +366,11 @@ class StepOptions:
         "none",
         Valid(
             _is_policy,
-            f"{one_of(RECOMPUTE)}, a number of bytes (an int), or the part of what 'none' saves that may be saved "
-            f"(a float from 0.0 to 1.0)",
-            parts=lambda value: value.values() if isinstance(value, Mapping) else (value,),
+            f"{one_of(BY_MODULE)}, a number of bytes (an int), or the part of what 'none' saves that may be saved "
+            f"(a float from 0.0 to 1.0); or, for all modules together, {one_of((STAGE, STAGE_AND_LAYERS))}",
+            parts=_policies,
         ),
-        Flag(str, "none|selective|full|BYTES|PART|MODULE=...,MODULE=...", read_recompute),
+        Flag(str, "none|selective|full|stage|stage+full|BYTES|PART|MODULE=...,MODULE=...", read_recompute),
     )
     offload: Offload = option(
         None,

@@ -22,6 +22,7 @@ from autopar.planning.space.axis_orders import ORDER
 from autopar.planning.space.candidates import (
     ACTIVATIONS,
     ALONE,
+    BY_STAGE,
     IN_FILES,
     LAYERS,
     OFFLOAD,
@@ -54,7 +55,7 @@ class FoundPlans:
     whose whole time is known. counts: of candidates, by what became of them: "simulated", "larger than the memory",
     "slower by a bound", "larger by a bound", SAME, or the first sentence of what refused them. refined: pipelines
     beside them that were tried with a part of their layers computed again. hosted: what came of plans with states, or
-    parameters, in the host's memory."""
+    parameters, in the host's memory. again: what came of plans that compute stages again."""
 
     best: list[Prediction] = field(default_factory=list)
     least: Prediction | None = None
@@ -62,6 +63,7 @@ class FoundPlans:
     counts: Counter[str] = field(default_factory=Counter)
     refined: int = 0
     hosted: str = ""
+    again: str = ""
     least_host: Prediction | None = None  # of those that are larger than the host's memory, or the disk
 
     @property
@@ -69,7 +71,8 @@ class FoundPlans:
         """How many candidates there were, and what became of them."""
         parts = ", ".join(f"{count} {what}" for what, count in self.counts.most_common())
         more = f"; {self.refined} pipelines tried with a part of their layers computed again" if self.refined else ""
-        return f"{sum(self.counts.values())} candidates: {parts}{more}{self.hosted and '; '}{self.hosted}"
+        notes = "".join(f"; {note}" for note in (self.again, self.hosted) if note)
+        return f"{sum(self.counts.values())} candidates: {parts}{more}{notes}"
 
 
 def search(
@@ -140,6 +143,27 @@ def search(
                 decided = with_fewest(small, layers, machine, limit)
                 if decided is not None:
                     _keep_least(found_plans, predict(decided, layers, machine))
+    return found_plans
+
+
+def with_stages(
+    found_plans: FoundPlans, space: Space, layers: Layers, work: LeastWork, machine: Machine, limit: float, top: int
+) -> FoundPlans:  # fmt: skip
+    """What was found. Where nothing fits of a model of which all micro-batches come forward before the first goes back:
+    plans that keep of each what enters its stage, and compute the rest again."""
+    if found_plans.best or not space.model.waits or "recompute" in space.fixed:
+        return found_plans
+    for policy in BY_STAGE:
+        there = replace(space, fixed={**space.fixed, "recompute": policy})
+        searched = search(there, layers, work, machine, limit, top)
+        found_plans.best, found_plans.again = searched.best, "nothing fits but where stages are computed again"
+        found_plans.tried += searched.tried
+        found_plans.counts += searched.counts
+        if searched.least is not None:
+            _keep_least(found_plans, searched.least)
+        if found_plans.best:
+            return found_plans
+    found_plans.again = "nothing fits where stages are computed again either"
     return found_plans
 
 

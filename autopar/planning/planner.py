@@ -10,11 +10,12 @@ from typing import Any
 from autopar.compiler.garbage import uncollected
 from autopar.errors import AutoparError, BatchError, PlanError, divisors, first_sentence, one_of
 from autopar.ir.ops.measure import human
+from autopar.ir.options import STAGE_AND_LAYERS
 from autopar.ir.program import Program, record
 from autopar.job import Job
 from autopar.machines import Machine
 from autopar.planning.bounds import LeastWork
-from autopar.planning.find_plan import FITS, HOST, SAME, FoundPlans, search, with_host
+from autopar.planning.find_plan import FITS, HOST, SAME, FoundPlans, search, with_host, with_stages
 from autopar.planning.jobs import layers_of
 from autopar.planning.price.layers import Layers
 from autopar.planning.price.step_time import tokens_of
@@ -22,6 +23,7 @@ from autopar.planning.shallow.captures import LEAST_ROWS
 from autopar.planning.space.batch_sizes import OF_A_BATCH
 from autopar.planning.space.candidates import (
     ACTIVATIONS,
+    BY_STAGE,
     GPIPE,
     LAYERS,
     OFFLOAD,
@@ -104,6 +106,7 @@ def planned(layers: Layers, asked: Asked, tell: Tell = lambda done, all_: None) 
     if next(space.drawn(), None) is None:
         raise _none_divides(asked, model)
     found = search(space, layers, work, asked.machine, asked.limit, asked.top, tell)
+    found = with_stages(found, space, layers, work, asked.machine, asked.limit, asked.top)
     if asked.may_offload:
         found = with_host(found, space, layers, work, asked.machine, asked.limit, asked.top)
     if not found.best:
@@ -203,6 +206,8 @@ def _part(asked: Asked, model: Model) -> str:
     found = ""
     if asked.fixed.get("recompute") == LAYERS:
         found += f" recompute={LAYERS} is of models with 2 or more equal layers ({model.layers} here)."
+    if asked.fixed.get("recompute") in BY_STAGE:
+        found += f" recompute={asked.fixed['recompute']} is of plans with 2 or more micro-batches, or with pp."
     if not asked.fixed.get(RESHARD, True):
         found += f" {RESHARD}=false is of plans with zero=3, over 2 or more ranks of dp, fsdp, cp and ulysses together."
     return found + _rows_text(asked)
@@ -243,7 +248,7 @@ def _none_fits(asked: Asked, found_plans: FoundPlans, model: Model) -> PlanError
     return PlanError(
         f"no plan fits in {human(asked.limit)} a device on {asked.gpus} devices: the least memory is "
         f"{human(least.memory)}, with {least.candidate}. About {-(-asked.gpus * least.memory // asked.limit):.0f} "
-        f"devices, a smaller batch, or a device with more memory would do.{_freed(asked, found_plans)}"
+        f"devices, a smaller batch, or a device with more memory would do.{_freed(asked, model)}"
         f"{_of_host(asked, found_plans)}"
     )
 
@@ -258,10 +263,11 @@ def _of_host(asked: Asked, found_plans: FoundPlans) -> str:
     return f" That is with what may wait in the host's memory, of which a rank may take {has}."
 
 
-def _freed(asked: Asked, found_plans: FoundPlans) -> str:
+def _freed(asked: Asked, model: Model) -> str:
     """What is fixed and takes memory."""
-    recompute, reshard = asked.fixed.get("recompute", "full"), asked.fixed.get(RESHARD, True)
-    text = f" recompute={recompute} is fixed: full keeps less." if recompute not in ("full", LAYERS) else ""
+    least = (STAGE_AND_LAYERS,) if model.waits else ("full", LAYERS, *BY_STAGE)
+    recompute, reshard = asked.fixed.get("recompute", least[0]), asked.fixed.get(RESHARD, True)
+    text = f" recompute={recompute} is fixed: {least[0]} keeps less." if recompute not in least else ""
     return text if reshard else f"{text} {RESHARD}=false is fixed: true keeps less."
 
 

@@ -39,7 +39,7 @@ def setups(draw: st.DrawFn, meshes: tuple[str, ...] = ()) -> dict[str, Any]:
     elif draw(st.integers(0, 5)) == 5:
         options["microbatches"] = 2
     if draw(st.integers(0, 4)) == 4:
-        options["recompute"] = draw(st.sampled_from(["full", "selective"]))
+        options["recompute"] = draw(st.sampled_from(["full", "selective", "stage", "stage+full"]))
     if draw(st.integers(0, 5)) == 5:
         options |= {
             "offload": draw(st.sampled_from((*OFFLOADS, *HOSTED))),

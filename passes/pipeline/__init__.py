@@ -9,6 +9,7 @@ from autopar.errors import LayoutError, ScheduleError
 from autopar.ir.check.check_levels import verify_pipeline
 from autopar.ir.ops.measure import human
 from autopar.ir.ops.ops import AWAITED
+from autopar.ir.options import STAGE, STAGE_AND_LAYERS
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
@@ -139,7 +140,7 @@ def make_pipeline(program: Program, plan: Plan, explicit: Program | None = None)
     pipeline = _with_pairs(pipeline, plan, beside)
     lists = lists_of(pipeline)
     check_schedule(lists, pipeline.flow)
-    notes = (*pipeline.notes, *((_held_note(pipeline, coupling),) if coupling else ()))
+    notes = (*pipeline.notes, *((_held_note(pipeline, coupling, plan),) if coupling else ()))
     return pipeline.with_(lists=lists, schedule=schedule.name, notes=notes)
 
 
@@ -203,16 +204,18 @@ def _all_forward_first(schedule: Schedule) -> bool:
     return all("BF" not in order for order in orders)
 
 
-def _held_note(pipeline: Pipeline, coupling: Coupling) -> str:
+def _held_note(pipeline: Pipeline, coupling: Coupling, plan: Plan) -> str:
     """What it costs that all micro-batches come forward before the first goes back."""
     flow = pipeline.flow
     kept = [0] * flow.size
     for (stage, kind), work in flow.works.items():
         if kind == "F":
             kept[flow.ranks[stage]] += flow.microbatches * sum(flow.types[name].bytes_ for name in work.writes)
+    is_least = plan.options.recompute in (STAGE, STAGE_AND_LAYERS)
     return (
         f"all {flow.microbatches} micro-batches come forward before the first goes back (schedule gpipe), for "
-        f"{coupling.cause}. Until then a rank keeps up to {human(max(kept))} of them; with recompute= it keeps less"
+        f"{coupling.cause}. Until then a rank keeps up to {human(max(kept))} of them"
+        + ("" if is_least else f"; with recompute='{STAGE}' it keeps what enters a stage")
     )
 
 

@@ -7,13 +7,15 @@ from collections.abc import Mapping
 from torch import fx
 
 from autopar.ir.ops.storage import kept_values, root_of
+from autopar.ir.options import STAGE, STAGE_AND_LAYERS, Recompute
 from autopar.ir.plan import Plan
-from autopar.ir.program import Program, given_of, is_gathered_input
+from autopar.ir.program import Program, given_of, is_gathered_input, record
 from autopar.passes.costs.node_costs import local_bytes
 from autopar.passes.recompute.choose import choose
 from autopar.passes.recompute.graph import is_backward
 from autopar.passes.recompute.policies import Policies, policies_of
-from autopar.passes.recompute.rematerialize import RecomputedCall, rematerialize
+from autopar.passes.recompute.rematerialize import GroupOf, RecomputedCall, rematerialize
+from autopar.passes.recompute.stage_inputs import from_stage_inputs
 
 __all__ = ["recompute"]
 
@@ -53,6 +55,8 @@ def recompute(program: Program, plan: Plan) -> Program:
       it takes the least time, and is neither product nor collective. With micro-batches these are the bytes of one
       of them, with a pipeline those of all stages.
     - those by pattern of modules; the first pattern that fits a module is its own.
+    - "stage": of a micro-batch only what enters its stage is kept between the passes (`stage_inputs.py`); its backward
+      pass begins with its forward pass. "stage+full": that one keeps what enters each layer, as under "full".
 
     A number and "selective" keep the rows of a table that would be gathered, or loaded from the host, once more for it.
     Random ops are functions of their key and of the seed, so clones draw the same masks. Raises PlanError for a
@@ -61,10 +65,24 @@ def recompute(program: Program, plan: Plan) -> Program:
     wanted = plan.options.recompute
     if wanted == "none" or not any(map(is_backward, program.nodes)):
         return program
+    if wanted == STAGE:
+        return from_stage_inputs(program, plan)
+    if wanted == STAGE_AND_LAYERS:
+        return from_stage_inputs(_by_modules(program, plan, "full"), plan)
+    return _by_modules(program, plan, wanted)
+
+
+def _by_modules(program: Program, plan: Plan, wanted: Recompute) -> Program:
+    """Compute again what the policies of modules say."""
     policies = policies_of(program, wanted)
     recomputed = choose(program, plan, policies, lambda: _bytes_of_full(program, plan))
     recomputed |= _gathered(program, plan, recomputed) if plan.gathers_again else {}
-    return rematerialize(program, recomputed, policies) if recomputed else program
+    return rematerialize(program, recomputed, _group_of(policies)) if recomputed else program
+
+
+def _group_of(policies: Policies) -> GroupOf:
+    """The modules that are computed again together with the one of a backward node."""
+    return lambda node: policies.group(record(node).module) if is_backward(node) else None
 
 
 def _gathered(
@@ -86,5 +104,5 @@ def _gathered(
 
 def _bytes_of_full(program: Program, plan: Plan) -> int:
     policies: Policies = policies_of(program, "full")
-    found = rematerialize(program, choose(program, plan, policies, int), policies)
+    found = rematerialize(program, choose(program, plan, policies, int), _group_of(policies))
     return sum(local_bytes(value, found.mesh) for value in kept_values(found))

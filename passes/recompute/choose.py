@@ -58,7 +58,7 @@ def attention_core(program: Program) -> frozenset[fx.Node]:
     return frozenset(after & before)
 
 
-def _routes(node: fx.Node) -> list[fx.Node]:
+def routes_of(node: fx.Node) -> list[fx.Node]:
     """By which ways a collective sends rows to their owners, or back; and itself, if a row is a number (a weight)."""
     moves_rows = is_collective(node.target) and node.target is not WAIT and collective_of(node.target).owned is not None
     is_number = moves_rows and math.prod(record(node).type.shape[1:]) == 1
@@ -116,7 +116,7 @@ class _Choice:
     def _once(self) -> frozenset[fx.Node]:
         """What a pipeline computes once, for all micro-batches, or beside its gradients: there is nothing to save. And
         the ways of rows to their experts, for which the host waits."""
-        routes = frozenset(route for call in self.forward.calls for route in _routes(call.node))
+        routes = frozenset(route for call in self.forward.calls for route in routes_of(call.node))
         if not self.plan.is_staged:
             return routes
         times = times_of(self.program, self.plan.parts)

@@ -3,7 +3,7 @@ needed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch import fx
@@ -12,9 +12,9 @@ from autopar.ir.ops.ops import is_collective
 from autopar.ir.ops.storage import root_of
 from autopar.ir.program import Builder, Program, is_getitem, record, set_record
 from autopar.passes.recompute.graph import is_backward
-from autopar.passes.recompute.policies import Policies
 
 MADE_BY = "recompute"
+GroupOf = Callable[[fx.Node], str | None]  # whose clones a node reads; None for what reads the forward pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +25,20 @@ class RecomputedCall:
     reason: str
 
 
-def rematerialize(program: Program, recomputed: Mapping[fx.Node, RecomputedCall], policies: Policies) -> Program:
-    """The program with clones of the calls in `recomputed`, each shared by the backward nodes of its group."""
-    return _Rematerialize(program, recomputed, policies).run()
+def rematerialize(
+    program: Program, recomputed: Mapping[fx.Node, RecomputedCall], group_of: GroupOf, *, shares: bool = True
+) -> Program:
+    """The program with clones of the calls in `recomputed`, each shared by the nodes of its group. shares: what the
+    backward pass gathers again anyway is not gathered for the clones as well; it lives from the one use to the other.
+    """
+    return _Rematerialize(program, recomputed, group_of, shares).run()
 
 
 class _Rematerialize:
-    def __init__(self, program: Program, recomputed: Mapping[fx.Node, RecomputedCall], policies: Policies) -> None:
-        self.program, self.policies = program, policies
+    def __init__(
+        self, program: Program, recomputed: Mapping[fx.Node, RecomputedCall], group_of: GroupOf, shares: bool
+    ) -> None:
+        self.program, self.group_of, self.shares = program, group_of, shares
         self.build = Builder(MADE_BY)
         self.recomputed = dict(recomputed)
         self.made: dict[fx.Node, fx.Node] = {}  # the clone of an old node
@@ -50,9 +56,9 @@ class _Rematerialize:
         return rewritten
 
     def _put(self, node: fx.Node) -> fx.Node | None:
-        if not is_backward(node):
+        group = self.group_of(node)
+        if group is None:
             return None
-        group = self.policies.group(record(node).module)
         for old in self._missing(node, group):
             self.made[old] = self._copy(old, group, recomputed=True)
         return self._copy(node, group, recomputed=False)
@@ -81,7 +87,8 @@ class _Rematerialize:
     def _copy(self, node: fx.Node, group: str, recomputed: bool) -> fx.Node:
         """A node that reads the clones of its group. What was gathered again is not gathered twice."""
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda old: self._value(old, group))
-        key = (group, node.target, args, tuple(kwargs.items())) if is_collective(node.target) else None
+        is_shared = self.shares and is_collective(node.target)
+        key = (group, node.target, args, tuple(kwargs.items())) if is_shared else None
         if key is not None and key in self.moved:
             return self.moved[key]
         name = f"{node.name}_recomputed" if recomputed else node.name

@@ -56,7 +56,11 @@ def test_every_schedule_is_named() -> None:
         ("chunks", (0, "2"), (2, None)),
         ("stage_memory", (-1,), (1 << 30, None)),
         ("zero", (4, True, {"*": 1}), (0, 3, None)),
-        ("recompute", ("all", None, True, 1.5, -1, {"*": 2.0}), ("full", 10**9, 1.0, {"a": 0.5, "*": "none"})),
+        (
+            "recompute",
+            ("all", None, True, 1.5, -1, {"*": 2.0}, {"a": "stage"}),
+            ("full", "stage", "stage+full", 10**9, 1.0, {"a": 0.5, "*": "none"}),
+        ),
         ("precision", ("fp8",), ("bf16", None)),
         ("reduce_dtype", (torch.float64, "bf16", None), (torch.bfloat16,)),
         ("bucket_bytes", (0, 1.5), (1, None)),

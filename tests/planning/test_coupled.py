@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ import autopar
 from autopar.errors import PlanError
 from autopar.machines import Machine
 from autopar.planning.jobs import layers_of
-from autopar.planning.planner import Asked, candidates_of, model_of, planned
+from autopar.planning.planner import Asked, Planned, candidates_of, model_of, planned
 from autopar.planning.price.layers import Layers
 from autopar.planning.price.predict import predict
 from autopar.planning.space.candidates import Candidate
@@ -278,3 +279,43 @@ def test_similarities_of_a_large_batch_take_memory_between_the_passes() -> None:
     report = compiled.memory(0, device="cuda")
     assert "peak at middle" in str(report)
     assert made.memory == pytest.approx(report.peak, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "error"),
+    [
+        ("clip", Candidate(4, 1, 1, 0, "stage", 4, 4, "gpipe"), 0.07),
+        ("clip", Candidate(2, 1, 2, 0, "stage", 8, 4, "gpipe"), 0.15),
+        ("simclr", Candidate(4, 1, 1, 3, "stage+full", 4, 4, "gpipe"), 0.03),
+    ],
+    ids=str,
+)
+def test_a_stage_that_is_computed_again(name: str, plan: Candidate, error: float) -> None:
+    """Time and memory of what is emitted. Of two towers the estimate keeps both, where programs hold one at a time, and
+    of each stage what its last calls give, which only the next one reads."""
+    make, loss = CONTRASTIVE[name]
+    made = predict(plan, contrastive(name), MACHINE)
+    compiled = autopar.compile(
+        make(), plan.mesh, loss_fn=loss, batch=views(64, "meta"), machine=MACHINE, **plan.options()
+    )
+    assert made.total == pytest.approx(compiled.time(MACHINE).total, rel=0.05)
+    emitted = max(compiled.memory(ranks[0], device="cuda").peak for ranks in compiled.alike)
+    assert made.memory == pytest.approx(emitted, rel=error)
+
+
+def test_where_nothing_else_fits_stages_are_computed_again() -> None:
+    """Red before: no plan below what enters the layers of all micro-batches."""
+    given, fixed = contrastive("simclr"), {"tp": 1, "pp": 1, "zero": 0}
+
+    def found(limit: float, **more: Any) -> Planned:
+        asked = Asked(GPUS, 1024, MACHINE, limit, {**fixed, **more}, 1, may_offload=False)
+        return planned(given, asked)
+
+    full = found(math.inf, recompute="full", rows=8).found.best[0]
+    made = found(0.7 * full.memory)
+    assert made.found.best[0].candidate.recompute == "stage"
+    assert "; nothing fits but where stages are computed again" in made.certificate
+    with pytest.raises(PlanError, match=r"recompute=full is fixed: stage\+full keeps less\.$"):
+        found(0.7 * full.memory, recompute="full")
+    with pytest.raises(PlanError, match="recompute=stage is of plans with 2 or more micro-batches, or with pp"):
+        found(math.inf, recompute="stage", microbatches=1)

@@ -53,6 +53,7 @@ def layers() -> Layers:
         (Candidate(2, 1, 1, 1, "none", 2, 2, fsdp=2), EXACT), (Candidate(2, 1, 1, 1, "none", 1, 2, cp=2), NEAR),
         (Candidate(1, 1, 4, 0, "none", 1, 8, "zb-h1"), NEAR), (Candidate(1, 1, 2, 0, "none", 1, 6, "zb-h2"), CUT),
         (Candidate(1, 1, 2, 0, "none", 1, 6, "zb-v", chunks=2), CUT),
+        (Candidate(2, 1, 1, 3, "stage+full", 2, 2), EXACT), (Candidate(1, 1, 4, 0, "stage", 1, 8), EXACT),
     ],
     ids=str,
 )  # fmt: skip

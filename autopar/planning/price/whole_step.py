@@ -12,11 +12,12 @@ from autopar.planning.price.layers import Layers
 from autopar.planning.price.moving import PART, SHARDS, Moving, Net, first_of, last_of, sums_of
 from autopar.planning.shallow.events import OUTSIDE, Gradient, ParameterRead
 from autopar.planning.shallow.graph_track import BACKWARD, FORWARD, ParameterPlace, Road, Track
-from autopar.planning.space.candidates import Candidate
+from autopar.planning.space.candidates import BY_STAGE, Candidate
 from autopar.planning.space.deal import Part
 from autopar.planning.space.split import Split
 
 FIRST, LAST, BOTH = "P", "E", "FB"  # beside F: kinds of graphs
+AGAIN = "A"  # the forward pass that a backward graph begins with, where a stage is computed again
 Moves = list[tuple[bool, str, float]]
 
 
@@ -58,7 +59,8 @@ class WholeStep:
 
 
 def roads_of(candidate: Candidate, layers: Layers, split: Split, part: Part | None = None) -> Mapping[str, Road]:
-    """The passes of a micro-batch through the whole model, or a part of it with whole layers, by kind of graph."""
+    """The passes of a micro-batch through the whole model, or a part of it with whole layers, by kind of graph. Where a
+    stage is computed again, the backward graph is a forward pass that keeps what its gradients read, and these."""
     policy, more = candidate.policies
     all_ = part or Part(1.0, layers.equal, 1.0, candidate.again.count if candidate.again else 0)
     ends, counts = (all_.entry > 0, all_.behind > 0), (round(all_.layers), round(all_.again))
@@ -73,6 +75,12 @@ def roads_of(candidate: Candidate, layers: Layers, split: Split, part: Part | No
         key = "tracks", layers.place(split), candidate.rows, recompute, candidate.adds
         return layers.kept(key, lambda: tracks(recompute))
 
+    if policy in BY_STAGE:
+        own, inner = known(policy), known(BY_STAGE[policy])
+        back = inner[BACKWARD]
+        forward, once_more = (Road.of(FORWARD, each, each, *counts, ends) for each in (own[FORWARD], inner[FORWARD]))
+        backward = Road.of(BACKWARD, back, back, *counts, ends)
+        return {FORWARD: forward, AGAIN: replace(once_more, kind=AGAIN), BACKWARD: backward}
     most, some = known(policy), known(more or policy)
     return {kind: Road.of(kind, most[kind], some[kind], *counts, ends) for kind in most}
 
@@ -125,13 +133,15 @@ class _Asked:
         for kind in (FORWARD, BACKWARD):
             level = made[FORWARD].level if made else 0.0
             moving = made[kind] = Moving(self.net, level=level, copies=self.copies)
+            passes = (AGAIN, BACKWARD) if kind == BACKWARD and AGAIN in self.roads else (kind,)
             if candidate.gathers_again:
-                moving.gather([gather for gather, _ in self._gathers(kind)], {})
+                moving.gather([gather for each in passes for gather, _ in self._gathers(each)], {})
             if kind == BACKWARD:  # what is there from before the first micro-batch goes with the last one
                 moving.lend(self._lent())
             if kind == BACKWARD and candidate.zero >= 2 and candidate.data > 1:
                 moving.sum(self._sums(self.roads[BACKWARD].gives(), over_data=True, is_part=True))
-            moving.run(self.roads[kind])
+            for each in passes:
+                moving.run(self.roads[each])
             moving.flush()
             us[kind], moves[kind] = moving.streams.device, moving.moves
         moves |= {FIRST: first.moves, LAST: last.moves}

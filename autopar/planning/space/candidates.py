@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 from autopar.errors import divisors
 from autopar.ir.mesh import CONTEXT, EXPERT, ULYSSES
 from autopar.ir.ops.measure import human
-from autopar.ir.options import DISK
+from autopar.ir.options import DISK, STAGE, STAGE_AND_LAYERS
 from autopar.passes.search.heads import head_splits
 from autopar.planning.space.axis_orders import ORDER, orders
 from autopar.planning.space.deal import Ranges
@@ -22,6 +22,9 @@ from autopar.planning.space.split import Split
 T = TypeVar("T")
 LAYERS = "layers"  # of the equal layers the first ones recompute more than the others, as few as memory allows
 RECOMPUTE = ("none", "selective", "full", LAYERS)
+# Policies of a whole stage, and that by which its second forward pass keeps what its gradients read. They are drawn
+# where they are asked for: of plans whose micro-batches wait for one another.
+BY_STAGE = {STAGE: "none", STAGE_AND_LAYERS: "full"}
 ZERO = (0, 1, 2, 3)
 # Of a pipeline, with the stages that each rank has: a few numbers of them where a schedule takes any.
 PIPELINES = (
@@ -30,7 +33,10 @@ PIPELINES = (
 GPIPE = "gpipe"  # of models whose backward passes read what all forward passes add up to
 PAIRED = "dualpipev"  # is tried on what was found (`report/emitted.py`)
 MOST_ROWS = HIGH  # of a micro-batch on one rank, where a batch has not many more
-SHORT = {"none": "", "selective": "selective", "full": "recompute", LAYERS: ""}
+SHORT = {
+    "none": "", "selective": "selective", "full": "recompute", LAYERS: "",
+    STAGE: "stage recomputed", STAGE_AND_LAYERS: "stage and layers recomputed",
+}  # fmt: skip
 RESHARD = "reshard_after_forward"
 OFFLOAD, NOTHING, STATES, HOSTED, ACTIVATIONS = "offload", "none", "optimizer", "parameters", "activations"
 ON_DISK = f"={DISK}"
@@ -399,7 +405,7 @@ class Space:
         of_axes = list(
             product(
                 self._open("zero", zero if reshard else set(zero) & {3}),
-                self._open("recompute", RECOMPUTE if self._may_mix(sizes["pp"]) and not memory else RECOMPUTE[:-1]),
+                self._open("recompute", self._policies(sizes["pp"], memory)),
                 self._open("sequence", (True, False) if sizes["tp"] > 1 else (False,)),
             )
         )
@@ -410,6 +416,8 @@ class Space:
                 is_whole = sizes["pp"] > 1 or own // rows == 1
                 if self._fills(sizes["pp"], own // rows, schedule, chunks) and (offload != HOSTED or is_whole):
                     for zero_, recompute, sequence in of_axes:
+                        if recompute in BY_STAGE and sizes["pp"] == 1 and own == rows:
+                            continue  # nothing lies between the passes
                         yield Candidate(
                             sizes["dp"], sizes["tp"], sizes["pp"], zero_, recompute, rows, own // rows, schedule,
                             sequence, sizes["fsdp"], sizes[CONTEXT], order, chunks,
@@ -436,6 +444,10 @@ class Space:
     def _memory(self) -> int:
         """The limit that activations keep to; 0 if none of them wait elsewhere."""
         return int(self.limit) if ACTIVATIONS in self._waits and math.isfinite(self.limit) else 0
+
+    def _policies(self, pp: int, memory: int) -> Sequence[str]:
+        policies = RECOMPUTE if self._may_mix(pp) and not memory else RECOMPUTE[:-1]
+        return (*policies, *BY_STAGE) if self.fixed.get("recompute") in BY_STAGE else policies
 
     def _may_mix(self, pp: int) -> bool:
         """True if a part of the layers may be computed again. Of pipelines that is drawn where it is asked for; of the

@@ -8,7 +8,7 @@ from typing import Any
 
 from autopar.errors import PlanError
 from autopar.planning.space.axis_orders import ORDER
-from autopar.planning.space.candidates import GPIPE, OFFLOADS, PIPELINES, RECOMPUTE, RESHARD
+from autopar.planning.space.candidates import BY_STAGE, GPIPE, OFFLOADS, PIPELINES, RECOMPUTE, RESHARD
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ def _word(*words: str) -> FieldText:
 WAYS: Mapping[str, FieldText] = {
     **dict.fromkeys(("dp", "fsdp", "cp", "ulysses", "tp", "pp"), FieldText("N", _count)), "zero": FieldText("N",
     _number), **dict.fromkeys(("rows", "microbatches", "chunks"), FieldText("N", _count)),
-    "recompute": _word(*RECOMPUTE), "schedule": _word(*dict(PIPELINES), GPIPE),
+    "recompute": _word(*RECOMPUTE, *BY_STAGE), "schedule": _word(*dict(PIPELINES), GPIPE),
     **dict.fromkeys(("sequence", RESHARD), FieldText("true|false", {"true": True, "false": False}.get)),
     "offload": _word(*OFFLOADS),
     "order": FieldText("AXIS,AXIS,...", _order),  # outermost first; axes that are not named lie anywhere

@@ -34,7 +34,8 @@ def kept_across(
     program: Program, stages: Stages, renewed: AbstractSet[fx.Node] = frozenset()
 ) -> tuple[Program, dict[fx.Node, fx.Node]]:
     """Where a stage would read what another one computes again, it reads the value that the forward pass sent to it;
-    with the new node of each old one. renewed: what is not sent, since every stage gathers it.
+    with the new node of each old one. renewed: what is not sent, since every stage gathers it. Nor is what is made of
+    the batch alone, which lies on no stage.
 
         stage 0: gelu gelu_recomputed
         stage 1: mul
@@ -56,8 +57,8 @@ def kept_across(
 
     def put(node: fx.Node) -> fx.Node:
         def seen(operand: fx.Node) -> fx.Node:
-            is_again = operand in original and operand not in renewed
-            is_sent = is_again and node in stages and stages.get(operand) != stages[node]
+            is_again = operand in original and operand in stages and operand not in renewed
+            is_sent = is_again and node in stages and stages[operand] != stages[node]
             return build.value[original[operand] if is_sent else operand]
 
         return build.copy(node, seen)
