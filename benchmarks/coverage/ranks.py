@@ -6,12 +6,12 @@ three AdamW steps.
 Both sides are float32, so that neither is exact: the plain model trains in float64 as well, and each side's error is
 its distance from that. A tensor's error is the norm of the difference over the norm of the tensor, of a weight over
 that of what the steps changed of it. The parallel one's may be at most `TIMES` that of the plain float32 model, of each
-loss, gradient, updated weight and buffer of each step. The plain error is the largest of several: of the model as it is,
-and of `SAMPLES` more whose weights begin a unit in the last place away, for one run may be right by luck. AdamW's eps
-is that of `autopar.verify`: with 1e-8 it makes whole steps of gradients that are nothing but rounding, on each side
-others. Each step has another batch, of rows with other numbers of labels
-and of padding. The models are those of `benchmarks.coverage`, with their own defaults: dropout and other draws are on,
-and the plain model draws the parallel one's. One row runs on dp=2, the next one on tp=2.
+loss, gradient, updated weight and buffer of each step. The plain error is the largest of several: of the model as it
+is, and of `SAMPLES` more whose weights begin a unit in the last place away, for one run may be right by luck. AdamW's
+eps is that of `autopar.verify`: with 1e-8 it makes whole steps of gradients that are nothing but rounding, on each side
+others. "open": the plain model's own error leaves nothing to compare. Each step has another batch, of rows with other
+numbers of labels and of padding. The models are those of `benchmarks.coverage`, with their own defaults: dropout and
+other draws are on, and the plain model draws the parallel one's. One row runs on dp=2, the next one on tp=2.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from torch import nn
 
 import autopar
 from autopar.capture.draws.host_draws import drawing_for
-from autopar.capture.inputs import tables
 from autopar.capture.inputs.containers import map_tensors
 from autopar.compiler.compile import batch_arguments
 from autopar.verification.copies import copied
@@ -47,6 +46,7 @@ from tests.support.processes import Ranks
 
 RANKS, MESHES, SECONDS = 2, ("dp=2", "tp=2"), 300
 TIMES, SAMPLES = 4.0, 3
+OPEN = 0.1
 # Where the plain model's own error is less, by luck, this counts for it. A unit in the last place is 1.2e-7.
 LEAST = 1e-6
 # A tensor whose norm is a smaller share of the largest of its kind counts as one of this share: a gradient that is zero
@@ -54,12 +54,12 @@ LEAST = 1e-6
 SHARE = 1e-4
 
 ROWS = {
-    "decoders": "llama qwen3 gemma2 gpt2 gpt_neox opt bloom falcon phi3 olmo2 cohere2 minicpm3 xlnet diffllama nanochat",
+    "decoders": "llama qwen3 gemma2 gpt2 gpt_neox opt bloom falcon phi3 olmo2 cohere2 minicpm3 xlnet diffllama doge",
     "mixtures of experts": "mixtral qwen3_moe deepseek_v3 gpt_oss switch_transformers flex_olmo phimoe granitemoe",
     "state spaces and recurrences": "mamba mamba2 falcon_h1 rwkv recurrent_gemma lstm",
     "encoders": "bert roberta albert deberta-v2 modernbert mpnet fnet funnel roformer nystromformer esm layoutlm",
     "encoders with decoders": "t5 bart pegasus_x led prophetnet m2m_100",
-    "vision": "vit swin convnext resnet segformer dinov2 pvt mobilenet_v2",
+    "vision": "vit swin convnext resnet segformer dinov2 pvt regnet",
     "audio": "wav2vec2 wavlm whisper",
     "several modalities": "clip (pairs);siglip (pairs)",
 }  # fmt: skip
@@ -67,7 +67,7 @@ ROWS = {
 
 @dataclass
 class Row:
-    """ours, plain: the largest error of each kind of tensor. times: the largest ratio, of the tensor that is `worst`."""
+    """ours, plain: the largest error of each kind of tensor. times: the largest ratio, of the `worst` tensor."""
 
     name: str
     mesh: str
@@ -79,8 +79,10 @@ class Row:
     fault: str = ""
 
     @property
-    def ok(self) -> bool:
-        return not self.fault and self.times <= TIMES
+    def verdict(self) -> str:
+        if self.fault or not self.times <= TIMES:
+            return "NO"
+        return "open" if max(self.plain.values()) > OPEN else "ok"
 
 
 def rows() -> list[tuple[str, str, str]]:
@@ -89,9 +91,10 @@ def rows() -> list[tuple[str, str, str]]:
     return [(kind, name, MESHES[i % len(MESHES)]) for i, (kind, name) in enumerate(found)]
 
 
-def train(rank: int, name: str, mesh: str, steps: int) -> Row | None:
-    """Train both sides on this rank; the row is rank 0's."""
-    quiet()
+def train(rank: int, name: str, mesh: str, steps: int, is_loud: bool = False) -> Row | None:
+    """Train both sides on this rank; the row is rank 0's. is_loud: with the warnings of models."""
+    if not is_loud:
+        quiet()
     row, start = Row(name, mesh), time.monotonic()
     try:
         _compare(row, steps)
@@ -173,21 +176,21 @@ def _judge(
         for key, error in _errors(before, our, right).items():
             kind, own = key[0], max(sample[key] for sample in samples)
             row.ours[kind], row.plain[kind] = max(error, row.ours.get(kind, 0.0)), max(own, row.plain.get(kind, 0.0))
-            times = error / max(own, LEAST)
-            if not times <= row.times:  # NaN counts as the worst
+            times = error / max(own, LEAST) if own < math.inf else 0.0  # the row is open then
+            if times > row.times:
                 row.times, row.worst = times, f"step {step} {kind} {key[1]}: {error:.0e}, plain {own:.0e}"
 
 
 def _errors(before: Mapping[str, torch.Tensor], values: Values, right: Values) -> dict[tuple[str, str], float]:
-    """The relative error of each tensor; of weights and buffers over how far the steps moved them. What is no float must
-    be equal."""
+    """The relative error of each tensor; of weights and buffers over how far the steps moved them. What is no float
+    must be equal."""
     norms, errors = {}, {}
     for key, value in right.items():
         start = before[key[1]] if key[0] == "state" else torch.zeros(())
         norms[key] = float((value.double() - start.double()).norm())
         is_equal = values[key].shape == value.shape and torch.equal(values[key], value)
         off = float((values[key].double() - value.double()).norm()) if value.is_floating_point() else math.inf
-        errors[key] = 0.0 if is_equal else off
+        errors[key] = 0.0 if is_equal else math.inf if math.isnan(off) else off
     largest = {kind: max(norm for key, norm in norms.items() if key[0] == kind) for kind, _ in norms}
     return {key: errors[key] and errors[key] / max(norms[key], SHARE * largest[key[0]], 1e-30) for key in errors}
 
@@ -211,7 +214,7 @@ def main() -> None:
     lines, good = [*header()], 0
     print("\n".join(lines), flush=True)
     for kind, row in measured(wanted, options.steps):
-        good += row.ok
+        good += row.verdict == "ok"
         lines.append(line(kind, row))
         print(lines[-1], flush=True)
     lines.append(f"\n{good} of {len(wanted)} are right.")
@@ -241,7 +244,8 @@ def measured(wanted: Sequence[tuple[str, str, str]], steps: int) -> Iterator[tup
 
 def header() -> list[str]:
     kinds = ("loss", "gradients", "changes of weights and buffers")
-    names = ("kind", "model", "mesh", *(f"{side}{kind}" for kind in kinds for side in ("", "plain ")), "times", "s", "worst or fault")
+    errors = (f"{side}{kind}" for kind in kinds for side in ("", "plain "))
+    names = ("kind", "model", "mesh", *errors, "times", "s", "worst or fault")
     return [f"| | {' | '.join(names)} |", f"|{'---|' * (len(names) + 1)}"]
 
 
@@ -252,8 +256,8 @@ def line(kind: str, row: Row) -> str:
         for each in ("loss", "gradient", "state")
         for side in (row.ours, row.plain)
     ]
-    said = (row.fault or row.worst * (not row.ok)).replace("|", "/")
-    cells = ["ok" if row.ok else "NO", kind, row.name, row.mesh, *errors, f"{row.times:.1f}", f"{row.seconds:.0f}", said]
+    said = (row.fault or row.worst * (row.verdict != "ok")).replace("|", "/")
+    cells = [row.verdict, kind, row.name, row.mesh, *errors, f"{row.times:.1f}", f"{row.seconds:.0f}", said]
     return f"| {' | '.join(cells)} |"
 
 
