@@ -194,7 +194,7 @@ class Raise(TorchFunctionMode):
     def _copy(self, call: _Call) -> Any:
         if call.function is not Tensor.__deepcopy__:
             return NotImplemented
-        return deep_copy(*call.args, self.__torch_function__) if self.captures else call.function(*call.args)
+        return deep_copy(self.__torch_function__, *call.args) if self.captures else call.function(*call.args)
 
     def _take_array(self, call: _Call) -> Any:
         if call.function in FROM_ARRAY and call.args and isinstance(call.args[0], BatchArray):

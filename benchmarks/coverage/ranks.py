@@ -148,10 +148,13 @@ def _plainly(
     model: nn.Module, loss_fn: Any, batches: Sequence[Any], seeds: Sequence[torch.Tensor], draws: Sequence[Any],
     dtype: torch.dtype, units: Units | None = None,
 ) -> list[Values]:  # fmt: skip
-    """What each step of the plain model gives in a dtype, from the same weights or with units added to them."""
+    """What each step of the plain model gives in a dtype, from the same weights or with units added to them, of which
+    what it led to is free."""
     own, found = module_in(copied(model), dtype), []
     if units is not None:
         units.add_to_parameters(own)
+    begun = model.state_dict()
+    away = {name: value.double() - begun[name].double() for name, value in own.state_dict().items()}
     side = Plain(own, loss_fn, descent)
     with in_dtype(own, loss_fn, dtype):
         for batch, drawn, side.draws in zip(batches, seeds, draws, strict=True):
@@ -159,8 +162,14 @@ def _plainly(
             values = side.step(args, kwargs, drawn)
             state = own.state_dict()
             kept = {key: value for key, value in values.items() if key[0] in ("loss", "gradient")}
-            found.append({**kept, **{("state", name): value.clone() for name, value in state.items()}})
+            moved = {name: _less(value, away[name]) for name, value in state.items()}
+            found.append({**kept, **{("state", name): value for name, value in moved.items()}})
     return found
+
+
+def _less(value: torch.Tensor, away: torch.Tensor) -> torch.Tensor:
+    """Where training led to, without how far away from the others it began."""
+    return value.double() - away if value.is_floating_point() else value.clone()
 
 
 def _judge(

@@ -165,7 +165,7 @@ def where_self(self: Tensor, condition: Tensor, *args: Any, **kwargs: Any) -> An
     return where(condition, self, *args, **kwargs)
 
 
-def deep_copy(x: Tensor, memo: dict[Any, Any], called: Callable[..., Any]) -> Any:
+def deep_copy(called: Callable[..., Any], x: Tensor, memo: dict[Any, Any]) -> Any:
     """A copy that no gradient goes through, as copy.deepcopy makes one, by a function that makes calls. NotImplemented
     for a tensor that an op computed, which torch refuses. Raises CaptureError for a second one of the same memory,
     whose copy would have to share it."""
