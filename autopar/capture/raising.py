@@ -32,7 +32,7 @@ from autopar.capture.inputs.outside import Outside, with_inputs
 from autopar.capture.inputs.partners import Partners, check_plain, inlined
 from autopar.capture.ops.functions import Dropout
 from autopar.capture.ops.raised import ALWAYS, RAISED
-from autopar.capture.ops.raised_lookups import counts_rows, dense, has_max_norm, looked_up, rejoined
+from autopar.capture.ops.raised_lookups import counts_rows, deep_copy, dense, has_max_norm, looked_up, rejoined
 from autopar.capture.ops.raised_norms import NORMS, Norm, is_count, norm_of
 from autopar.capture.ops.raised_recurrent import NOTE as PACKED_NOTE
 from autopar.capture.ops.raised_recurrent import PACKING, Packs, PlainPacks
@@ -88,16 +88,10 @@ class Raise(TorchFunctionMode):
     """
 
     def __init__(
-        self,
-        locator: Locator | None = None,
-        seed: Tensor | None = None,
-        lift: torch.dtype | None = None,
-        calls: RecordedCalls | None = None,
-        reads: Reads | None = None,
-        keeps_casts: bool = False,
-        partners: Partners | None = None,
-        is_first: bool = True,
-    ) -> None:
+        self, locator: Locator | None = None, seed: Tensor | None = None, lift: torch.dtype | None = None,
+        calls: RecordedCalls | None = None, reads: Reads | None = None, keeps_casts: bool = False,
+        partners: Partners | None = None, is_first: bool = True,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.selected = Selected(is_first, reads, locator)
         self.locator = locator
@@ -148,7 +142,8 @@ class Raise(TorchFunctionMode):
     def _in_order(self) -> Iterator[_Interceptor]:
         """What is done about each call, in this order, until one gives a result. They are functions, not methods of
         this object, which must not hold itself: the tensors of a trace go with it."""
-        yield Raise._put_inputs  # first, for a parameter of the user's or a number that stands for a tensor is no value
+        yield Raise._copy  # before the others, which would give it a copy of the memo; it becomes calls that they see
+        yield Raise._put_inputs  # for a parameter of the user's or a number that stands for a tensor is no value
         yield Raise._make_dense  # before it is raised, also in the plain module: a program has no sparse gradients
         yield Raise._run_partner  # before anything takes the model that is called for an argument
         yield Raise._take_array  # it becomes a cast, which the next ones look at
@@ -195,6 +190,11 @@ class Raise(TorchFunctionMode):
         if call.function is not inlined:
             return NotImplemented
         return self.partners.met(call.args[0]) if self.partners is not None else check_plain(call.args[0])
+
+    def _copy(self, call: _Call) -> Any:
+        if call.function is not Tensor.__deepcopy__:
+            return NotImplemented
+        return deep_copy(self.__torch_function__, *call.args) if self.captures else call.function(*call.args)
 
     def _take_array(self, call: _Call) -> Any:
         if call.function in FROM_ARRAY and call.args and isinstance(call.args[0], BatchArray):

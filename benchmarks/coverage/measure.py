@@ -46,11 +46,16 @@ def measure(name: str) -> Row:
     try:
         _fill(row)
     except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        text = " ".join(str(error).split())
-        row.fault = f"{type(error).__name__}: {text[:300]} ({frame.filename.rsplit('/', 1)[-1]}:{frame.lineno})"
+        row.fault = fault_of(error)
     row.memory_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
     return row
+
+
+def fault_of(error: Exception) -> str:
+    """What a row says of an error, with the line that raised it."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]} ({frame.filename.rsplit('/', 1)[-1]}:{frame.lineno})"
 
 
 def model_of(name: str) -> tuple[Any, Any, Any]:

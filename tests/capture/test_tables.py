@@ -263,3 +263,12 @@ class Alternating(Kept):
 def test_what_differs_in_the_second_step_is_refused(make: Any) -> None:
     with pytest.raises(CaptureError, match="a second step would not be the same as the first"):
         autopar.compile(made(make), "dp=2", loss_fn=loss_fn, batch=(rows(),))
+
+
+def test_how_often_a_model_with_a_table_runs() -> None:
+    """The step, its second run, a first and a second run by values, the program's second one; and one that looks for
+    the line of a change that a note names."""
+    model, ran = made(Preallocated), []
+    model.linear.register_forward_hook(lambda *_: ran.append(None))
+    autopar.compile(model, "dp=2", loss_fn=loss_fn, batch=(rows(),))
+    assert len(ran) == 6

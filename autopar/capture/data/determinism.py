@@ -26,6 +26,7 @@ from autopar.capture.refusals.explain_failure import SPECIALIZE, line_of, refusa
 from autopar.capture.refusals.user_lines import Line, lines_that_change, quoted
 from autopar.errors import AutoparError, CaptureError
 
+_PLAIN = (int, float, bool, str, type(None))
 _NAMED = 3  # changes that a message names
 _LIBRARIES = "site-packages"
 _MADE = {
@@ -103,7 +104,7 @@ class Steady:
         difference = first_difference(self.first, second)
         if difference is not None and drawn:
             raise self._draws(drawn[0])
-        if difference is not None and not (changes and self._settles(second)):
+        if difference is not None and not (changes and self._settles(second, changes)):
             if changes and first_difference(self.first, self._fresh()[0]) is None:
                 call = difference[1] or difference[0]
                 raise self._carried(changes, call.line if call else None, "")
@@ -151,33 +152,40 @@ class Steady:
             return calls, error
         return calls, None
 
-    def _settles(self, second: RecordedCalls) -> bool:
+    def _settles(self, second: RecordedCalls, changes: list[AttributeChange]) -> bool:
         """True where the third run is the second, and what the program of the first does in the second step is what the
         model does in it: a table was made, and is found from then on. Compared by what constants hold, not by how they
-        were made."""
-        if self._made(RecordedCalls(second), second) is None:
+        were made. What runs here ran before, and nothing more is noted of it."""
+        if not self._stays(changes) and self._made(RecordedCalls(second), second) is None:
             return False
-        ours, theirs = self._second_by_value(is_fresh=True), self._second_by_value(is_fresh=False)
-        if ours is None or theirs is None:
-            return False
-        return first_difference(ours[0], theirs[0]) is None and ours[1] == theirs[1]
-
-    def _second_by_value(self, is_fresh: bool) -> tuple[RecordedCalls, list[Any]] | None:
-        """The second of two runs, which finds the buffers as the first left them, and what they hold after it; None if
-        one fails. `is_fresh`: not so the attributes in Python, which a program does not have."""
-        first = self.first.by_values()
         self._start_anew()
-        if self._made(first) is None:
-            return None
-        if is_fresh:
-            self._start_anew()
-        second = self._made(RecordedCalls(first, by_value=True))
-        return None if second is None else (second, second.held())
+        first = self._made(self.first.by_values())
+        if first is None:
+            return False
+        anew = first.left()  # before the second run writes into them
+        theirs = self._made(RecordedCalls(first, by_value=True))
+        if theirs is None:
+            return False
+        held = theirs.held()
+        self._start_anew()
+        ours = self._made(anew(), theirs)  # as the program: none of the attributes in Python, and the buffers
+        return ours is not None and ours.held() == held
+
+    def _stays(self, changes: list[AttributeChange]) -> bool:
+        """True where the second run left what the first did, numbers and texts alone: the third begins as the second
+        did. changes: those of the first."""
+        now = self.attributes.changes()
+        alike = len(now) == len(changes) and all(
+            (one.name, type(one.new), one.new) == (other.name, type(other.new), other.new)
+            for one, other in zip(changes, now, strict=True)
+            if type(one.new) in _PLAIN
+        )
+        return alike and not self.replaced and all(type(change.new) in _PLAIN for change in changes)
 
     def _made(self, calls: RecordedCalls, like: RecordedCalls | None = None) -> RecordedCalls | None:
         """Make another run; None if it fails, or is not like an earlier one."""
         try:
-            self.run(calls)
+            self.run(calls, is_watched=False)
         except Exception:
             return None
         return calls if like is None or first_difference(like, calls) is None else None

@@ -176,14 +176,25 @@ class Values:
 
     def content(self, tensor: Tensor) -> tuple[Any, ...] | None:
         """What a tensor holds that hangs on no input, to be compared; None for another one."""
+        value = self._held(tensor)
+        if value is None:
+            return None
+        with on_data():
+            data = value.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        return tuple(value.shape), str(value.dtype), hashlib.blake2b(data).digest()
+
+    def copy_of(self, tensor: Tensor) -> Tensor | None:
+        """What a tensor holds that hangs on no input; None for another one."""
+        value = self._held(tensor)
+        with on_data():
+            return None if value is None else value.clone()
+
+    def _held(self, tensor: Tensor) -> Tensor | None:
         known = self._of(tensor)
         if known is None or known.kinds or not self._run([tensor]):
             return None
         with on_data():
-            value = self._value(tensor)
-            assert value is not None
-            data = value.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-        return tuple(value.shape), str(value.dtype), hashlib.blake2b(data).digest()
+            return self._value(tensor)
 
     def dismiss(self) -> tuple[list[_Known], list[_Call]]:
         """All that is known, which is forgotten here: the tensors, and the calls that were not run on data."""

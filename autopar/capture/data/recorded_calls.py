@@ -76,7 +76,8 @@ class RecordedCalls:
         self.has_any = False  # and one of those may be any number
         self.floats: list[HostFloat] = []  # that calls were given, where the model draws on the host
         self._of_rows: set[int] = set(earlier._of_rows) if earlier else set()  # calls on forms that are data
-        self._kept: list[torch.Tensor] = []
+        self._kept: dict[int, torch.Tensor] = {}  # buffers, by their places among the inputs
+        self._left: dict[int, torch.Tensor | None] = {}  # what a first run left in them; None if data of the batch
         self._inputs: set[int] = set()
         # The tensor is held, so that its id stays its own.
         self._known: dict[int, _Key] = dict(earlier._known) if earlier else {}
@@ -93,13 +94,17 @@ class RecordedCalls:
         the run before left it."""
         if not self.by_value or bit & self.changing:
             return False
-        self._kept += [tensor] * (bit > 0)
-        self.values.kept(tensor, original, position)
+        if bit:
+            self._kept[position] = tensor
+        found = self._left.get(position, original)
+        if found is None:
+            return False
+        self.values.kept(tensor, found, position)
         return True
 
     def held(self) -> list[Any]:
         """What the buffers hold after a run; None for one that the batch or a weight was written into."""
-        return [self.values.content(tensor) for tensor in self._kept]
+        return [self.values.content(tensor) for tensor in self._kept.values()]
 
     def wrote(self, bit: int, is_replaced: bool) -> None:
         """The step writes into a buffer, or binds it to another tensor, which no later run is given."""
@@ -111,6 +116,18 @@ class RecordedCalls:
         recorded_calls = RecordedCalls(by_value=True)
         recorded_calls.changing |= self.rebound
         return recorded_calls
+
+    def left(self) -> Callable[[], RecordedCalls]:
+        """Makes the records of another run that begins as this one did, but for its buffers: they are as this one left
+        them."""
+        left = {position: self.values.copy_of(tensor) for position, tensor in self._kept.items()}
+
+        def made() -> RecordedCalls:
+            calls = RecordedCalls(by_value=True)
+            calls.changing, calls._of_rows, calls._left = self.changing, set(self._of_rows), left
+            return calls
+
+        return made
 
     def _enter(self, tensor: torch.Tensor, key: int, behind: int, is_new: bool) -> None:
         """`is_new`: what its memory holds is."""

@@ -1,7 +1,8 @@
-"""Lookups of several rows at a time, and by places in a flat tensor, raised to the lookup of each."""
+"""Lookups of several rows at a time, and by places in a flat tensor, raised to the lookup of each; and deep copies."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,8 +11,12 @@ import torch.nn.functional as F
 from torch import fx
 
 from autopar.capture.ops.raised_losses import embedding
+from autopar.capture.refusals.constructs import ALIASES
+from autopar.capture.refusals.explain_failure import refusal
+from autopar.capture.refusals.location import user_frame
 from autopar.ir.ops.ops import op_name
 from autopar.ir.program import is_getitem
+from autopar.torch_compat import storage_of
 
 Tensor = torch.Tensor
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
@@ -158,3 +163,20 @@ def where(condition: Tensor, *args: Any, **kwargs: Any) -> Any:
 def where_self(self: Tensor, condition: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Raise Tensor.where, the choice of `self` where a condition of bytes holds."""
     return where(condition, self, *args, **kwargs)
+
+
+def deep_copy(called: Callable[..., Any], x: Tensor, memo: dict[Any, Any]) -> Any:
+    """A copy that no gradient goes through, as copy.deepcopy makes one, by a function that makes calls. NotImplemented
+    for a tensor that an op computed, which torch refuses. Raises CaptureError for a second one of the same memory,
+    whose copy would have to share it."""
+    if not x.is_leaf:
+        return NotImplemented
+    if id(x) in memo:
+        return memo[id(x)]
+    memory, copied = storage_of(x), memo.setdefault("autopar's memory", [])
+    if memory is not None and memory in copied:
+        raise refusal(ALIASES, user_frame(sys._getframe(1)))
+    copied.append(memory)
+    result = called(Tensor.clone, (), (called(Tensor.detach, (), (x,)),))
+    memo[id(x)] = result.requires_grad_() if x.requires_grad else result
+    return memo[id(x)]

@@ -59,7 +59,8 @@ _NUMBER = Construct(
 INTEGER = Construct(
     "a tensor as a Python integer (int(), range, an index or a size)",
     "Pass the number in as a Python int (each value compiles a program of its own), or use a fixed size and a mask; "
-    "to look a value up, keep the list as a tensor: table[index].",
+    "as a factor or a term leave it a tensor, x.sum().long(); to look a value up, keep the list as a tensor: "
+    "table[index].",
 )
 _EQUAL = Construct("{}, which gives a Python bool", f"{_WHERE}, with (a == b).all() or torch.isclose(a, b).all().")
 _MASKED = "Keep the size: x * mask, x.masked_fill(~mask, 0) or torch.where; a mean is (x * mask).sum() / mask.sum()."
@@ -176,6 +177,11 @@ REFUSED: Mapping[Any, Construct] = {
     **dict.fromkeys((*_all_of(Tensor, "to_sparse"), *_all_of(torch, "sparse_")), SPARSE),
     **dict.fromkeys(_all_of(torch, "quantize_per_"), _QUANTIZED),
 }  # fmt: skip
+ALIASES = Construct(
+    "copy.deepcopy of tensors that share memory (a tensor and a view of it)",
+    "Copy each by itself: x.detach().clone().",
+)
+
 SEEDED = Construct(
     "a random op after the random state of torch was set (torch.manual_seed, set_rng_state)",
     "Random ops draw anew at each step, by the seed= given to autopar: leave the seeding out, or draw the numbers once "
