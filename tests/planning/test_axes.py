@@ -127,7 +127,8 @@ def test_what_cannot_be_decided(text: str) -> None:
         read_fixed(text)
     assert str(raised.value) == (
         f"--fix {text}: write dp=N, fsdp=N, cp=N, ulysses=N, tp=N, pp=N, zero=N, rows=N, microbatches=N, "
-        f"chunks=N, recompute=none|selective|full|layers|stage|stage+full, schedule=1f1b|interleaved-1f1b|zb-h1|zb-h2|zb-v|gpipe, "
+        f"chunks=N, recompute=none|selective|full|layers|stage|stage+full, "
+        f"schedule=1f1b|interleaved-1f1b|zb-h1|zb-h2|zb-v|gpipe, "
         f"sequence=true|false, reshard_after_forward=true|false, offload=none|optimizer|activations|"
         f"parameters|activations,optimizer|activations,parameters|optimizer=disk|parameters=disk or "
         f"order=AXIS,AXIS,...; axes are pp, dp, fsdp, cp, ulysses, tp."
