@@ -97,8 +97,13 @@ def _sum(call: Call) -> Linear:
 
 
 def _to_copy(call: Call) -> Linear:
-    """Conversions keep sums, up to rounding, unless they go through bool or cut off fractions."""
+    """Conversions keep sums, up to rounding, unless they go through bool or cut off fractions.
+
+    float64 is rounded when the sum is whole: where a step of float32 computes in it, as in logsumexp - pick, the parts
+    are large and their sum is small."""
     source, target = call.operands[0].dtype, call.results[0].dtype
+    if source == torch.float64 and target.itemsize < source.itemsize:
+        return NONE
     fractions = source.is_floating_point or source.is_complex
     keeps = target.is_floating_point or target.is_complex or not fractions
     return FIRST if keeps and source is not torch.bool else NONE

@@ -18,18 +18,18 @@ from autopar.runtime.kernels.kernel import Kernel
 
 
 def logsumexp(x: torch.Tensor) -> torch.Tensor:
-    """x [..., v] -> [...] in at least float32; -inf where all of a row is."""
-    wide = _wide(x.dtype)
+    """x [..., v] -> [...] in the next wider dtype (float64 of float32); -inf where all of a row is."""
+    wide, kept = _wide(x.dtype), _kept(x.dtype)
     if x.numel() == 0:
-        return torch.full(x.shape[:-1], -torch.inf, dtype=wide, device=x.device)
+        return torch.full(x.shape[:-1], -torch.inf, dtype=kept, device=x.device)
     rows = x.reshape(-1, x.shape[-1])
-    out = torch.empty(rows.shape[0], dtype=wide, device=x.device)
+    out = torch.empty(rows.shape[0], dtype=kept, device=x.device)
     for start, stop, buffer in _pieces(rows, wide):
         piece = rows[start:stop]
         top = piece.amax(-1, keepdim=True).to(wide)
         top = top.masked_fill_(top.abs() == torch.inf, 0)
         total = host.exp_(torch.sub(piece, top, out=buffer)).sum(-1)
-        out[start:stop] = total.log_().add_(top.squeeze(-1))
+        out[start:stop] = total.to(kept).log_().add_(top.squeeze(-1))
     return out.view(x.shape[:-1])
 
 
@@ -78,10 +78,10 @@ def _cross_entropy_backward(
     rows = x.reshape(-1, x.shape[-1])
     result = out.view(rows.shape)
     scale = grad.reshape(-1, 1).to(wide)
-    shift = lse.reshape(-1, 1).to(wide)
-    shift = torch.where(shift == -torch.inf, 0, shift)
     column, outside = _columns(index.reshape(-1, 1), x.shape[-1], offset)
     taken = scale if picked is None else picked.reshape(-1, 1).to(wide)
+    shift, rest = _two_parts(lse.reshape(-1, 1), wide)
+    scale = scale if rest is None else scale * rest.neg_().exp_()  # exp(x - lse) = exp(x - shift) exp(-rest)
     one_hot = taken.masked_fill(outside, 0).expand_as(column)
     for start, stop, buffer in _pieces(rows, wide, result):
         piece = host.exp_(torch.sub(rows[start:stop], shift[start:stop], out=buffer)).mul_(scale[start:stop])
@@ -95,6 +95,18 @@ def _cross_entropy_backward(
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def _kept(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a logsumexp of `dtype`: the next wider one."""
+    return torch.float32 if dtype.itemsize == 2 else torch.float64
+
+
+def _two_parts(lse: torch.Tensor, wide: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """lse rounded to `wide`, with 0 for -inf, and what the rounding left, None if nothing: together they are lse."""
+    lse = torch.where(lse == -torch.inf, 0, lse)
+    near = lse.to(wide)
+    return near, None if near.dtype == lse.dtype else (lse - near).nan_to_num_().to(wide)
 
 
 def _columns(index: torch.Tensor, size: int, offset: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,7 +131,9 @@ def _pieces(
 
 
 def _traced_logsumexp(x: torch.Tensor) -> torch.Tensor:
-    return torch.logsumexp(x.to(_wide(x.dtype)), -1)
+    top = x.amax(-1, keepdim=True).to(_wide(x.dtype))
+    top = torch.where(top.abs() == torch.inf, 0, top)
+    return (x - top).exp().sum(-1).to(_kept(x.dtype)).log() + top.squeeze(-1)
 
 
 def _traced_pick_backward(grad: torch.Tensor, index: torch.Tensor, size: int, *, offset: int = 0) -> torch.Tensor:
@@ -131,10 +145,12 @@ def _traced_cross_entropy_backward(
     *, offset: int = 0,
 ) -> torch.Tensor:  # fmt: skip
     wide = _wide(x.dtype)
-    lse, taken = lse.to(_wide(lse.dtype)), grad if picked is None else picked
-    shift = torch.where(lse == -torch.inf, 0, lse).unsqueeze(-1)
+    taken = grad if picked is None else picked
+    shift, rest = _two_parts(lse.unsqueeze(-1), wide)
+    scale = grad.to(_wide(grad.dtype)).unsqueeze(-1)
+    scale = scale if rest is None else scale * (-rest).exp()
     one_hot = torch.where(_one_hot(index, x.shape[-1], offset), taken.to(_wide(taken.dtype)).unsqueeze(-1), 0)
-    return ((x.to(wide) - shift).exp() * grad.to(_wide(grad.dtype)).unsqueeze(-1) - one_hot).to(x.dtype)
+    return ((x.to(wide) - shift).exp() * scale - one_hot).to(x.dtype)
 
 
 def _one_hot(index: torch.Tensor, size: int, offset: int) -> torch.Tensor:

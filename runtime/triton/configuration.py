@@ -8,6 +8,7 @@ their way; 1,024 if it has more than eight operands.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -45,7 +46,8 @@ def tile_of(lowered: LoweredGroup) -> Tile:
     """The tile of a kernel."""
     width, has_rows = lowered.width, bool(lowered.reductions)
     padded = _power_of_two(width)
-    is_double = any(value.dtype == torch.float64 for value in lowered.values())
+    domain = lowered.rows * width
+    is_double = any(v.dtype == torch.float64 and math.prod(v.shape) >= domain for v in lowered.values())
     per_thread = _PER_THREAD // 2 if is_double else _PER_THREAD
     if has_rows and padded > LONGEST_ROW:
         return Tile(1, _LOOP_COLUMNS, 1, _warps(_LOOP_COLUMNS, per_thread), True, lowered.has_columns)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Callable
@@ -13,8 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from verified import verified
 
+from autopar.capture import capture
 from autopar.compiled import Compiled
+from autopar.compiler.check_options import options_of
+from autopar.compiler.compile import lower
+from autopar.compiler.meshes import mesh_of
 from autopar.verification.verify import verify
+from autopar.verification.virtual_side import Virtual
 
 MESHES = ["tp=2", "tp=4", "dp=3,tp=2"]
 ROWS, TIME, WIDTH, HIDDEN, CLASSES = 6, 4, 16, 32, 480
@@ -22,6 +28,7 @@ OPTIONS = [
     {"weighted": w, "label_smoothing": eps, "reduction": how, "ignore_index": ignored}
     for w, eps, how, ignored in itertools.product((False, True), (0.0, 0.2), ("mean", "sum", "none"), (-100, 3))
 ]
+SURE = ["labels", "each", "weights", "smoothed", "smoothed with weights", "probabilities", "log_softmax"]
 
 
 class Classifier(nn.Module):
@@ -157,3 +164,51 @@ def test_all_labels_ignored_is_nan_or_zero_as_in_torch() -> None:
         loss_fn = loss_of(reduction, weighted, label_smoothing=0.1)
         report = verify(Classifier(), "tp=2", loss_fn=loss_fn, batch=(x, torch.full_like(y, -100)), steps=1)
         assert report.ok, str(report)
+
+
+def _sure(how: str) -> Callable[..., Tensor]:
+    """A loss of labels whose logits are the largest of large ones."""
+
+    def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        here = torch.arange(CLASSES, device=x.device) == y.unsqueeze(-1)
+        logits = model(x) * 3 + here * 12 + 100
+        match how:
+            case "labels":
+                return F.cross_entropy(logits, y)
+            case "each":
+                return (F.cross_entropy(logits, y, reduction="none") * torch.arange(1.0, len(y) + 1)).mean()
+            case "weights":
+                return F.cross_entropy(logits, y, weight=model.weight)
+            case "smoothed":
+                return F.cross_entropy(logits, y, label_smoothing=1e-5)
+            case "smoothed with weights":
+                return F.cross_entropy(logits, y, label_smoothing=1e-5, weight=model.weight)
+            case "probabilities":
+                return F.cross_entropy(logits, here.to(logits.dtype))
+            case _:
+                return F.nll_loss(F.log_softmax(logits, -1), y)
+
+    return loss_fn
+
+
+@pytest.mark.parametrize("mesh", ["dp=1", "tp=2", "dp=2,tp=3"])
+@pytest.mark.parametrize("how", SURE)
+def test_confident_samples_in_float32(how: str, mesh: str) -> None:
+    """As exact as torch: the rounding is that of the loss, not of the logits, which are 1e5 times as large."""
+    torch.manual_seed(1)
+    model, x, y = Classifier(), torch.randn(ROWS * 4, WIDTH), torch.randint(CLASSES, (ROWS * 4,))
+    loss_fn = _sure(how)
+    captured = capture(model, loss_fn, (x, y), {})
+    run = Virtual(
+        copy.deepcopy(model), captured, lower(captured, mesh_of(mesh), options_of()), lambda p: torch.optim.SGD(p, 0.0)
+    )
+    got = run.step((x, y), {}, torch.zeros(2, dtype=torch.int64))
+    exact, plain = copy.deepcopy(model).double(), copy.deepcopy(model)
+    want, torchs = loss_fn(exact, x.double(), y), loss_fn(plain, x, y)
+    want.backward()
+    torchs.backward()
+    error, of_torch = (abs(float(one) - float(want)) for one in (got["loss", "loss"], torchs))
+    assert error <= 4 * of_torch + 1e-7, (error, of_torch)
+    for (name, p), q in zip(exact.named_parameters(), plain.parameters(), strict=True):
+        error, of_torch = ((g.double() - p.grad).norm() / p.grad.norm() for g in (got["gradient", name], q.grad))
+        assert error <= 4 * of_torch + 1e-7, (name, error, of_torch)

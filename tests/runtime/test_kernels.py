@@ -211,7 +211,7 @@ def test_cross_entropy(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x_wide = x.detach().clone().to(D).requires_grad_()
     lse = logsumexp(x)
     loss = lse - pick(x, index)
-    assert lse.dtype == loss.dtype == (torch.float32 if dtype == torch.bfloat16 else dtype)
+    assert lse.dtype == loss.dtype == (torch.float32 if dtype == torch.bfloat16 else D)
     want_lse = torch.logsumexp(x_wide, -1)
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-2}[dtype]
     torch.testing.assert_close(lse.to(D), want_lse, rtol=tolerance, atol=tolerance)
@@ -228,6 +228,25 @@ def test_cross_entropy(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     kept = x.clone()
     written = cross_entropy_backward_inplace(grad, kept, lse, index)
     assert written.data_ptr() == kept.data_ptr() and torch.equal(written, got)
+
+
+def test_of_confident_samples_no_digits_are_lost() -> None:
+    """The label's logit is the largest of large ones: what is left of logsumexp - logit is 1e-3 of what 60 has in
+    float32, and so is what is left of the gradient."""
+    x = torch.randn(64, 50) * 2 + 60
+    index = torch.randint(0, 50, (64,))
+    x[torch.arange(64), index] += 16
+    lse = logsumexp(x)
+    wide = x.to(D).requires_grad_()
+    want = F.cross_entropy(wide, index, reduction="none")
+    (want_grad,) = torch.autograd.grad(want.sum(), wide)
+    torch.testing.assert_close(lse - pick(x, index), want.detach(), rtol=0, atol=4e-7)
+    got = cross_entropy_backward(torch.ones(64), x, lse, index)
+    off = got.to(D).scatter(1, index[:, None], 0)
+    torch.testing.assert_close(off, want_grad.scatter(1, index[:, None], 0), rtol=2e-6, atol=0)
+    traced = [KERNELS[op(name)].traced for name in ("logsumexp", "cross_entropy_backward")]
+    compiled = traced[1](torch.ones(64), x, traced[0](x), index)
+    torch.testing.assert_close(compiled, got, rtol=1e-6, atol=1e-7)
 
 
 def test_cross_entropy_over_a_split_vocabulary() -> None:

@@ -135,14 +135,15 @@ class SmoothedCrossEntropy(Function):
         lse = op("logsumexp")(x)
         total: Any = x.shape[-1] if w is None else w.sum()
         if w is None:
-            spread = x.sum(-1, dtype=torch.float32 if x.dtype.itemsize == 2 else None) * share
+            spread = x.sum(-1, dtype=torch.float32 if x.dtype.itemsize == 2 else None).to(lse.dtype) * share
         else:
             names = "abcdefgh"[: x.ndim]
             spread = op("einsum")(x, w * share, f"{names},{names[-1]}->{names[:-1]}")
         both = near + total * share
         ctx.save_for_backward(x, lse, index, w, *((near, both) if w is not None else ()))
         ctx.near, ctx.both, ctx.share = (near, both, share) if w is None else (None, None, share)
-        return (lse * both - (op("pick")(x, index) * near + spread)).to(x.dtype)
+        exact = near.to(lse.dtype) if isinstance(near, Tensor) else near  # lse times the sum of what the rest has
+        return (lse * (exact + total * share) - (op("pick")(x, index).to(lse.dtype) * exact + spread)).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -172,28 +173,14 @@ class Pick(Function):
         return op("pick_backward")(grad, index, ctx.size), None
 
 
-class LogSumExp(Function):
-    """Over the last dim, which may be split."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        lse: Tensor = op("logsumexp")(x).to(x.dtype)
-        ctx.save_for_backward(x, lse)
-        return lse
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (grad,) = grads
-        x, lse = ctx.saved_tensors
-        return (x - lse.unsqueeze(-1)).exp() * grad.unsqueeze(-1)
-
-
 class LogSoftmax(Function):
     """x - logsumexp(x) over the last dim, which may be split."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        y = x - op("logsumexp")(x).unsqueeze(-1)
+        lse = op("logsumexp")(x).unsqueeze(-1)
+        near = lse.to(x.dtype)  # lse as two numbers of x's dtype, so that none of x's size is wider
+        y = x - near if near.dtype == lse.dtype else x - near - (lse - near).to(x.dtype)
         ctx.save_for_backward(y)
         return y
 

@@ -14,7 +14,6 @@ from autopar.capture.ops.functions import (
     Einsum,
     Embedding,
     LogSoftmax,
-    LogSumExp,
     Pick,
     RMSNorm,
     SmoothedCrossEntropy,
@@ -53,11 +52,12 @@ def cross_entropy(
 
 def _of_probabilities(x: Tensor, target: Tensor, weight: Tensor | None, smoothing: float, reduction: str) -> Any:
     """-sum_c q_c log softmax(x)_c, where q are the targets, smoothed and weighted."""
+    wide = torch.float32 if x.dtype.itemsize == 2 else x.dtype
     q = target.movedim(1, -1) if target.ndim > 2 else target
-    q = (q * (1.0 - smoothing) + smoothing / x.shape[-1] if smoothing else q).to(x.dtype)
+    q = (q * (1.0 - smoothing) + smoothing / x.shape[-1] if smoothing else q).to(wide)
     q = q if weight is None else q * weight.detach()
     names = "abcdefgh"[: x.ndim]
-    losses = LogSumExp.apply(x) * q.sum(-1) - Einsum.apply(x, q, f"{names},{names}->{names[:-1]}")
+    losses = -Einsum.apply(LogSoftmax.apply(x.to(wide)), q.to(wide), f"{names},{names}->{names[:-1]}").to(x.dtype)
     if reduction == "none":
         return losses
     return losses.sum() / losses.numel() if reduction == "mean" else losses.sum()

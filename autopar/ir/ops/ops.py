@@ -100,10 +100,14 @@ def rms_norm_backward(
     return x.new_empty(x.shape), torch.empty_like(weight)
 
 
-@semantic("logsumexp(Tensor x) -> Tensor", precision="inside", gradient="LogSumExp")
+@semantic("logsumexp(Tensor x) -> Tensor", precision="inside", gradient="LogSoftmax")
 def logsumexp(x: torch.Tensor) -> torch.Tensor:
-    """Over the last dim, in at least float32."""
-    return x.new_empty(x.shape[:-1], dtype=torch.float32 if x.dtype.itemsize == 2 else x.dtype)
+    """Over the last dim, in the next wider dtype: float32 of short floats, float64 of float32.
+
+    What is left of a loss is the difference of two large numbers (logsumexp - the logit of the label): kept in the
+    dtype of x, its rounding would be that of the logits, not of the loss. torch's log_softmax subtracts the largest
+    logit first, to the same end."""
+    return x.new_empty(x.shape[:-1], dtype=torch.float32 if x.dtype.itemsize == 2 else torch.float64)
 
 
 @semantic("checked_index(Tensor index, int size, int? ignored, int least=0) -> Tensor", returns_operand=True)

@@ -11,6 +11,7 @@ import torch
 from autopar.ir.ops.op_facts import SIGNS
 from autopar.ir.ops.ops import op
 from autopar.ir.program import TensorType
+from autopar.runtime.triton.lowering.rules_activations import tl_abs
 from autopar.runtime.triton.lowering.values import Operand, Value, cast, constant, point, where, wide
 from autopar.runtime.triton.lowering.view_maps import expanded, last_place, trailing
 
@@ -142,9 +143,14 @@ def _pick_backward(types: Types, grad: Value, index: Value, size: int, offset: O
 def _cross_entropy_backward(
     types: Types, grad: Value, x: Value, lse: Value, index: Value, picked: Value | None = None, offset: Operand = 0
 ) -> Value:
-    shift = where(point("{0} == {1}", lse, -math.inf, dtype=torch.bool), 0, lse)
+    """exp(x - lse) as exp(x - near) exp(-rest), near + rest = lse in two numbers of what x is computed in."""
+    lse = where(point("{0} == {1}", lse, -math.inf, dtype=torch.bool), 0, lse)
+    near, scale = cast(lse, x.dtype), grad
+    if lse.dtype != x.dtype:
+        rest = where(point("{0} == {1}", tl_abs(near), math.inf, dtype=torch.bool), 0, cast(lse - near, x.dtype))
+        scale = grad * point("tl.exp({0})", -rest)
     taken = where(one_hot(index, offset, x.shape[-1]), trailing(grad if picked is None else picked), 0)
-    return trailing(grad) * point("tl.exp({0})", x - trailing(shift)) - taken
+    return trailing(scale) * point("tl.exp({0})", x - trailing(near)) - taken
 
 
 COMPARISONS: Mapping[Any, Rule] = {

@@ -82,7 +82,7 @@ def _logsumexp(types: Types, x: Value) -> Value:
     """-inf where all of a row is."""
     top = reduced("max", x, 1)
     top = where(point("{0} == {1}", tl_abs(top), math.inf, dtype=torch.bool), 0, top)
-    total = point("tl.log({0})", reduced("sum", _exp(x - top), 1)) + top
+    total = point("tl.log({0})", cast(reduced("sum", _exp(x - top), 1), types[0].dtype)) + top
     return shaped(total, types[0].shape)
 
 
