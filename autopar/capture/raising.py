@@ -31,7 +31,7 @@ from autopar.capture.inputs.arrays import FROM_ARRAY, BatchArray
 from autopar.capture.inputs.outside import Outside, with_inputs
 from autopar.capture.inputs.partners import Partners, check_plain, inlined
 from autopar.capture.ops.functions import Dropout
-from autopar.capture.ops.raised import ALWAYS, RAISED
+from autopar.capture.ops.raised import ALWAYS, RAISED, READING
 from autopar.capture.ops.raised_lookups import counts_rows, deep_copy, dense, has_max_norm, looked_up, rejoined
 from autopar.capture.ops.raised_norms import NORMS, Norm, is_count, norm_of
 from autopar.capture.ops.raised_recurrent import NOTE as PACKED_NOTE
@@ -453,6 +453,8 @@ class Raise(TorchFunctionMode):
             result = dealt(args[0], self.microbatches)
         elif func in RAISED and self.captures and not in_transform():
             result = RAISED[func](*args, **kwargs)
+        elif func in READING and self.captures and not in_transform():
+            result = READING[func](self._made, *args, **kwargs)
         elif func in NORMS and not in_transform():
             result = self._norm(func, norm_of(call.frame), *args, **kwargs)
         tracer = self.selected.tracer
@@ -461,6 +463,10 @@ class Raise(TorchFunctionMode):
         if result is NotImplemented and func in ASKING and self._asks(call):
             result = ASKING[func](self.facts, *args, **kwargs)
         return self._called(call, func, args, kwargs) if result is NotImplemented else result
+
+    def _made(self, function: Any, *args: Any) -> Any:
+        """The result of a call as if the model made it, where it makes the one at hand."""
+        return self.__torch_function__(function, (), args)
 
     def _norm(self, func: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
         if self.captures:

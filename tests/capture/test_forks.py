@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar import compile, parallelize, verify
@@ -124,6 +125,25 @@ def test_sides_that_are_not_the_same_are_guarded(body: Any) -> None:
     assert verify(Branching(body), "dp=2", loss_fn=squares, batch=batch).ok
     notes = compile(Branching(body), "dp=2", loss_fn=squares, batch=batch).notes
     assert any(note.startswith("bool() of a tensor at") for note in notes)
+
+
+def likelihood(m: Any, y: Tensor, x: Tensor) -> Tensor:
+    return F.gaussian_nll_loss(y, x, x + 4, reduction="none")
+
+
+def test_a_check_of_torchs_own_is_guarded() -> None:
+    """The look of gaussian_nll_loss for negative variances: where there are some, its error is raised."""
+    torch.manual_seed(3)
+    per_row = Branching(lambda m, y, x: F.gaussian_nll_loss(y, x, x[:, 0].square(), full=True))
+    assert verify(per_row, "dp=2,tp=2", loss_fn=squares, batch=torch.randn(12, 8)).ok
+    model, plain = parallelize(Branching(likelihood), "dp=1", loss_fn=squares), Branching(likelihood)
+    plain.load_state_dict(model.state_dict())
+    batch = torch.randn(12, 8)
+    loss = squares(plain, batch)
+    torch.testing.assert_close(model.forward_backward(batch), loss.detach())
+    with pytest.raises(ValueError, match="var has negative entry/entries"):
+        model.forward_backward(batch - 4)
+    torch.testing.assert_close(model.forward_backward(batch), loss.detach())
 
 
 def test_a_loop_that_no_data_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

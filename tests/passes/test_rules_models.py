@@ -125,6 +125,11 @@ LAYERS: dict[str, Layer] = {
     "linalg.cross": lambda x, w: torch.linalg.cross((x @ w).view(-1, 4, 3), x.view(-1, 4, 3)),
     "pairwise_distance": lambda x, w: F.pairwise_distance(x @ w, x),
     "bilinear": lambda x, w: F.bilinear(x, x, w.view(12, 12, 1) * w, w[0]),
+    "combinations": lambda x, w: (x @ w) * torch.combinations(w[0], 3, True).prod(-1).sum(),
+    "tensor_split": lambda x, w: torch.tensor_split(x @ w, torch.tensor([2, 8]), dim=1)[1] * x[:, :6],
+    "cov": lambda x, w: x @ torch.cov((x @ w).T),
+    "corrcoef": lambda x, w: x @ torch.corrcoef((x @ w).T) * torch.cov(x[:, 0] + w[0, 0]),
+    "gaussian_nll": lambda x, w: F.gaussian_nll_loss(x @ w, x, (x @ w * 3 - 4).exp(), True, 0.01, reduction="none"),
     "take": lambda x, w: torch.take(w, (x > 0).long().cumsum(-1) - 5) * x,
     "std_mean": lambda x, w: torch.stack(torch.std_mean(x @ w, -1)),
     "triplet": lambda x, w: F.triplet_margin_loss(x @ w, x, x.flip(1)),
@@ -137,7 +142,7 @@ LAYERS: dict[str, Layer] = {
     "antialias": lambda x, w: F.interpolate(images(x @ w), scale_factor=2, mode="bilinear", antialias=True),
 }  # fmt: skip
 # A product over the rows of the batch: the loss of a micro-batch hangs on the others'.
-OF_THE_BATCH = ("fill_diagonal_",)
+OF_THE_BATCH = ("fill_diagonal_", "cov", "corrcoef")
 
 
 def batch() -> tuple[Tensor]:

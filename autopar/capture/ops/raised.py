@@ -16,11 +16,13 @@ from autopar.capture.ops.raised_attention import attention, multi_head_attention
 from autopar.capture.ops.raised_experts import grouped_mm
 from autopar.capture.ops.raised_lookups import (
     clamp,
+    combinations,
     embedding_bag,
     fill_diagonal_,
     put,
     setitem,
     take,
+    tensor_split,
     where,
     where_self,
 )
@@ -28,6 +30,7 @@ from autopar.capture.ops.raised_losses import (
     cross_entropy,
     ctc_loss,
     embedding,
+    gaussian_nll_loss,
     linear_cross_entropy,
     log_softmax,
     nll_loss,
@@ -37,6 +40,8 @@ from autopar.capture.ops.raised_losses import (
 from autopar.capture.ops.raised_products import (
     addmm,
     bilinear,
+    corrcoef,
+    cov,
     einsum,
     linear,
     matmul,
@@ -74,6 +79,9 @@ RAISED: dict[Any, Callable[..., Any]] = {
     Tensor.addmm: addmm,
     torch.einsum: einsum,
     **dict.fromkeys((F.bilinear, torch.bilinear), bilinear),
+    **dict.fromkeys((torch.cov, Tensor.cov), cov),
+    **dict.fromkeys((torch.corrcoef, Tensor.corrcoef), corrcoef),
+    torch.combinations: combinations,
     **dict.fromkeys((torch.take, Tensor.take), take),
     **dict.fromkeys((torch.put, Tensor.put), put),
     **dict.fromkeys((torch.clamp, Tensor.clamp, torch.clip, Tensor.clip), clamp),
@@ -105,3 +113,9 @@ RAISED: dict[Any, Callable[..., Any]] = {
         F.binary_cross_entropy_with_logits, F.soft_margin_loss, F.kl_div, F.multi_margin_loss,
         F.multilabel_margin_loss)},
 }  # fmt: skip
+
+# Those that read values: each takes what runs a call of torch's as if the model made it.
+READING: dict[Any, Callable[..., Any]] = {
+    F.gaussian_nll_loss: gaussian_nll_loss,
+    **dict.fromkeys((torch.tensor_split, Tensor.tensor_split), tensor_split),
+}

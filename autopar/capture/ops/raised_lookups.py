@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -58,6 +59,24 @@ def embedding_bag(
 def take(input: Tensor, index: Tensor) -> Any:
     """Elements by their places in the flat tensor."""
     return input.reshape(-1)[index]
+
+
+def combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> Any:
+    """A lookup of rows: torch selects them by a mask, whose rows it counts."""
+    if input.ndim != 1 or r < 1:
+        return NotImplemented
+    choose = itertools.combinations_with_replacement if with_replacement else itertools.combinations
+    rows = list(choose(range(len(input)), r))
+    return input[torch.tensor(rows, dtype=torch.int64, device=input.device).reshape(-1, r)]
+
+
+def tensor_split(
+    run: Callable[..., Any], input: Tensor, tensor_indices_or_sections: Any = None, dim: int = 0, **named: Any
+) -> Any:  # fmt: skip
+    """Where it is split is read from a tensor, by `run` (a function and its arguments): torch reads its memory."""
+    if not isinstance(tensor_indices_or_sections, Tensor) or named:
+        return NotImplemented
+    return torch.tensor_split(input, run(Tensor.tolist, tensor_indices_or_sections), dim)
 
 
 def put(input: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Any:

@@ -177,6 +177,31 @@ def with_reduction(function: Callable[..., Tensor]) -> Callable[..., Any]:
     return raised
 
 
+def gaussian_nll_loss(
+    run: Callable[..., Any], input: Tensor, target: Tensor, var: Tensor | float, full: bool = False, eps: float = 1e-6,
+    reduction: str = "mean",
+) -> Any:  # fmt: skip
+    """As torch spells it, but that its look for negative variances is a branch of the step's, which `run` (a function
+    and its arguments) takes: each step checks it before anything is changed. torch's own errors are left to torch."""
+    sizes = (*input.shape[:-1], 1), input.shape[:-1]
+    fits = not isinstance(var, Tensor) or var.shape == input.shape or (input.ndim and var.shape in sizes)
+    if not fits or reduction not in ("none", "mean", "sum") or (isinstance(var, float) and var < 0):
+        return NotImplemented
+    if not isinstance(var, Tensor):
+        var = var * torch.ones_like(input)
+    elif run(Tensor.__bool__, run(torch.any, run(torch.lt, var, 0))):
+        raise ValueError("var has negative entry/entries")
+    var = var.unsqueeze(-1) if var.shape == input.shape[:-1] and var.shape != input.shape else var
+    var = var.clone()
+    with torch.no_grad():  # what is clamped has its gradient
+        var.clamp_(min=eps)
+    losses = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
+    losses = losses + 0.5 * math.log(2 * math.pi) if full else losses
+    if reduction == "none":
+        return losses
+    return losses.sum() / losses.numel() if reduction == "mean" else losses.sum()
+
+
 def linear_cross_entropy(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None,
     weight: Tensor | None = None, reduction: str = "mean", ignore_index: int | None = None,

@@ -104,6 +104,33 @@ def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None
     return result if result is NotImplemented or bias is None else result + bias.to(result.dtype)
 
 
+def cov(
+    input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None
+) -> Any:  # fmt: skip
+    """The covariances of rows, over columns. NotImplemented with weights, of which torch reads whether they are
+    valid."""
+    if input.ndim > 2 or fweights is not None or aweights is not None or not input.dtype.is_floating_point:
+        return NotImplemented
+    x = input if input.ndim == 2 else input.reshape(1, -1)
+    count = x.shape[1] - correction
+    if count <= 0 or not x.numel():
+        return NotImplemented
+    x = x - x.mean(1, keepdim=True)
+    product = _contract(x, x, "ac,bc->ab")
+    return product if product is NotImplemented else (product / count).squeeze()
+
+
+def corrcoef(input: Tensor) -> Any:
+    """The covariances over both standard deviations, in -1..1."""
+    found = cov(input)
+    if found is NotImplemented:
+        return found
+    if found.ndim == 0:
+        return found / found
+    deviation = found.diagonal().sqrt()
+    return (found / deviation.unsqueeze(1) / deviation.unsqueeze(0)).clamp(-1, 1)
+
+
 def with_bias_apart(function: Callable[..., Tensor]) -> Callable[..., Any]:
     """A convolution whose bias is added behind it, as it must be where the sum over input channels is still partial."""
 

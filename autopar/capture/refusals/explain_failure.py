@@ -16,6 +16,7 @@ SPECIALIZE = "\nOr specialize=True takes the value from the example batch, and c
 SIZE = "DynamicOutputShape"  # a result whose size is data
 _READ = (
     "DataDependent", "GuardOnDataDependent", "trying to get value out of a tracing tensor", ".numpy() is not supported",
+    ".tolist() is not supported", "data is not allocated yet",
 )  # fmt: skip
 
 
