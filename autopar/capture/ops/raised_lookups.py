@@ -102,7 +102,7 @@ def setitem(input: Tensor, index: Any, value: Any) -> Any:
     if any(size != 1 for size in value.shape[: value.ndim - len(row)]):
         return NotImplemented
     value = value.reshape(value.shape[max(value.ndim - len(row), 0) :]).to(input.dtype)
-    input.copy_(torch.where(index.reshape(*index.shape, *(1 for _ in row)), value, input))
+    input.copy_(torch.where(index.reshape((*index.shape, *(1 for _ in row))), value, input))
     return None
 
 

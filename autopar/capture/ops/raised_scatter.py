@@ -69,7 +69,7 @@ def _places(mask: Tensor, base: Tensor, rows: Tensor, counts: Iterable[int]) -> 
 def _put(facts: AsksFacts, base: Tensor, mask: Tensor, rows: Tensor, ones: int = 0) -> Any:
     """The tensor with rows in the places of a mask; NotImplemented where they are not known to be the samples' own.
     ones: how many dims the mask lacks at its end."""
-    spread = mask.reshape(*mask.shape, *[1] * ones)
+    spread = mask.reshape((*mask.shape, *[1] * ones))
     for places in _places(spread, base, rows, facts.sample_counts):
         return places.put(base, rows) if facts.holds(places.is_own, mask) else NotImplemented
     return NotImplemented
