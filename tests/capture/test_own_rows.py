@@ -223,3 +223,15 @@ def test_another_program_where_the_data_say_so(two: Ranks) -> None:
         *right,
     ]
     assert two.run(_steps) == [expected] * 2
+
+
+def test_a_mask_without_dims_takes_all_rows() -> None:
+    class Scattered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.up(x).masked_scatter(torch.tensor(False), x) * x.masked_scatter(torch.tensor(True), -x)).sum()
+
+    assert autopar.verify(Scattered(), "dp=2,tp=2", batch=torch.randn(6, WIDTH)).ok

@@ -127,7 +127,7 @@ LAYERS: dict[str, Layer] = {
     "bilinear": lambda x, w: F.bilinear(x, x, w.view(12, 12, 1) * w, w[0]),
     "combinations": lambda x, w: (x @ w) * torch.combinations(w[0], 3, True).prod(-1).sum(),
     "tensor_split": lambda x, w: torch.tensor_split(x @ w, torch.tensor([2, 8]), dim=1)[1] * x[:, :6],
-    "masked_scatter of all": lambda x, w: (x @ w).masked_scatter(torch.tensor(True), x * w[0]),
+    "narrow": lambda x, w: (x @ w).narrow(1, torch.tensor(-5), 4) * torch.narrow(x, 1, (w[0, :1] > 0).long()[0], 4),
     "cov": lambda x, w: x @ torch.cov((x @ w).T),
     "corrcoef": lambda x, w: x @ torch.corrcoef((x @ w).T) * torch.cov(x[:, 0] + w[0, 0]),
     "gaussian_nll": lambda x, w: F.gaussian_nll_loss(x @ w, x, (x @ w * 3 - 4).exp(), True, 0.01, reduction="none"),

@@ -79,6 +79,14 @@ def tensor_split(
     return torch.tensor_split(input, run(Tensor.tolist, tensor_indices_or_sections), dim)
 
 
+def narrow(input: Tensor, dim: int, start: Any, length: int) -> Any:
+    """Some places in a row from one that a tensor says: torch would read it."""
+    if not isinstance(start, Tensor):
+        return NotImplemented
+    first = torch.where(start < 0, start + input.shape[dim], start).reshape(1)
+    return input.index_select(dim, first + torch.arange(length, device=input.device))
+
+
 def put(input: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Any:
     """The other way round."""
     flat = input.reshape(-1).index_put((index.reshape(-1),), source.reshape(-1), accumulate)
