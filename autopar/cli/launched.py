@@ -10,6 +10,7 @@ that is not installed).
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import signal
 import sys
@@ -48,9 +49,12 @@ def main() -> None:
     end_with(launcher)
     # Python would raise KeyboardInterrupt when a collective returns, which may be never.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    gc.disable()  # what is imported stays: Python would look through it for garbage some 100 times, for half a second
     from autopar.cli.commands import main as command
     from autopar.cli.launch import stand_ready
 
+    gc.freeze()
+    gc.enable()
     stand_ready()
     try:
         command()

@@ -16,7 +16,8 @@ from autopar.ir.program import Input, Program
 from autopar.parallel.tensors.padding import padded_part
 from autopar.runtime.executor.executor import Executable, Kernels, Outputs
 from autopar.runtime.executor.inputs import Source, StepInputs, inputs_of, slots_of
-from autopar.runtime.pipeline.run_pipeline import compile_rank, outputs_of
+from autopar.runtime.pipeline.compiled_instructions import RankCode, compile_rank
+from autopar.runtime.pipeline.run_pipeline import outputs_of
 from autopar.runtime.ranks.virtual import VirtualMesh
 from autopar.verification.places import places_of
 from autopar.verification.plain import SCALE
@@ -56,14 +57,22 @@ def scattered(program: Program, pipeline: Pipeline | None, mesh: Mesh, every: Se
     ]
 
 
-def outputs_on(
-    compiled: Lowered, every: Sequence[Whole], device: torch.device, kernels: Kernels | None
-) -> list[Outputs]:
-    """The outputs of every rank of a virtual mesh, None for those that other stages have. every: as of `scattered`."""
-    mesh, program, pipeline = compiled.mesh, compiled.program, compiled.pipeline
-    inputs = scattered(program, pipeline, mesh, every)
-    if pipeline is None:
-        executable = Executable(program.graph, device=device, kernels=kernels)
-        return VirtualMesh(mesh).run(executable, [given.values() for given in inputs])
-    codes = [compile_rank(pipeline, place, None, device, kernels) for place in range(pipeline.flow.size)]
-    return [outputs_of(finals, program.outputs) for finals in VirtualMesh(mesh).run_pipeline(codes, inputs)]
+class RankPrograms:
+    """The programs of all ranks of a virtual mesh, turned into Python once for all steps that run them."""
+
+    def __init__(self, compiled: Lowered, device: torch.device, kernels: Kernels | None) -> None:
+        self.compiled, pipeline = compiled, compiled.pipeline
+        self._codes: Sequence[RankCode] = ()
+        self._executable: Executable | None = None
+        if pipeline is None:
+            self._executable = Executable(compiled.program.graph, device=device, kernels=kernels)
+        else:
+            self._codes = [compile_rank(pipeline, place, None, device, kernels) for place in range(pipeline.flow.size)]
+
+    def outputs(self, every: Sequence[Whole]) -> list[Outputs]:
+        """The outputs of every rank, None for those that other stages have. every: as of `scattered`."""
+        mesh, program = self.compiled.mesh, self.compiled.program
+        inputs = scattered(program, self.compiled.pipeline, mesh, every)
+        if self._executable is not None:
+            return VirtualMesh(mesh).run(self._executable, [given.values() for given in inputs])
+        return [outputs_of(finals, program.outputs) for finals in VirtualMesh(mesh).run_pipeline(self._codes, inputs)]

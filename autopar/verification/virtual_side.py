@@ -25,7 +25,7 @@ from autopar.verification.judge.comparison import Values
 from autopar.verification.places import Batches, Made, aux_at, meshes_of_place, places_of, seeds_of, with_means
 from autopar.verification.plain import SCALE, DrawsOf, OptimizerFactory, as_they_come, draws_of, optimized
 from autopar.verification.versions import Versions
-from autopar.verification.virtual_inputs import Whole, outputs_on, whole_inputs
+from autopar.verification.virtual_inputs import RankPrograms, Whole, whole_inputs
 
 OF_A_PLACE = ("aux", "guard")  # outputs that are not of all places together
 
@@ -55,6 +55,7 @@ class Virtual:
         self.dtype, self.device = dtype_of(model), next(iter(self.parameters.values())).device
         self.kernels = kernels
         self.partners = Borrowed(captured.partners, self.dtype).values
+        self._ready: dict[int, RankPrograms] = {}  # by their compiled programs, which these hold
         self._drew: dict[tuple[int, ...], DrawsOf] = {}  # how the steps so far drew, by their seeds
 
     def draws_of(self, seed: torch.Tensor) -> PlainDraws:
@@ -118,7 +119,10 @@ class Virtual:
         """The outputs of every rank, None for those that other stages have."""
         seeds = seeds_of(seed, len(batches))
         every = [self.whole(*batch, drawn) for batch, drawn in zip(batches, seeds, strict=True)]
-        return outputs_on(compiled, every, self.device, self.kernels)
+        ready = self._ready.get(id(compiled))
+        if ready is None:
+            ready = self._ready[id(compiled)] = RankPrograms(compiled, self.device, self.kernels)
+        return ready.outputs(every)
 
     def _run_own(self, batches: Batches, seed: torch.Tensor) -> list[Outputs]:
         """The outputs of every rank, of the program and the batch of its place, with what all places have together."""

@@ -37,37 +37,38 @@ def send_tokens(program: Program, plan: Plan) -> Program:
     """EXPLICIT -> EXPLICIT. Where rows that go to their experts are k copies of each token, the token goes once to each
     rank; where the results of k rows are added up, a rank adds up those of its experts first.
 
+        machine: 1e6 1e6 1e3 0 0
         EXPLICIT program on ep=2
-        %w: f32[4,4096,4096] [ep,-,-] = parameter "w"
-        %x: f32[8192,4096] [ep,-] = batch "0"
-        %index: i64[32768] [ep] = batch "1"
-        %order: i64[32768] [ep] = autopar.order_by_owner.default(%index, "ep")
+        %w: f32[4,16,16] [ep,-,-] = parameter "w"
+        %x: f32[12,16] [ep,-] = batch "0"
+        %index: i64[36] [ep] = batch "1"
+        %order: i64[36] [ep] = autopar.order_by_owner.default(%index, "ep")
         %route: i64[8,2] [ep,-] = autopar.route.default(%index, "ep", 4)
-        %here: i64[32768] [@ep] = autopar.owned_index.default(%index, "ep", %route)
-        %unsqueeze: f32[8192,1,4096] [ep,-,-] = aten.unsqueeze.default(%x, 1)
-        %expand: f32[8192,4,4096] [ep,-,-] = aten.expand.default(%unsqueeze, [8192, 4, 4096])
-        %rows: f32[32768,4096] [ep,-] = aten.reshape.default(%expand, [32768, 4096])
-        %dispatch: f32[32768,4096] [@ep,-] = autopar.dispatch.default(%rows, "ep", %order, %route)
-        %expert_mm: f32[32768,4096] [@ep,-] = autopar.expert_mm.default(%dispatch, %w, %here)
-        %combine: f32[32768,4096] [ep,-] = autopar.combine.default(%expert_mm, "ep", %order, %route)
-        %apart: f32[8192,4,4096] [ep,-,-] = aten.reshape.default(%combine, [8192, 4, 4096])
-        %sum_1: f32[8192,4096] [ep,-] = aten.sum.dim_IntList(%apart, [1])
-        %all_gather: f32[8192,4096] [-,-] = autopar.all_gather.default(%sum_1, "ep", 0, 1)
+        %here: i64[36] [@ep] = autopar.owned_index.default(%index, "ep", %route)
+        %unsqueeze: f32[12,1,16] [ep,-,-] = aten.unsqueeze.default(%x, 1)
+        %expand: f32[12,3,16] [ep,-,-] = aten.expand.default(%unsqueeze, [12, 3, 16])
+        %rows: f32[36,16] [ep,-] = aten.reshape.default(%expand, [36, 16])
+        %dispatch: f32[36,16] [@ep,-] = autopar.dispatch.default(%rows, "ep", %order, %route)
+        %expert_mm: f32[36,16] [@ep,-] = autopar.expert_mm.default(%dispatch, %w, %here)
+        %combine: f32[36,16] [ep,-] = autopar.combine.default(%expert_mm, "ep", %order, %route)
+        %apart: f32[12,3,16] [ep,-,-] = aten.reshape.default(%combine, [12, 3, 16])
+        %sum_1: f32[12,16] [ep,-] = aten.sum.dim_IntList(%apart, [1])
+        %all_gather: f32[12,16] [-,-] = autopar.all_gather.default(%sum_1, "ep", 0, 1)
         return value "y" = %all_gather
     becomes
         EXPLICIT program on ep=2
-        %w: f32[4,4096,4096] [ep,-,-] = parameter "w"
-        %x: f32[8192,4096] [ep,-] = batch "0"
-        %index: i64[32768] [ep] = batch "1"
-        %order: i64[32768] [ep] = autopar.order_by_owner.default(%index, "ep")
-        %route: i64[16,2] [ep,-] = autopar.route.default(%index, "ep", 4, 0, 4)
-        %here: i64[32768] [@ep] = autopar.owned_index.default(%index, "ep", %route)
-        %tokens: i64[8192,4] [ep,-] = autopar.tokens_by_owner.default(%index, "ep", 4, 4)
-        %places: i64[32768] [@ep] = autopar.token_places.default(%index, "ep", %order, %route, 4, 4)
-        %dispatch: f32[32768,4096] [@ep,-] = autopar.dispatch.default(%x, "ep", %tokens, %route, 0, %places)
-        %expert_mm: f32[32768,4096] [@ep,-] = autopar.expert_mm.default(%dispatch, %w, %here)
-        %combine: f32[8192,4096] [ep,-] = autopar.combine.default(%expert_mm, "ep", %tokens, %route, 0, %places)
-        %all_gather: f32[8192,4096] [-,-] = autopar.all_gather.default(%combine, "ep", 0, 1)
+        %w: f32[4,16,16] [ep,-,-] = parameter "w"
+        %x: f32[12,16] [ep,-] = batch "0"
+        %index: i64[36] [ep] = batch "1"
+        %order: i64[36] [ep] = autopar.order_by_owner.default(%index, "ep")
+        %route: i64[16,2] [ep,-] = autopar.route.default(%index, "ep", 4, 0, 3)
+        %here: i64[36] [@ep] = autopar.owned_index.default(%index, "ep", %route)
+        %tokens: i64[12,3] [ep,-] = autopar.tokens_by_owner.default(%index, "ep", 4, 3)
+        %places: i64[36] [@ep] = autopar.token_places.default(%index, "ep", %order, %route, 4, 3)
+        %dispatch: f32[36,16] [@ep,-] = autopar.dispatch.default(%x, "ep", %tokens, %route, 0, %places)
+        %expert_mm: f32[36,16] [@ep,-] = autopar.expert_mm.default(%dispatch, %w, %here)
+        %combine: f32[12,16] [ep,-] = autopar.combine.default(%expert_mm, "ep", %tokens, %route, 0, %places)
+        %all_gather: f32[12,16] [-,-] = autopar.all_gather.default(%combine, "ep", 0, 1)
         return value "y" = %all_gather
 
     What stands between the rows and their sum and takes rows one by one, the product with their weights and its

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from autopar.ir.mesh import DATA_AXES, MICROBATCH, Mesh
 from autopar.ir.plan import Plan
@@ -14,7 +15,9 @@ from autopar.passes.search.intents import Intent, intent_of
 from autopar.passes.search.items import Classes, Item, build_classes
 from autopar.passes.search.search import Options, options_of, problem_of, with_whole_weights
 from autopar.passes.search.solver.problem import Problem
-from autopar.passes.search.solver.solve import solve
+from autopar.passes.search.solver.solve import Choice, solve
+
+KNOWN = 64  # problems whose answers are kept: those of the programs that a process compiles at a time
 
 Pins = Mapping[str, Mapping[str, State]]  # the user's layouts of parameters, as states by axis
 
@@ -82,9 +85,10 @@ class AxisSearch:
             return Solution([[(_whole(item), 0.0)] for item in self.classes.items], [0] * len(self.classes.items))
         for whole_weights, strict in ((False, True), (True, True), (True, False)):
             options = self.options(self.pins, whole_weights)
-            choice = solve(self.problem(options, strict))
+            problem = self.problem(options, strict)
+            choice = known_choice(_Asked(problem.content(), problem))
             if choice is not None:
-                return Solution(options, choice.strategies, strict, whole_weights, choice.above)
+                return Solution(options, [*choice.strategies], strict, whole_weights, choice.above)
         raise AssertionError("every call may run whole, so a plan exists")
 
     def take(self, solution: Solution) -> None:
@@ -97,6 +101,21 @@ class AxisSearch:
                 wanted[self.axis] = state
             if strategy.choice is not None:
                 item.taken.append((strategy.choice, self.size))
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A problem, equal to every other one of the same content."""
+
+    content: Hashable
+    problem: Problem = field(compare=False)
+
+
+@lru_cache(KNOWN)
+def known_choice(asked: _Asked) -> Choice | None:
+    """The cheapest plan of a problem, searched for once: programs that differ in their schedule, or in what a rank
+    keeps and computes again, ask the same, and so do shallow models that a planner compiles."""
+    return solve(asked.problem)
 
 
 def classes_of(program: Program, plan: Plan) -> Classes:

@@ -17,7 +17,7 @@ from autopar.ir.mesh import parse_mesh
 from autopar.ir.options import StepOptions
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.passes.search.axes import axis_searches, classes_of
+from autopar.passes.search.axes import axis_searches, classes_of, known_choice
 from autopar.passes.search.items import Classes
 
 MESH = parse_mesh("dp=2,tp=2")
@@ -49,6 +49,7 @@ def searched(program: Program) -> tuple[Classes, float]:
     """The classes of a program, and the CPU seconds of the search over them."""
     plan = Plan(MESH)
     classes = classes_of(program, plan)
+    known_choice.cache_clear()
     start = time.process_time()
     for search in axis_searches(classes, plan):
         search.take(search.solve())

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Collection
+from dataclasses import replace
 
 import pytest
 from plain_search import cost, least_cost
@@ -177,3 +178,22 @@ def test_recurrent_models_take_a_few_relaxations(
     assert solve(problem) is not None
     assert calls.count("relax") <= relaxations
     assert calls.count("solve") <= programmes
+
+
+def test_what_is_known_of_a_problem_is_told_of_no_other() -> None:
+    """Two programs share an answer where all that decides it is the same, whatever their values are called."""
+    problem, again = random_problem(5), random_problem(5)
+    again.edges = [replace(edge, value=("renamed", edge.value)) for edge in again.edges]
+    assert problem.content() == again.content()
+    first, *others = again.edges
+    (pair, cost), *_ = first.move.items()
+    changes = {
+        "costs": [[1.5, *costs[1:]] for costs in again.costs],
+        "edges": [replace(first, move={**first.move, pair: cost + 1}), *others],
+        "deciding": again.deciding ^ {0},
+        "shared": (*again.shared, 99),
+    }
+    for name, value in changes.items():
+        assert replace(again, **{name: value}).content() != problem.content(), name
+    together = [replace(edge, value=0) for edge in again.edges]
+    assert replace(again, edges=together).content() != problem.content(), "moves are shared by the users of one value"

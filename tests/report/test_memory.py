@@ -16,6 +16,7 @@ from autopar.compiled import Compiled
 from autopar.errors import PlanError, RankError
 from autopar.report.memory.formula import WHOLE, saved_by_module
 from autopar.report.memory.report import CATEGORIES, GRADIENTS, INPUTS, PARAMETERS, STATES, MemoryReport
+from autopar.report.memory.simulate_rank import simulate
 from autopar.report.memory.track import Tracker
 from benchmarks.memory import MAX_LIMIT, Combination, Row, compare, row_of
 
@@ -295,3 +296,13 @@ def test_the_sum_of_a_tied_weights_gradients_needs_no_third_one():
         if now.graph == "epilogue" and now.node.startswith("add")
     ]
     assert found and all(peak == before for peak, before in found), found
+
+
+@pytest.mark.parametrize(("mesh", "is_more"), [("pp=2", True), ("dp=2", False)])
+def test_a_step_begins_with_what_the_one_before_sent_last(mesh: str, is_more: bool) -> None:
+    """One step is simulated where it leaves nothing behind, else the second one."""
+    model, loss_fn, batch = gpt()
+    compiled = autopar.compile(model, mesh, loss_fn=loss_fn, batch=batch, microbatches=2)
+    trace = simulate(compiled, 1, lambda parameters: torch.optim.SGD(parameters, lr=0.1), "cuda")
+    left = [block for block in trace.tracker.alive(trace.start - 1) if not block.kind]
+    assert bool(left) == is_more, left

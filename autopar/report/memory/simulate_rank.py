@@ -148,9 +148,7 @@ class _Rank:
         trained = [parameter for name, parameter in self.state.parameters.items() if name in wanted]
         on_host = self.compiled.plan.offloads("parameters")
         optimizer = None if on_host else self._optimizer(make, trained)
-        shared = self._shared()
-        trace.start = len(tracker.events)
-        loss = self._step(shared)
+        loss = self._step()
         trace.gradients = tracker.blocks_of(p.grad for p in trained)
         trace.gradient_bytes = sum(p.grad.nbytes for p in trained if p.grad is not None)
         trace.optimizer = len(tracker.events)
@@ -161,9 +159,17 @@ class _Rank:
         del loss  # whoever trains looks at it afterwards
         return trace
 
-    def _step(self, shared: frozenset[int]) -> torch.Tensor | None:
-        """Run a step as `ParallelModule.forward_backward` does, beginning without gradients."""
-        outputs = own_memory(self._outputs(self.state.inputs()), shared)
+    def _step(self) -> torch.Tensor | None:
+        """Run a step as `ParallelModule.forward_backward` does, beginning without gradients: the second one, where that
+        begins with more than the first."""
+        self.trace.start = len(self.tracker.events)
+        outputs, shared = self._outputs(self.state.inputs())
+        if self.compiled.plan.options.offloaded or self._is_held(outputs):
+            del outputs
+            self.trace.saved.clear()
+            self.trace.start = len(self.tracker.events)
+            outputs, shared = self._outputs(self.state.inputs())
+        outputs = own_memory(outputs, shared)
         self.tracker.place = RankPosition(BETWEEN)
         loss = None
         for out, value in zip(self.compiled.program.outputs, outputs, strict=True):
@@ -174,18 +180,20 @@ class _Rank:
                 parameter.grad = torch.zeros_like(parameter) if value is None else value
         return loss
 
-    def _shared(self) -> frozenset[int]:
-        """The outputs that are copied. A rank knows them after its first step, and so does this."""
-        inputs = self.state.inputs()
-        outputs = self._outputs(inputs)
-        shared = shared_outputs(outputs, inputs.values())
-        self.trace.saved.clear()
-        here = (i for i in shared if (out := outputs[i]) is not None and out.device.type == self.device.type)
-        return frozenset(here)  # what waits in the host's memory lies alone
+    def _is_held(self, outputs: Outputs) -> bool:
+        """Whether anything is left of a step beside what it gives: what was sent last, counts of rows. Of buffers of
+        the host, which stay too, the tracker sees nothing."""
+        given = set(self.tracker.blocks_of(outputs))
+        return any(block not in given for block in self.tracker.since(self.trace.start))
 
-    def _outputs(self, inputs: StepInputs) -> Outputs:
+    def _outputs(self, inputs: StepInputs) -> tuple[Outputs, frozenset[int]]:
+        """What the programs give, and which of it is copied: a rank knows that from its first step. What waits in the
+        host's memory lies alone."""
         self.position.start()
-        return self.runner.run(inputs)
+        outputs = self.runner.run(inputs)
+        shared = shared_outputs(outputs, inputs.values())
+        here = (i for i in shared if (out := outputs[i]) is not None and out.device.type == self.device.type)
+        return outputs, frozenset(here)
 
     def place_states(self, bytes_: int) -> None:
         """Count the bytes of states that wait: on the disk if the options name a folder."""

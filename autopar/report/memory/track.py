@@ -89,6 +89,10 @@ class Tracker(TorchDispatchMode):
         made = (event.block for i, event in enumerate(self.events[: at + 1]) if event.block.born == i)
         return [block for block in made if block.end is None or block.end > at]
 
+    def since(self, start: int) -> list[StorageBlock]:
+        """What is alive now and was made after so many events."""
+        return [block for block, _ in self._blocks.values() if block.born >= start]
+
     def close(self) -> None:
         """Look at nothing any more."""
         self._blocks.clear()

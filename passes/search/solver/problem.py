@@ -22,6 +22,19 @@ class Problem:
     deciding: frozenset[int] = frozenset()
     shared: tuple[int, ...] = ()
 
+    def content(self) -> Hashable:
+        """All that decides the answer: problems that have the same are one. Values are known by their order alone, so
+        that no node of a program lives as long as this does."""
+        values: dict[Hashable, int] = {}
+        edges = [
+            (
+                values.setdefault(edge.value, len(values)), edge.source, edge.source_states, edge.user,
+                edge.user_states, frozenset(edge.move.items()),
+            )
+            for edge in self.edges
+        ]  # fmt: skip
+        return tuple(map(tuple, self.costs)), tuple(edges), self.deciding, self.shared
+
     def neighbours(self) -> list[list[int]]:
         """The items that share an edge with each item."""
         found: list[dict[int, None]] = [{} for _ in self.costs]
