@@ -504,7 +504,7 @@ class _Capture:
 
     def _train_body(self, trainable: Trainable) -> Callable[..., Any]:
         def body(*args: Any, **kwargs: Any) -> list[Any]:
-            with self.partners.watch():
+            with self.partners.watch(self.locator.stack):
                 loss, aux = split_result(self._result(*args, **kwargs), self.loss_fn)
             if self.coins.trail is not None:
                 loss, aux = self._joined(loss, aux)
@@ -535,7 +535,7 @@ class _Capture:
 
     def _forward_body(self, _: Trainable) -> Callable[..., Any]:
         def body(*args: Any, **kwargs: Any) -> list[Any]:
-            with self.partners.watch():
+            with self.partners.watch(self.locator.stack):
                 result = self._result(*args, **kwargs)
             if self.coins.trail is not None:
                 (result,) = self._joined(result)

@@ -118,6 +118,8 @@ def _plain(case: Case) -> None:
 
 
 def _verdict(case: Case, row: Row, options: dict[str, Any]) -> tuple[str, str]:
+    if row.statistics and "microbatches" in options:  # it is asked for again
+        options = {"batch_statistics": "microbatch", **options}
     try:
         report = _verify(case, {**options, "specialize": row.specialize})
     except AutoparError as error:

@@ -401,6 +401,16 @@ def float_of_another_range(m: Any, h: Tensor, x: Tensor) -> Tensor:
     return (h * k).clamp(max=1) * (1 - k) * math.exp(torch.randn(1).item())
 
 
+def float_of_constants(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    """As torchvision's RandomResizedCrop, whose bounds are a tensor."""
+    low, high = torch.log(torch.tensor((0.75, 1.25)))
+    return h * math.sqrt(torch.exp(torch.empty(1).uniform_(low, high)).item()) * float(torch.rand(1) * high)
+
+
+def float_of_an_initialiser(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    return h * float(nn.init.uniform_(torch.empty(1))) if nn.init.normal_(torch.empty(1)) < 0.3 else h
+
+
 def float_beside_coins(m: Any, h: Tensor, x: Tensor) -> Tensor:
     k = float(torch.rand(1))
     if torch.rand(1) < 0.5:
@@ -425,7 +435,7 @@ def integer_of_a_float(m: Any, h: Tensor, x: Tensor) -> Tensor:
 
 
 FLOATS = [float_by_chance, float_in_between, two_floats, float_computed_with, float_of_another_range,
-          float_beside_coins, order, integer_of_a_float]  # fmt: skip
+          float_of_constants, float_of_an_initialiser, float_beside_coins, order, integer_of_a_float]  # fmt: skip
 
 
 @pytest.mark.parametrize("body", [*DRAWN, *FLOATS])

@@ -19,7 +19,7 @@ from autopar.capture.draws.trail import Trail
 from autopar.capture.draws.uses import Uses
 from autopar.capture.ops.canonical import filled, own_dtype
 from autopar.capture.refusals.location import Line
-from autopar.capture.trace.normalise import is_mutable
+from autopar.capture.trace.normalise import check_drawn_by_seed, is_mutable
 from autopar.capture.trace.tracer import Tracer
 from autopar.torch_compat import no_function_modes, on_data, storage_of
 
@@ -201,7 +201,7 @@ class Coins:
         if not is_alone:
             return self.plan.side(coin)
         if coin not in self.decided and self._tracer is not None:
-            way = _way(self._tracer, [tensor])
+            way = _way(self._tracer, [tensor]).forward  # called itself, a module with constants were another model
             with on_data(), no_function_modes():
                 self.decided[coin] = read(way(torch.tensor(self.seed))[0])
                 if read is float:
@@ -233,7 +233,7 @@ def _given(sides: Sides, coin: int, _: Tensor, read: Callable[[Any], Any]) -> An
 
 
 def _way(tracer: Tracer, coins: Sequence[Tensor]) -> fx.GraphModule:
-    """What computes coins from the seed, on the host."""
+    """What computes coins from the seed, on the host. Raises CaptureError for one that is drawn otherwise."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     seed = graph.placeholder("seed")
     wanted = [node for node in map(tracer.node_of, coins) if node is not None]
@@ -244,6 +244,7 @@ def _way(tracer: Tracer, coins: Sequence[Tensor]) -> fx.GraphModule:
         if node.op == "placeholder":
             copies[node] = seed
             continue
+        check_drawn_by_seed(node)
         call = _filled(node)
         if call is None:
             copied = copies[node] = graph.node_copy(node, copies.__getitem__)
