@@ -294,7 +294,7 @@ class Raise(TorchFunctionMode):
         """A float of random numbers: that of the step, or of a first capture one that shows whether it matters."""
         if self.hosts is None:
             return self.calls.draw(self.known.is_draw(tensor))
-        return self.coins.take(tensor, line, float) if self._is_forward() else NotImplemented
+        return self._coin(tensor, line, float) if self._is_forward() else NotImplemented
 
     def _chance(self, call: _Call) -> Any:
         """What Python takes out of a tensor that random numbers alone decide: a truth or an integer."""
@@ -305,7 +305,8 @@ class Raise(TorchFunctionMode):
         tensor, line = call.args[0], call.line
         is_int = call.function is Tensor.__int__ or not tensor.dtype.is_floating_point
         if call.function is Tensor.item and call.args[0].dtype != torch.bool:
-            number = self.items.number(tensor, line, False, self._take) if is_user_code(call.frame) else NotImplemented
+            asked = (tensor, line, False, self._take)
+            number = self.items.number(*asked, is_drawn=True) if is_user_code(call.frame) else NotImplemented
             if self.known.is_draw(tensor) and number is not NotImplemented:
                 self.known.saw_draws(None, (), None, [number.tensor()])
             return number
@@ -319,7 +320,12 @@ class Raise(TorchFunctionMode):
             return self._float(tensor, line)
         with no_function_modes():  # no draw may decide otherwise
             sure = self.known.answer(read, (tensor,), {}, self.known.operands(tensor, None))
-        return self.coins.take(tensor, line, read) if sure is NotImplemented else sure
+        return self._coin(tensor, line, read) if sure is NotImplemented else sure
+
+    def _coin(self, tensor: Tensor, line: Line | None, read: Callable[[Any], Any]) -> Any:
+        """What a coin comes up as. What it is computed of, numbers of the host for one, must be so in the next run."""
+        self.calls.read(read, (tensor,), {}, line)
+        return self.coins.take(tensor, line, read)
 
     def _checked(self, call: _Call) -> Any:
         """True for what torch.distributions asks of its arguments, with a note."""
