@@ -86,7 +86,10 @@ def kept(file: Path | None, page: Path | None) -> dict[tuple[str, str], Row]:
     lines = page.read_text().splitlines() if page and page.exists() else []
     rows = [parsed(text) for text in lines if text.startswith("| ") and text not in header()]
     lines = file.read_text().splitlines() if file and file.exists() else []
-    return {(row.package, row.model): row for row in (*rows, *(Row(**json.loads(text)) for text in lines))}
+    found = dict[tuple[str, str], Row]()
+    for row in (*rows, *(Row(**json.loads(text)) for text in lines)):
+        found[row.package, row.model] = joined(found.get((row.package, row.model)), row)
+    return found
 
 
 def joined(before: Row | None, now: Row) -> Row:

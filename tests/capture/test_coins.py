@@ -438,6 +438,12 @@ def number_of_the_host(m: Any, h: Tensor, x: Tensor) -> Tensor:
     return h * (torch.rand(1).item() * random.random())
 
 
+def padded(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    """An integer in a list, as torchvision's crop pads."""
+    left = torch.randint(0, 3, size=(1,)).item()
+    return F.pad(h, [left, 2 - left])[..., 1:-1]
+
+
 def float_beside_coins(m: Any, h: Tensor, x: Tensor) -> Tensor:
     k = float(torch.rand(1))
     if torch.rand(1) < 0.5:
@@ -463,7 +469,7 @@ def integer_of_a_float(m: Any, h: Tensor, x: Tensor) -> Tensor:
 
 FLOATS = [float_by_chance, float_in_between, two_floats, float_computed_with, float_of_another_range,
           float_of_constants, float_of_an_initialiser, quotients, number_of_both, coin_of_the_host, coin_of_a_float,
-          number_of_the_host, float_beside_coins, order, integer_of_a_float]  # fmt: skip
+          number_of_the_host, padded, float_beside_coins, order, integer_of_a_float]  # fmt: skip
 
 
 @pytest.mark.parametrize("body", [*DRAWN, *FLOATS])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -71,7 +73,10 @@ def test_a_page_keeps_what_was_not_run(tmp_path: Path) -> None:
     (old,) = kept(None, page).values()
     now = measure("torch", "vae", only=["zero=3"])
     assert now.results == {"zero=3": VERIFIED}
-    row = joined(old, now)
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(asdict(now)) + "\n")
+    (row,) = kept(file, page).values()
+    assert row == joined(old, now)
     assert row.results == {**before.results, **now.results} and row.specialize
     assert "0 verified ones that were run with micro-batches" in summary([row])[1]
 

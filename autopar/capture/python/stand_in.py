@@ -194,6 +194,10 @@ class Scalar:
         value = NotImplemented if self._at is not None else self._book[0].drawn(self.tensor())
         return self.refuse(how) if value is NotImplemented else value
 
+    def drawn_integer(self, how: str) -> Any:
+        """The integer of a step, which decides its program, of a drawn one; another number is refused for `how`."""
+        return self.refuse(how) if self.tensor().is_floating_point() else self.drawn(how)
+
     def like(self, tensors: list[Tensor], is_same: bool) -> Tensor:
         """The tensor that promotes others as the number does. is_same: the function wants one dtype of all."""
         if not self._book[0].is_open:
@@ -305,10 +309,8 @@ def with_tensors(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The arguments of a torch function with tensors for the stand-ins among them."""
     if func in _INDEXED:
         args = (args[0], _index(args[1]), *args[2:])
+    args, kwargs = tuple(_whole(func, arg) for arg in args), {name: _whole(func, arg) for name, arg in kwargs.items()}
     values = [*args, *kwargs.values()]
-    for inside in (item for value in values if type(value) in (tuple, list) for item in value):
-        if type(inside) is Scalar:
-            inside.refuse(f"is in an argument of {getattr(func, '__name__', 'a function')}()")
     found = [value for value in values if type(value) is Scalar]
     if not found:
         return args, kwargs
@@ -318,6 +320,16 @@ def with_tensors(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     tensors = [value for value in values if isinstance(value, Tensor)]
     made = [v.like(tensors, name.strip("_") == "lerp") if type(v) is Scalar else v for v in values]
     return tuple(made[: len(args)]), dict(zip(kwargs, made[len(args) :], strict=True))
+
+
+def _whole(func: Any, value: Any) -> Any:
+    """An argument with the integers of a step for the stand-ins of drawn ones in a list of it: sizes, pads. Each is
+    another program; what else stands there is refused."""
+    if type(value) not in (tuple, list) or not any(type(item) is Scalar for item in value):
+        return value
+    how = f"is in an argument of {getattr(func, '__name__', 'a function')}()"
+    made = (item.drawn_integer(how) if type(item) is Scalar else item for item in value)
+    return type(value)(made)
 
 
 _INDEXED = (Tensor.__getitem__, Tensor.__setitem__)
