@@ -34,6 +34,7 @@ from benchmarks.records import Figure, Records, record_option
 ROOT = Path(__file__).resolve().parent.parent.parent
 SECONDS = 400
 NOT_RUN = "-"
+INSTALLED = re.compile(r"\S*/site-packages/")  # before the name of a file
 REASONS = re.compile(r"; (?=\w+Error: )")  # between two of a line
 NEEDED = {"specialize": "specialize", "statistics": "statistics", "run once": "run_once"}  # by the word: fields of Row
 
@@ -68,7 +69,7 @@ def main() -> None:
             if options.rows:
                 with options.rows.open("a") as file:
                     file.write(json.dumps(asdict(row)) + "\n")
-    rows = [rows[pair] for pair in pairs() if pair in rows]
+    rows = [row for pair, row in rows.items() if pair in pairs()]  # in the order of the page
     print("\n".join(summary(rows)))
     verified = sum(row.first == VERIFIED for row in rows)
     records.add(Figure(f"{len(rows)} models", "verified on two meshes", "models", verified, goal=">="))
@@ -129,7 +130,7 @@ def header() -> Iterable[str]:
 
 def line(row: Row) -> str:
     results = [row.results.get(name, NOT_RUN) for name in CONFIGURATIONS]
-    reasons = dict.fromkeys(why.replace("|", "/")[:300] for why in row.reasons.values() if why)
+    reasons = dict.fromkeys(INSTALLED.sub("", why).replace("|", "/")[:300] for why in row.reasons.values() if why)
     needed = [word for word, name in NEEDED.items() if getattr(row, name)]
     model = f"{row.model} ({', '.join(needed)})" if needed else row.model
     cells = [f"{row.package} {row.version}", model, *results, f"{row.seconds:.0f}", "; ".join(reasons)]

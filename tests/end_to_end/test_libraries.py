@@ -62,6 +62,8 @@ def test_a_line_of_the_page_is_read_as_its_row() -> None:
     row = Row("torch", "vae", "2.13.0", results, reasons, specialize=True, run_once=True, seconds=12.0)
     read = parsed(line(row))
     assert (read.results, read.specialize, read.run_once, read.statistics) == (results, True, True, False)
+    installed = Row("timm", "vit", reasons={"dp=3": "OSError: at /v/lib/site-packages/timm/vit.py:3"})
+    assert line(installed).endswith("| OSError: at timm/vit.py:3 |")
     for each in (row, Row("timm", "metaformer:caformer_s18"), Row("lpips", "alex", "0.1", {"dp=3": BROKEN})):
         assert line(parsed(line(each))) == line(each)
 
