@@ -87,7 +87,7 @@ def drawing_for(seed: Tensor) -> Iterator[None]:
 
 
 def drawn_anew(tensors: Sequence[Tensor], others: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Those of the tensors of a run which hold something else if other numbers are drawn. others: of such runs, of
+    """The tensors of a run which hold something else if other numbers are drawn. others: of such runs, of
     which those tell it that go the same way."""
     forms = [(tensor.shape, tensor.dtype) for tensor in tensors]
     alike = [other for other in others if [(tensor.shape, tensor.dtype) for tensor in other] == forms]
