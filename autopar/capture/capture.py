@@ -20,7 +20,7 @@ from autopar.capture.data.item_values import check_returned
 from autopar.capture.data.reads import Answers, Reads, Unknown, known_inputs
 from autopar.capture.data.recorded_calls import RecordedCalls, behind_of
 from autopar.capture.data.so_far import SoFar, fake_like
-from autopar.capture.draws.host_draws import HostDraws, States, generators, names_made_anew, set_generators
+from autopar.capture.draws.host_draws import HostDraws, States, drawn_anew, generators, names_made_anew, set_generators
 from autopar.capture.draws.host_inputs import Floats, HostInputs
 from autopar.capture.draws.joins import CoinPlan, Sides, plan
 from autopar.capture.draws.step_coins import CoinFound, Coins, StepCoins
@@ -274,7 +274,7 @@ class _Capture:
 
     def _steady(self, fakes: list[torch.Tensor], before: Attributes, drawn: Mapping[str, Any]) -> list[str]:
         """Notes of a second run; see `Steady.check`."""
-        drawn = foreign_state() if self.start is not None else drawn
+        drawn, hosts = foreign_state() if self.start is not None else drawn, self.hosts[-1:]
         run, names = partial(self._again, fakes), frozenset(n for entry, _ in self.state.entries for n in entry.names)
         vary, books = partial(setattr, self.coins, "variant"), (self.calls, before, self.replaced)
         steady = Steady(self.partners.submodule, run, *books, drawn, names, vary, *self.selects)
@@ -288,6 +288,8 @@ class _Capture:
             start, self.start = self.start, None
             steady.check_floats_of_host()
             self.start = start
+            if self.step_coins is not None:
+                self.step_coins.check(drawn_anew(hosts[0], self.hosts[second:]))
             del self.hosts[second:]
         return notes
 
@@ -504,7 +506,7 @@ class _Capture:
 
     def _train_body(self, trainable: Trainable) -> Callable[..., Any]:
         def body(*args: Any, **kwargs: Any) -> list[Any]:
-            with self.partners.watch():
+            with self.partners.watch(self.locator.stack):
                 loss, aux = split_result(self._result(*args, **kwargs), self.loss_fn)
             if self.coins.trail is not None:
                 loss, aux = self._joined(loss, aux)
@@ -535,7 +537,7 @@ class _Capture:
 
     def _forward_body(self, _: Trainable) -> Callable[..., Any]:
         def body(*args: Any, **kwargs: Any) -> list[Any]:
-            with self.partners.watch():
+            with self.partners.watch(self.locator.stack):
                 result = self._result(*args, **kwargs)
             if self.coins.trail is not None:
                 (result,) = self._joined(result)

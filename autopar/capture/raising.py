@@ -288,13 +288,7 @@ class Raise(TorchFunctionMode):
 
     def _drawn(self, call: _Call) -> Any:
         is_drawn = call.function is Tensor.__float__ and call.before.kinds & ~MEMORY == RANDOM
-        return self._float(call.args[0], call.line) if is_drawn and call.args[0].numel() == 1 else NotImplemented
-
-    def _float(self, tensor: Tensor, line: Line | None) -> Any:
-        """A float of random numbers: that of the step, or of a first capture one that shows whether it matters."""
-        if self.hosts is None:
-            return self.calls.draw(self.known.is_draw(tensor))
-        return self.coins.take(tensor, line, float) if self._is_forward() else NotImplemented
+        return self._take(call.args[0], call.line, float) if is_drawn and call.args[0].numel() == 1 else NotImplemented
 
     def _chance(self, call: _Call) -> Any:
         """What Python takes out of a tensor that random numbers alone decide: a truth or an integer."""
@@ -305,7 +299,8 @@ class Raise(TorchFunctionMode):
         tensor, line = call.args[0], call.line
         is_int = call.function is Tensor.__int__ or not tensor.dtype.is_floating_point
         if call.function is Tensor.item and call.args[0].dtype != torch.bool:
-            number = self.items.number(tensor, line, False, self._take) if is_user_code(call.frame) else NotImplemented
+            asked = (tensor, line, False, self._take)
+            number = self.items.number(*asked, is_drawn=True) if is_user_code(call.frame) else NotImplemented
             if self.known.is_draw(tensor) and number is not NotImplemented:
                 self.known.saw_draws(None, (), None, [number.tensor()])
             return number
@@ -314,12 +309,17 @@ class Raise(TorchFunctionMode):
         return self._take(tensor, line, int) if is_int else NotImplemented
 
     def _take(self, tensor: Tensor, line: Line | None, read: Callable[[Any], Any]) -> Any:
-        """What Python takes out of what random numbers decide."""
-        if read is float:
-            return self._float(tensor, line)
+        """What Python takes out of what random numbers decide; in a first capture a float that shows if it matters."""
+        if read is float and self.hosts is None:
+            return self.calls.draw(self.known.is_draw(tensor))
+        if not self._is_forward():
+            return NotImplemented
         with no_function_modes():  # no draw may decide otherwise
             sure = self.known.answer(read, (tensor,), {}, self.known.operands(tensor, None))
-        return self.coins.take(tensor, line, read) if sure is NotImplemented else sure
+        if sure is not NotImplemented:
+            return sure
+        self.calls.read(read, (tensor,), {}, line)  # what it is computed of must be so in the next run
+        return self.coins.take(tensor, line, read)
 
     def _checked(self, call: _Call) -> Any:
         """True for what torch.distributions asks of its arguments, with a note."""

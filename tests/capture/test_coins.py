@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from verified import verified
 
 import autopar
+from autopar.errors import CaptureError
 
 Body = Callable[[Any, Tensor, Tensor], Tensor]
 
@@ -401,6 +403,47 @@ def float_of_another_range(m: Any, h: Tensor, x: Tensor) -> Tensor:
     return (h * k).clamp(max=1) * (1 - k) * math.exp(torch.randn(1).item())
 
 
+def float_of_constants(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    """As torchvision's RandomResizedCrop, whose bounds are a tensor."""
+    low, high = torch.log(torch.tensor((0.75, 1.25)))
+    return h * math.sqrt(torch.exp(torch.empty(1).uniform_(low, high)).item()) * float(torch.rand(1) * high)
+
+
+def float_of_an_initialiser(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    return h * float(nn.init.uniform_(torch.empty(1))) if nn.init.normal_(torch.empty(1)) < 0.3 else h
+
+
+def quotients(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    """As the sides of torchvision's RandomResizedCrop, and other arithmetic that is Python's alone."""
+    one, other = torch.empty(1).uniform_(0.5, 1.5).item(), torch.rand(1).item()
+    sides = round(math.sqrt(9 * one * (1 + other))) + round(math.sqrt(9 * one / (1 + other)))
+    return h * (other / one + one**other + (9 * one) % 1 + 9 * other // 1) + sides * torch.randint(9, (1,)).item() % 4
+
+
+def number_of_both(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    """What data and random numbers decide, data do."""
+    scale = torch.rand(1).item() * x.abs().max().item()
+    return h * 2 if scale > 1.0 else h
+
+
+def coin_of_the_host(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    return h * 2 if torch.rand(1) * random.random() > 0.25 else h
+
+
+def coin_of_a_float(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    return h * 2 if torch.rand(1) > float(torch.rand(1)) else h
+
+
+def number_of_the_host(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    return h * (torch.rand(1).item() * random.random())
+
+
+def padded(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    """An integer in a list, as torchvision's crop pads."""
+    left = torch.randint(0, 3, size=(1,)).item()
+    return F.pad(h, [left, 2 - left])[..., 1:-1]
+
+
 def float_beside_coins(m: Any, h: Tensor, x: Tensor) -> Tensor:
     k = float(torch.rand(1))
     if torch.rand(1) < 0.5:
@@ -425,13 +468,28 @@ def integer_of_a_float(m: Any, h: Tensor, x: Tensor) -> Tensor:
 
 
 FLOATS = [float_by_chance, float_in_between, two_floats, float_computed_with, float_of_another_range,
-          float_beside_coins, order, integer_of_a_float]  # fmt: skip
+          float_of_constants, float_of_an_initialiser, quotients, number_of_both, coin_of_the_host, coin_of_a_float,
+          number_of_the_host, padded, float_beside_coins, order, integer_of_a_float]  # fmt: skip
 
 
 @pytest.mark.parametrize("body", [*DRAWN, *FLOATS])
 def test_what_each_step_has_anew(body: Body) -> None:
     report = autopar.verify(made(body), "dp=2", loss_fn=loss_fn, batch=(rows(),), steps=4)
     assert report.ok and report.max_error < 1e-10, report
+
+
+def tensor_of_the_host(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    return h * 2 if torch.rand(1) > torch.tensor(random.random()) else h
+
+
+def float_of_floats(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    return h * math.sqrt(torch.rand(1).item() * math.exp(torch.rand(1).item()))
+
+
+@pytest.mark.parametrize("body", [tensor_of_the_host, float_of_floats])
+def test_what_tensors_and_the_host_decide_together_is_refused(body: Body) -> None:
+    with pytest.raises(CaptureError, match=r"test_coins\.py:\d+: random tensors and numbers that Python computes with"):
+        autopar.verify(made(body), "dp=2", loss_fn=loss_fn, batch=(rows(),), steps=4)
 
 
 def test_a_float_that_each_step_has_anew_is_an_input_of_one_program() -> None:

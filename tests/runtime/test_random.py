@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from models import square_loss
 from torch import Tensor, nn
+from torch.distributions import Beta
 from torch.utils.checkpoint import checkpoint
 from verified import verified
 
@@ -53,6 +54,13 @@ def shuffled(x: Tensor) -> Tensor:
     return x[torch.randperm(x.shape[0])] + x[:, torch.randperm(x.shape[1], device=x.device)]
 
 
+def initialised(x: Tensor) -> Tensor:
+    init = nn.init
+    noise = init.uniform_(torch.empty_like(x)) + init.normal_(torch.empty_like(x), std=0.1)
+    matrix = torch.empty(32, 32, dtype=x.dtype)
+    return x + noise + x @ init.kaiming_uniform_(matrix, mode="fan_out", nonlinearity="relu") + x @ matrix
+
+
 DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "rand": lambda x: x * torch.rand(12, 32),
     "rand of a tuple": lambda x: x * torch.rand((32,), dtype=x.dtype),
@@ -67,6 +75,9 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "bernoulli_ of bools": lambda x: x.masked_fill(torch.empty(x.shape, dtype=torch.bool).bernoulli_(0.4), 0.0),
     "uniform_": lambda x: x * x.new_empty(x.shape).uniform_(-1.0, to=2.0),
     "normal_": lambda x: x + x.new_empty(x.shape).normal_(std=0.1),
+    "uniform_ between tensors": lambda x: x * torch.empty_like(x).uniform_(*torch.tensor([0.5, 2.0])),
+    "uniform_ up to the largest": lambda x: x * torch.empty_like(x).uniform_(0.0, x.detach().max()),
+    "initialised": initialised,
     "exponential_": lambda x: x * x.new_empty(x.shape).exponential_(2.0),
     "normal of tensors": lambda x: x + torch.normal(x, x.abs()),
     "normal of a mean": lambda x: x + torch.normal(x.mean(0), 0.5),
@@ -225,6 +236,9 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
         lambda x: x * torch.multinomial(x.abs(), 1, generator=torch.Generator()), "multinomial at test_random.py"
     ),
     "poisson": (lambda x: x * torch.poisson(x.detach().abs()), "random op 'aten.poisson"),
+    "float of cauchy": (lambda x: x * float(torch.empty(1).cauchy_()), "random op 'aten.cauchy_"),
+    "truth of beta": (lambda x: x * (2 if Beta(0.5, 0.5).sample() > 0.5 else 1), "random op 'aten._sample_dirichlet"),
+    "integer of random_": (lambda x: x * int(torch.empty(1).random_(5)), "random op 'aten.random_"),
     "generator": (lambda x: x * torch.rand(32, generator=torch.Generator()), "rand at test_random.py:.*of its own"),
     "filled by a generator": (
         lambda x: x * torch.empty(32).normal_(generator=torch.Generator()), "normal_ at test_random.py:.*of its own"

@@ -45,6 +45,11 @@ class _Item(Misuse):
     def read(self, tensor: Tensor, function: Callable[[Any], Any]) -> Any:
         return NotImplemented if self.take is None else self.take(tensor, self.line, function)
 
+    def drawn(self, tensor: Tensor) -> Any:
+        if not self.is_drawn or self.take is None:
+            return NotImplemented
+        return self.take(tensor, self.line, float if tensor.is_floating_point() else int)
+
     def watch(self, number: Scalar) -> None:
         self.made.append(weakref.ref(number))
 
@@ -71,15 +76,16 @@ class Items:
     found: list[_Item] = field(default_factory=list)
 
     def number(
-        self, tensor: Tensor, line: Line | None, may_specialize: bool, take: Take | None = None, is_listed: bool = False
-    ) -> Any:
+        self, tensor: Tensor, line: Line | None, may_specialize: bool, take: Take | None = None,
+        is_listed: bool = False, is_drawn: bool = False,
+    ) -> Any:  # fmt: skip
         """What `.item()` of a tensor gives; NotImplemented where Python would have neither a float nor an integer.
         take: gives Python what it wants of a number that random numbers alone decide, or the truth of data. is_listed:
-        it is one of a `.tolist()`."""
+        it is one of a `.tolist()`. is_drawn: random numbers alone decide it."""
         if tensor.numel() != 1 or tensor.is_complex() or tensor.dtype == torch.bool:
             return NotImplemented
         construct = TOLIST if is_listed else READS[Tensor.item]
-        item = _Item(True, line=line, may_specialize=may_specialize, take=take, construct=construct)
+        item = _Item(True, line=line, may_specialize=may_specialize, take=take, construct=construct, is_drawn=is_drawn)
         self.found.append(item)
         wide = torch.float64 if tensor.is_floating_point() else torch.int64
         return Scalar.of_tensor(tensor.detach().reshape(()).to(wide), item)

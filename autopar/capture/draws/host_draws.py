@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from autopar.capture.draws.step_coins import StepCoins
+from autopar.torch_compat import no_function_modes, on_data
 
 Tensor = torch.Tensor
 States = tuple[Any, Any]  # of Python's generator and numpy's
@@ -83,6 +84,17 @@ def drawing_for(seed: Tensor) -> Iterator[None]:
         yield
     finally:
         set_generators(before)
+
+
+def drawn_anew(tensors: Sequence[Tensor], others: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """The tensors of a run which hold something else if other numbers are drawn. others: of such runs, of
+    which those tell it that go the same way."""
+    forms = [(tensor.shape, tensor.dtype) for tensor in tensors]
+    alike = [other for other in others if [(tensor.shape, tensor.dtype) for tensor in other] == forms]
+    with no_function_modes(), on_data():
+        return [
+            tensor for at, tensor in enumerate(tensors) if not all(torch.equal(tensor, other[at]) for other in alike)
+        ]
 
 
 def names_made_anew(

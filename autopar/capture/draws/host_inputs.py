@@ -72,7 +72,7 @@ class HostInputs:
         self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], line: Line | None, is_forward: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a call with inputs in place of the drawn floats. Raises CaptureError where none can be."""
-        given = [(at, value) for at, value in _named(args, kwargs) if isinstance(value, float)]
+        given = [(at, value) for at, value in _named(args, kwargs) if issubclass(type(value), float)]  # no stand-in
         if not given or isinstance(function, OpOverload) or function in _ENTERED:
             return args, dict(kwargs)
         if not is_forward:

@@ -12,20 +12,26 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from autopar.capture.draws.joins import CoinJoin, CoinPlan, Sides
 from autopar.capture.draws.trail import Trail
 from autopar.capture.draws.uses import Uses
 from autopar.capture.ops.canonical import filled, own_dtype
 from autopar.capture.refusals.location import Line
-from autopar.capture.trace.normalise import is_mutable
+from autopar.capture.trace.normalise import check_drawn_by_seed, is_mutable
 from autopar.capture.trace.tracer import Tracer
+from autopar.errors import CaptureError
 from autopar.torch_compat import no_function_modes, on_data, storage_of
 
 Tensor = torch.Tensor
 _ANY = (0, 0)  # the seed where no step is meant
 _VARIANTS = 8
+_BY_HOST = (
+    "{}: random tensors and numbers that Python computes with (of its own random, of numpy, or a float of a random "
+    "tensor) decide together what a step does, which no rank knows before it. Draw all that decides it by torch and "
+    "compute with tensors (torch.rand(1) > torch.rand(1)), or draw all of it by Python's random."
+)
 _ROUNDS = 4  # plans of a model, each with the coins decided that the one before could not join
 
 
@@ -40,7 +46,7 @@ class StepCoins:
     the program has them; None for one that is joined, and for a float. uses: of parameters, where coins leave calls out
     and gradients are taken. joins: by coin."""
 
-    way: nn.Module
+    way: fx.GraphModule
     reads: tuple[Callable[[Tensor], Any], ...]
     sides: tuple[Any, ...]
     lines: tuple[Line | None, ...]
@@ -83,6 +89,12 @@ class StepCoins:
     def left_out(self, seed: Tensor) -> frozenset[str]:
         """The parameters that a step does not use."""
         return frozenset() if self.uses is None else self.uses.unused(self.now(seed))
+
+    def check(self, drawn: Sequence[Tensor]) -> None:
+        """Raise CaptureError where tensors that the host draws in each step stand behind coins."""
+        constants = [getattr(self.way, node.target) for node in self.way.graph.nodes if node.op == "get_attr"]
+        if any(constant is tensor for constant in constants for tensor in drawn):
+            raise CaptureError(_BY_HOST.format(_places(self.lines)))
 
     def notes(self) -> list[str]:
         """What is said of them."""
@@ -201,7 +213,7 @@ class Coins:
         if not is_alone:
             return self.plan.side(coin)
         if coin not in self.decided and self._tracer is not None:
-            way = _way(self._tracer, [tensor])
+            way = _way(self._tracer, [tensor]).forward  # called itself, a module with constants were another model
             with on_data(), no_function_modes():
                 self.decided[coin] = read(way(torch.tensor(self.seed))[0])
                 if read is float:
@@ -233,7 +245,7 @@ def _given(sides: Sides, coin: int, _: Tensor, read: Callable[[Any], Any]) -> An
 
 
 def _way(tracer: Tracer, coins: Sequence[Tensor]) -> fx.GraphModule:
-    """What computes coins from the seed, on the host."""
+    """What computes coins from the seed, on the host. Raises CaptureError for one that is drawn otherwise."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     seed = graph.placeholder("seed")
     wanted = [node for node in map(tracer.node_of, coins) if node is not None]
@@ -244,6 +256,7 @@ def _way(tracer: Tracer, coins: Sequence[Tensor]) -> fx.GraphModule:
         if node.op == "placeholder":
             copies[node] = seed
             continue
+        check_drawn_by_seed(node)
         call = _filled(node)
         if call is None:
             copied = copies[node] = graph.node_copy(node, copies.__getitem__)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +33,12 @@ _PART = Construct(
 _MADE = Construct(
     "a module ({}) with parameters that is made in the loss function",
     "No optimizer knows it, and a compiled step never makes it again: make it once, outside.",
+)
+_MADE_IN_FORWARD = Construct(
+    "a module ({}) with parameters that is made or copied in forward",
+    "No optimizer knows it, and a compiled step never makes it again: make it once, in __init__. What a part gives "
+    "with its weights of now and no gradients to them is torch.func.functional_call(part, {name: weight.detach() "
+    "for name, weight in part.named_parameters()}, inputs).",
 )
 
 
@@ -71,9 +77,9 @@ class Partner:
 class UnknownPartner(BaseException):
     """Ends a trace at the first call of a partner. No error: a user's `except Exception` must not stop it."""
 
-    def __init__(self, module: nn.Module, line: Line | None) -> None:
+    def __init__(self, module: nn.Module, line: Line | None, is_in_forward: bool) -> None:
         super().__init__()
-        self.module, self.line = module, line
+        self.module, self.line, self.is_in_forward = module, line, is_in_forward
 
 
 def inlined(parallel: Inlined) -> nn.Module | None:
@@ -101,6 +107,7 @@ class Partners:
         self._passing: set[tuple[type, Line | None]] = set()  # modules that the loss function makes at each call
         self._met: set[int] = set()
         self._gone: list[Partner] = []
+        self._running: Sequence[str] = ("",)
 
     def all_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """All modules that may run, by path."""
@@ -119,9 +126,11 @@ class Partners:
             yield from tables.named_buffers(partner.traced, prefix=partner.name)
 
     @contextmanager
-    def watch(self) -> Iterator[None]:
-        """Look at each module that is called; raises UnknownPartner for a new one."""
+    def watch(self, running: Sequence[str]) -> Iterator[None]:
+        """Look at each module that is called; raises UnknownPartner for a new one. running: the paths of those that
+        run, behind that of the loss function."""
         self._met.clear()
+        self._running = running
         handle = register_module_forward_pre_hook(self._called)
         try:
             yield
@@ -134,7 +143,8 @@ class Partners:
         before = [p for p in self.known.values() if self._lines[p.name] == key and id(p.module) not in self._met]
         if before:  # it was called here when the trace came by last, and now there is another one
             if any(parameter.requires_grad for parameter in tables.parameters(found.module)):
-                raise refusal(Construct(_MADE.name.format(key[0].__name__), _MADE.instead), found.line)
+                made = _MADE_IN_FORWARD if found.is_in_forward else _MADE
+                raise refusal(Construct(made.name.format(key[0].__name__), made.instead), found.line)
             self._passing.add(key)
             self._gone.append(self.known.pop(before[0].name))  # held, so that its id stays its own
             return None
@@ -146,7 +156,7 @@ class Partners:
     def met(self, parallel: Inlined) -> nn.Module:
         """The module to run where a parallel one is called. Raises UnknownPartner for one that is new."""
         if id(parallel.original) not in self._inside:
-            raise UnknownPartner(parallel, user_frame(sys._getframe(1)))
+            raise UnknownPartner(parallel, user_frame(sys._getframe(1)), len(self._running) > 1)
         self._met.add(id(parallel))
         return parallel.original
 
@@ -163,7 +173,7 @@ class Partners:
             return  # it was made while the model runs, which is refused after the trace
         if any(isinstance(tensor, DTensor) and id(tensor) not in self._own for tensor in tensors):
             raise refusal(Construct(_PART.name.format(type(module).__name__), _PART.instead), line)
-        raise UnknownPartner(module, line)
+        raise UnknownPartner(module, line, len(self._running) > 1)
 
     def _name_of(self, module: nn.Module) -> str:
         """`@D` for a module that the loss function knows as D."""

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from autopar.capture.refusals.location import user_line
 from autopar.errors import CaptureError
@@ -99,16 +100,17 @@ def _bernoulli_(mode: RandomMode, input: Tensor, p: Any = 0.5, *, generator: Any
 
 
 def _filled(kind: str, name: str, names: tuple[str, ...], defaults: tuple[float, ...], scale: Raised) -> Raised:
-    """An in-place op: the draw, scaled by its numbers. (`from` is no name for a parameter of a Python function.)"""
+    """An in-place op: the draw, scaled by its numbers, which may be tensors of one element. (`from` is no name for a
+    parameter of a Python function.)"""
 
-    def raised(mode: RandomMode, input: Tensor, *numbers: float, generator: Any = None, **named: Any) -> Any:
+    def raised(mode: RandomMode, input: Tensor, *numbers: Any, generator: Any = None, **named: Any) -> Any:
         _refuse_generator(name, generator)
         if input.dtype not in _FLOATS:
             return NotImplemented
         given = [named.get(n, d) for n, d in zip(names, defaults, strict=True)]
         given[: len(numbers)] = numbers
         result = input.copy_(scale(mode.draw(kind, input.shape, input.dtype), *given))
-        if kind == "uniform" and given == [0.0, 1.0]:
+        if kind == "uniform" and not any(isinstance(number, Tensor) for number in given) and given == [0.0, 1.0]:
             mode.drew(result)
         return result
 
@@ -253,6 +255,29 @@ def _feature_dropout(
     return input.mul_(keep) if inplace else input * keep
 
 
+_uniform_ = _filled("uniform", "uniform_", ("from", "to"), (0.0, 1.0), lambda u, a, b: u * (b - a) + a)
+_normal_ = _filled("normal", "normal_", ("mean", "std"), (0.0, 1.0), lambda z, mean, std: z * std + mean)
+
+
+def _init_uniform(mode: RandomMode, tensor: Tensor, a: Any = 0.0, b: Any = 1.0, generator: Any = None) -> Any:
+    with torch.no_grad():
+        return _uniform_(mode, tensor, a, b, generator=generator)
+
+
+def _init_normal(mode: RandomMode, tensor: Tensor, mean: Any = 0.0, std: Any = 1.0, generator: Any = None) -> Any:
+    with torch.no_grad():
+        return _normal_(mode, tensor, mean, std, generator=generator)
+
+
+def _init_kaiming_uniform(
+    _mode: RandomMode, tensor: Tensor, a: float = 0, mode: str = "fan_in", nonlinearity: Any = "leaky_relu",
+    generator: Any = None,
+) -> Any:  # fmt: skip
+    fans = dict(zip(("fan_in", "fan_out"), nn.init._calculate_fan_in_and_fan_out(tensor), strict=True))
+    bound = nn.init.calculate_gain(nonlinearity, a) * math.sqrt(3 / fans[mode])
+    return _init_uniform(_mode, tensor, -bound, bound, generator)
+
+
 RANDOM: dict[Any, Raised] = {
     F.dropout: _dropout,
     torch.dropout: _torch_dropout,
@@ -268,9 +293,12 @@ RANDOM: dict[Any, Raised] = {
     torch.bernoulli: _bernoulli,
     Tensor.bernoulli: _bernoulli,
     Tensor.bernoulli_: _bernoulli_,
-    Tensor.uniform_: _filled("uniform", "uniform_", ("from", "to"), (0.0, 1.0), lambda u, a, b: u * (b - a) + a),
-    Tensor.normal_: _filled("normal", "normal_", ("mean", "std"), (0.0, 1.0), lambda z, mean, std: z * std + mean),
+    Tensor.uniform_: _uniform_,
+    Tensor.normal_: _normal_,
     Tensor.exponential_: _filled("exponential", "exponential_", ("lambd",), (1.0,), lambda e, rate: e / rate),
+    nn.init.uniform_: _init_uniform,  # of torch's initialisers those that no mode sees the inside of
+    nn.init.normal_: _init_normal,
+    nn.init.kaiming_uniform_: _init_kaiming_uniform,
     torch.normal: _normal,
     torch.randint: _randint,
     torch.randint_like: _randint_like,

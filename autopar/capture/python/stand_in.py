@@ -36,6 +36,7 @@ class Misuse:
     """How numbers were used that arithmetic alone may use; what stands for them does so while `is_open`."""
 
     is_open: bool = False
+    is_drawn: bool = False  # random numbers alone decide them
     reasons: dict[Hashable, str] = field(default_factory=dict)
     arithmetic: Arithmetic = field(default_factory=Arithmetic)
 
@@ -45,6 +46,11 @@ class Misuse:
 
     def read(self, tensor: Tensor, function: Callable[[Any], Any]) -> Any:
         """What Python is given of a number that a tensor holds; NotImplemented where no step may give it."""
+        return NotImplemented
+
+    def drawn(self, tensor: Tensor) -> Any:
+        """The number of a step that Python computes with, of a tensor that random numbers alone decide; NotImplemented
+        of another one."""
         return NotImplemented
 
     def watch(self, number: Scalar) -> None:
@@ -183,6 +189,15 @@ class Scalar:
         is_held = self._at is None and self._book[0].is_open
         return self._book[0].read(made(), function) if is_held else NotImplemented
 
+    def drawn(self, how: str) -> Any:
+        """The number of a step, of one that random numbers alone decide; another one is refused for `how`."""
+        value = NotImplemented if self._at is not None else self._book[0].drawn(self.tensor())
+        return self.refuse(how) if value is NotImplemented else value
+
+    def drawn_integer(self, how: str) -> Any:
+        """The integer of a step, which decides its program, of a drawn one; another number is refused for `how`."""
+        return self.refuse(how) if self.tensor().is_floating_point() else self.drawn(how)
+
     def like(self, tensors: list[Tensor], is_same: bool) -> Tensor:
         """The tensor that promotes others as the number does. is_same: the function wants one dtype of all."""
         if not self._book[0].is_open:
@@ -219,13 +234,13 @@ class Scalar:
     def __copy__(self) -> Scalar:
         return self
 
-    def __neg__(self) -> Scalar:
+    def __neg__(self) -> Any:
         return _of_numbers(operator.neg, self)
 
     def __pos__(self) -> Scalar:
         return self
 
-    def __abs__(self) -> Scalar:
+    def __abs__(self) -> Any:
         return _of_numbers(operator.abs, self)
 
     def __add__(self, other: Any) -> Any:
@@ -294,10 +309,8 @@ def with_tensors(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The arguments of a torch function with tensors for the stand-ins among them."""
     if func in _INDEXED:
         args = (args[0], _index(args[1]), *args[2:])
+    args, kwargs = tuple(_whole(func, arg) for arg in args), {name: _whole(func, arg) for name, arg in kwargs.items()}
     values = [*args, *kwargs.values()]
-    for inside in (item for value in values if type(value) in (tuple, list) for item in value):
-        if type(inside) is Scalar:
-            inside.refuse(f"is in an argument of {getattr(func, '__name__', 'a function')}()")
     found = [value for value in values if type(value) is Scalar]
     if not found:
         return args, kwargs
@@ -307,6 +320,16 @@ def with_tensors(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     tensors = [value for value in values if isinstance(value, Tensor)]
     made = [v.like(tensors, name.strip("_") == "lerp") if type(v) is Scalar else v for v in values]
     return tuple(made[: len(args)]), dict(zip(kwargs, made[len(args) :], strict=True))
+
+
+def _whole(func: Any, value: Any) -> Any:
+    """An argument with the integers of a step for the stand-ins of drawn ones in a list of it: sizes, pads. Each is
+    another program; what else stands there is refused."""
+    if type(value) not in (tuple, list) or not any(type(item) is Scalar for item in value):
+        return value
+    how = f"is in an argument of {getattr(func, '__name__', 'a function')}()"
+    made = (item.drawn_integer(how) if type(item) is Scalar else item for item in value)
+    return type(value)(made)
 
 
 _INDEXED = (Tensor.__getitem__, Tensor.__setitem__)
@@ -331,7 +354,7 @@ def _of_two(function: Callable[[Any, Any], Any], left: Any, right: Any) -> Any:
     return _of_numbers(function, left, right) if is_number else NotImplemented
 
 
-def _of_numbers(function: Callable[..., Any], *numbers: Any) -> Scalar:
+def _of_numbers(function: Callable[..., Any], *numbers: Any) -> Any:
     """A function of numbers alone, as Python computes it."""
     known = [number for number in numbers if type(number) is Scalar]
     if not known[0]._book[0].is_open:
@@ -347,24 +370,32 @@ def _of_numbers(function: Callable[..., Any], *numbers: Any) -> Scalar:
     return Scalar((misuse, places), value=value, at=at)
 
 
-def _of_tensors(function: Callable[..., Any], *numbers: Any) -> Scalar:
+def _of_tensors(function: Callable[..., Any], *numbers: Any) -> Any:
     """A function of numbers of which a tensor holds one: it may not decide what Python does."""
-    known = next(number for number in numbers if type(number) is Scalar and number._at is None)
+    held = [number for number in numbers if type(number) is Scalar and number._at is None]
+    known = min(held, key=lambda number: number._book[0].is_drawn)  # what data and random numbers decide, data do
     left, right = numbers[0], numbers[-1]
     span = sum_of(*(_span(number) for number in numbers)) if function is operator.add else None
     if span is not None:  # it may only say where rows begin: the sum is made when it is asked for
         return Scalar(known._book, span=span)
     if function is operator.truediv and not (type(right) in DTYPES and right != 0):
-        known.refuse(_DIVIDES)
+        return _of_drawn(_DIVIDES, function, *numbers)
     if function is operator.pow and not ((type(right) is int and right >= 0) or (type(left) is float and left > 0)):
-        known.refuse(_RAISES)
+        return _of_drawn(_RAISES, function, *numbers)
     if function not in _OF_TENSORS:
-        known.refuse(f"is used by Python itself ({_SIGNS.get(function, function.__name__)})")
+        how = f"is used by Python itself ({_SIGNS.get(function, function.__name__)})"
+        return _of_drawn(how, function, *numbers)
     is_float = function is operator.truediv or any(isinstance(number, float) for number in numbers)
     dtype = torch.float64 if is_float else torch.int64
     tensors = [number._as(dtype) if type(number) is Scalar else number for number in numbers]
     places = frozenset(place for number in numbers if type(number) is Scalar for place in number._book[1])
     return Scalar((known._book[0], places), function(*tensors))
+
+
+def _of_drawn(how: str, function: Callable[..., Any], *numbers: Any) -> Any:
+    """What Python computes of drawn numbers, which it has in each step; other numbers are refused for `how`."""
+    given = [number.drawn(how) if type(number) is Scalar else number for number in numbers]
+    return function(*given)
 
 
 _OF_TENSORS = (operator.neg, operator.abs, operator.add, operator.sub, operator.mul, operator.truediv, operator.pow)

@@ -44,6 +44,18 @@ def is_mutable(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
+def check_drawn_by_seed(node: fx.Node) -> None:
+    """Raise CaptureError for a random op of torch's own generator, which has other numbers on each rank."""
+    if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return
+    _, module, source = place_of(node)
+    raise CaptureError(
+        f"random op '{node.target}' at {source or 'an unknown line'} (module '{module}') cannot be made the same "
+        f"on every rank. Draw the numbers outside of the model and pass them in with the batch; "
+        f"what is supported is listed in docs/random.md."
+    )
+
+
 def functional(traced: Traced, inputs: Sequence[Any], fake: FakeTensorMode) -> Traced:
     """The same graph without in-place ops; nodes keep their place. A mutated input comes out as a new value."""
     if not any(is_mutable(node) for node in traced.graph.nodes):
@@ -131,13 +143,8 @@ class _Normaliser:
         if same is not None and not (self.keeps_casts and _is_cast(node)):
             self.value[node] = self.value[same]
             return
+        check_drawn_by_seed(node)
         _, module, source = place_of(node)
-        if isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags:
-            raise CaptureError(
-                f"random op '{target}' at {source or 'an unknown line'} (module '{module}') cannot be made the same "
-                f"on every rank. Draw the numbers outside of the model and pass them in with the batch; "
-                f"what is supported is listed in docs/random.md."
-            )
         if target is aten.native_batch_norm.default and node.args[5] and node.args[3] is not None:
             # Its schema does not say that it writes the running statistics, so nothing made that functional.
             raise CaptureError(
