@@ -213,3 +213,42 @@ def test_what_leaves_whole_is_no_reason_to_compute_whole(microbatches: int) -> N
     program = lower(as_trained(captured), parse_mesh("dp=2"), options_of(microbatches=microbatches))
     gathered = [one.dtype for one in program.collectives if one.op == "all_gather"]
     assert gathered == [F64] * 3
+
+
+class Standardised(nn.Conv2d):
+    """A convolution whose weights are standardised in each step (weight standardisation, arXiv 1903.10520), as timm
+    spells it."""
+
+    def __init__(self, into: int, out: int, size: int = 1) -> None:
+        super().__init__(into, out, size, padding=size // 2, dtype=F64)
+        self.gain = nn.Parameter(1 + torch.rand(out, dtype=F64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.weight.reshape(1, self.out_channels, -1)
+        rows = F.batch_norm(rows, None, None, weight=self.gain * 0.3, training=True, momentum=0.0)
+        return F.conv2d(x, rows.reshape_as(self.weight), self.bias, self.stride, self.padding)
+
+
+class Residual(nn.Module):
+    """A bottleneck of such convolutions, whose wide ones have sums over weights that cost less whole than in parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.down, self.up = Standardised(3, 2048), Standardised(2048, 32), Standardised(32, 2048)
+        self.inner = Standardised(32, 32, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return x + self.up(torch.tanh(self.inner(torch.tanh(self.down(torch.tanh(x))))))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"), [("dp=2", {"microbatches": 2}), ("pp=2,dp=2", {"microbatches": 3}), ("dp=3", {"zero": 3})]
+)
+def test_norms_of_weights_in_many_layers(mesh: str, options: dict[str, Any]) -> None:
+    """Red before: each search for layouts made one sum of one layer's whole, and after eight micro-batches were
+    refused."""
+    images = torch.randn(12, 3, 1, 1, dtype=F64, generator=torch.Generator().manual_seed(2))
+    torch.manual_seed(0)
+    options = {"microbatches": 2, **options}
+    assert autopar.verify(Residual(), mesh, loss_fn=lambda m, x: m(x).square().mean(), batch=(images,), **options).ok

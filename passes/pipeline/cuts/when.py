@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection, Iterable
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import fx
 
@@ -78,6 +78,7 @@ def times_of(
     second: set[fx.Node] = set()  # of a micro-batch, and behind a join
     ends: set[fx.Node] = set()  # made of what backward passes add up to
     coupling: Coupling | None = None
+    refused = _Refused()
     entries = dict(program.entries)
     for node in program.graph.nodes:
         if node.op == "output":
@@ -90,6 +91,7 @@ def times_of(
                 weighted.add(node)
             continue
         operands = node.all_input_nodes
+        refused.follow(node)
         if any(operand in weighted for operand in operands):
             weighted.add(node)
         if is_join(node):
@@ -106,7 +108,7 @@ def times_of(
             continue
         if not partway.isdisjoint(operands):
             joins = [operand for operand in operands if operand in partway]
-            raise CoupledError(coupled(node, joins, partway, program.notes).refusal)
+            raise refused.or_else(CoupledError(coupled(node, joins, partway, program.notes).refusal))
         gathers = node in renews
         after = [operand for operand in operands if of[operand] is When.AFTER]
         is_cut = _is_cut(node) or (sized and not after and _is_sliced(node))
@@ -124,7 +126,10 @@ def times_of(
         if differs and after:
             reason = coupled(node, after, reductions, program.notes)
             if microbatches == 1 or not ends.isdisjoint(after) or _has_slices(program):
-                raise CoupledError(reason.refusal, _parts_of(after, ends))
+                refused.add(node, CoupledError(reason.refusal, _parts_of(after, ends)))
+                of[node] = When.AFTER
+                ends.add(node)
+                continue
             coupling = coupling or reason
         if differs and (after or not second.isdisjoint(operands)):
             second.add(node)
@@ -132,7 +137,7 @@ def times_of(
             (source,) = operands
             movers = [source] if source in second else list(node.users)
             reason = coupled(node, [node], {node}, program.notes)
-            raise CoupledError(reason.refusal, frozenset(map(_origin, movers)))
+            raise refused.or_else(CoupledError(reason.refusal, frozenset(map(_origin, movers))))
         if after and not differs:
             of[node] = When.AFTER
             if not ends.isdisjoint(operands):
@@ -141,6 +146,8 @@ def times_of(
             of[node] = When.INVARIANT
         else:
             of[node] = When.BODY if node in weighted else When.INPUT
+    if refused.first is not None:
+        raise refused.or_else(refused.first)
     leaving = made_among([node for node in program.results if node is not None], renewed)
     if not both:
         of.update(dict.fromkeys(_only_late(leaving, renewed, of), When.AFTER))
@@ -149,6 +156,32 @@ def times_of(
         of.update(dict.fromkeys(list(early), When.MIDDLE))
     known = frozenset(reductions), frozenset(renewed), frozenset(late | leaving), frozenset(second)
     return NodeTimes(of, *known, coupling)
+
+
+@dataclass(slots=True)
+class _Refused:
+    """What of a program cannot be computed micro-batch by micro-batch: the first error, and the values that would have
+    to be the whole batch's, of all places that do not hang on one another, so that one more search mends all layers."""
+
+    first: CoupledError | None = None
+    whole: frozenset[str] = frozenset()
+    behind: set[fx.Node] = field(default_factory=set)
+
+    def add(self, node: fx.Node, error: CoupledError) -> None:
+        """Take a node that cannot be computed. What is made of another one is mended with that, perhaps."""
+        self.first = self.first or error
+        if node not in self.behind:
+            self.whole |= error.whole
+            self.behind.add(node)
+
+    def follow(self, node: fx.Node) -> None:
+        """Know what is made of a node that cannot be computed."""
+        if not self.behind.isdisjoint(node.all_input_nodes):
+            self.behind.add(node)
+
+    def or_else(self, error: CoupledError) -> CoupledError:
+        """What is raised at another error: the first one, with all that would have to be whole."""
+        return error if self.first is None else CoupledError(str(self.first), self.whole)
 
 
 def _only_late(nodes: set[fx.Node], renewed: AbstractSet[fx.Node], of: dict[fx.Node, When]) -> set[fx.Node]:
