@@ -292,9 +292,8 @@ class Raise(TorchFunctionMode):
 
     def _chance(self, call: _Call) -> Any:
         """What Python takes out of a tensor that random numbers alone decide: a truth or an integer."""
-        if call.function not in READERS or call.before.kinds & ~MEMORY != RANDOM or call.args[0].numel() != 1:
-            return NotImplemented
-        if not self._is_forward():
+        is_drawn = call.function in READERS and call.before.kinds & ~MEMORY == RANDOM and self._is_forward()
+        if not is_drawn or call.args[0].numel() != 1:
             return NotImplemented
         tensor, line = call.args[0], call.line
         is_int = call.function is Tensor.__int__ or not tensor.dtype.is_floating_point
@@ -454,7 +453,7 @@ class Raise(TorchFunctionMode):
         elif func in RAISED and self.captures and not in_transform():
             result = RAISED[func](*args, **kwargs)
         elif func in READING and self.captures and not in_transform():
-            result = READING[func](self._made, *args, **kwargs)
+            result = READING[func](lambda of, *given: self.__torch_function__(of, (), given), *args, **kwargs)
         elif func in NORMS and not in_transform():
             result = self._norm(func, norm_of(call.frame), *args, **kwargs)
         tracer = self.selected.tracer
@@ -463,10 +462,6 @@ class Raise(TorchFunctionMode):
         if result is NotImplemented and func in ASKING and self._asks(call):
             result = ASKING[func](self.facts, *args, **kwargs)
         return self._called(call, func, args, kwargs) if result is NotImplemented else result
-
-    def _made(self, function: Any, *args: Any) -> Any:
-        """The result of a call as if the model made it, where it makes the one at hand."""
-        return self.__torch_function__(function, (), args)
 
     def _norm(self, func: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
         if self.captures:
@@ -589,7 +584,6 @@ _FIRST = 1 << 40
 _TO_VALUES: frozenset[Any] = frozenset(
     (*READERS, Tensor.tolist, Tensor.__complex__, Tensor.__contains__, torch.equal, Tensor.equal)
 )
-
 _AS_NUMBERS: frozenset[Any] = frozenset((Tensor.item, Tensor.__float__))
 _Interceptor = Callable[[Raise, _Call], Any]
 # Who gives a value that Python asks for, the surest first.

@@ -99,10 +99,10 @@ def _sum(call: Call) -> Linear:
 def _to_copy(call: Call) -> Linear:
     """Conversions keep sums, up to rounding, unless they go through bool or cut off fractions.
 
-    float64 is rounded when the sum is whole: where a step of float32 computes in it, as in logsumexp - pick, the parts
-    are large and their sum is small."""
+    float64 becomes float32 when the sum is whole: what a step of float32 computes in float64, as logsumexp - pick, has
+    large parts whose sum is small. (Gradients that are asked for in a shorter dtype are cast to a short float.)"""
     source, target = call.operands[0].dtype, call.results[0].dtype
-    if source == torch.float64 and target.itemsize < source.itemsize:
+    if (source, target) == (torch.float64, torch.float32):
         return NONE
     fractions = source.is_floating_point or source.is_complex
     keeps = target.is_floating_point or target.is_complex or not fractions

@@ -181,8 +181,9 @@ def gaussian_nll_loss(
     run: Callable[..., Any], input: Tensor, target: Tensor, var: Tensor | float, full: bool = False, eps: float = 1e-6,
     reduction: str = "mean",
 ) -> Any:  # fmt: skip
-    """As torch spells it, but that its look for negative variances is a branch of the step's, which `run` (a function
-    and its arguments) takes: each step checks it before anything is changed. torch's own errors are left to torch."""
+    """Raise F.gaussian_nll_loss to what torch's own computes, whose look for negative variances becomes a branch of the
+    step's, by `run` (a function and its arguments): each step checks it before anything is changed. NotImplemented for
+    what torch refuses."""
     sizes = (*input.shape[:-1], 1), input.shape[:-1]
     fits = not isinstance(var, Tensor) or var.shape == input.shape or (input.ndim and var.shape in sizes)
     if not fits or reduction not in ("none", "mean", "sum") or (isinstance(var, float) and var < 0):
