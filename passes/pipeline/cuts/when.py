@@ -126,7 +126,10 @@ def times_of(
         if differs and after:
             reason = coupled(node, after, reductions, program.notes)
             if microbatches == 1 or not ends.isdisjoint(after) or _has_slices(program):
-                refused.add(node, CoupledError(reason.refusal, _parts_of(after, ends)))
+                error = CoupledError(reason.refusal, _parts_of(after, ends))
+                if not _is_sum(node):
+                    raise refused.or_else(error)
+                refused.add(node, error)
                 of[node] = When.AFTER
                 ends.add(node)
                 continue
@@ -160,8 +163,8 @@ def times_of(
 
 @dataclass(slots=True)
 class _Refused:
-    """What of a program cannot be computed micro-batch by micro-batch: the first error, and the values that would have
-    to be the whole batch's, of all places that do not hang on one another, so that one more search mends all layers."""
+    """What of gradients of weights cannot be computed micro-batch by micro-batch: the first error, and the values that
+    would have to be the whole batch's, of all places that do not hang on one another: one more search mends all."""
 
     first: CoupledError | None = None
     whole: frozenset[str] = frozenset()
@@ -221,6 +224,12 @@ def differs_in_time(node: fx.Node) -> bool:
     """True for a value of which the parts along an axis in time are not the same."""
     layout = record(node).layout
     return any(axis in TIME_AXES for axis in (*layout.axes, *(axis for axis, _ in layout.partial)))
+
+
+def _is_sum(node: fx.Node) -> bool:
+    """True for a value that micro-batches add up, as the gradient of a weight, and of which none has its own rows."""
+    layouts = [layout for layout in record(node).layouts if layout is not None]
+    return not any(axis in TIME_AXES for layout in layouts for axis in layout.axes)
 
 
 def _is_cut(node: fx.Node) -> bool:
