@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from autopar import compile, parallelize, verify
 from autopar.capture.data import reads
-from autopar.errors import BatchError
+from autopar.errors import AutoparError, BatchError
 
 
 class Branching(nn.Module):
@@ -134,8 +134,15 @@ def likelihood(m: Any, y: Tensor, x: Tensor) -> Tensor:
 def test_a_check_of_torchs_own_is_guarded() -> None:
     """The look of gaussian_nll_loss for negative variances: where there are some, its error is raised."""
     torch.manual_seed(3)
-    per_row = Branching(lambda m, y, x: F.gaussian_nll_loss(y, x, x[:, 0].square(), full=True))
-    assert verify(per_row, "dp=2,tp=2", loss_fn=squares, batch=torch.randn(12, 8)).ok
+    a_row = Branching(lambda m, y, x: F.gaussian_nll_loss(y, x, x[:, 0].square(), full=True))
+    a_column = Branching(
+        lambda m, y, x: F.gaussian_nll_loss(y.view(-1, 2, 4), x.view(-1, 2, 4), x.view(-1, 2, 4)[:, :1])
+    )
+    assert verify(a_row, "dp=2,tp=2", loss_fn=squares, batch=torch.randn(12, 8)).ok
+    assert verify(a_column, "dp=3", loss_fn=squares, batch=torch.rand(12, 8)).ok
+    wrong = Branching(lambda m, y, x: F.gaussian_nll_loss(y, x, x[:, :3].square()))
+    with pytest.raises(AutoparError, match="var is of incorrect size"):
+        compile(wrong, "dp=2", loss_fn=squares, batch=torch.randn(12, 8))
     model, plain = parallelize(Branching(likelihood), "dp=1", loss_fn=squares), Branching(likelihood)
     plain.load_state_dict(model.state_dict())
     batch = torch.randn(12, 8)

@@ -182,17 +182,22 @@ def gaussian_nll_loss(
     reduction: str = "mean",
 ) -> Any:  # fmt: skip
     """Raise F.gaussian_nll_loss to what torch's own computes, whose look for negative variances becomes a branch of the
-    step's, by `run` (a function and its arguments): each step checks it before anything is changed. NotImplemented for
-    what torch refuses."""
-    sizes = (*input.shape[:-1], 1), input.shape[:-1]
-    fits = not isinstance(var, Tensor) or var.shape == input.shape or (input.ndim and var.shape in sizes)
-    if not fits or reduction not in ("none", "mean", "sum") or (isinstance(var, float) and var < 0):
-        return NotImplemented
-    if not isinstance(var, Tensor):
-        var = var * torch.ones_like(input)
-    elif run(Tensor.__bool__, run(torch.any, run(torch.lt, var, 0))):
+    step's, by `run` (a function and its arguments): each step checks it before anything is changed. Errors are torch's.
+    """
+    if isinstance(var, float):
+        negative, var = var < 0, var * torch.ones_like(input)
+    else:
+        negative = run(Tensor.__bool__, run(torch.any, run(torch.lt, var, 0)))
+    if negative:
         raise ValueError("var has negative entry/entries")
-    var = var.unsqueeze(-1) if var.shape == input.shape[:-1] and var.shape != input.shape else var
+    if var.shape != input.shape:
+        others = [own for own, size in zip(var.shape, input.shape, strict=False) if own != size]
+        if var.shape == input.shape[:-1]:
+            var = var.unsqueeze(-1)
+        elif var.ndim != input.ndim or others != [1]:
+            raise ValueError("var is of incorrect size")
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"{reduction} is not valid")
     var = var.clone()
     with torch.no_grad():  # what is clamped has its gradient
         var.clamp_(min=eps)
