@@ -131,6 +131,8 @@ def _pieces(
 
 
 def _traced_logsumexp(x: torch.Tensor) -> torch.Tensor:
+    if x.shape[-1] == 0:  # a rank without classes
+        return torch.full(x.shape[:-1], -torch.inf, dtype=_kept(x.dtype), device=x.device)
     top = x.amax(-1, keepdim=True).to(_wide(x.dtype))
     top = torch.where(top.abs() == torch.inf, 0, top)
     return (x - top).exp().sum(-1).to(_kept(x.dtype)).log() + top.squeeze(-1)
