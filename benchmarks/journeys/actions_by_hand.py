@@ -51,7 +51,7 @@ def clip_by_comparison(side: Side, limit: float) -> None:
 @action("ready", "exact", "gradients", limit=st.sampled_from([0.001, 0.05]))
 def clip_by_where(side: Side, limit: float) -> None:
     for _, p in side.each(side.trained()):
-        p.grad.copy_(torch.where(p.grad.abs() > limit, p.grad.sign() * limit, p.grad))
+        p.grad.copy_(torch.where(p.grad.abs() > limit, p.grad.sgn() * limit, p.grad))
 
 
 @action("ready", "gradients", factor=st.sampled_from([0.5, -1.0]))

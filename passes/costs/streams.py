@@ -113,12 +113,14 @@ def _launch(node: fx.Node, place: Mapping[fx.Node, int]) -> StreamCall | None:
 @dataclass(slots=True)
 class Streams:
     """The host, the device and the collectives of each axis. host, device, moving: us when each has done what it was
-    given so far; hosted: of these what the device waited for the host."""
+    given so far, and the last of those that take a part of the device; hosted: of these what the device waited for the
+    host."""
 
     machine: Machine
     host: float = 0.0
     device: float = 0.0
     moving: dict[Hashable, float] = field(default_factory=lambda: defaultdict(float))
+    taking: float = 0.0
     ends: dict[int, tuple[float, str]] = field(default_factory=dict)  # of collectives that nobody waited for
     computed: float = 0.0
     hosted: float = 0.0
@@ -146,8 +148,7 @@ class Streams:
         else:
             self._begin(min(launched, self.machine.launch_us))
         begin = max(self.device, self.host)
-        taking = (end for axis, end in self.moving.items() if axis not in (OUT, BACK))  # copies take no part of it
-        took = self._beside(us, max(taking, default=0.0) - begin)
+        took = self._beside(us, self.taking - begin)
         self.hosted += begin - self.device
         self.device = begin + took
         self.computed += took
@@ -165,8 +166,10 @@ class Streams:
             self.device += us
             self.exposed[axis] += us
             return self.device
-        self.moving[axis] = max(self.moving[axis], self.device, self.host) + us
-        return self.moving[axis]
+        end = self.moving[axis] = max(self.moving[axis], self.device, self.host) + us
+        if axis not in (OUT, BACK):  # copies take no part of the device
+            self.taking = max(self.taking, end)
+        return end
 
     def wait(self, end: float, axis: Hashable) -> None:
         """The device waits until then for a collective."""

@@ -18,6 +18,7 @@ from autopar.passes.overlap.bucket import SCATTER, Buckets, Sum, bucket_limit
 from autopar.passes.overlap.coalesce import MovesNow, Together
 from autopar.passes.overlap.prefetch import Ahead, Gather, small_limit
 from autopar.planning.price.activation_copies import Copies
+from autopar.planning.price.steady import Before, leave_out
 from autopar.planning.shallow.events import OUTSIDE
 from autopar.planning.shallow.graph_track import BACKWARD, FORWARD, ParameterPlace, Road, place_of
 from autopar.planning.space.candidates import Candidate
@@ -106,10 +107,14 @@ class Moving:
         self.gathers, self.made = {each.of: each for each in gathers}, made
         self.ahead = Ahead(self.gathers.values(), self.net.small)
 
-    def sum(self, sums: Iterable[Sum[ParameterPlace]], leaves: bool = False) -> None:
-        """From here on gradients are summed. leaves: as of `Buckets`."""
+    def sum(self, sums: Iterable[Sum[ParameterPlace]], leaves: bool = False, left_out: float = 0.0) -> None:
+        """From here on gradients are summed. leaves: as of `Buckets`. left_out: bytes of further sums, of layers that a
+        road is without."""
         self.sums = {each.of: each for each in sums}
-        self.buckets = Buckets(self.sums.values(), self.net.limit, leaves or self.leaves)
+        limit = self.net.limit
+        self.buckets = Buckets(
+            self.sums.values(), lambda total, *which: limit(total + left_out, *which), leaves or self.leaves
+        )
 
     def lend(self, values: Iterable[tuple[ParameterPlace, float]]) -> None:
         """Some values are there from before, and count elsewhere. They go with their last use."""
@@ -123,12 +128,21 @@ class Moving:
 
     def run(self, road: Road, keeps: Collection[ParameterPlace] = frozenset(), is_whole: bool = False) -> None:
         """A graph, without what it has not started to move when its calls are done. keeps: what a later graph reads
-        too. is_whole: True of a step that is one graph: it makes casts where they are read, and its gradients stay."""
+        too. is_whole: True of a step that is one graph: it makes casts where they are read, and its gradients stay.
+        Raises UnsteadyError if layers are left out that would not be like the one before them."""
         self.kind = road.kind
         if self.kind == BACKWARD:
             self._bring(self.ahead.begun if self.ahead is not None else 0)
+        left_out, layers = [(begin, each) for each in road.left_out for begin in each.begins], list[Before]()
         for at, (number, step) in enumerate(road.steps):
-            self._copies(road.kind, at)
+            if left_out and left_out[0][0] == at:
+                each = left_out.pop(0)[1]
+                layers.append(Before.of(self))
+                if at == each.begins[-1]:
+                    leave_out(self, each.layers, layers)
+                    layers = []
+            if self.copies is not None:
+                self._copies(self.copies, road.kind, at)
             for read in step.events.reads:
                 place = place_of(road.kind, number, read.own)
                 self.begin(place, read.unit)
@@ -140,9 +154,11 @@ class Moving:
             for place in given:
                 self.begin(place, unit_of(place.name.rpartition(".")[0]))
             self._mark(step.most)
-            is_summed = any(place in self.sums for place in given)
-            if is_whole or is_summed:  # else the last call adds to a gradient that is there
+            if given and (is_whole or any(place in self.sums for place in given)):
+                # else the last call adds to a gradient that is there
                 self._mark(step.last + sum(each.bytes_ for each in step.events.gives if not each.holds))
+            elif is_whole:
+                self._mark(step.last)
             self.level += step.left
             if step.launched or step.busy:
                 self.streams.compute(step.busy, step.launched)
@@ -157,11 +173,12 @@ class Moving:
                     self.alive += gradient.alive
                     if self.leaves:
                         self._leave(gradient.alive)
-        self._copies(road.kind, len(road.steps))
+        if self.copies is not None:
+            self._copies(self.copies, road.kind, len(road.steps))
 
-    def _copies(self, kind: str, at: int) -> None:
+    def _copies(self, copies: Copies, kind: str, at: int) -> None:
         """What is copied between a layer and the host's memory before a step."""
-        for copy in self.copies.before.get((kind, at), ()) if self.copies is not None else ():
+        for copy in copies.before.get((kind, at), ()):
             key, is_back = (copy.way, copy.value), copy.way == BACK
             if copy.starts:
                 self.level += copy.bytes_ * is_back
@@ -316,7 +333,8 @@ class Moving:
 
     def let_go(self, place: ParameterPlace, keeps: Collection[ParameterPlace] = ()) -> None:
         """What was read, or gathered, has no further use in this graph. keeps: what a later graph reads."""
-        for each in (place, place._replace(kind=FORWARD)):  # a graph may read what one before it gathered
+        _, layer, name = place
+        for each in (place, ParameterPlace(FORWARD, layer, name)):  # a graph may read what one before it gathered
             if each in self.held and each not in keeps:
                 bytes_ = self.held.pop(each)
                 self.alive -= bytes_
@@ -360,7 +378,10 @@ class Moving:
 
     def _mark(self, more: float = 0.0) -> None:
         now = self.level + self.alive + more
-        self.peak, self.before = max(self.peak, now), max(self.before, now + self.gone)
+        if now > self.peak:
+            self.peak = now
+        if now + self.gone > self.before:
+            self.before = now + self.gone
 
 
 def first_of(net: Net, gathers: Sequence[Gather[ParameterPlace]], made: Mapping[ParameterPlace, float]) -> Moving:

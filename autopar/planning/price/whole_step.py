@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from autopar.passes.overlap.bucket import Sum
@@ -10,6 +12,7 @@ from autopar.passes.overlap.prefetch import Gather
 from autopar.planning.price.activation_copies import Copies
 from autopar.planning.price.layers import Layers
 from autopar.planning.price.moving import PART, SHARDS, Moving, Net, first_of, last_of, sums_of
+from autopar.planning.price.steady import UnsteadyError
 from autopar.planning.shallow.events import OUTSIDE, Gradient, ParameterRead
 from autopar.planning.shallow.graph_track import BACKWARD, FORWARD, ParameterPlace, Road, Track
 from autopar.planning.space.candidates import BY_STAGE, Candidate
@@ -53,14 +56,30 @@ class WholeStep:
         `Micros.local`."""
         roads = roads_of(candidate, layers, split)
         copies = Copies.of(roads, candidate.moved, net.machine) if candidate.moved else None
-        asked = _Asked(candidate, roads, net, copies)
-        made = asked.alone(once) if candidate.is_alone else asked.in_parts(once)
+        for kinds in _short(candidate):
+            short = {**roads, **{kind: roads_of(candidate, layers, split, is_short=True)[kind] for kind in kinds}}
+            with suppress(UnsteadyError):
+                return _Asked(candidate, roads, short, net, copies).made(once)
+        made = _Asked(candidate, roads, roads, net, copies).made(once)
         return replace(made, waiting=copies.bytes_) if copies is not None else made
 
 
-def roads_of(candidate: Candidate, layers: Layers, split: Split, part: Part | None = None) -> Mapping[str, Road]:
+def _short(candidate: Candidate) -> list[tuple[str, ...]]:
+    """Which graphs are tried without layers that are like others: none where some of what a layer keeps waits in the
+    host's memory, since it is on its way for long; the backward one with the forward one, and of several micro-batches,
+    of which the forward graph leaves no parts of casts to the backward one, the forward one alone."""
+    if candidate.is_hosted or candidate.moved:
+        return []
+    again = (AGAIN,) * (candidate.policies[0] in BY_STAGE)
+    return [(FORWARD, *again, BACKWARD), *[(FORWARD,)] * (not candidate.is_alone)]
+
+
+def roads_of(
+    candidate: Candidate, layers: Layers, split: Split, part: Part | None = None, is_short: bool = False
+) -> Mapping[str, Road]:
     """The passes of a micro-batch through the whole model, or a part of it with whole layers, by kind of graph. Where a
-    stage is computed again, the backward graph is a forward pass that keeps what its gradients read, and these."""
+    stage is computed again, the backward graph is a forward pass that keeps what its gradients read, and these.
+    is_short: as of `Road.of`."""
     policy, more = candidate.policies
     all_ = part or Part(1.0, layers.equal, 1.0, candidate.again.count if candidate.again else 0)
     ends, counts = (all_.entry > 0, all_.behind > 0), (round(all_.layers), round(all_.again))
@@ -78,26 +97,36 @@ def roads_of(candidate: Candidate, layers: Layers, split: Split, part: Part | No
     if policy in BY_STAGE:
         own, inner = known(policy), known(BY_STAGE[policy])
         back = inner[BACKWARD]
-        forward, once_more = (Road.of(FORWARD, each, each, *counts, ends) for each in (own[FORWARD], inner[FORWARD]))
-        backward = Road.of(BACKWARD, back, back, *counts, ends)
+        forward, once_more = (
+            Road.of(FORWARD, each, each, *counts, ends, is_short) for each in (own[FORWARD], inner[FORWARD])
+        )
+        backward = Road.of(BACKWARD, back, back, *counts, ends, is_short)
         return {FORWARD: forward, AGAIN: replace(once_more, kind=AGAIN), BACKWARD: backward}
     most, some = known(policy), known(more or policy)
-    return {kind: Road.of(kind, most[kind], some[kind], *counts, ends) for kind in most}
+    return {kind: Road.of(kind, most[kind], some[kind], *counts, ends, is_short) for kind in most}
 
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
+    """whole: the roads of all layers, by which is done once what is done once. roads: those that run, which may be
+    without layers that are like others."""
+
     candidate: Candidate
+    whole: Mapping[str, Road]
     roads: Mapping[str, Road]
     net: Net
     copies: Copies | None
+
+    def made(self, once: float) -> WholeStep:
+        """once: as of `WholeStep.of`. Raises UnsteadyError if the roads are without layers that are not like others."""
+        return self.alone(once) if self.candidate.is_alone else self.in_parts(once)
 
     def alone(self, once: float) -> WholeStep:
         """A step of one micro-batch is one graph: all that it moves goes under its passes."""
         candidate, begun = self.candidate, 0.0
         moving = Moving(self.net, leaves=candidate.is_hosted, copies=self.copies)
-        forward, is_again = list(self._gathers(FORWARD)), candidate.gathers_again or candidate.is_hosted
-        back = list(self._gathers(BACKWARD)) if is_again else []
+        forward, is_again = list(self._gathers(self.roads, FORWARD)), candidate.gathers_again or candidate.is_hosted
+        back = list(self._gathers(self.roads, BACKWARD)) if is_again else []
         # what the last layer reads in both passes comes once
         left = [pair for pair in back if candidate.is_hosted and _unit(pair) == _unit(forward[-1])]
         come = [*forward, *(pair for pair in back if pair not in left)]
@@ -109,11 +138,11 @@ class _Asked:
             back = come[len(forward) :]
         both = [*forward, *back]
         if both:
-            moving.gather([gather for gather, _ in both], self._made(forward, once))
+            moving.gather([gather for gather, _ in both], self._made(self.roads, forward, once))
         elif once:
-            moving.compute_once(once, sum(read.is_cast for _, read in self.roads[FORWARD].reads()))
+            moving.compute_once(once, sum(read.is_cast for _, read in self.whole[FORWARD].reads()))
             begun = moving.streams.device
-        moving.sum(self._sums(self.roads[BACKWARD].gives(), over_data=True))
+        self._sum(moving)
         again = [place for place, _ in self.roads[BACKWARD].reads()] if not is_again else [one.of for one, _ in left]
         keeps = frozenset(place._replace(kind=FORWARD) for place in again)
         moving.run(self.roads[FORWARD], keeps, is_whole=True)
@@ -135,11 +164,11 @@ class _Asked:
             moving = made[kind] = Moving(self.net, level=level, copies=self.copies)
             passes = (AGAIN, BACKWARD) if kind == BACKWARD and AGAIN in self.roads else (kind,)
             if candidate.gathers_again:
-                moving.gather([gather for each in passes for gather, _ in self._gathers(each)], {})
+                moving.gather([gather for each in passes for gather, _ in self._gathers(self.roads, each)], {})
             if kind == BACKWARD:  # what is there from before the first micro-batch goes with the last one
                 moving.lend(self._lent())
             if kind == BACKWARD and candidate.zero >= 2 and candidate.data > 1:
-                moving.sum(self._sums(self.roads[BACKWARD].gives(), over_data=True, is_part=True))
+                self._sum(moving, is_part=True)
             for each in passes:
                 moving.run(self.roads[each])
             moving.flush()
@@ -147,7 +176,7 @@ class _Asked:
         moves |= {FIRST: first.moves, LAST: last.moves}
         lies_in = 0.0
         if candidate.zero < 2 or candidate.data == 1:  # what micro-batches add to lies in the values of the first
-            lies_in = sum(gradient.alive - gradient.bytes_ for _, gradient in self.roads[BACKWARD].gives())
+            lies_in = sum(gradient.alive - gradient.bytes_ for _, gradient in self.whole[BACKWARD].gives())
         ends = made[FORWARD].peak + lies_in, made[BACKWARD].peak + lies_in, made[BACKWARD].before + lies_in
         return WholeStep(
             us, first.streams.device, last.streams.device, StepPeaks(*ends, last.peak, made[FORWARD].level), moves
@@ -167,25 +196,33 @@ class _Asked:
     def _first(self, once: float) -> Moving:
         """What is done before the first micro-batch: casts, and gathers of what no micro-batch gathers."""
         candidate = self.candidate
-        gathers = [] if candidate.gathers_again else list(self._gathers(FORWARD, BACKWARD))
+        gathers = [] if candidate.gathers_again else list(self._gathers(self.whole, FORWARD, BACKWARD))
         if not gathers:
             moving = Moving(self.net)
             moving.streams.compute(once / candidate.shards, 0.0)
             return moving
-        return first_of(self.net, [gather for gather, _ in gathers], self._made(gathers, once))
+        return first_of(self.net, [gather for gather, _ in gathers], self._made(self.whole, gathers, once))
 
     def _last(self) -> Moving:
         """What is done behind the last micro-batch."""
         is_scattered = self.candidate.zero >= 2 and self.candidate.data > 1
-        return last_of(self.net, list(self._sums(self.roads[BACKWARD].gives(), over_data=not is_scattered)))
+        return last_of(self.net, list(self._sums(self.whole[BACKWARD].gives(), over_data=not is_scattered)))
 
-    def _gathers(self, *kinds: str) -> Iterator[tuple[Gather[ParameterPlace], ParameterRead]]:
+    def _sum(self, moving: Moving, is_part: bool = False) -> None:
+        """Gradients are summed in the backward graph. is_part: as of `sums_of`."""
+        sums = list(self._sums(self.roads[BACKWARD].gives(), over_data=True, is_part=is_part))
+        chains = ((first.of, sum(each.bytes_ for each in first.chain())) for first in sums)
+        moving.sum(sums, left_out=_left_out(self.roads[BACKWARD], chains))
+
+    def _gathers(
+        self, roads: Mapping[str, Road], *kinds: str
+    ) -> Iterator[tuple[Gather[ParameterPlace], ParameterRead]]:
         """What graphs gather of the parameters that ZeRO splits, each value once; or what comes from the host."""
         candidate, seen = self.candidate, set[ParameterPlace]()
         if (not candidate.zero or candidate.data == 1) and not candidate.is_hosted:
             return
         for kind in kinds:
-            for place, read in self.roads[kind].reads():
+            for place, read in roads[kind].reads():
                 one = place._replace(kind="")
                 if (read.trained or candidate.zero == 3 or candidate.is_hosted) and one not in seen:
                     seen.add(one)
@@ -193,11 +230,11 @@ class _Asked:
                     yield Gather(place, layer, SHARDS, read.dtype, read.bytes_, candidate.data == 1), read
 
     def _made(
-        self, gathers: Iterable[tuple[Gather[ParameterPlace], ParameterRead]], once: float
+        self, roads: Mapping[str, Road], gathers: Iterable[tuple[Gather[ParameterPlace], ParameterRead]], once: float
     ) -> dict[ParameterPlace, float]:
-        """us of each cast, of a rank's part. once: of all, of whole parameters."""
+        """us of each cast, of a rank's part. once: of all of the model, of whole parameters."""
         casts = {gather.of: read.bytes_ for gather, read in gathers if read.is_cast}
-        all_ = sum(casts.values())
+        all_ = sum(casts.values()) + _left_out(roads[FORWARD], casts.items())
         return {place: once / self.candidate.shards * bytes_ / all_ for place, bytes_ in casts.items()}
 
     def _sums(
@@ -205,6 +242,14 @@ class _Asked:
     ) -> Iterator[Sum[ParameterPlace]]:
         for place, one in gradients:
             yield from sums_of(self.candidate, place, one.bytes_, one.dtype, one.over, over_data, is_part)
+
+
+def _left_out(road: Road, values: Iterable[tuple[ParameterPlace, float]]) -> float:
+    """Bytes of what a road is without. values: what it has."""
+    of_layer = defaultdict[int, float](float)
+    for place, bytes_ in values:
+        of_layer[place.layer] += bytes_
+    return sum(each.layers * of_layer[each.like] for each in road.left_out)
 
 
 def _unit(gathered: tuple[Gather[ParameterPlace], ParameterRead]) -> tuple[int, str]:

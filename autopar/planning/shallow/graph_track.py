@@ -4,7 +4,7 @@ as many equal layers as a model has."""
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -16,6 +16,9 @@ from autopar.planning.shallow.events import NO_EVENTS, OUTSIDE, Events, Gradient
 from autopar.planning.shallow.sheet import Sheet, SheetCall
 
 FORWARD, BACKWARD = "F", "B"
+# Layers that are alike, before those that are left out, and behind them; the latter are a multiple of so many, since
+# buckets of gradients may begin anew with every second or third layer.
+STARTING, ENDING, TOGETHER = 12, 3, 6
 
 
 class TrackStep(NamedTuple):
@@ -148,33 +151,51 @@ def _joined(steps: Calls) -> Steps:
     return tuple(joined)
 
 
+class LeftOut(NamedTuple):
+    """Equal layers that a road is without. begins: the steps with which the layers before them begin, and the one
+    behind them. like: the number of the layer before them. layers: of them."""
+
+    begins: tuple[int, ...]
+    like: int
+    layers: int
+
+
 @dataclass(frozen=True, slots=True)
 class Road:
     """The steps of the graph of a whole model, each with the number that the first of the equal layers of its program
-    has in the model. layers: the equal layer of each step."""
+    has in the model. layers: the equal layer of each step. left_out: of a road that is shorter than the model; layers
+    are numbered as if it were whole."""
 
     kind: str
     steps: tuple[tuple[int, TrackStep], ...]
     layers: tuple[int, ...]
+    left_out: tuple[LeftOut, ...] = ()
 
     @classmethod
     def of(
-        cls, kind: str, less: Track, more: Track, layers: int, again: int, ends: tuple[bool, bool] = (True, True)
-    ) -> Road:
+        cls, kind: str, less: Track, more: Track, layers: int, again: int, ends: tuple[bool, bool] = (True, True),
+        is_short: bool = False,
+    ) -> Road:  # fmt: skip
         """less, more: of the policies of recomputation of most layers, and of the first ones, `again` of them. ends:
-        whether it has what comes before the layers, in the order of the forward pass, and what lies behind them."""
+        whether it has what comes before the layers, in the order of the forward pass, and what lies behind them.
+        is_short: leave out the inner ones of many layers that are alike."""
+        gone = [_too_many(again), _too_many(layers - again)] if is_short else [0, 0]
+        layers, again = layers - sum(gone), again - gone[0]
         is_forward, last = kind == FORWARD, max(layers - KEPT, 0)
         has_first, has_last = ends if is_forward else ends[::-1]
         found = [(0 if is_forward else last, step) for step in less.outer[0] if has_first]
-        numbers = [OUTSIDE] * len(found)
+        numbers, begins = [OUTSIDE] * len(found), list[int]()
         for at in range(layers):
+            begins.append(len(found))
             number = at if is_forward else layers - 1 - at
             track = more if number < again else less
             own = {0: track.ends[0], 1: track.second, layers - 1: track.ends[1]}.get(at, track.middle)
             found += [(min(max(number - 1, 0), last), step) for step in own]
             numbers += [number] * len(own)
         behind = tuple((last if is_forward else 0, step) for step in less.outer[1] if has_last)
-        return cls(kind, (*found, *behind), (*numbers, *[OUTSIDE] * len(behind)))
+        alike = list(zip((again, layers - again), gone, strict=True))
+        left_out = tuple(_left_out(begins, numbers, alike if is_forward else alike[::-1]))
+        return cls(kind, (*found, *behind), (*numbers, *[OUTSIDE] * len(behind)), left_out)
 
     def with_piece(self, layer: int) -> Road:
         """With a piece of a layer that the forward pass comes to last, too small to take time or bytes."""
@@ -192,6 +213,23 @@ class Road:
         for number, step in self.steps:
             for gradient in step.events.gives:
                 yield place_of(self.kind, number, gradient.own), gradient
+
+
+def _too_many(layers: int) -> int:
+    """How many layers of some that are alike may be left out: the first and the second one are others, and some more
+    pass until all that follow move and hold what those before them did."""
+    return max(0, layers - (2 + STARTING + ENDING)) // TOGETHER * TOGETHER
+
+
+def _left_out(begins: Sequence[int], numbers: Sequence[int], alike: Iterable[tuple[int, int]]) -> Iterator[LeftOut]:
+    """begins: of the layers, in the order of the graph. numbers: the layer of each step. alike: how many layers behind
+    each other are alike, and how many more there would be."""
+    end = 0
+    for layers, count in alike:
+        end += layers
+        if count:
+            at = end - ENDING
+            yield LeftOut(tuple(begins[at - STARTING : at + 1]), numbers[begins[at - 1]], count)
 
 
 def place_of(kind: str, number: int, own: Own) -> ParameterPlace:
