@@ -137,8 +137,11 @@ class Report:
             return self
         return replace(self, rows=tuple(replace(row, ok=True) for row in self.rows), mismatch=None)
 
-    def _undecided(self) -> str:
-        """What noise leaves open, and what would leave something to compare."""
+    @property
+    def undecided(self) -> str:
+        """What noise leaves open, and what would leave something to compare; "" where all is decided."""
+        if not self.is_undecided:
+            return ""
         moved = max((row for row in self.rows if row.is_open), key=lambda row: row.noise or 0.0)
         count = sum(row.is_open for row in self.rows)
         return (
@@ -162,7 +165,7 @@ class Report:
         equal += f", {excused} of {len(self.rows)} as exactly as the model allows" if excused else ""
         verdict = equal if self.ok else "UNDECIDED" if self.is_undecided else "NOT EQUAL"
         lines.append(f"{verdict}: max error {self.max_error:.2e}")
-        lines += [self._undecided()] if self.is_undecided else []
+        lines += [self.undecided] * self.is_undecided
         lines += [f"WRONG: {text}" for text in self.sums]
         lines += [] if self.mismatch is None else [str(self.mismatch)]
         for row in self.rows:
