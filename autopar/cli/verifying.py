@@ -78,6 +78,7 @@ def _fields(report: Report) -> dict[str, Any]:
             {"kind": row.kind, "name": row.name, "error": _finite(row.error), "ok": row.ok} for row in report.rows
         ],
         "mismatch": None if report.mismatch is None else _place(report.mismatch),
+        "undecided": report.undecided,
         "sums": list(report.sums),
         "note": report.note,
     }

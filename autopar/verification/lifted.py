@@ -29,7 +29,7 @@ from autopar.verification.dtypes import cast, module_in
 from autopar.verification.judge.comparison import Table, Values
 from autopar.verification.judge.noise import Limits, Trained
 from autopar.verification.places import Batches, Made
-from autopar.verification.plain import OptimizerFactory
+from autopar.verification.plain import OptimizerFactory, steps_of
 from autopar.verification.versions import Versions
 from autopar.verification.virtual_side import Virtual
 
@@ -83,20 +83,24 @@ class Single:
         """What the captured programs give."""
         return self.side.step_on(batches, seed)
 
+    def begin(self, values: Values) -> None:
+        """Take the weights and buffers that a step gave in place of one's own."""
+        self.side.begin(values)
+
     def compare(self, expected: Values, given: Values, replicas: Mapping[tuple[str, str], float]) -> None:
         """Enter a step in the table."""
         self.table.compare(expected, given, replicas)
 
     def trained(
-        self, model: nn.Module, batches: Batches, seeds: Sequence[torch.Tensor], steps: Sequence[Values]
-    ) -> Trained:
+        self, model: nn.Module, batches: Batches, seeds: Sequence[torch.Tensor], steps: Sequence[Values],
+        is_stepwise: bool = False,
+    ) -> Trained:  # fmt: skip
         """Train as `Reference.trained` does."""
 
         def again(change: Callable[[nn.Module], None], _: bool) -> list[Values]:
             changed = copied(model)
             change(changed)
-            side = self.again(changed)
-            return [side.step(batches, drawn) for drawn in seeds]
+            return steps_of(self.again(changed), batches, seeds, steps if is_stepwise else ())
 
         return Trained(self.table, steps, again, self.limits)
 

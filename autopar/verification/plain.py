@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from itertools import zip_longest
+from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from autopar.capture import Captured
 from autopar.capture.data.casts import default_dtype
@@ -131,6 +132,10 @@ class Plain:
                 values["buffer", name] = tensor.clone()
         return values
 
+    def begin(self, values: Values) -> None:
+        """Take the weights and buffers that a step gave in place of one's own."""
+        begin_with(values, dict(tables.named_parameters(self.model)), dict(tables.named_buffers(self.model)))
+
     def take_buffers(self, other: Plain) -> None:
         """Take the buffers of another replica, as DistributedDataParallel sends them before a forward pass."""
         known = dict(tables.named_buffers(other.model))
@@ -164,6 +169,32 @@ class Plain:
             ) from error
 
 
+def begin_with(values: Values, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+    """Write the weights and buffers that a step gave into parameters and buffers."""
+    with torch.no_grad():
+        for kind, tensors in (("weight", parameters), ("buffer", buffers)):
+            for name, tensor in tensors.items():
+                if (kind, name) in values:
+                    tensor.copy_(values[kind, name])
+
+
+class Side(Protocol):
+    """What trains: the plain module, or programs."""
+
+    def step(self, batches: Batches, seed: Tensor) -> Values: ...
+    def begin(self, values: Values) -> None: ...
+
+
+def steps_of(side: Side, batches: Batches, seeds: Sequence[Tensor], given: Sequence[Values]) -> list[Values]:
+    """What each step gives. given: for each step what the next one begins with; empty where it goes on."""
+    steps = []
+    for seed, values in zip_longest(seeds, given):
+        steps.append(side.step(batches, seed))
+        if values:
+            side.begin(values)
+    return steps
+
+
 class PlainReplicas:
     """A module that is trained on a batch for each place, as DistributedDataParallel trains its replicas: of their
     losses and gradients all take the mean, and they begin with the buffers of the first. A global batch has one place.
@@ -192,3 +223,8 @@ class PlainReplicas:
             replica.take_gradients(found)
         updated = [replica.update() for replica in self.all]
         return {**found, **updated[0]}
+
+    def begin(self, values: Values) -> None:
+        """Take the weights and buffers that a step gave, in all places."""
+        for replica in self.all:
+            replica.begin(values)

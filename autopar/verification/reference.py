@@ -19,7 +19,7 @@ from autopar.verification.dtypes import cast, dtype_of, module_in
 from autopar.verification.judge.comparison import Table, Values
 from autopar.verification.judge.noise import Limits, Trained
 from autopar.verification.places import Batches
-from autopar.verification.plain import DrawsOf, OptimizerFactory, Plain, PlainReplicas, as_they_come
+from autopar.verification.plain import DrawsOf, OptimizerFactory, Plain, PlainReplicas, as_they_come, steps_of
 from autopar.verification.plain_norms import PlainNorms
 
 
@@ -71,15 +71,17 @@ class Reference:
         return 1 if self.compiled is None else parts_of_batch(self.compiled.plan)
 
     def trained(
-        self, model: nn.Module, batches: Batches, seeds: Sequence[torch.Tensor], steps: Sequence[Values]
-    ) -> Trained:
-        """The table so far, with what measures how far rounding moves it. steps: what the plain module gave."""
+        self, model: nn.Module, batches: Batches, seeds: Sequence[torch.Tensor], steps: Sequence[Values],
+        is_stepwise: bool = False,
+    ) -> Trained:  # fmt: skip
+        """The table so far, with what measures how far rounding moves it. steps: what the plain module gave.
+        is_stepwise: each step begins with what the one before gave there."""
 
         def again(change: Callable[[nn.Module], None], is_short: bool) -> list[Values]:
             changed = copied(model)
             change(changed)
             plain = self.anew(changed, self.low if is_short else None)
-            return [plain.step(batches, drawn) for drawn in seeds]
+            return steps_of(plain, batches, seeds, steps if is_stepwise else ())
 
         return Trained(self.table, steps, again, self.limits, self.low)
 

@@ -44,6 +44,7 @@ class Trial:
     others: tuple[Made, ...] = ()
     is_lifted: bool = False  # to float64: beside the captured programs, see `lifted.py`
     versions: Versions | None = None  # of the programs, if draws or data decide which one runs
+    is_stepwise: bool = False  # each step begins with what the plain module gave in the one before
 
     def lifted(self) -> Trial:
         """The same programs in float64, beside the captured ones."""
@@ -70,8 +71,14 @@ class Trial:
             if changed.exact is not None and not changed.exact.failed:
                 trained = replace(trained, limits=trained.limits.after_float64())
             changed = replace(changed, rows=judged(rows, trained, self._elsewhere))
-        is_right = all(row.ok for row in changed.rows)
-        return changed if is_right else replace(changed, mismatch=self.locate(table.of_nodes))
+        if all(row.ok for row in changed.rows):
+            return changed
+        if changed.is_undecided and self.steps > 1 and not self.is_stepwise:
+            return replace(replace(self, is_stepwise=True).report(), is_stepwise=True)
+        if not changed.is_undecided:
+            return replace(changed, mismatch=self.locate(table.of_nodes))
+        mismatch = self.locate(reference.limits.clear)  # nodes have the noise that the rows have
+        return replace(changed, mismatch=mismatch if mismatch.node else None)
 
     def _exact(self) -> Exact:
         try:
@@ -89,6 +96,8 @@ class Trial:
             given, expected = virtual.step_on(self.batches, drawn), plain.step(self.batches, drawn)
             plain.compare(expected, given, virtual.replicas)
             steps.append(expected)
+            if self.is_stepwise:
+                virtual.begin(expected)
         return plain, steps
 
     def _sums(self) -> tuple[str, ...]:
@@ -122,7 +131,7 @@ class Trial:
         return None
 
     def _trained(self, reference: Reference | Single, steps: Sequence[Values]) -> Trained:
-        return reference.trained(self.model, self.batches, self._seeds(), steps)
+        return reference.trained(self.model, self.batches, self._seeds(), steps, self.is_stepwise)
 
     def _other_side(self, virtual: Virtual) -> Reference | Single:
         if self.is_lifted:

@@ -62,9 +62,9 @@ def verify(
     compile="inductor" writes runs on processes alone (`autopar verify --backend gloo`).
     Where a model enlarges rounding beyond the tolerance, the report says how far rounding alone moves the plain module.
     What lies within some times that is right, if it leaves something to compare, here or from other weights and another
-    batch (see `noise.py`); where it leaves nothing, the same has to be right in float64. In any shorter dtype than
-    float64 the programs run once more in float64, beside the captured ones (see `lifted.py`): a short float hides what
-    is wrong by less than its resolution. On a difference the report names the first node that differs.
+    batch (see `noise.py`); where it leaves nothing, the same has to be right in float64, each step from the plain
+    module's weights: else it is UNDECIDED. In any shorter dtype the programs run once more in float64, beside the
+    captured ones (see `lifted.py`), to find errors below its resolution. A difference is told with its first node.
     ddp: compare what `parallelize(batch="ddp")` does with what DistributedDataParallel does: each place of the data
     axes computes the loss of a batch of its own, of losses and gradients all take the mean, and buffers are those of
     the first place. A list as `batch` has a batch for each place, of any sizes; any other is cut into them, on the dims

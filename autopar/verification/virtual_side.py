@@ -23,7 +23,7 @@ from autopar.verification.borrowed import Borrowed
 from autopar.verification.dtypes import dtype_of
 from autopar.verification.judge.comparison import Values
 from autopar.verification.places import Batches, Made, aux_at, meshes_of_place, places_of, seeds_of, with_means
-from autopar.verification.plain import SCALE, DrawsOf, OptimizerFactory, as_they_come, draws_of, optimized
+from autopar.verification.plain import SCALE, DrawsOf, OptimizerFactory, as_they_come, begin_with, draws_of, optimized
 from autopar.verification.versions import Versions
 from autopar.verification.virtual_inputs import RankPrograms, Whole, whole_inputs
 
@@ -73,6 +73,10 @@ class Virtual:
         self.versions.run(seed, lambda programs: self._take_programs(programs, batches, seed, values))
         self._update(values)
         return values
+
+    def begin(self, values: Values) -> None:
+        """Take the weights and buffers that a step gave in place of one's own."""
+        begin_with(values, self.parameters, self.buffers)
 
     def _take_programs(self, programs: list[Made], batches: Batches, seed: torch.Tensor, values: Values) -> None:
         """Enter what a step gives with some programs into `values`. Raises OtherValues for a step that wants others."""

@@ -8,6 +8,7 @@ micro-batches, as `zero=3, recompute="full"` and over the stages of `pp=2,dp=2`.
 A row is a model, in a process of its own. Where the message of a refusal offers `specialize=True`, it is taken,
 and so is `batch_statistics="microbatch"` for micro-batches ("statistics"), and a call of the plain module before, for
 one that sets itself up by its first batch ("run once").
+"undecided": rounding alone moves the plain module so far that nothing is left to compare.
 "broken": a traceback that is no message of ours (there should be none), or a model that does not run without us either.
 --rows keeps each row as a line of JSON as it comes, --page writes the table into a page under its words. Both add to
 the rows of before, which stand in these files: a model that is not run keeps its row, and with --only the

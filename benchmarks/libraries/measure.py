@@ -27,12 +27,12 @@ FURTHER = {
 CONFIGURATIONS = {**MESHES, **FURTHER}
 FIRST_CALL = "run the plain module once on a batch before it is compiled"  # what it offers for a module set up by that
 STATISTICS = "batch_statistics='microbatch'"  # what the message offers for BatchNorm in training
-VERIFIED, REFUSED, WRONG, BROKEN = "verified", "refused", "wrong", "broken"
+VERIFIED, REFUSED, WRONG, BROKEN, UNDECIDED = "verified", "refused", "wrong", "broken", "undecided"
 
 
 @dataclass
 class Row:
-    """results: by configuration, one of the four words. reasons: where it is not verified. specialize: it needed
+    """results: by configuration, one of the five words. reasons: where it is not verified. specialize: it needed
     `specialize=True`, as the message of the refusal said; statistics: so it did `batch_statistics="microbatch"`;
     run_once: so it did a call of the plain module before."""
 
@@ -58,7 +58,7 @@ class Row:
 
     def _worst(self, names: Iterable[str]) -> str:
         found = [self.results.get(name, BROKEN) for name in names]
-        return next((word for word in (WRONG, BROKEN, REFUSED) if word in found), VERIFIED)
+        return next((word for word in (WRONG, BROKEN, UNDECIDED, REFUSED) if word in found), VERIFIED)
 
 
 def declare_torchvision_ops() -> torch.library.Library:
@@ -133,6 +133,8 @@ def _verdict(case: Case, row: Row, options: dict[str, Any]) -> tuple[str, str]:
         return REFUSED, f"{type(error).__name__}: {' '.join(str(error).split())}"
     except Exception as error:
         return BROKEN, _said(error)
+    if report.undecided:
+        return UNDECIDED, report.undecided
     return (VERIFIED, "") if report.ok else (WRONG, " ".join(str(report.mismatch or report.max_error).split()))
 
 

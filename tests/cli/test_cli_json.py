@@ -26,7 +26,7 @@ def job():
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
     return autopar.Job(model, loss_fn, (torch.randn(12, 8), torch.randn(12, 4)))
 """
-VERIFY = {"ok", "mesh", "dtype", "steps", "tolerance", "max_error", "compared", "mismatch", "sums", "note"}
+VERIFY = {"ok", "mesh", "dtype", "steps", "tolerance", "max_error", "compared", "mismatch", "undecided", "sums", "note"}
 ESTIMATE = {
     "mesh", "ranks", "machine", "dtype", "step_us", "computing_us", "waits_us", "host_us", "bubble_us", "optimizer_us",
     "tokens_per_second", "mfu", "hfu", "device_bytes", "peak_bytes", "peak_rank", "host_memory_bytes", "disk_bytes",

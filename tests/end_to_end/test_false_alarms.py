@@ -26,7 +26,7 @@ from autopar.verification import places
 from autopar.verification.copies import copied
 from autopar.verification.judge.comparison import Table
 from autopar.verification.judge.noise import Limits, Trained
-from autopar.verification.judge.rounding import Rounded
+from autopar.verification.judge.rounding import BLOCK, Rounded, Units
 from autopar.verification.verify import verify_compiled
 
 INF, KEY = float("inf"), ("gradient", "w")
@@ -175,6 +175,31 @@ def test_rounding_keeps_what_is_exact(dtype: torch.dtype) -> None:
         assert ((near >= 0) & (near <= 1)).all() and (near.floor() == inside.floor()).all()
         changed += int((near != inside).sum())
     assert changed > 2000
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_rounding_moves_every_element_by_a_unit_at_most(dtype: torch.dtype) -> None:
+    """In any order of dims, with gaps, and of more elements than are changed at once; a third stays as it is."""
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    given = torch.rand(3, 5, 7000, 2).to(dtype) + 0.25
+    for kept in (given, given.permute(2, 0, 3, 1), given[:, 1::2, 3:, :1], given[0, 0, :1, 0]):
+        found = given.clone().as_strided(kept.size(), kept.stride(), kept.storage_offset())
+        Units(0).add_to(found)
+        units = (found.contiguous().view(bits).long() - kept.contiguous().view(bits).long()).flatten()
+        assert units.abs().max() <= 1
+        if units.numel() > 1000:
+            counts = torch.bincount(units + 1, minlength=3) / units.numel()
+            assert (counts > 0.3).all() and (counts < 0.4).all()
+            assert not units[:BLOCK].equal(units[BLOCK : 2 * BLOCK])
+
+
+def test_rounding_moves_large_whole_numbers() -> None:
+    """They are whole because a float has no more digits."""
+    large = torch.full((3000,), 2.0**60, dtype=torch.float64)
+    mixed = torch.cat([large, torch.tensor([7.0, float("inf"), float("nan")], dtype=torch.float64)])
+    Units(0).add_to(mixed)
+    assert 1500 < int((mixed[:3000] != large).sum()) < 2500
+    assert mixed[3000] == 7.0 and mixed[3001] == float("inf") and mixed[3002].isnan()
 
 
 def test_a_model_that_refuses_rounded_numbers_is_not_said_to_fail() -> None:

@@ -13,7 +13,17 @@ from torch import Tensor, nn
 
 from benchmarks.libraries.__main__ import header, joined, kept, line, parsed, summary
 from benchmarks.libraries.case import Case
-from benchmarks.libraries.measure import BROKEN, CONFIGURATIONS, FURTHER, MESHES, REFUSED, VERIFIED, Row, measure
+from benchmarks.libraries.measure import (
+    BROKEN,
+    CONFIGURATIONS,
+    FURTHER,
+    MESHES,
+    REFUSED,
+    UNDECIDED,
+    VERIFIED,
+    Row,
+    measure,
+)
 from benchmarks.libraries.models import TABLE
 
 
@@ -45,15 +55,34 @@ def _counting() -> Case:
     return Case(Counting(), (torch.randn(12, 8),))
 
 
+class Turning(nn.Module):
+    """What rounding alone changes wholly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))  # tp divides its sums
+        self.outer = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer((1e14 * self.inner(x)).sin())
+
+
+def _turning() -> Case:
+    return Case(Turning(), (torch.randn(12, 8),))
+
+
 def _absent() -> Case:
     raise ImportError("no such package")
 
 
-def test_refused_and_broken_rows() -> None:
-    table = {"torch": {"counting": _counting, "absent": _absent}}
+def test_rows_that_are_not_verified() -> None:
+    table = {"torch": {"counting": _counting, "absent": _absent, "turning": _turning}}
     refused, broken = (measure("torch", name, table) for name in ("counting", "absent"))
     assert refused.first == REFUSED and all("CaptureError" in why for why in refused.reasons.values())
     assert broken.first == BROKEN and "ImportError: no such package" in line(broken)
+    open_ = measure("torch", "turning", table)
+    assert open_.first == UNDECIDED and "| undecided |" in line(open_)
+    assert "rounding alone" in line(open_) and "1 undecided (100 %)" in summary([open_])[1]
 
 
 def test_a_line_of_the_page_is_read_as_its_row() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import pytest
@@ -157,9 +157,12 @@ def shrink_a_little(program: Program, node: fx.Node) -> None:
     scale(program, node, 0.99)
 
 
+REDUCTIONS = op("all_reduce"), op("all_reduce_start")
+
+
 def reductions(depth: int, spread: float) -> list[str]:
     program = compiled_case(depth, spread)[2].program
-    return [node.name for node in program.calls() if node.target in (op("all_reduce"), op("all_reduce_start"))]
+    return [node.name for node in program.calls() if node.target in REDUCTIONS]
 
 
 LARGER = [pytest.param(change, marks=pytest.mark.slow) for change in (drop, double)]
@@ -177,6 +180,68 @@ def test_noise_excuses_nothing_that_is_wrong(
     wrong = [name for name in names if not broken(depth, FAR, name, change).ok]
     assert len(wrong) > len(names) / 2
     assert not [name for name in wrong if broken(depth, spread, name, change).ok]
+
+
+# Rounding that grows from step to step
+
+
+class Waves(nn.Module):
+    """Features that turn round many times: of what a step changes in them by rounding the next one makes more."""
+
+    def __init__(self, frequency: float) -> None:
+        super().__init__()
+        self.frequency, self.inner, self.outer = frequency, nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer((self.frequency * self.inner(x)).sin())
+
+
+def waves(frequency: float) -> Case:
+    torch.manual_seed(0)
+    model = Waves(frequency).double()
+    return model, (torch.randn(BATCH, 16, dtype=torch.float64), torch.randn(BATCH, 4, dtype=torch.float64))
+
+
+def fast(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def test_where_rounding_grows_from_step_to_step_each_is_compared_from_the_plain_weights() -> None:
+    model, batch = waves(1e6)
+    first = autopar.verify(model, "dp=2,tp=2", loss_fn=square_loss, batch=batch, steps=1, optimizer=fast)
+    assert first.ok and not first.is_stepwise
+    report = autopar.verify(model, "dp=2,tp=2", loss_fn=square_loss, batch=batch, steps=3, optimizer=fast)
+    assert report.ok and report.is_stepwise and report.steps == 3
+    assert "each step begins with the plain module's weights: over all steps rounding grows" in str(report)
+    assert report.max_error > first.max_error, "the later steps are compared as well"
+    noise_of_steps = [row.noise for row in report.rows if row.noise is not None]
+    assert noise_of_steps and max(noise_of_steps) < Limits.of(torch.float64).clear, "of each step, not of all"
+
+
+@pytest.mark.parametrize("change", [drop, shrink_a_little])
+def test_a_wrong_program_is_found_where_rounding_grows(change: Callable[[Program, fx.Node], None]) -> None:
+    model, batch = waves(1e7)
+    captured = capture(model, square_loss, batch, {})
+    plan = Plan(parse_mesh("dp=2,tp=2"))
+    compiled = Compiled(plan, run_passes(captured.program, plan))
+    right = verify_compiled(model, captured, compiled, loss_fn=square_loss, batch=batch, optimizer=fast)
+    assert right.ok and right.is_stepwise
+    name = next(node.name for node in compiled.program.calls() if node.target in REDUCTIONS)
+    program = _copied(compiled.program)
+    change(program, next(node for node in program.graph.nodes if node.name == name))
+    sabotaged = replace(compiled, history=(*compiled.history, ("sabotage", program)))
+    wrong = verify_compiled(model, captured, sabotaged, loss_fn=square_loss, batch=batch, optimizer=fast)
+    assert not wrong.ok and wrong.mismatch is not None and wrong.mismatch.node
+
+
+def test_what_rounding_leaves_open_is_said_to_be_undecided() -> None:
+    model, batch = waves(1e9)
+    report = autopar.verify(model, "dp=2,tp=2", loss_fn=square_loss, batch=batch, optimizer=fast)
+    assert not report.ok and report.is_undecided and report.mismatch is None
+    text = str(report)
+    assert "UNDECIDED: max error" in text and "NOT EQUAL" not in text and "WRONG" not in text
+    assert "rounding alone, of one unit in the last place of each result, moves gradient inner." in text
+    assert "4 of 9 tensors leave nothing to compare. Verify the model with a larger batch" in text
 
 
 INF = float("inf")

@@ -103,6 +103,7 @@ class Report:
     note: str = ""  # what was compared with what, if not equals in one dtype
     sums: tuple[str, ...] = ()  # a line for each sum of gradients in a dtype that was not asked for
     exact: Exact | None = None  # of the same programs in float64, where the dtype is shorter
+    is_stepwise: bool = False  # each step began with what the plain module gave in the one before
 
     @property
     def ok(self) -> bool:
@@ -125,11 +126,30 @@ class Report:
         asks = is_left or not all(row.ok for row in self.rows)
         return asks and all(row.ok or row.is_open for row in self.rows) and not self._is_wrong and not self.sums
 
+    @property
+    def is_undecided(self) -> bool:
+        """True where nothing says that the programs are wrong, and no longer float can tell that they are right."""
+        return self.is_longest and self.asks_longer_float
+
     def settled(self) -> Report:
         """Decide what noise left open by the programs in float64."""
         if not self.asks_longer_float or self.exact is None or self.exact.failed:
             return self
         return replace(self, rows=tuple(replace(row, ok=True) for row in self.rows), mismatch=None)
+
+    @property
+    def undecided(self) -> str:
+        """What noise leaves open, and what would leave something to compare; "" where all is decided."""
+        if not self.is_undecided:
+            return ""
+        moved = max((row for row in self.rows if row.is_open), key=lambda row: row.noise or 0.0)
+        count = sum(row.is_open for row in self.rows)
+        return (
+            f"rounding alone, of one unit in the last place of each result, moves {moved.kind} {moved.name} of the "
+            f"plain module by {moved.noise:.0e} of its size: {count} of {len(self.rows)} tensors leave nothing to "
+            "compare. Verify the model with a larger batch, larger inputs (a normalisation over two or three values "
+            "enlarges rounding most) or other weights"
+        )
 
     @property
     def max_error(self) -> float:
@@ -139,14 +159,17 @@ class Report:
         width = max(len(row.name) for row in self.rows)
         lines = [f"{self.mesh}  {self.dtype}  {self.steps} steps  tolerance {self.tolerance:.0e}"]
         lines += [self.note] * bool(self.note)
+        lines += [_STEPWISE] * self.is_stepwise
         excused = sum(row.ok and row.noise is not None for row in self.rows)
         equal = "all within it" if self.note else "all equal"
         equal += f", {excused} of {len(self.rows)} as exactly as the model allows" if excused else ""
-        lines.append(f"{equal if self.ok else 'NOT EQUAL'}: max error {self.max_error:.2e}")
+        verdict = equal if self.ok else "UNDECIDED" if self.is_undecided else "NOT EQUAL"
+        lines.append(f"{verdict}: max error {self.max_error:.2e}")
+        lines += [self.undecided] * self.is_undecided
         lines += [f"WRONG: {text}" for text in self.sums]
         lines += [] if self.mismatch is None else [str(self.mismatch)]
         for row in self.rows:
-            mark = "ok" if row.ok else "WRONG"
+            mark = "ok" if row.ok else "OPEN" if self.is_undecided else "WRONG"
             replicas = f"  ranks differ by {row.replicas:.1e}" if row.replicas else ""
             told = f"  autocast {row.allowed:.2e}" if row.allowed is not None else ""
             if row.ok and math.isnan(row.error):
@@ -156,6 +179,11 @@ class Report:
             lines.append(f"{row.kind:9} {row.name:{width}} {row.error:9.2e}  {mark}{told}{replicas}")
         lines += [] if self.exact is None else self.exact.lines(width)
         return "\n".join(lines)
+
+
+_STEPWISE = (
+    "each step begins with the plain module's weights: over all steps rounding grows until nothing is left to compare"
+)
 
 
 def error_of(given: torch.Tensor, expected: torch.Tensor, floor: float) -> float:

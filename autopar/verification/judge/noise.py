@@ -9,7 +9,8 @@ and where rows are equal a lost sum changes nothing. So both sides also train fr
 away, where the noise must leave something to compare. What is nothing but rounding there too is zero (the gradient of a
 bias before a normalisation, a loss that is zero on paper), and may be off by as much as rounding gives, if that is
 little beside all others of its kind. Of what is nothing but rounding and not small nothing can be said: a longer float
-has to tell.
+has to tell, or in float64 each step by itself: what rounding changes in one step the next ones enlarge (forty
+normalisations of three values, one behind the other), so both sides then begin each with the plain module's weights.
 
 Programs of a shorter float run in float64 as well, and what is wrong with them is found there. Once they are right in
 it, the short float has only its own faults left to show, which are large: a sum or a cast in another dtype, an op that

@@ -10,6 +10,7 @@ and NaN stay as well, and nothing becomes infinite.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
@@ -22,6 +23,8 @@ from autopar.torch_compat import TorchDispatchMode, decompositions_of, no_functi
 
 aten = torch.ops.aten
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # of a float of so many bytes
+BLOCK = 1 << 14  # elements that are changed at once: what is computed between lies in the cache
+_TABLE = 1 << 18  # random units that are drawn once
 
 
 class Rounded(TorchDispatchMode):
@@ -53,7 +56,8 @@ class Units:
 
     def __init__(self, seed: int, short: torch.dtype | None = None) -> None:
         self.seed, self.short = seed, short
-        self.generators: dict[torch.device, torch.Generator] = {}
+        self.starts = random.Random(seed)
+        self.signs: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
 
     def add_to(self, value: Any) -> None:
         """Change a float or complex tensor in place."""
@@ -63,24 +67,43 @@ class Units:
             value = torch.view_as_real(value.resolve_conj()) if not value.is_conj() else None
         if value is None or not value.is_floating_point() or value.dtype.itemsize not in _BITS:
             return
-        bits = value.view(_BITS[value.dtype.itemsize])
-        unit = 1 if self.short is None else int(torch.finfo(self.short).eps / torch.finfo(value.dtype).eps) or 1
-        moved = (bits + unit * self._signs(bits)).view(value.dtype)
-        stays = ~(value.isfinite() & moved.isfinite()) | _is_whole(value) | _is_whole(moved)
-        value.copy_(torch.where(stays, value, moved))
+        dense = value.permute(sorted(range(value.ndim), key=value.stride, reverse=True))
+        flat = dense.reshape(-1)  # a view, but of a tensor with gaps
+        for block in flat.split(BLOCK):
+            self._add_to(block)
+        if not dense.is_contiguous():
+            dense.copy_(flat.view(dense.shape))
 
     def add_to_parameters(self, model: nn.Module) -> None:
         """Change the parameters of a module in place."""
         for parameter in model.parameters():
             self.add_to(parameter.data)
 
-    def _signs(self, bits: torch.Tensor) -> torch.Tensor:
-        made = self.generators.get(bits.device)
-        if made is None:
-            made = self.generators[bits.device] = torch.Generator(bits.device).manual_seed(self.seed)
-        return torch.empty_like(bits).random_(-1, 2, generator=made)
+    def _add_to(self, block: torch.Tensor) -> None:
+        bits = block.view(_BITS[block.dtype.itemsize])
+        moved = (bits + self._units(bits, block.dtype)).view(block.dtype)
+        most, (low, high) = torch.finfo(block.dtype).eps ** -0.5, torch.aminmax(block)
+        has_large = not (-most <= low.item() and high.item() <= most)  # or NaN
+        moves = _is_rounded(block, has_large) & _is_rounded(moved, has_large)
+        torch.where(moves, moved, block, out=block)
+
+    def _units(self, bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """One of -1, 0 and 1 units for each element: from a random place of a long table of them, since drawing numbers
+        would take as long as all else here."""
+        key = bits.device, dtype
+        if key not in self.signs:
+            generator = torch.Generator(bits.device).manual_seed(self.seed)
+            drawn = torch.empty(_TABLE + BLOCK, dtype=bits.dtype, device=bits.device)
+            unit = 1 if self.short is None else int(torch.finfo(self.short).eps / torch.finfo(dtype).eps) or 1
+            self.signs[key] = unit * drawn.random_(-1, 2, generator=generator)
+        start = self.starts.randrange(_TABLE)
+        return self.signs[key][start : start + bits.numel()]
 
 
-def _is_whole(value: torch.Tensor) -> torch.Tensor:
-    """True for whole numbers that no rounding made: the larger ones have few digits behind the point, or none."""
-    return (value == value.round()) & (value.abs() <= torch.finfo(value.dtype).eps ** -0.5)
+def _is_rounded(value: torch.Tensor, has_large: bool) -> torch.Tensor:
+    """True for finite numbers that are not whole, and whole ones that rounding made: the larger ones have few digits
+    behind the point, or none."""
+    found = value.frac().abs_() > 0  # of infinity and NaN it is NaN
+    if not has_large:
+        return found
+    return found | ((value.abs() > torch.finfo(value.dtype).eps ** -0.5) & value.isfinite())
