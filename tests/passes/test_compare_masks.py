@@ -214,7 +214,7 @@ def test_other_masks_stay_tensors(name: str) -> None:
     ("steps", "is_known"), [((0, -5), True), ((TIME - 2, 1 - TIME), True), ((0, -5, -10), False)], ids=str
 )
 def test_numbers_are_looked_for_where_they_are_few(steps: tuple[int, ...], is_known: bool) -> None:
-    """Steps down at some diagonals, be it a corner: of what no rule follows, so many numbers are told by their places."""
+    """Steps down at diagonals, be it a corner: of what no rule follows, a few numbers are told by their places."""
 
     def mask(s: Tensor, d: Tensor, t: Tensor) -> Tensor:
         down = torch.stack([torch.ones(1, 1, TIME, TIME).tril(step) for step in steps]).sum(0)
