@@ -15,10 +15,15 @@ from typing import Any
 
 import pytest
 import torch
-from rule_brute_force import Sample, make_call, tensors_in
+from rule_brute_force import Sample, make_call, op_of, sample, tensors_in
 from rule_samples_all import every_sample
+from torch import fx
+from torch.utils._pytree import tree_map_only
 
-from autopar.ir.program import TensorType
+from autopar.ir.layout import replicated
+from autopar.ir.mesh import Mesh
+from autopar.ir.ops.fusible import fusible
+from autopar.ir.program import Record, TensorType, set_record
 from autopar.passes import rules
 from autopar.passes.rules import TABLE
 from autopar.passes.rules.rule import Call, Rule
@@ -46,6 +51,48 @@ def test_rules_golden(kind: str, samples: dict[str, list[Sample]]) -> None:
     if os.environ.get("AUTOPAR_GOLDEN") == "write":
         path.write_text(text)
     assert text == path.read_text()
+
+
+FLAGS, COUNTS = torch.ones(4, 6, dtype=torch.bool), torch.ones(4, 6, dtype=torch.int64)
+FUSED = {  # what decides whether a kernel is generated, and no rule
+    "aten.pow.Tensor_Scalar": [*(sample(FLAGS.double(), half / 2) for half in range(-6, 11)), sample(COUNTS, 2)],
+    "aten.exp.default": [sample(COUNTS)],
+    "aten.bitwise_not.default": [sample(FLAGS), sample(COUNTS)],
+    "aten.sum.dim_IntList": [sample(FLAGS.double(), -1), sample(FLAGS.double().sum(), [0])],
+    "aten.add.Tensor": [sample(FLAGS.to(torch.complex64), 1)],
+}
+
+
+def test_fusible_golden(samples: dict[str, list[Sample]]) -> None:
+    """How a kernel would read what a call reads, or that none does."""
+    alike = defaultdict[str, list[str]](list)
+    for name in (name for name in TABLE if name in samples):
+        calls = [make_call(name, one)[0] for one in [*samples[name], *FUSED.get(name, ())]]
+        how = [fusible(_node(name, call), Mesh(())) for call in calls]
+        if any(how):
+            said = ["none" if one is None else f"{one.kind} {one.columns} {one.width}" for one in how]
+            lines = (f"    {_called(call)} | {one}\n" for call, one in zip(calls, said, strict=True))
+            alike["".join(dict.fromkeys(lines))].append(name)
+    path, text = GOLDEN / "fusible.txt", "\n".join(f"{' '.join(names)}\n{lines}" for lines, names in alike.items())
+    if os.environ.get("AUTOPAR_GOLDEN") == "write":
+        path.write_text(text)
+    assert text == path.read_text()
+
+
+def _node(name: str, call: Call) -> fx.Node:
+    """A call of a program whose operands are inputs."""
+    graph = fx.Graph()
+
+    def given(tensor: torch.Tensor) -> fx.Node:
+        node = graph.placeholder("x")
+        set_record(node, Record((TensorType(tuple(tensor.shape), tensor.dtype),), layouts=(replicated(tensor.ndim),)))
+        return node
+
+    args, kwargs = tree_map_only(torch.Tensor, given, (call.args, dict(call.kwargs)))
+    node = graph.create_node("call_function", op_of(name), args, kwargs)
+    layouts = tuple(replicated(len(type_.shape)) for type_ in call.results)
+    set_record(node, Record(call.results, several=len(call.results) > 1, layouts=layouts))
+    return node
 
 
 def _lines(name: str, samples: list[Sample]) -> Iterator[str]:
