@@ -27,6 +27,7 @@ from autopar.ir.program import Record, TensorType, set_record
 from autopar.passes import rules
 from autopar.passes.rules import TABLE
 from autopar.passes.rules.rule import Call, Rule
+from autopar.passes.rules.through import Through, resize, takes_each, through
 
 _PLAIN = (bool, int, float, str, tuple, list)
 GOLDEN = Path(__file__).resolve().parent / "golden_rules"
@@ -77,6 +78,38 @@ def test_fusible_golden(samples: dict[str, list[Sample]]) -> None:
     if os.environ.get("AUTOPAR_GOLDEN") == "write":
         path.write_text(text)
     assert text == path.read_text()
+
+
+def test_through_golden(samples: dict[str, list[Sample]]) -> None:
+    """How a call takes the rows of each dim of its first operand, whole and inside of two blocks, and with two more."""
+    alike = defaultdict[str, list[str]](list)
+    for name in (name for name in TABLE if name in samples):
+        call = make_call(name, samples[name][0])[0]
+        splits = [
+            (dim, outer) for dim, _ in enumerate(call.operands[0].shape if call.operands else ()) for outer in (1, 2)
+        ]
+        lines = [f"    {at} {_taken(through(call, {0: at}, TABLE, count=2))}\n" for at in splits]
+        alike[f"    {_called(call)}\n{''.join(lines)}" if lines else ""].append(name)
+    alike.pop("", None)
+    path, text = GOLDEN / "through.txt", "\n".join(f"{' '.join(names)}\n{lines}" for lines, names in alike.items())
+    if os.environ.get("AUTOPAR_GOLDEN") == "write":
+        path.write_text(text)
+    assert text == path.read_text()
+
+
+def test_the_steps_of_a_chain_take_more_rows(samples: dict[str, list[Sample]]) -> None:
+    """Red before: of twice the rows the sizes of a step were divided by zero."""
+    calls = [make_call("autopar.chain.default", one)[0] for one in samples["autopar.chain.default"]]
+    taken = [takes_each(_node(call.op, call), {0: (0, 1)}, TABLE) for call in calls]
+    assert taken == [not isinstance(through(call, {0: (0, 1)}, TABLE), str) for call in calls] and any(taken)
+
+
+def _taken(found: Through | str) -> str:
+    if isinstance(found, str):
+        return found
+    more = resize(found, 2, 4)
+    terms = f" adds up {_sorted(found.terms) if found.terms else 'what is no sum'}" if found.adds_up else ""
+    return f"{found.operands} -> {found.results}{terms}; {_types(more.types)}"
 
 
 def _node(name: str, call: Call) -> fx.Node:
