@@ -20,13 +20,14 @@ from rule_samples_all import every_sample
 from torch import fx
 from torch.utils._pytree import tree_map_only
 
-from autopar.ir.layout import replicated
+from autopar.ir.layout import OWNED, replicated
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops.fusible import fusible
 from autopar.ir.program import Record, TensorType, set_record
 from autopar.passes import rules
 from autopar.passes.rules import TABLE
 from autopar.passes.rules.rule import Call, Rule
+from autopar.passes.rules.states import strategies
 from autopar.passes.rules.through import Through, resize, takes_each, through
 
 _PLAIN = (bool, int, float, str, tuple, list)
@@ -95,6 +96,40 @@ def test_through_golden(samples: dict[str, list[Sample]]) -> None:
     if os.environ.get("AUTOPAR_GOLDEN") == "write":
         path.write_text(text)
     assert text == path.read_text()
+
+
+# Rules of every kind: of products, sums, views, lookups, halos, running sums, attention, what turns or orders rows.
+SPLIT = (
+    "autopar.einsum.default", "aten.sum.dim_IntList", "aten.amax.default", "aten.view.default", "aten.flip.default",
+    "autopar.embedding.default", "autopar.expert_mm.default", "autopar.attention.default", "aten.cumsum.default",
+    "aten.convolution.default", "autopar.chain.default", "aten.native_layer_norm.default",
+)  # fmt: skip
+
+
+def test_strategies_golden(samples: dict[str, list[Sample]]) -> None:
+    """How calls may be split over two ranks: alone, and where others have split a name before."""
+    lines = []
+    for name in SPLIT:
+        calls = [make_call(name, one)[0] for one in samples[name]]
+        rules_ = sorted(((TABLE[name].rule(call), call) for call in calls), key=_is_plain)
+        for rule, call in rules_[:3]:
+            lines.append(f"\n{name} {_called(call)}")
+            outers = {of: {1, 2, -2, 3} for of in rule.names()}
+            if rule.owned:
+                outers[rule.owned[0]].add(OWNED)
+            for way in strategies(rule, outers, 2, ()):
+                lines.append(f"    {way.choice or ''} {way.operands} -> {way.results} {way.work:.4g}")
+            for before in ((of, outer) for of in rule.names() for outer in sorted(outers[of] - {3})):
+                found = [way.choice for way in strategies(rule, outers, 2, ((before, 2),)) if way.choice]
+                lines.append(f"    {before}: {' '.join(f'{of}{outer}' for of, outer in found)}")
+    path, text = GOLDEN / "strategies.txt", "\n".join(lines) + "\n"
+    if os.environ.get("AUTOPAR_GOLDEN") == "write":
+        path.write_text(text)
+    assert text == path.read_text()
+
+
+def _is_plain(one: tuple[Rule, Call]) -> bool:
+    return not (one[0].growing or one[0].neighbours or one[0].reversed or one[0].owned)
 
 
 def test_the_steps_of_a_chain_take_more_rows(samples: dict[str, list[Sample]]) -> None:
