@@ -34,6 +34,13 @@ SCATTERED = "%back: f64[6,2] = aten.scatter.src(%base, 0, %wide, %exp)"
 INVERSE = "%inverse: i64[6] = aten.argsort.default(%order)\n%back: f64[6,2] = aten.index.Tensor(%exp, [%inverse])"
 
 
+ENDS = """%keys: i64[6] = operator.getitem(%sort, 0)
+%numbers: i64[4] = aten.arange.default(4)
+%ends: i64[4] = aten.searchsorted.Tensor(%keys, %numbers, right=True)
+return value "y" = %ends"""
+NARROW = {TAKEN: "%rows: f64[6,1] = aten.gather.default(%x, 0, %column)", MADE: MADE.replace(",2]", ",1]")}
+
+
 def sort(call: str) -> dict[str, str]:
     return {SORT: f"%sort: (i64[6], i64[6]) = {call}"}
 
@@ -50,6 +57,10 @@ def cast(dtype: str) -> dict[str, str]:
 
 UNSEEN = {
     "none": {},
+    "a sort that need not be stable": sort("aten.sort.default(%key)"),
+    "an order alone": {f"{SORT}\n{ORDER}": "%order: i64[6] = aten.argsort.default(%key, 0)"},
+    "a stable order": {f"{SORT}\n{ORDER}": "%order: i64[6] = aten.argsort.stable(%key, stable=True)"},
+    "ends of groups": {END: ENDS},
     "of the smallest": sort("aten.topk.default(%key, 6, 0, False)"),
     "a long cast": cast("i32"),
     "wrapped": order("aten.remainder.Scalar(%order, 6)"),
@@ -67,6 +78,22 @@ UNSEEN = {
     "a sum": {BACK: "%back: f64[2] = aten.sum.dim_IntList(%exp, [0])"},
 }  # fmt: skip
 SEEN = {
+    "the largest before": sort("aten.sort.default(%key, 0, True)"),
+    "the largest before, by name": sort("aten.sort.default(%key, descending=True)"),
+    "an order of the largest": {f"{SORT}\n{ORDER}": "%order: i64[6] = aten.argsort.default(%key, 0, True)"},
+    "keys are given": {END: '%keys: i64[6] = operator.getitem(%sort, 0)\nreturn value "y" = %keys'},
+    "starts of groups": {END: ENDS.replace(", right=True", "")},
+    "ends from one on": {END: ENDS.replace("default(4)", "start(1, 5)")},
+    "halves of the inverse": {
+        X: TOKENS, TAKEN: BY_TOKEN,
+        ORDER: f"{ORDER}\n%back_to: i64[6] = aten.argsort.default(%order)\n"
+               "%token: i64[6] = aten.floor_divide.default(%back_to, 2)",
+    },
+    "halves below zero": HALVES | {ORDER: HALF.replace("2)", "-2)")},
+    "of a column": {
+        ORDER: COLUMN, **NARROW, BASE: BASE.replace(",2]", ",1]"),
+        BACK: SCATTERED.replace(",2]", ",1]").replace("wide", "column"),
+    },
     "the largest first": sort("aten.sort.stable(%key, stable=True, descending=True)"),
     "of the largest": sort("aten.topk.default(%key, 6)"),
     "in no order": sort("aten.topk.default(%key, 6, 0, False, False)"),
