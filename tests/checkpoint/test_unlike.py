@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import logging
 import signal
 import threading
@@ -304,6 +305,10 @@ def test_a_manifest_has_a_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     Manifest.read(path)
     monkeypatch.setattr("autopar.checkpoint.manifest.MOST", size - 1)
     with pytest.raises(CheckpointError, match=rf"has {size} bytes; a manifest has at most {size - 1}\.$"):
+        Manifest.read(path)
+    monkeypatch.undo()
+    os.truncate(path / "manifest.json", (1 << 30) + 1)  # a file of holes: nobody reads it
+    with pytest.raises(CheckpointError, match=r"a manifest has at most 1073741824\.$"):
         Manifest.read(path)
 
 
