@@ -91,8 +91,7 @@ def _shift(node: fx.Node) -> Shift | None:
     if node.target is aten.cat.default:
         return _of_cat(node)
     if node.target is aten.constant_pad_nd.default:
-        found = None if any(node.args[2:]) else _of_pad(node)
-        return found or (None if any(node.args[2:]) else _of_slice(node))
+        return None if any(node.args[2:]) else _of_pad(node) or _of_slice(node)
     return _of_slice(node) if node.target is aten.slice_backward.default else None
 
 

@@ -163,13 +163,13 @@ class MaskValues:
         value = value.reshape(lengths)
         numbers = value[[0, -1]].unique().tolist()
         far = torch.arange(lengths[0])[:, None] - torch.arange(lengths[1])
-        if len(numbers) > FEW or not all(bool((value == number).any()) for number in numbers):
+        if len(numbers) > FEW or sum(int(value.eq(number).sum()) for number in numbers) < value.numel():
             return None
         bands = {number: _band(value == number, far) for number in numbers}
         last = [number for number, band in bands.items() if band is None]
         places = {number: self._between(band) for number, band in bands.items() if band is not None}
         rest = opposite(some(*places.values()))
-        if len(last) > 1 or (sum(value.eq(number).sum() for number in numbers) != value.numel()):
+        if len(last) > 1:
             return None
         return Cases((*places.items(), *((number, rest) for number in last)))
 

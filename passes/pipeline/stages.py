@@ -43,8 +43,7 @@ def costs_of(program: Program, graphs: Mapping[Key, Program], plan: Plan) -> Cos
     growing: dict[Key, float] = {}
     for (place, kind), graph in graphs.items():
         spent[place, _action_of(kind)] += sum(times[node.name] for node in graph.calls())
-        if plan.slices > 1:
-            growing[place, kind] = sum(times[node.name] for node in graph.calls() if sees_before(node))
+        growing[place, kind] = sum((times[node.name] for node in graph.calls() if sees_before(node)), 0.0)
     line = machine.message_line(group_of(plan.mesh, PIPELINE, machine.ranks))
     return Costs(spent, *line, growing, plan.slices)
 

@@ -119,30 +119,32 @@ def _chain(call: Call, known: Steps) -> Rule:
 
 
 def _local(pieces: Pieces, known: Steps) -> Arguments:
-    """The step on a piece: shapes among its arguments are those of one rank."""
+    """The step on a piece, or on more rows: shapes among its arguments are those of one rank."""
     call = pieces.call
     step = known(call.args[3], _types(call))
-    parts = {name: way.size // pieces.sizes[name] for name, way in step.ways.items()}
+    sizes = {name: (pieces.sizes[name], way.size) for name, way in step.ways.items()}
     graph, value = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in step.body.operands:
         value[node] = graph.node_copy(node, value.__getitem__)
     for node in step.body.calls:
-        args, kwargs = (node.args, dict(node.kwargs)) if is_getitem(node) else _local_call(step, node, parts)
+        args, kwargs = (node.args, dict(node.kwargs)) if is_getitem(node) else _local_call(step, node, sizes)
         args, kwargs = fx.node.map_arg((args, kwargs), value.__getitem__)
         value[node] = graph.create_node("call_function", node.target, tuple(args), dict(kwargs))
     ends = [tuple(value[one] for one in nodes) for nodes in (step.body.rows, step.body.next)]
     return (*call.args[:3], print_body(ChainBody(graph, *ends)), *call.args[4:]), dict(call.kwargs)
 
 
-def _local_call(step: ChainRules, node: fx.Node, parts: Mapping[str, int]) -> Arguments:
+def _local_call(step: ChainRules, node: fx.Node, rows: Mapping[str, tuple[int, int]]) -> Arguments:
+    """rows: of each name how many there are now, and were of the whole."""
     rule, row = step.rules[node]
     sizes = dict(rule.sizes)
     shapes = {i: list(type_.shape) for i, type_ in enumerate(call_of(node).results)}
     for name, way in step.ways.items():
         if node in way.names:
-            sizes[way.names[node]] //= parts[name]
+            now, before = rows[name]
+            sizes[way.names[node]] = sizes[way.names[node]] * now // before
             for i, shape in shapes.items():
-                shape[way.dims[node, i]] //= parts[name]
+                shape[way.dims[node, i]] = shape[way.dims[node, i]] * now // before
     return local_call(call_of(node), row, rule, [tuple(shape) for shape in shapes.values()], sizes)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import signal
 import threading
 import zlib
@@ -22,6 +23,7 @@ import autopar
 from autopar.checkpoint import folder, tensor_files
 from autopar.checkpoint.checkpointer import Checkpointer
 from autopar.checkpoint.checksum import ROWS, WORDS, checksum
+from autopar.checkpoint.generators import generators, set_generators
 from autopar.checkpoint.load import _own_of
 from autopar.checkpoint.manifest import Manifest
 from autopar.checkpoint.outgoing import Outgoing, targets
@@ -305,6 +307,18 @@ def test_a_manifest_has_a_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("autopar.checkpoint.manifest.MOST", size - 1)
     with pytest.raises(CheckpointError, match=rf"has {size} bytes; a manifest has at most {size - 1}\.$"):
         Manifest.read(path)
+    monkeypatch.undo()
+    os.truncate(path / "manifest.json", (1 << 30) + 1)  # a file of holes: nobody reads it
+    with pytest.raises(CheckpointError, match=r"a manifest has at most 1073741824\.$"):
+        Manifest.read(path)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without CUDA")
+def test_a_generator_that_is_not_here_stays_as_it_was() -> None:
+    states = generators()
+    drawn = torch.rand(3)
+    set_generators({**states, "cuda": "of another machine"})
+    assert torch.equal(torch.rand(3), drawn)
 
 
 # -- what each rank has for itself -------------------------------------------------------------------------------------

@@ -201,12 +201,28 @@ UNKNOWN: dict[str, Any] = {
     "of a product": lambda s, d, t: (s.to(t)[:, :, None] @ s.to(t)[:, None] > 0)[:, None] & causal(),
     "sums": lambda s, d, t: places()[:, None] + places() < 30,
     "of the keys alone": lambda s, d, t: s[:, None, None],
+    "of each sample": lambda s, d, t: causal().expand(ROWS, 1, TIME, TIME).cumsum(0) > 1,
 }
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_other_masks_stay_tensors(name: str) -> None:
     _kept(UNKNOWN[name])
+
+
+@pytest.mark.parametrize(
+    ("steps", "is_known"), [((0, -5), True), ((TIME - 2, 1 - TIME), True), ((0, -5, -10), False)], ids=str
+)
+def test_numbers_are_looked_for_where_they_are_few(steps: tuple[int, ...], is_known: bool) -> None:
+    """Steps down at diagonals, be it a corner: of what no rule follows, a few numbers are told by their places."""
+
+    def mask(s: Tensor, d: Tensor, t: Tensor) -> Tensor:
+        down = torch.stack([torch.ones(1, 1, TIME, TIME).tril(step) for step in steps]).sum(0)
+        return down.cumsum(2).diff(dim=2, prepend=torch.zeros(1, 1, 1, TIME)) * s[:, None, None] == 1
+
+    found = autopar.compile(Attending(mask), "cp=2", batch=batch(), attention="gather")
+    (node,) = attentions(found)
+    assert isinstance(node.args[3], list) is is_known and _is_square(found) is not is_known
 
 
 def test_a_mask_that_is_causal_alone_is_none() -> None:

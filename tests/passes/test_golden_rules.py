@@ -15,13 +15,20 @@ from typing import Any
 
 import pytest
 import torch
-from rule_brute_force import Sample, make_call, tensors_in
+from rule_brute_force import Sample, make_call, op_of, sample, tensors_in
 from rule_samples_all import every_sample
+from torch import fx
+from torch.utils._pytree import tree_map_only
 
-from autopar.ir.program import TensorType
+from autopar.ir.layout import OWNED, replicated
+from autopar.ir.mesh import Mesh
+from autopar.ir.ops.fusible import fusible
+from autopar.ir.program import Record, TensorType, set_record
 from autopar.passes import rules
 from autopar.passes.rules import TABLE
 from autopar.passes.rules.rule import Call, Rule
+from autopar.passes.rules.states import strategies
+from autopar.passes.rules.through import Through, resize, takes_each, through
 
 _PLAIN = (bool, int, float, str, tuple, list)
 GOLDEN = Path(__file__).resolve().parent / "golden_rules"
@@ -46,6 +53,114 @@ def test_rules_golden(kind: str, samples: dict[str, list[Sample]]) -> None:
     if os.environ.get("AUTOPAR_GOLDEN") == "write":
         path.write_text(text)
     assert text == path.read_text()
+
+
+FLAGS, COUNTS = torch.ones(4, 6, dtype=torch.bool), torch.ones(4, 6, dtype=torch.int64)
+FUSED = {  # what decides whether a kernel is generated, and no rule
+    "aten.pow.Tensor_Scalar": [*(sample(FLAGS.double(), half / 2) for half in range(-6, 11)), sample(COUNTS, 2)],
+    "aten.exp.default": [sample(COUNTS)],
+    "aten.bitwise_not.default": [sample(FLAGS), sample(COUNTS)],
+    "aten.sum.dim_IntList": [sample(FLAGS.double(), -1), sample(FLAGS.double().sum(), [0])],
+    "aten.add.Tensor": [sample(FLAGS.to(torch.complex64), 1)],
+}
+
+
+def test_fusible_golden(samples: dict[str, list[Sample]]) -> None:
+    """How a kernel would read what a call reads, or that none does."""
+    alike = defaultdict[str, list[str]](list)
+    for name in (name for name in TABLE if name in samples):
+        calls = [make_call(name, one)[0] for one in [*samples[name], *FUSED.get(name, ())]]
+        how = [fusible(_node(name, call), Mesh(())) for call in calls]
+        if any(how):
+            said = ["none" if one is None else f"{one.kind} {one.columns} {one.width}" for one in how]
+            lines = (f"    {_called(call)} | {one}\n" for call, one in zip(calls, said, strict=True))
+            alike["".join(dict.fromkeys(lines))].append(name)
+    path, text = GOLDEN / "fusible.txt", "\n".join(f"{' '.join(names)}\n{lines}" for lines, names in alike.items())
+    if os.environ.get("AUTOPAR_GOLDEN") == "write":
+        path.write_text(text)
+    assert text == path.read_text()
+
+
+def test_through_golden(samples: dict[str, list[Sample]]) -> None:
+    """How a call takes the rows of each dim of its first operand, whole and inside of two blocks, and with two more."""
+    alike = defaultdict[str, list[str]](list)
+    for name in (name for name in TABLE if name in samples):
+        call = make_call(name, samples[name][0])[0]
+        splits = [
+            (dim, outer) for dim, _ in enumerate(call.operands[0].shape if call.operands else ()) for outer in (1, 2)
+        ]
+        lines = [f"    {at} {_taken(through(call, {0: at}, TABLE, count=2))}\n" for at in splits]
+        alike[f"    {_called(call)}\n{''.join(lines)}" if lines else ""].append(name)
+    alike.pop("", None)
+    path, text = GOLDEN / "through.txt", "\n".join(f"{' '.join(names)}\n{lines}" for lines, names in alike.items())
+    if os.environ.get("AUTOPAR_GOLDEN") == "write":
+        path.write_text(text)
+    assert text == path.read_text()
+
+
+# Rules of every kind: of products, sums, views, lookups, halos, running sums, attention, what turns or orders rows.
+SPLIT = (
+    "autopar.einsum.default", "aten.sum.dim_IntList", "aten.amax.default", "aten.view.default", "aten.flip.default",
+    "autopar.embedding.default", "autopar.expert_mm.default", "autopar.attention.default", "aten.cumsum.default",
+    "aten.convolution.default", "autopar.chain.default", "aten.native_layer_norm.default",
+)  # fmt: skip
+
+
+def test_strategies_golden(samples: dict[str, list[Sample]]) -> None:
+    """How calls may be split over two ranks: alone, and where others have split a name before."""
+    lines = []
+    for name in SPLIT:
+        calls = [make_call(name, one)[0] for one in samples[name]]
+        rules_ = sorted(((TABLE[name].rule(call), call) for call in calls), key=_is_plain)
+        for rule, call in rules_[:3]:
+            lines.append(f"\n{name} {_called(call)}")
+            outers = {of: {1, 2, -2, 3} for of in rule.names()}
+            if rule.owned:
+                outers[rule.owned[0]].add(OWNED)
+            for way in strategies(rule, outers, 2, ()):
+                lines.append(f"    {way.choice or ''} {way.operands} -> {way.results} {way.work:.4g}")
+            for before in ((of, outer) for of in rule.names() for outer in sorted(outers[of] - {3})):
+                found = [way.choice for way in strategies(rule, outers, 2, ((before, 2),)) if way.choice]
+                lines.append(f"    {before}: {' '.join(f'{of}{outer}' for of, outer in found)}")
+    path, text = GOLDEN / "strategies.txt", "\n".join(lines) + "\n"
+    if os.environ.get("AUTOPAR_GOLDEN") == "write":
+        path.write_text(text)
+    assert text == path.read_text()
+
+
+def _is_plain(one: tuple[Rule, Call]) -> bool:
+    return not (one[0].growing or one[0].neighbours or one[0].reversed or one[0].owned)
+
+
+def test_the_steps_of_a_chain_take_more_rows(samples: dict[str, list[Sample]]) -> None:
+    """Red before: of twice the rows the sizes of a step were divided by zero."""
+    calls = [make_call("autopar.chain.default", one)[0] for one in samples["autopar.chain.default"]]
+    taken = [takes_each(_node(call.op, call), {0: (0, 1)}, TABLE) for call in calls]
+    assert taken == [not isinstance(through(call, {0: (0, 1)}, TABLE), str) for call in calls] and any(taken)
+
+
+def _taken(found: Through | str) -> str:
+    if isinstance(found, str):
+        return found
+    more = resize(found, 2, 4)
+    terms = f" adds up {_sorted(found.terms) if found.terms else 'what is no sum'}" if found.adds_up else ""
+    return f"{found.operands} -> {found.results}{terms}; {_types(more.types)}"
+
+
+def _node(name: str, call: Call) -> fx.Node:
+    """A call of a program whose operands are inputs."""
+    graph = fx.Graph()
+
+    def given(tensor: torch.Tensor) -> fx.Node:
+        node = graph.placeholder("x")
+        set_record(node, Record((TensorType(tuple(tensor.shape), tensor.dtype),), layouts=(replicated(tensor.ndim),)))
+        return node
+
+    args, kwargs = tree_map_only(torch.Tensor, given, (call.args, dict(call.kwargs)))
+    node = graph.create_node("call_function", op_of(name), args, kwargs)
+    layouts = tuple(replicated(len(type_.shape)) for type_ in call.results)
+    set_record(node, Record(call.results, several=len(call.results) > 1, layouts=layouts))
+    return node
 
 
 def _lines(name: str, samples: list[Sample]) -> Iterator[str]:

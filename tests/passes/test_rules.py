@@ -16,7 +16,7 @@ import autopar
 from autopar.errors import RuleError
 from autopar.ir.ops.ops import SEMANTIC, op
 from autopar.ir.program import TensorType, record
-from autopar.passes.rules import TABLE, rule_of
+from autopar.passes.rules import TABLE, form_of, rule_of
 from autopar.passes.rules.build import build, named, replicated_rule
 from autopar.passes.rules.notation import instantiate, parse
 from autopar.passes.rules.pointwise import pointwise
@@ -196,6 +196,20 @@ def test_whole_and_indexed_names() -> None:
     assert not allows(rule, "a", 2) and not allows(rule, "b", 2)
     assert allows(rule, "v", 2) and not allows(rule, "v", 2, 2)
     assert rule.names() == ("v",)
+    assert rule.neighbours == frozenset() and rule.ordered == frozenset("v")
+
+
+def test_neighbours_are_those_of_halos_scans_and_turns() -> None:
+    rule = Rule(((("a",), ("b",)),), ((("a",), ("b",)),), {"a": 4, "b": 4})
+    assert replace(rule, turns="a").neighbours == frozenset("a")
+    assert replace(rule, scan=("b", False)).neighbours == frozenset("b")
+
+
+def test_a_rule_is_known_again_by_numbers_of_its_type_alone() -> None:
+    """1, 1.0 and True are equal, and rules tell them apart."""
+    call, _, _ = make_call("aten.add.Scalar", sample(r(4, 6), 1))
+    forms = {form_of(replace(call, args=(call.args[0], number))) for number in (1, 1.0, True, False, 0)}
+    assert len(forms) == 5 and form_of(call) in forms
 
 
 def test_uneven_pieces_are_whole(samples: dict[str, list[Sample]]) -> None:

@@ -58,6 +58,7 @@ BESIDE: list[tuple[Kind, str, dict[str, Any]]] = [
     (Kind(chosen=8), "ep=2", {"recompute": "full"}),
     (Kind(chosen=4), "pp=2,ep=2", {"microbatches": 4, "schedule": "dualpipev"}),
     (Kind(chosen=4), "ep=2", {"microbatches": 2, "zero": 2}),
+    (Kind(chosen=4, normed=True, blocks=1), "ep=2", {}),  # calls of several results, at the owners of rows
 ]
 
 

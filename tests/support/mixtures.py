@@ -15,8 +15,9 @@ WIDTH, HIDDEN, LENGTH, BATCH = 12, 20, 6, 8  # H, I, S, B; N = B S rows, K exper
 class Kind:
     """experts, chosen: how many there are, and how many a row takes. skew: added to the scores of the first experts;
     -1: the router is zero, so that all scores are alike. way: how rows meet experts. bias: experts add one. shared: a
-    dense expert takes every row. aux: a loss that balances. z: one that keeps scores small (arXiv 2202.08906). jitter:
-    what the router sees is multiplied by random numbers, as Switch Transformers does."""
+    dense expert takes every row. normed: experts normalise what is hidden, and gate half of it. aux: a loss that
+    balances. z: one that keeps scores small (arXiv 2202.08906). jitter: what the router sees is multiplied by random
+    numbers, as Switch Transformers does."""
 
     experts: int = 8
     chosen: int = 2
@@ -24,6 +25,7 @@ class Kind:
     way: str = "grouped"
     bias: bool = False
     shared: bool = False
+    normed: bool = False
     aux: bool = False
     z: bool = False
     jitter: bool = False
@@ -74,6 +76,9 @@ class Mixture(nn.Module):
         of_row = experts[order]
         ends = torch.histc(of_row.float(), self.kind.experts, 0, self.kind.experts - 1).cumsum(0, dtype=torch.int32)
         hidden = products(x[order // k], self.up, ends)
+        if self.kind.normed:
+            left, right = F.layer_norm(hidden, (self.kind.hidden,)).chunk(2, -1)
+            hidden = torch.cat([left * right, right], -1)
         hidden = F.silu(hidden + self.up_bias[of_row] if self.kind.bias else hidden)
         y = products(hidden, self.down, ends)
         y = (y + self.down_bias[of_row] if self.kind.bias else y) * weights_NK.reshape(-1)[order, None]

@@ -223,6 +223,7 @@ def index_samples() -> Samples:
     index = [
         sample(x, [i]), sample(x, [None, n(6, 2, 3)]), sample(x, [i, None, n(12, 6)]), sample(x, [None, i, n(12, 6)]),
         sample(x, [n(4, 4, 1), n(6, 6)]), sample(x, [mask(4)]), sample(x, [n(4)]), sample(r(4), [n(4, 1)]),
+        sample(r(4, 6, 2, 3), [None, i, None, n(3, 6)]),  # looked up apart from each other, and not at the front
     ]  # fmt: skip
     gather = [(r(4, 6), 1, n(6, 4, 3)), (r(4, 6), 0, n(4, 2, 6)), (r(4, 6), -1, n(6, 2, 4)), (r(), 0, n(1))]
     scatter = [(r(4, 6), 1, torch.stack([torch.randperm(6)[:3] for _ in range(4)]))]

@@ -70,9 +70,8 @@ def fusible(node: fx.Node, mesh: Mesh) -> Fusible | None:
 
 
 def _first(node: fx.Node, mesh: Mesh) -> TensorType:
-    """The local type of what a call reads: for most ops the first operand; else that of its result."""
-    operands = operand_nodes(node)
-    return local_type(operands[0] if operands else node, mesh)
+    """The local type of what a call reads: for most ops the first operand."""
+    return local_type(operand_nodes(node)[0], mesh)
 
 
 def _has_known_dtypes(node: fx.Node, mesh: Mesh) -> bool:
@@ -108,7 +107,7 @@ def _reduction(sums: bool) -> _How:
     def how(node: fx.Node, type_: TensorType) -> Fusible | None:
         rank = len(type_.shape)
         dims = _dims(argument_of(node, "dim"), rank)
-        if not dims or rank == 0:
+        if not rank:
             return None
         if sums and len(dims) == rank:
             return Fusible("column", columns=(0,), width=type_.shape[-1])
@@ -167,10 +166,6 @@ def _sum_of_all(node: fx.Node, type_: TensorType) -> Fusible | None:
     return Fusible("column", columns=(0,), width=type_.shape[-1])
 
 
-def _true_division(node: fx.Node, type_: TensorType) -> Fusible | None:
-    return Fusible("point") if not node.kwargs else None
-
-
 def _each_loss(node: fx.Node, type_: TensorType) -> Fusible | None:
     """A loss of each element, of which nothing is summed."""
     return Fusible("point") if argument_of(node, "reduction") == 0 else None
@@ -205,7 +200,7 @@ _POINTS = (
     _aten.masked_fill.Scalar, _aten.masked_fill.Tensor, _aten.logical_not.default, _aten.logical_and.default,
     _aten.logical_or.default, _aten.full.default, _aten.zeros.default, _aten.ones.default, _aten.clone.default,
     _aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default,
-    _aten.scalar_tensor.default,
+    _aten.scalar_tensor.default, _aten.div.Tensor, _aten.div.Scalar,
     *(
         getattr(getattr(_aten, name), of)
         for name in ("eq", "ne", "lt", "le", "gt", "ge")
@@ -236,7 +231,6 @@ _TABLE: Mapping[Any, Fusible | _How] = MappingProxyType(
         **dict.fromkeys(_POINTS, _POINT),
         **dict.fromkeys(_OF_FLOATS, _of_floats),
         **dict.fromkeys(_VIEWS, _VIEW),
-        **dict.fromkeys((_aten.div.Tensor, _aten.div.Scalar), _true_division),
         **dict.fromkeys(
             (_aten.bitwise_not.default, _aten.bitwise_and.Tensor, _aten.bitwise_or.Tensor, _aten.bitwise_xor.Tensor),
             _of_bools,
