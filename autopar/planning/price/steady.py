@@ -7,15 +7,12 @@ import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from autopar.passes.costs.streams import BACK, OUT
+from autopar.passes.costs.streams import BACK, OUT, Streams
 from autopar.passes.overlap.bucket import SCATTER, Buckets, Sum
 from autopar.passes.overlap.coalesce import Together
 from autopar.planning.shallow.graph_track import ParameterPlace
-
-if TYPE_CHECKING:
-    from autopar.planning.price.moving import Moving
 
 HOST, DEVICE = "host", "device"  # beside the axes
 CLOSE = 1e-9
@@ -24,6 +21,20 @@ PERIODS = (1, 2, 3)  # layers, behind which buckets of gradients may be as they 
 
 class UnsteadyError(Exception):
     """Layers that are alike do not take as long, or hold as much, one as the other: all of them are simulated."""
+
+
+class AtWork(Protocol):
+    """What is seen here of `Moving`, which says what each is."""
+
+    streams: Streams
+    buckets: Buckets[ParameterPlace] | None
+    ends: dict[Hashable, float]
+    whole: dict[Hashable, float]
+    lies_in: dict[ParameterPlace, float]
+    moves: list[tuple[bool, str, float]]
+    level: float
+    alive: float
+    gone: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +49,7 @@ class Before:
     moves: int
 
     @classmethod
-    def of(cls, moving: Moving) -> Before:
+    def of(cls, moving: AtWork) -> Before:
         streams = moving.streams
         clocks = {HOST: streams.host, DEVICE: streams.device, **streams.moving}
         held: dict[Hashable, float] = {"level": moving.level, "alive": moving.alive, "gone": moving.gone}
@@ -57,7 +68,7 @@ def _lasting(buckets: Buckets[ParameterPlace]) -> list[Together[Sum[ParameterPla
     return [bucket for bucket in buckets.started if bucket.members[0].kind != SCATTER]
 
 
-def leave_out(moving: Moving, count: int, layers: Sequence[Before]) -> None:
+def leave_out(moving: AtWork, count: int, layers: Sequence[Before]) -> None:
     """Go on as if `count` more layers had run, like the last ones. layers: before each of them, and behind all. Raises
     UnsteadyError where none are like those before them, or would not stay as they are."""
     for period in PERIODS:
@@ -68,7 +79,7 @@ def leave_out(moving: Moving, count: int, layers: Sequence[Before]) -> None:
     raise UnsteadyError
 
 
-def _is_steady(moving: Moving, layers: tuple[Before, Before, Before], times: int) -> bool:
+def _is_steady(moving: AtWork, layers: tuple[Before, Before, Before], times: int) -> bool:
     """layers: now, before the last ones, and before as many before these. times: that these are left out."""
     now, second, first = layers
     growth = _growth(now.clocks, second.clocks, first.clocks)
@@ -106,7 +117,7 @@ def _turns(clocks: Mapping[Hashable, float], growth: Mapping[Hashable, float], t
     return False
 
 
-def _leave_out(moving: Moving, times: int, now: Before, before: Before) -> None:
+def _leave_out(moving: AtWork, times: int, now: Before, before: Before) -> None:
     """before: the last layers, which are left out so many times more."""
     streams, buckets = moving.streams, moving.buckets
     clocks = {key: times * (value - before.clocks[key]) for key, value in now.clocks.items()}
