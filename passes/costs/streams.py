@@ -176,6 +176,14 @@ class Streams:
         self.exposed[axis] += max(0.0, end - self.device)
         self.device = max(self.device, end)
 
+    def skip(self, host: float, device: float, moving: Mapping[Hashable, float]) -> None:
+        """Go on as if so many us more had passed: of the host, the device and the collectives of axes."""
+        self.host += host
+        self.device += device
+        for axis, us in moving.items():
+            self.moving[axis] += us
+        self.taking = max((end for axis, end in self.moving.items() if axis not in (OUT, BACK)), default=0.0)
+
     def _begin(self, launched: float) -> None:
         """The host launches calls."""
         self.host += launched

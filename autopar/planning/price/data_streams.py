@@ -199,9 +199,7 @@ class MovingGraph:
             self.left_out * (now - then) for now, then in zip(self._state, begin, strict=True)
         )
         streams, ends = self.moving.streams, self.moving.ends
-        streams.host += host
-        streams.device += device
-        streams.moving[SHARDS] += moving
+        streams.skip(host, device, {SHARDS: moving})
         self.freed += freed
         for what in ends:  # what is on its way arrives so much later
             ends[what] += moving

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Protocol
 
-from autopar.passes.costs.streams import BACK, OUT, Streams
+from autopar.passes.costs.streams import Streams
 from autopar.passes.overlap.bucket import SCATTER, Buckets, Sum
 from autopar.passes.overlap.coalesce import Together
 from autopar.planning.shallow.graph_track import ParameterPlace
@@ -122,11 +122,7 @@ def _leave_out(moving: AtWork, times: int, now: Before, before: Before) -> None:
     streams, buckets = moving.streams, moving.buckets
     clocks = {key: times * (value - before.clocks[key]) for key, value in now.clocks.items()}
     held = {key: times * (value - before.held[key]) for key, value in now.held.items()}
-    streams.host += clocks[HOST]
-    streams.device += clocks[DEVICE]
-    for axis in streams.moving:
-        streams.moving[axis] += clocks[axis]
-    streams.taking = max((end for axis, end in streams.moving.items() if axis not in (OUT, BACK)), default=0.0)
+    streams.skip(clocks[HOST], clocks[DEVICE], {axis: clocks[axis] for axis in streams.moving})
     for what in moving.ends:
         assert isinstance(what, Together)
         moving.ends[what] += clocks.get(str(what.members[0].over), clocks[DEVICE])

@@ -163,8 +163,8 @@ class LeftOut(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Road:
     """The steps of the graph of a whole model, each with the number that the first of the equal layers of its program
-    has in the model. layers: the equal layer of each step. left_out: of a road that is shorter than the model; layers
-    are numbered as if it were whole."""
+    has in the model. layers: the equal layer of each step. left_out: of a road that is shorter than the model; its
+    layers are numbered as those of a model without these."""
 
     kind: str
     steps: tuple[tuple[int, TrackStep], ...]
