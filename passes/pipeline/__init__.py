@@ -23,7 +23,7 @@ from autopar.passes.overlap.decompose import decompose
 from autopar.passes.overlap.overlap import overlap
 from autopar.passes.overlap.prefetch import prefetch
 from autopar.passes.pipeline.cuts.action_graphs import Key, Places
-from autopar.passes.pipeline.cuts.assign import times_in
+from autopar.passes.pipeline.cuts.assign import timed
 from autopar.passes.pipeline.cuts.coupling import Coupling, check_middle
 from autopar.passes.pipeline.stages import split_into_stages
 from autopar.passes.pipeline.with_lengths import slice_lengths, with_lengths
@@ -109,7 +109,7 @@ def make_pipeline(program: Program, plan: Plan, explicit: Program | None = None)
         )
     places = Places(schedule.ranks, bool(schedule.kinds & {"I", "W"}), _held(schedule))
     pipeline = split_into_stages(program, plan, places)
-    coupling = times_in(program, plan).coupling if pipeline.flow.waits_for_all() else None
+    coupling = timed(program, plan)[1].coupling if pipeline.flow.waits_for_all() else None
     if coupling is not None:
         check_middle(pipeline.graphs.get((pipeline.flow.ranks[-1], "M")), coupling)
     if coupling is not None and not _all_forward_first(schedule):

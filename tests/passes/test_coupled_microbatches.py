@@ -51,6 +51,21 @@ class Towers(nn.Module):
         return p @ q.T * self.scale.exp()
 
 
+class Placed(nn.Module):
+    """A network gives each place its bias, as in continuous position biases: its gradient is small where it begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.places = nn.Sequential(nn.Linear(2, 64), nn.SiLU(), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 8)).double()
+        self.read, self.out = nn.Linear(1, 8).double(), nn.Linear(8, 4).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        place = torch.arange(6, dtype=F64)
+        h = self.read(x[:, :, None]) + self.places(torch.stack([place, place.square() / 6], -1) / 6)
+        return self.out(h.tanh()).mean(1)
+
+
 def balance(model: nn.Module, x: Tensor) -> Tensor:
     """As a mixture's router: the share of tokens that each expert has, times its mean probability."""
     h = model(x)
@@ -89,6 +104,12 @@ def simclr(model: nn.Module, x: Tensor) -> Tensor:
     return F.cross_entropy(s, torch.cat([torch.arange(n) + n, torch.arange(n)]))
 
 
+def similar(model: nn.Module, x: Tensor) -> Tensor:
+    """Of all pairs; and a penalty on a weight, which the loss reads when all micro-batches have come forward."""
+    h = model(x)
+    return F.cross_entropy(h @ h.T, torch.arange(len(h))) + 0.3 * model.places[2].weight.square().sum()  # type: ignore
+
+
 def rank_loss(model: nn.Module, x: Tensor) -> Tensor:
     s = model(x)[:, 0]
     return F.softplus(-(s[:, None] - s[None]) * (x[:, 0][:, None] - x[:, 0][None]).sign()).mean()
@@ -97,7 +118,7 @@ def rank_loss(model: nn.Module, x: Tensor) -> Tensor:
 LOSSES: Mapping[str, tuple[Callable[[], nn.Module], Loss, tuple[Tensor, ...]]] = {
     "balance": (Net, balance, (X,)), "dice": (Net, dice, (X,)), "variance": (Net, variance, (X,)),
     "covariance": (Net, covariance, (X,)), "clip": (Towers, clip, (X, Y)), "simclr": (Net, simclr, (X,)),
-    "rank": (Net, rank_loss, (X,)),
+    "rank": (Net, rank_loss, (X,)), "places": (Placed, similar, (X,)),
 }  # fmt: skip
 WAYS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "accumulation": ("dp=1", {"microbatches": 3}),
@@ -106,6 +127,7 @@ WAYS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "pp": ("pp=2", {"microbatches": 4}),
     "pp, dp": ("pp=2,dp=2", {"microbatches": 3, "zero": 2, "schedule": "gpipe"}),
     "zero=3": ("dp=2", {"microbatches": 3, "zero": 3, "recompute": "full"}),
+    "zero=3, pp": ("pp=2,dp=2", {"microbatches": 3, "zero": 3}),
 }
 
 

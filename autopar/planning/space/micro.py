@@ -17,7 +17,7 @@ from autopar.ir.options import StepOptions
 from autopar.ir.plan import Fixed, Plan
 from autopar.machines import Machine
 from autopar.passes.costs.streams import run
-from autopar.passes.pipeline.cuts.assign import times_in
+from autopar.passes.pipeline.cuts.assign import timed
 from autopar.passes.pipeline.cuts.coupling import check_middle
 from autopar.planning.shallow.between import between
 from autopar.planning.shallow.captures import LEAST_ROWS, Captures
@@ -67,7 +67,7 @@ class Micros:
         try:
             lowered = self._lowered(Split(), LOW, PARTS, waits=True)
             made = cut_at(lowered, "none", self._border, halves=False)
-            coupling = times_in(made.program, made.plan).coupling
+            coupling = timed(made.program, made.plan)[1].coupling
             if coupling is not None:
                 check_middle(made.graphs.get("M"), coupling)
         except CoupledError as error:
@@ -121,7 +121,7 @@ class Micros:
 
         def made(plan: Plan) -> Lowered:
             lowered = through_passes(program, plan)
-            times_in(lowered.program, lowered.plan)  # raises CoupledError
+            timed(lowered.program, lowered.plan)  # raises CoupledError
             return lowered
 
         return decoupled(plan, made)

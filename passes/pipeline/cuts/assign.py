@@ -56,12 +56,7 @@ def staged(program: Program, plan: Plan, places: Places) -> Staged:
 
 def _assign(program: Program, plan: Plan, places: Places) -> Staged:
     """Give every call of the micro-batches its stage: forward ones by the cut, backward ones by data flow."""
-    program = program if plan.parts > 1 else with_reductions(program)
-    if plan.gathers_again:
-        gathers = gathered_anew(program, plan)
-        times = times_of(program, plan.parts, gathers, both=True, sized=bool(plan.slice_lengths))
-        program = gathered_late(program, times)
-    times = times_in(program, plan)
+    program, times = timed(program if plan.parts > 1 else with_reductions(program), plan)
     if len(places.ranks) == 1 and plan.options.stages is None and plan.options.stage_memory is None:
         every = forward_nodes(program, times), backward_nodes(program, times)
         return Staged(program, *(dict.fromkeys(nodes, 0) for nodes in every))
@@ -106,6 +101,16 @@ def _accumulate_per_stage(staged: Staged, plan: Plan) -> Staged:
     times = times_of(staged.program, plan.parts, sized=bool(plan.slice_lengths))
     staged = replace(staged, backward=with_steps_of_terms(times, staged.backward))
     return staged.moved_to(*sums_by_stage(staged.program, times, staged.all))
+
+
+def timed(program: Program, plan: Plan) -> tuple[Program, NodeTimes]:
+    """The program in which each node has one time, and the times: what micro-batches read, and the step once more when
+    they are done, is there twice."""
+    if plan.gathers_again:
+        gathers = gathered_anew(program, plan)
+        times = times_of(program, plan.parts, gathers, both=True, sized=bool(plan.slice_lengths))
+        program = gathered_late(program, times)
+    return program, times_in(program, plan)
 
 
 def times_in(program: Program, plan: Plan) -> NodeTimes:

@@ -155,8 +155,8 @@ def times_of(
     if not both:
         of.update(dict.fromkeys(_only_late(leaving, renewed, of), When.AFTER))
     if second:
-        early = (node for node, when in of.items() if when is When.AFTER and node not in ends | reductions)
-        of.update(dict.fromkeys(list(early), When.MIDDLE))
+        early = {node for node, when in of.items() if when is When.AFTER and node not in ends | reductions}
+        of.update(dict.fromkeys(early - _of_ends(early, ends, reductions), When.MIDDLE))
     known = frozenset(reductions), frozenset(renewed), frozenset(late | leaving), frozenset(second)
     return NodeTimes(of, *known, coupling)
 
@@ -200,6 +200,20 @@ def _only_late(nodes: set[fx.Node], renewed: AbstractSet[fx.Node], of: dict[fx.N
             more = made_among([user], renewed) - found
             found |= more
             pending += more
+    return found
+
+
+def _of_ends(early: AbstractSet[fx.Node], ends: AbstractSet[fx.Node], joins: AbstractSet[fx.Node]) -> set[fx.Node]:
+    """Find what is made of parameters alone and read by `ends` alone: it is gathered and computed with these."""
+    joined: set[fx.Node] = set()
+    ordered = [node for node in next(iter(early)).graph.nodes if node in early] if early else []
+    for node in ordered:
+        if not joined.isdisjoint(node.all_input_nodes) or not joins.isdisjoint(node.all_input_nodes):
+            joined.add(node)
+    found: set[fx.Node] = set()
+    for node in reversed(ordered):
+        if node not in joined and all(user in ends or user in found for user in node.users):
+            found.add(node)
     return found
 
 
