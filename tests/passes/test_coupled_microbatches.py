@@ -57,7 +57,8 @@ class Placed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.places = nn.Sequential(nn.Linear(2, 64), nn.SiLU(), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 8)).double()
+        layers = nn.Linear(2, 64), nn.SiLU(), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 8)
+        self.places = nn.Sequential(*layers).double()
         self.read, self.out = nn.Linear(1, 8).double(), nn.Linear(8, 4).double()
 
     def forward(self, x: Tensor) -> Tensor:
