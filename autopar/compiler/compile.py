@@ -72,7 +72,7 @@ def span_us(compiled: Lowered) -> float:
     return simulate(pipeline.lists, pipeline.flow, pipeline.costs).span_us
 
 
-WHOLE_TRIES = 8  # searches of a program in which some values turn out to be needed of the whole batch
+WHOLE_TRIES = 16  # searches of a program in which some values turn out to be needed of the whole batch
 
 
 class CaptureKeywords(TypedDict, total=False):
