@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
 import torch
 from torch import fx
 
-from autopar.ir.layout import Factor, Layout, is_mirrored, outer_of
-from autopar.ir.mesh import CONTEXT_AXES, DATA_AXES, GRADIENT_AXES, MICROBATCH, SLICE, TIME_AXES, group_name
+from autopar.ir.layout import OWNED, Factor, Layout, is_mirrored, outer_of
+from autopar.ir.mesh import CONTEXT_AXES, DATA_AXES, GRADIENT_AXES, MICROBATCH, SLICE, TIME_AXES, Mesh, group_name
 from autopar.ir.ops.ops import is_collective, op
 from autopar.ir.plan import Plan
 from autopar.ir.program import CAST, Builder, Level, Output, Program, Record, is_given, operand_nodes, record
@@ -265,7 +265,11 @@ class _Reshard:
     ) -> tuple[fx.Node, list[ReshardMove]]:
         """The way to `wanted` with the fewest collectives: from the value, or from what was made of it already."""
         starts = [(record(node).layout, self.build.value[node]), *moved.items()]
-        ways = [(made, moves(layout, wanted, first, home)) for layout, made in starts if _reaches(layout, wanted)]
+        ways = [
+            (made, moves(layout, wanted, self.program.mesh, first, home))
+            for layout, made in starts
+            if _reaches(layout, wanted)
+        ]
         return min(ways, key=lambda way: sum(is_collective(op(step.name)) for step in way[1]))
 
     def _reason(self, node: fx.Node, has: Layout, wanted: Layout, user: fx.Node) -> str:
@@ -289,24 +293,31 @@ def stored_nodes(program: Program, plan: Plan) -> dict[fx.Node, str]:
 
 
 def moves(
-    has: Layout, wanted: Layout, first: tuple[str, ...] = (), home: tuple[Factor, ...] = ()
+    has: Layout, wanted: Layout, mesh: Mesh, first: tuple[str, ...] = (), home: tuple[Factor, ...] = ()
 ) -> list[ReshardMove]:  # fmt: skip
     """The shortest sequence of collectives and slices that turns one layout into another.
 
     What can be sliced is sliced first, so that less is moved. Partial axes are reduced (or reduced and scattered),
     splits that are not wanted are gathered innermost first, missing ones sliced outermost first; a split that goes
     from one dim to another is an all-to-all. What moves alike over several data axes moves once, over all of them.
+    What an axis splits inside of another one stays where it is, if both layouts have it at the same places: over tp=2
+    [tp:2:mb] is gathered to [4:mb], and sliced from it, and no micro-batch is moved.
     `first`: the axes over which sums are scattered before micro-batches are added up. `home`: how the dim of rows lies
     that go to owners, or come back.
     """
-    return _Moves(has, wanted, first, home).steps
+    return _Moves(has, wanted, mesh, first, home).steps
 
 
 Owned = tuple[tuple[int, str], ...]  # dims with rows at their owners, and the axis of each
 
 
 class _Moves:
-    def __init__(self, has: Layout, wanted: Layout, first: tuple[str, ...], home: tuple[Factor, ...]) -> None:
+    """staying: the dims of which some axes split the same places in both layouts, inside of what others split."""
+
+    def __init__(
+        self, has: Layout, wanted: Layout, mesh: Mesh, first: tuple[str, ...], home: tuple[Factor, ...]
+    ) -> None:
+        self.mesh = mesh
         owned = next((one for one in (has, wanted) if one.owned), None)
         self.first, self.home = first, home or (owned.at_home.dims[0] if owned else ())
         self.dims = [list(dim) for dim in has.dims]
@@ -315,6 +326,7 @@ class _Moves:
         stays = has.owned == wanted.owned
         self.wanted = wanted if stays or not wanted.owned else Layout((self.home, *wanted.dims[1:]), wanted.partial)
         self._from_owners(() if stays else has.owned)
+        self.staying = {dim for dim, wants in enumerate(self.wanted.dims) if _stay(self.dims[dim], wants, mesh)}
         self._slice()
         self._reduce()
         self._gather()
@@ -349,7 +361,7 @@ class _Moves:
             for axis in _without_integers(wanted):
                 place = self._next_split(axis) if axis not in held else None
                 if place is not None:
-                    self.dims[dim] = list(wanted[: wanted.index(axis) + 1])
+                    self.dims[dim] = self._with(dim, axis)
                     self._step("shard", axis, *place)
 
     def _reduce(self) -> None:
@@ -367,10 +379,11 @@ class _Moves:
     def _scatter(self, axis: str, alike: list[str], dim: int, outer: int) -> None:
         """Scatter a sum over an axis, and over those after it in the wanted layout that move alike."""
         wanted = self.wanted.dims[dim]
-        after = () if outer < 0 else wanted[wanted.index(axis) + 1 :]  # what is mirrored moves alone
+        is_alone = outer < 0 or dim in self.staying  # as what is mirrored is
+        after = () if is_alone else wanted[wanted.index(axis) + 1 :]
         axes = [axis, *map(str, takewhile(alike.__contains__, after))]
         self.partial = [part for part in self.partial if part[0] not in axes]
-        self.dims[dim] = list(wanted[: wanted.index(axes[-1]) + 1])
+        self.dims[dim] = self._with(dim, axes[-1])
         self._step("reduce_scatter", group_name(axes), dim, outer, "sum")
 
     def _turn(self, part: tuple[str, str]) -> tuple[bool, bool, bool]:
@@ -384,11 +397,34 @@ class _Moves:
     def _next_split(self, axis: str) -> tuple[int, int] | None:
         """(dim, outer) if `axis` is the next factor that the wanted layout has beyond the present one."""
         for dim, wanted in enumerate(self.wanted.dims):
+            if axis in wanted and dim in self.staying:
+                is_next = axis not in self.dims[dim] and not self._left(dim, wanted)
+                return (dim, outer_of(self._with(dim, axis), axis)) if is_next else None
             if axis in wanted:
                 before = _without_integers(wanted[: wanted.index(axis)])
                 if _without_integers(self.dims[dim]) == before and _prefix(self.dims[dim], wanted):
                     return dim, outer_of(wanted, axis)
         return None
+
+    def _with(self, dim: int, axis: str) -> list[Factor]:
+        """The factors of a dim that is split further, over an axis of the wanted layout."""
+        wanted = self.wanted.dims[dim]
+        if dim in self.staying:
+            return _alone(wanted, {axis, *_without_integers(self.dims[dim])}, self.mesh)
+        return list(wanted[: wanted.index(axis) + 1])
+
+    def _without(self, dim: int, axes: list[str]) -> list[Factor]:
+        """The factors of a dim that is gathered over some axes."""
+        factors = self.dims[dim]
+        if dim in self.staying:
+            return _alone(factors, {*_without_integers(factors)}.difference(axes), self.mesh)
+        return list(_without_tail(factors[: factors.index(axes[0])]))
+
+    def _left(self, dim: int, wanted: tuple[Factor, ...]) -> list[str]:
+        """The axes of a dim that are to be gathered."""
+        if dim in self.staying:
+            return [axis for axis in _without_integers(self.dims[dim]) if axis not in wanted]
+        return _without_integers(self.dims[dim][_common(self.dims[dim], wanted) :])
 
     def _gather(self) -> None:
         """Gather what lies inside of axes in time, then over these, one after the other, and then the rest."""
@@ -399,18 +435,17 @@ class _Moves:
         """Gather over the axes of each dim, innermost first; is_next: while an axis in time is left there, and this
         is true of those that are left."""
         for dim, wanted in enumerate(self.wanted.dims):
-            keep = _common(self.dims[dim], wanted)
-            while left := _without_integers(self.dims[dim][keep:]):
+            while left := self._left(dim, wanted):
                 if is_next is not None and not (set(left) & {*TIME_AXES} and is_next(left)):
                     break
-                axis = _last_axis(self.dims[dim])
+                axis = left[-1]
                 outer = outer_of(self.dims[dim], axis)
                 target = self._goes_to(axis, dim)
-                axes = [axis] if target is not None else self._gathered_with(axis, dim, keep)
-                self.dims[dim] = list(_without_tail(self.dims[dim][: self.dims[dim].index(axes[0])]))
+                axes = [axis] if target is not None else self._gathered_with(axis, dim, left)
+                self.dims[dim] = self._without(dim, axes)
                 if target is not None:
                     other, other_outer = target
-                    self.dims[other] = list(self.wanted.dims[other][: self.wanted.dims[other].index(axis) + 1])
+                    self.dims[other] = self._with(other, axis)
                     self._step("all_to_all", axis, dim, outer, other, other_outer)
                 else:
                     self._step("all_gather", group_name(axes), dim, outer)
@@ -422,12 +457,12 @@ class _Moves:
         target = self._next_split(axis)
         return target if target is not None and target[0] != dim else None
 
-    def _gathered_with(self, axis: str, dim: int, keep: int) -> list[str]:
-        """The axes, `axis` the last of them, that split a dim one right after the other, and move alike."""
+    def _gathered_with(self, axis: str, dim: int, left: list[str]) -> list[str]:
+        """The axes of `left`, `axis` the last of them, that split a dim one right after the other, and move alike."""
         factors, found = self.dims[dim], [axis]
-        for place in reversed(range(keep, factors.index(axis))):
+        for place in reversed(range(factors.index(axis))):
             one = factors[place]
-            if not (isinstance(one, str) and _moves_with(axis, one)) or is_mirrored(factors, place):
+            if not (isinstance(one, str) and one in left and _moves_with(axis, one)) or is_mirrored(factors, place):
                 break
             if self._goes_to(one, dim) is not None:
                 break
@@ -436,10 +471,12 @@ class _Moves:
 
     def _split(self) -> None:
         for dim, wanted in enumerate(self.wanted.dims):
-            for position, factor in enumerate(wanted):
+            for factor in wanted:
                 if isinstance(factor, str) and factor not in self.dims[dim]:
-                    self.dims[dim] = list(wanted[: position + 1])
-                    self._step("shard", factor, dim, outer_of(wanted, factor))
+                    self.dims[dim] = self._with(dim, factor)
+                    self._step("shard", factor, dim, outer_of(self.dims[dim], factor))
+            if dim in self.staying:
+                self.dims[dim] = list(wanted)
 
     def _make_partial(self) -> None:
         for axis, kind in self.wanted.partial:
@@ -466,11 +503,11 @@ def _reaches(has: Layout, wanted: Layout) -> bool:
     return all(kind == "sum" for axis, kind in wanted.partial if (axis, kind) not in has.partial)
 
 
-def _without_integers(factors: list[Factor] | tuple[Factor, ...]) -> list[str]:
+def _without_integers(factors: Sequence[Factor]) -> list[str]:
     return [factor for factor in factors if isinstance(factor, str)]
 
 
-def _without_tail(factors: list[Factor] | tuple[Factor, ...]) -> tuple[Factor, ...]:
+def _without_tail(factors: Sequence[Factor]) -> tuple[Factor, ...]:
     """Integer factors after the last axis say nothing."""
     found = list(factors)
     while found and isinstance(found[-1], int):
@@ -478,15 +515,35 @@ def _without_tail(factors: list[Factor] | tuple[Factor, ...]) -> tuple[Factor, .
     return tuple(found)
 
 
-def _last_axis(factors: list[Factor]) -> str:
-    return next(factor for factor in reversed(factors) if isinstance(factor, str))
-
-
 def _prefix(factors: list[Factor], of: tuple[Factor, ...]) -> bool:
     return list(of[: len(factors)]) == list(factors)
 
 
-def _common(a: list[Factor], b: tuple[Factor, ...]) -> int:
+def _stay(has: Sequence[Factor], wanted: Sequence[Factor], mesh: Mesh) -> bool:
+    """True for two layouts of a dim in which the axes that both have split the same places, and where the usual way
+    would gather one of these to come to what lies outside of it."""
+    both = {axis for axis in _without_integers(has) if axis in wanted}
+    if both.issubset(has[: _common(has, wanted)]) or any(isinstance(f, int) and f <= OWNED for f in (*has, *wanted)):
+        return False
+    if mesh.lengths and (SLICE in has) != (SLICE in wanted):
+        return False  # pieces that differ in length are no factor
+    return _alone(has, both, mesh) == _alone(wanted, both, mesh)
+
+
+def _alone(factors: Sequence[Factor], axes: Collection[str], mesh: Mesh) -> list[Factor]:
+    """The factors of a dim that some of its axes alone split: what others do is there whole, as an integer."""
+    found: list[Factor] = []
+    for factor in factors:
+        size = mesh[factor] if isinstance(factor, str) and factor not in axes else factor
+        last = found[-1] if found else ""
+        if isinstance(size, int) and isinstance(last, int):
+            found[-1] = last * size
+        elif size != 1:
+            found.append(size)
+    return list(_without_tail(found))
+
+
+def _common(a: Sequence[Factor], b: Sequence[Factor]) -> int:
     """How many leading factors two dims share."""
     count = 0
     for left, right in zip(a, b, strict=False):

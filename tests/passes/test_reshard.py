@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, fx
 
 import autopar.runtime.executor.kernel_table  # noqa: F401  registers the kernels of our ops
 from autopar.ir.check.check_levels import verify
-from autopar.ir.layout import Factor, Layout, combine, fits, local_part, parse_layout, replica_error
+from autopar.ir.layout import Factor, Layout, combine, factor_sizes, fits, local_part, parse_layout, replica_error
 from autopar.ir.mesh import Mesh, parse_mesh
 from autopar.ir.ops.ops import is_collective, op
 from autopar.ir.plan import Plan
@@ -155,6 +156,14 @@ ONE_MOVE = [
     ("[-,-] partial(dp,tp)", "[-,-] partial(tp)", ["all_reduce dp sum"]),
     ("[-,-] partial(dp)", "[dp:tp,-]", ["reduce_scatter dp 0 1 sum", "shard tp 0 1"]),
     ("[tp:dp,-]", "[tp,-]", ["all_gather dp 0 1"]),
+    # what lies inside of another split stays: rows of a sequence-major model, whose positions tp has
+    ("[tp:2:dp,-]", "[6:dp,-]", ["all_gather tp 0 1"]),
+    ("[6:dp,-]", "[tp:2:dp,-]", ["shard tp 0 1"]),
+    ("[6:dp,-] partial(tp)", "[tp:2:dp,-]", ["reduce_scatter tp 0 1 sum"]),
+    ("[tp:2:dp,-]", "[6:dp,2:tp]", ["all_to_all tp 0 1 1 2"]),
+    ("[2:tp:dp,-]", "[6:dp,-]", ["all_gather tp 0 2"]),
+    ("[tp:dp,-]", "[3:dp,-]", ["all_gather tp 0 1"]),
+    ("[tp:2:dp,-]", "[3:dp,-]", ["all_gather dp 0 2", "all_gather tp 0 1", "shard dp 0 3"]),  # it lies elsewhere there
 ]
 
 
@@ -203,9 +212,37 @@ def test_moves_end_where_they_should() -> None:
     draw = random.Random(7)
     for _ in range(300):
         has, wants = (draw_layout(draw, (6, 36), MESH, ("sum",)) for _ in range(2))
-        found = moves(has, wants)
+        found = moves(has, wants, MESH)
         assert (found[-1].layout if found else has) == wants
         assert sum(is_collective(op(step.name)) for step in found) <= 4, (str(has), str(wants))
+
+
+def test_what_lies_inside_of_other_splits_stays() -> None:
+    """A dim that is split over some axes, and over others of the same places: no axis that both have is moved."""
+    mesh, draw = parse_mesh("dp=2,cp=3,tp=2"), random.Random(11)
+    for seed in range(60):
+        names = draw.sample(mesh.names, 3)
+        full = [each for axis in names for each in (*draw.sample([2, 3], draw.randrange(2)), axis)]
+        has, wants = (as_split_over(full, {axis for axis in names if draw.random() < 0.7}, mesh) for _ in range(2))
+        partial = tuple((axis, "sum") for axis in mesh.names if axis not in has.axes and draw.random() < 0.5)
+        size = 2 * math.prod(factor_sizes(tuple(full), mesh))
+        found = check(Layout(has.dims, partial), wants, (size, 2), seed, mesh)
+        moved = {axis for step in found for axis in step.split()[1].split(":")}
+        assert moved.isdisjoint(set(has.axes) & set(wants.axes)), (str(has), str(wants), found)
+
+
+def as_split_over(factors: list[Factor], axes: set[str], mesh: Mesh) -> Layout:
+    """The places of a dim that only some of its axes split."""
+    found: list[Factor] = []
+    for factor in factors:
+        size = mesh[factor] if isinstance(factor, str) and factor not in axes else factor
+        if isinstance(size, int) and found and isinstance(found[-1], int):
+            found[-1] *= size
+        else:
+            found.append(size)
+    while found and isinstance(found[-1], int):
+        found.pop()
+    return Layout((tuple(found), ()))
 
 
 def test_reasons_name_value_user_and_layouts() -> None:

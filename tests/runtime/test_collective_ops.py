@@ -53,7 +53,7 @@ def ask(name: str, parts: list[torch.Tensor], rest: tuple[object, ...]) -> list[
 def test_a_collective_changes_the_layout_and_not_the_value(one: CollectiveOp) -> None:
     for layout, rest in CASES[one.name]:
         parts = parts_of(layout)
-        after = moved_layout(one.name, ("x", *rest), layout)
+        after = moved_layout(one.name, ("x", *rest), layout, MESH)
         assert after is not None and (after == layout) == one.to_one
         got = combine(ask(one.name, parts, rest), after, MESH)
         if one.to_one:  # the pieces stand elsewhere
@@ -127,9 +127,9 @@ def test_a_halo_is_the_rows_beside_each_run(case: tuple[Layout, int, int, int]) 
     torch.testing.assert_close(summed, sum_of_halos(given, 0, runs, known), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close((given * long).sum(), (summed * whole).sum(), rtol=1e-12, atol=1e-12)
     for name in ("halo", "halo_sum"):
-        assert moved_layout(name, ("x", *rest), layout) == layout
-        assert moved_layout(name, ("x", 1, outer, before, after), layout) != layout, "another dim"
-        assert moved_layout(name, ("x", 0, 4 * outer, before, after), layout) != layout, "other runs"
+        assert moved_layout(name, ("x", *rest), layout, MESH) == layout
+        assert moved_layout(name, ("x", 1, outer, before, after), layout, MESH) != layout, "another dim"
+        assert moved_layout(name, ("x", 0, 4 * outer, before, after), layout, MESH) != layout, "other runs"
 
 
 def test_the_halo_of_one_rank_is_that_of_its_own_runs() -> None:

@@ -10,7 +10,7 @@ import autopar
 from autopar.errors import BatchError, RankError
 from autopar.ir.check.check_levels import moved_layout
 from autopar.ir.layout import parse_layout
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import Mesh, parse_mesh
 from autopar.ir.ops.ops import NO_EXPERT, op
 from autopar.runtime.collectives import mesh_ops
 from autopar.runtime.collectives.collectives import Member, Move, begin, together
@@ -109,12 +109,12 @@ def test_counts_that_do_not_fit_are_seen() -> None:
 
 def test_layouts() -> None:
     home, owned = parse_layout("[dp:ep:2:cp,tp]"), parse_layout("[dp:@ep:2:cp,tp]")
-    route = ("ep", None, None)
-    assert moved_layout("dispatch", route, home) == owned and moved_layout("combine", route, owned) == home
-    assert moved_layout("dispatch", route, owned) is None and moved_layout("combine", route, home) is None
-    assert moved_layout("dispatch", ("tp", None, None), home) is None
-    assert str(moved_layout("owned_index", ("ep", None), parse_layout("[dp:ep]"))) == "[dp:@ep]"
-    assert str(moved_layout("route", ("ep", 6), parse_layout("[dp:ep:2:cp]"))) == "[dp:ep:cp,-]"
+    route, mesh = ("ep", None, None), parse_mesh("dp=2,cp=2,ep=2,tp=2")
+    assert moved_layout("dispatch", route, home, mesh) == owned and moved_layout("combine", route, owned, mesh) == home
+    assert moved_layout("dispatch", route, owned, mesh) is None and moved_layout("combine", route, home, mesh) is None
+    assert moved_layout("dispatch", ("tp", None, None), home, mesh) is None
+    assert str(moved_layout("owned_index", ("ep", None), parse_layout("[dp:ep]"), mesh)) == "[dp:@ep]"
+    assert str(moved_layout("route", ("ep", 6), parse_layout("[dp:ep:2:cp]"), mesh)) == "[dp:ep:cp,-]"
 
 
 def test_a_row_without_an_expert_goes_nowhere_and_comes_back_as_zeros() -> None:

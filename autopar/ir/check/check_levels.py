@@ -10,7 +10,7 @@ from autopar.errors import VerificationError
 from autopar.ir.check.verify_chains import check_chains
 from autopar.ir.check.verify_fused import check_groups
 from autopar.ir.layout import OWNED, Layout, fits, outer_of
-from autopar.ir.mesh import axes_of_group
+from autopar.ir.mesh import SLICE, Mesh, axes_of_group
 from autopar.ir.ops.collective_ops import COLLECTIVES, SPLIT, Spread
 from autopar.ir.ops.ops import AWAITED, COPIES, TO_DEVICE, TO_HOST, is_mesh_op, mesh_op_name
 from autopar.ir.ops.ring_ops import Ring, is_attention, is_ring_backward
@@ -157,7 +157,7 @@ def _check_operands(node: fx.Node) -> None:
 def _check_move(node: fx.Node, program: Program) -> None:
     """A collective gives the layout that it says, inferred from what it does."""
     has = record(operand_nodes(node)[0]).layout
-    inferred = moved_layout(mesh_op_name(node.target), node.args[1:], has)
+    inferred = moved_layout(mesh_op_name(node.target), node.args[1:], has, program.mesh)
     if inferred is None:
         _fail(node, f"cannot be applied to {has}: {node.args[1:]}")
     elif mesh_op_name(node.target) in _TO_OWNERS and _axes_of_rows(inferred) == _axes_of_rows(record(node).layout):
@@ -175,7 +175,7 @@ def _check_ring(node: fx.Node, program: Program) -> None:
     pieces = [record(ring.k).layout, record(ring.v).layout]
     pieces += [one for one in found.layouts[1:] if one is not None] if is_ring_backward(node.target) else []
     for layout in pieces:
-        whole = moved_layout("all_gather", (ring.axis, 2, ring.outer), layout)
+        whole = moved_layout("all_gather", (ring.axis, 2, ring.outer), layout, program.mesh)
         if whole is None or _canonical(whole).dims[2] or layout.partial:
             _fail(node, f"sends round pieces over '{ring.axis}' at outer {ring.outer}, and has {layout}")
 
@@ -191,7 +191,7 @@ _LOCAL: dict[str, tuple[Spread, Spread]] = {"shard": (None, SPLIT), "keep_first"
 _TO_OWNERS = {"owned_index": True, **{one.name: one.owned for one in COLLECTIVES if one.owned is not None}}
 
 
-def moved_layout(name: str, args: tuple[object, ...], has: Layout) -> Layout | None:
+def moved_layout(name: str, args: tuple[object, ...], has: Layout, mesh: Mesh) -> Layout | None:
     """The layout that a mesh op gives to a value in `has`; None if it cannot be applied."""
     row, dims, partial = _COLLECTIVES.get(name), [list(dim) for dim in has.dims], list(has.partial)
     axes = axes_of_group(str(args[0])) if args else ()
@@ -205,14 +205,18 @@ def moved_layout(name: str, args: tuple[object, ...], has: Layout) -> Layout | N
         return _with_owners(has, axes, _TO_OWNERS[name])
     before, after = (row.has, row.gives) if row is not None else _LOCAL.get(name, (None, None))
     if row is not None and row.edges:  # each run of rows longer, or shorter: they must be split as it says
+        at = args[1]
+        assert isinstance(at, int)
         for axis in reversed(axes):
-            _remove(dims, axis, args[1], args[2])
-        dims = [list(dim) for dim in (dims if ["wrong"] in dims else has.dims)]
-        return Layout(tuple(tuple(dim) for dim in dims), has.partial)
+            _remove(dims, axis, at, args[2], mesh)
+        is_so = dims[at] == list(has.dims[at][: len(dims[at])])  # nothing splits the runs further
+        return Layout(
+            has.dims if is_so else tuple(("wrong",) if i == at else d for i, d in enumerate(has.dims)), has.partial
+        )
     at = args[1:]  # (dim, outer) of where the value was split, and of where it will be
     if before == SPLIT:
         for axis in reversed(axes):
-            _remove(dims, axis, at[0], at[1])
+            _remove(dims, axis, at[0], at[1], mesh)
         at = at[2:]
     elif row is not None and before is not None:
         summed = {(axis, str(args[-1]) if "str kind" in row.schema else before) for axis in axes}
@@ -221,7 +225,7 @@ def moved_layout(name: str, args: tuple[object, ...], has: Layout) -> Layout | N
         partial = [pair for pair in partial if pair not in summed]
     if after == SPLIT:
         for axis in axes:
-            _insert(dims, axis, at[0], at[1])
+            _insert(dims, axis, at[0], at[1], mesh)
     elif after is not None:
         partial += [(axis, after) for axis in axes]
     return Layout(tuple(tuple(dim) for dim in dims), tuple(partial))
@@ -242,32 +246,57 @@ def _with_owners(has: Layout, axes: tuple[str, ...], owned: bool) -> Layout | No
     return Layout((tuple(factors), *has.dims[1:]), has.partial)
 
 
-def _remove(dims: list[list[str | int]], axis: str, dim: object, outer: object) -> None:
+def _remove(dims: list[list[str | int]], axis: str, dim: object, outer: object, mesh: Mesh) -> None:
+    """Put the pieces of a dim over an axis side by side, in each of `outer` blocks of the local value. What splits
+    these pieces further then splits as many more of them."""
     assert isinstance(dim, int)
     factors = dims[dim]
     if axis not in factors or OWNED in factors:  # nobody knows how many rows of others are at their owners
         dims[dim] = ["wrong"]
         return
     position = factors.index(axis)
-    if any(isinstance(factor, str) for factor in factors[position + 1 :]) or outer_of(factors, axis) != outer:
+    behind = factors[position + 1 :]
+    is_inside = any(isinstance(factor, str) for factor in behind)
+    is_even = not (mesh.lengths and axis == SLICE) and not _has_mirrored(factors)
+    if outer_of(factors, axis) != outer or (is_inside and not is_even):
         dims[dim] = ["wrong"]
         return
-    del factors[position:]
+    factors[position:] = [mesh[axis], *behind] if is_inside else []
 
 
-def _insert(dims: list[list[str | int]], axis: str, dim: object, outer: object) -> None:
-    """Split what follows the last axis of a dim, after `outer` whole blocks of the local value; mirrored in every
-    second of them if it is negative."""
+def _insert(dims: list[list[str | int]], axis: str, dim: object, outer: object, mesh: Mesh) -> None:
+    """Split each of `outer` blocks of the local value of a dim: what follows its last axis, or a number of places that
+    lies before. Mirrored in every second of them if `outer` is negative."""
     assert isinstance(dim, int) and isinstance(outer, int)
     factors, blocks = dims[dim], abs(outer)
     known = math.prod(abs(factor) or 1 for factor in factors if isinstance(factor, int))
     more = blocks // known
-    if OWNED in factors or blocks % known or (outer < 0 and more % 2):
+    if OWNED in factors or (more and blocks % known) or (outer < 0 and (not more or more % 2)):
         dims[dim] = ["wrong"]
-        return
-    if more > 1:
-        factors.append(-more if outer < 0 else more)
-    factors.append(axis)
+    elif more:
+        factors += [*([-more if outer < 0 else more] if more > 1 else []), axis]
+    else:
+        dims[dim] = _with_inside(factors, axis, blocks, mesh)
+
+
+def _with_inside(factors: list[str | int], axis: str, blocks: int, mesh: Mesh) -> list[str | int]:
+    """Split the places of a dim that an integer stands for, after so many blocks."""
+    found, known = list[str | int](), 1
+    for place, factor in enumerate(factors):
+        if isinstance(factor, str) or known * abs(factor) <= blocks:
+            found.append(factor)
+            known *= factor if isinstance(factor, int) else 1
+            continue
+        before, rest = divmod(blocks, known)
+        if rest or _has_mirrored(factors) or factor % (before * mesh[axis]) or (mesh.lengths and axis == SLICE):
+            break
+        parts: list[str | int] = [before, axis, factor // before // mesh[axis]]
+        return [*found, *(part for part in parts if part != 1), *factors[place + 1 :]]
+    return ["wrong"]
+
+
+def _has_mirrored(factors: list[str | int]) -> bool:
+    return any(isinstance(factor, int) and factor < 0 for factor in factors)
 
 
 def _canonical(layout: Layout) -> Layout:
