@@ -126,6 +126,9 @@ def draw(
         name, mesh, options = _with_experts(dice, mesh, options)
     if "recompute" in options and options.get("microbatches", 1) > 1 and dice.random() < 1 / 2:  # last, as well
         options["recompute"] = dice.choice(BY_STAGE)
+    first = f"{name}, positions first"
+    if first in recurrences.POSITIONS_FIRST and dice.random() < 1 / 2:  # last, as well
+        name = first
     return name, mesh, options
 
 
@@ -156,7 +159,7 @@ def run(name: str, mesh: str, options: Mapping[str, Any], rows: int) -> float:
     """The largest error, of a row that `verify` calls right. `rows` is the size of the batch, repeated as often as it
     takes."""
     torch.manual_seed(0)
-    made = recurrences.MODELS.get(name) or mixtures.MODELS.get(name)
+    made = {**recurrences.MODELS, **recurrences.POSITIONS_FIRST, **mixtures.MODELS}.get(name)
     model, loss_fn, batch = made() if made is not None else model_of(name)
     if isinstance(slices := options.get("slices"), tuple):
         options = {**options, "slices": _lengths(batch, slices)}
