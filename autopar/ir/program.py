@@ -113,6 +113,11 @@ def has_record(node: fx.Node) -> bool:
     return _KEY in node.meta
 
 
+def captured_name(node: fx.Node) -> str:
+    """The name of the call of the captured program whose value a node has, or of which a pass made it."""
+    return (record(node).origin or node.name).partition(".")[0]
+
+
 def operand_nodes(node: fx.Node) -> tuple[fx.Node, ...]:
     """The tensor-valued arguments in the order of args, then kwargs, lists flattened, duplicates kept."""
     operand_nodes: list[fx.Node] = []

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from autopar.ir.mesh import DATA_AXES, MICROBATCH, Mesh
 from autopar.ir.plan import Plan
-from autopar.ir.program import Program
+from autopar.ir.program import Program, captured_name
 from autopar.passes.rules import table_of
 from autopar.passes.rules.states import State, Strategy, states_of
 from autopar.passes.search.intents import Intent, intent_of
@@ -139,7 +139,8 @@ def axis_searches(classes: Classes, plan: Plan) -> Iterator[AxisSearch]:
             if is_idle and intent.experts:
                 intent = replace(intent, batch_split=False)
             per_flop = plan.weighed_on.bytes_per_flop()
-            whole = {number for node, number in classes.of.items() if axis == MICROBATCH and node.name in plan.whole}
+            asked = plan.whole if axis == MICROBATCH else ()
+            whole = {number for node, number in classes.of.items() if asked and captured_name(node) in asked}
             yield AxisSearch(
                 classes, axis, intent, mesh, _pins(plan), per_flop, is_idle, not plan.fixed.uneven, frozenset(whole)
             )

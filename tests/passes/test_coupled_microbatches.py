@@ -140,6 +140,32 @@ def test_it_is_the_step_of_the_whole_batch(name: str, way: str) -> None:
     assert report.ok, report
 
 
+class Words(nn.Module):
+    """A mean over positions, which cp splits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.tokens, self.up, self.down = nn.Embedding(16, 8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(self.tokens(x)).tanh()).mean(1)
+
+
+def rolled(model: nn.Module, x: Tensor) -> Tensor:
+    """Each sample beside the one, and against the second one, before it."""
+    h = model(x)
+    return F.triplet_margin_loss(h, h.roll(1, 0), h.roll(2, 0))
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "cp=2", "dp=2,cp=2", "dp=2,ulysses=2", "pp=2,cp=2", "fsdp=3,cp=2"])
+def test_neighbours_of_a_batch_are_those_of_the_whole_batch(mesh: str) -> None:
+    """With an axis of the sequence a roll is rows with their neighbours, which over dp:mb nobody could send."""
+    x = torch.randint(0, 16, (12, 4), generator=torch.Generator().manual_seed(5))
+    report = autopar.verify(Words().double(), mesh, loss_fn=rolled, batch=x, microbatches=2)
+    assert report.ok, report
+
+
 def test_the_order_is_chosen_and_its_price_told() -> None:
     made = autopar.compile(Net(), "pp=2", loss_fn=balance, batch=X, microbatches=4)
     assert made.pipeline is not None and made.pipeline.schedule == "gpipe"

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from autopar.errors import CoupledError
-from autopar.ir.mesh import SLICE, TIME_AXES, is_in_time
+from autopar.ir.mesh import SLICE, TIME_AXES, axes_of_group, is_in_time
 from autopar.ir.ops.ops import is_collective, is_mesh_op, op
-from autopar.ir.program import Program, record
+from autopar.ir.program import Program, captured_name, record
 from autopar.passes.pipeline.cuts.coupling import Coupling, coupled
 
 COORD = op("coord")
@@ -136,11 +136,11 @@ def times_of(
             coupling = coupling or reason
         if differs and (after or not second.isdisjoint(operands)):
             second.add(node)
-        if differs and is_collective(node.target) and is_in_time(_axis(node)) and node.target not in CARRIES:
+        if differs and is_collective(node.target) and _moves_in_time(node) and node.target not in CARRIES:
             (source,) = operands
             movers = [source] if source in second else list(node.users)
             reason = coupled(node, [node], {node}, program.notes)
-            raise refused.or_else(CoupledError(reason.refusal, frozenset(map(_origin, movers))))
+            raise refused.or_else(CoupledError(reason.refusal, frozenset(map(captured_name, movers))))
         if after and not differs:
             of[node] = When.AFTER
             if not ends.isdisjoint(operands):
@@ -256,12 +256,7 @@ def _is_cut(node: fx.Node) -> bool:
 def _parts_of(after: Iterable[fx.Node], ends: AbstractSet[fx.Node]) -> frozenset[str]:
     """The values of a micro-batch that joins among `ends`, behind which some values are, take together."""
     joins = (node for node in made_among(after, ends) if is_join(node))
-    return frozenset(_origin(join.all_input_nodes[0]) for join in joins)
-
-
-def _origin(node: fx.Node) -> str:
-    """The node of the captured program whose value a node has."""
-    return (record(node).origin or node.name).partition(".")[0]
+    return frozenset(captured_name(join.all_input_nodes[0]) for join in joins)
 
 
 def _has_slices(program: Program) -> bool:
@@ -272,6 +267,11 @@ def _has_slices(program: Program) -> bool:
 def _is_sliced(node: fx.Node) -> bool:
     """True for a value of which slices have parts."""
     return any(layout is not None and SLICE in layout.axes for layout in record(node).layouts)
+
+
+def _moves_in_time(node: fx.Node) -> bool:
+    """True for what moves over an axis in time, or over one and others at once (the ends of rows over dp:mb)."""
+    return any(axis in TIME_AXES for axis in axes_of_group(_axis(node)))
 
 
 def _axis(node: fx.Node) -> str:
