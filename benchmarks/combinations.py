@@ -7,7 +7,8 @@ go together on paper (ZeRO, recomputation, micro-batches, stages, schedules, sli
 a float: that of the model, or a precision.
 `autopar.verify` judges: of loss, every gradient, every updated weight and buffer over two steps the largest relative
 error is printed, or the refusal in full: an error of ours that says what to do. Replay one with `--only N`, the number
-of its row; `--recurrent`: every model is a recurrence, `--mixtures`: a mixture; `--float64`: no other float.
+of its row; `--recurrent`: every model is a recurrence, `--mixtures`: a mixture, `--composed`: of blocks, and under a
+loss, that are drawn (composed.py); `--float64`: no other float.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +36,7 @@ from autopar.errors import AutoparError
 from autopar.machines import Machine
 from autopar.torch_compat import tree_map
 from autopar.verification.verify import verify
-from benchmarks import mixtures, recurrences
+from benchmarks import composed, mixtures, recurrences
 from benchmarks.coverage import architectures, plain
 from benchmarks.coverage.measure import model_of
 from benchmarks.records import Figure, Records, record_option
@@ -62,10 +64,15 @@ class TooSlow(Exception):
 
 
 def draw(
-    seed: int, number: int, recurrent: bool = False, in_float64: bool = False, mixed: bool = False
+    seed: int,
+    number: int,
+    recurrent: bool = False,
+    in_float64: bool = False,
+    mixed: bool = False,
+    is_composed: bool = False,
 ) -> tuple[str, str, dict[str, Any]]:
     """The model, the mesh and the options of a row. recurrent: the model is a recurrence, mixed: a mixture of experts;
-    else one in eight is. in_float64: every row is; else one in two."""
+    else one in eight is. is_composed: it is made of drawn blocks. in_float64: every row is; else one in two."""
     dice = random.Random(f"{seed} {number}")
     name = dice.choice([*architectures.names(), *plain.MODELS])
     options: dict[str, Any] = {}
@@ -129,6 +136,13 @@ def draw(
     first = f"{name}, positions first"
     if first in recurrences.POSITIONS_FIRST and dice.random() < 1 / 2:  # last, as well
         name = first
+    if is_composed:
+        name = composed.drawn(dice)
+        for key in ("specialize", "per_microbatch", "expert_rows", "experts", *["slices"] * (dice.random() < 0.7)):
+            options.pop(key, None)
+        if "schedule" in options and dice.random() < 0.7:
+            options["schedule"] = "gpipe"  # the others let micro-batches go back too early for most of these losses
+        mesh = mesh.replace("ep=", "dp=") if "dp=" not in mesh else re.sub(r"ep=\d,?", "", mesh)
     return name, mesh, options
 
 
@@ -160,6 +174,8 @@ def run(name: str, mesh: str, options: Mapping[str, Any], rows: int) -> float:
     takes."""
     torch.manual_seed(0)
     made = {**recurrences.MODELS, **recurrences.POSITIONS_FIRST, **mixtures.MODELS}.get(name)
+    if composed.is_composed(name):
+        made = partial(composed.made, name)
     model, loss_fn, batch = made() if made is not None else model_of(name)
     if isinstance(slices := options.get("slices"), tuple):
         options = {**options, "slices": _lengths(batch, slices)}
@@ -247,6 +263,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=12, help="rows of a batch: what 2, 3, 4 and 6 parts divide")
     parser.add_argument("--recurrent", action="store_true", help="every model is a recurrence")
     parser.add_argument("--mixtures", action="store_true", help="every model is a mixture of experts")
+    parser.add_argument("--composed", action="store_true", help="every model is one of drawn blocks")
     parser.add_argument("--float64", action="store_true", help="every model is in float64")
     parser.add_argument("--count", type=int, help="the number of rows to draw")
     record_option(parser)
@@ -260,7 +277,7 @@ def main() -> None:
     drawn = itertools.islice(itertools.count(options.first), options.count)
     numbers = drawn if options.only is None else options.only
     for number in numbers:
-        kinds = options.recurrent, options.float64, options.mixtures
+        kinds = options.recurrent, options.float64, options.mixtures, options.composed
         verdict, line = case(options.seed, number, options.rows, *kinds)
         found[verdict] += 1
         print(line, flush=True)
