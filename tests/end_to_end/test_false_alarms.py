@@ -28,6 +28,7 @@ from autopar.verification.judge.comparison import Table
 from autopar.verification.judge.noise import Limits, Trained
 from autopar.verification.judge.rounding import BLOCK, Rounded, Units
 from autopar.verification.verify import verify_compiled
+from benchmarks import composed
 
 INF, KEY = float("inf"), ("gradient", "w")
 
@@ -146,6 +147,14 @@ def test_what_is_right_is_called_right(name: str) -> None:
         torch.manual_seed(seed)
         report = autopar.verify(make(), mesh, loss_fn=loss, batch=batch(), **form)
         assert report.ok, f"{mesh} {form}\n{report}"
+
+
+def test_a_precision_has_noise_where_autocast_refuses_the_model() -> None:
+    """And rounding makes NaN of it: the gradient of a maximum looks for what is equal to it."""
+    torch.manual_seed(0)
+    model, loss, batch = composed.made("normed+experts tied worst")
+    report = autopar.verify(model, "dp=1", loss_fn=loss, batch=batch, precision="bf16")
+    assert report.ok and any(row.noise for row in report.rows), report
 
 
 def test_a_copy_reads_nothing_of_its_original() -> None:

@@ -2,7 +2,8 @@
 
 The plain module trains again with the result of every op off by one unit in its last place (see `rounding.py`). That is
 asked for only where a comparison failed, so that what is right costs nothing more; and a sample that excuses all of it
-is the last one. Samples in which the model meets its own checks say nothing, and the next one moves its weights alone.
+is the last one. Samples in which the model meets its own checks say nothing, nor do those that are not finite (the
+gradient of a maximum, which looks for what is equal to it), and the next one moves its weights alone.
 
 What lies within that noise is not yet right: of a gradient that is nothing but rounding, twice as much is rounding too,
 and where rows are equal a lost sum changes nothing. So both sides also train from weights and a batch some percent
@@ -112,6 +113,8 @@ class Trained:
         if self.short is not None:  # torch.autocast may overflow, or refuse a mask of the least float32
             yield Rounded(seed, self.short), _nothing, False
         yield nullcontext(), Units(seed).add_to_parameters, True
+        if self.short is not None:
+            yield nullcontext(), Units(seed, self.short).add_to_parameters, False
 
     def is_clear(self, key: Key, noise: Noise) -> bool:
         """True for what agrees within the tolerance, or within noise that leaves something to compare; of whole numbers
