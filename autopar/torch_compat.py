@@ -36,6 +36,8 @@ versions of torch that they were tried with.
   dispatch mode on, or hooks on what autograd saves: both run code of the user's inside of torch's functions.
 - the logger `torch._subclasses.fake_tensor`: it writes a traceback of torch's own for every op whose shapes do not fit,
   which is the user's mistake and told in one message.
+- `Tensor._is_param`: by which torch takes a tensor that is no `nn.Parameter` for one in `isinstance`, as one of a
+  subclass. What stands for a parameter while a model is captured is asked that by a penalty, and by `get_parameter`.
 - `torch._C._functorch.peek_interpreter_stack`: whether `torch.func` or `torch.vmap` runs, which our autograd functions
   cannot pass.
 - `torch.utils._python_dispatch._disable_current_modes`: the way to data, of what hangs on no input while
@@ -241,6 +243,12 @@ def forget_groups(mesh: DeviceMesh | None) -> None:
 def mesh_elsewhere(device_type: str, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
     """A mesh without process groups: that of other ranks."""
     return DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False)
+
+
+def as_parameter(tensor: torch.Tensor) -> torch.Tensor:
+    """Mark a tensor, so that it is an instance of `nn.Parameter`, and give it back."""
+    tensor._is_param = True  # type: ignore[attr-defined]
+    return tensor
 
 
 def gradients(loss: torch.Tensor, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:

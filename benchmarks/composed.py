@@ -255,7 +255,7 @@ def _views(model: Composed, x: Tensor, y: Tensor) -> Tensor:
 def _classes(model: Composed, x: Tensor, y: Tensor) -> Tensor:
     """Samples of a class beside one another (SupCon, arXiv 2004.11362)."""
     z, own = F.normalize(model(x)[0], dim=-1), torch.eye(len(x), dtype=torch.bool)
-    alike, labels = (z @ z.T / 0.5).masked_fill(own, -1e9), y[:, 0] % CLASSES
+    alike, labels = (z @ z.T / 0.5).masked_fill(own, -1e4), y[:, 0] % CLASSES
     same = ((labels[:, None] == labels) & ~own).to(z.dtype)
     return -((alike.log_softmax(-1) * same).sum(-1) / same.sum(-1).clamp(min=1)).mean()
 

@@ -10,6 +10,7 @@ import torch
 
 from autopar.capture.data.recorded_calls import CHANGING, RecordedCalls, behind_of
 from autopar.ir.program import PARTNER, Input
+from autopar.torch_compat import as_parameter
 
 Tensor = torch.Tensor
 
@@ -44,6 +45,8 @@ def give_tensors(
                 given.trainable.append((entry.name, value))
             else:
                 given.untrained[id(value)] = entry.name
+        if entry.kind == "parameter":
+            as_parameter(value)
         behind.append(behind_of(position, entry, tensor))
         if not calls.keep(behind[-1], value, tensor, position):
             calls.values.given(value, entry.kind, tensor)

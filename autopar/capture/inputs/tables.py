@@ -91,8 +91,10 @@ def functional_call(
     model: nn.Module, values: Mapping[str, torch.Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:  # fmt: skip
     """What a model gives with other tensors in place of parameters and buffers, as `torch.func.functional_call`. It may
-    move a tensor from one table to another, or to a plain attribute: afterwards all is as it was."""
+    move a tensor from one table to another, or to a plain attribute: afterwards all is as it was. What it keeps of a
+    parameter under a name of its own is a plain attribute then, since no parameter stands for it."""
     saved = []
+    known = [(module, set(module._parameters)) for module in modules(model)]
     for name, value in values.items():
         path, _, attribute = name.rpartition(".")
         owner = submodule(model, path)
@@ -109,6 +111,9 @@ def functional_call(
                 if other is not table:
                     other.pop(attribute, None)
             table[attribute] = tensor
+        for module, names in known:
+            for name in module._parameters.keys() - names:
+                vars(module)[name] = module._parameters.pop(name)
 
 
 def assign_inside(model: nn.Module, made: Mapping[int, torch.Tensor]) -> None:
