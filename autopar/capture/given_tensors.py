@@ -45,7 +45,7 @@ def give_tensors(
                 given.trainable.append((entry.name, value))
             else:
                 given.untrained[id(value)] = entry.name
-        if entry.kind == "parameter":
+        if entry.kind == "parameter":  # a loss that takes what is a parameter would leave it out in silence
             as_parameter(value)
         behind.append(behind_of(position, entry, tensor))
         if not calls.keep(behind[-1], value, tensor, position):

@@ -94,6 +94,7 @@ def functional_call(
     move a tensor from one table to another, or to a plain attribute: afterwards all is as it was. What it keeps of a
     parameter under a name of its own is a plain attribute then, since no parameter stands for it."""
     saved = []
+    stand_ins = {id(value) for value in values.values()}
     known = [(module, set(module._parameters)) for module in modules(model)]
     for name, value in values.items():
         path, _, attribute = name.rpartition(".")
@@ -113,7 +114,8 @@ def functional_call(
             table[attribute] = tensor
         for module, names in known:
             for name in module._parameters.keys() - names:
-                vars(module)[name] = module._parameters.pop(name)
+                if id(module._parameters[name]) in stand_ins:
+                    vars(module)[name] = module._parameters.pop(name)
 
 
 def assign_inside(model: nn.Module, made: Mapping[int, torch.Tensor]) -> None:
