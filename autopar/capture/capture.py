@@ -29,6 +29,7 @@ from autopar.capture.forks import Forks, captured
 from autopar.capture.given_tensors import give_tensors
 from autopar.capture.inputs import tables
 from autopar.capture.inputs.containers import Form, check_detached, put_together, take_apart, take_call_apart
+from autopar.capture.inputs.in_parts import InParts
 from autopar.capture.inputs.loss_outputs import LossFn, check_loss, has_own_backward, loss_of, split_result
 from autopar.capture.inputs.module_state import (
     SCRATCH,
@@ -154,13 +155,11 @@ class _Capture:
         if train:
             check_detached(self.parts)
         self.state = state_of(model)
-        self.locator = Locator()
         self.fake, self.device = FakeTensorMode(allow_non_fake_inputs=True), device_of(model)
-        self.outputs: list[Output] = []
-        self.has_random_ops = self.has_items = False
+        self.locator, self.in_parts, self.outputs = Locator(), InParts(self.fake, self.device), list[Output]()
+        self.has_random_ops = self.has_items = self.may_specialize = False
         self.result: tuple[Form | None, tuple[Any, ...]] = (None, ())
         self.calls, self.calling, self.ran = RecordedCalls(), None, Ran()
-        self.may_specialize = False
         self.given: list[tuple[torch.Tensor, int]] = []  # the inputs as the model got them, with their versions
         self.replaced, self.notes = dict[str, Any](), list[str]()
         self.untrained: dict[int, str] = {}  # names of plain attributes that require a gradient
@@ -233,17 +232,15 @@ class _Capture:
         parts, reads = self.parts, self.reads.anew(self.reads.known, guards=True)
         leaves = [torch.empty_like(x, device="meta") if isinstance(x, torch.Tensor) else x for x in parts.leaves]
         plan, form, given = self.coins.planned(), parts.form, (self.model, self.loss_fn)
-        coins = self.step_coins
-        train, lift, keeps_casts, partners, state, draws = (
-            self.train, self.lift, self.keeps_casts, self.partners, self.state, self.draws
-        )  # fmt: skip
+        coins, in_parts, state, draws = self.step_coins, self.in_parts, self.state, self.draws
+        train, lift, keeps_casts, partners = self.train, self.lift, self.keeps_casts, self.partners
 
         def replay(seed: torch.Tensor) -> tuple[int, tuple[torch.Tensor, ...]]:
             args, kwargs = put_together(form, leaves)
             again = reads.anew(reads.known)
             step = _Capture(*given, args, kwargs, train, lift, again, None, Forks(), None, plan())
             before, step.keeps_casts, step.partners = Attributes(given[0]), keeps_casts, partners
-            step.state, step.draws = state, draws
+            step.state, step.draws, step.in_parts = state, draws, in_parts
             step.coins.decided.update({} if coins is None else coins.floats(seed))
             calls, way = RecordedCalls(), 0
             try:
@@ -295,17 +292,21 @@ class _Capture:
 
     def _is_plain(self, before: Attributes, drawn: Mapping[str, Any]) -> bool:
         """True if the graph of the step is all that there is to say of it; see `earlier.py`."""
-        is_other = self.partners.known or self.forks.lines or self.reads.known or any(self.selects)
-        is_other = is_other or self.calls.has_floats or self.has_items or self.coins.is_sought or self.draws is not None
-        return not (is_other or self.replaced or before.changes()) and foreign_state() == drawn
+        is_other = bool(self.partners.known or self.in_parts.entries or self.forks.lines or self.reads.known)
+        is_other |= any(self.selects) or self.calls.has_floats or self.has_items or self.coins.is_sought
+        is_other |= self.draws is not None or bool(self.replaced)
+        return not (is_other or before.changes()) and foreign_state() == drawn
 
     def _whole_trace(self, before: Attributes) -> tuple[Traced, list[Input], list[torch.Tensor]]:
-        """The trace of the step with its inputs: begun again after each partner and each read that it meets first."""
+        """The trace of the step with its inputs: begun again after each partner, read and tensor in parts it meets."""
         while True:
             given = self._given()
             fakes = fakes_of(given, self.fake, self.device)
             traced = self._trace(fakes)
-            if isinstance(self.unknown, UnknownPartner):
+            if self.in_parts.are_new():
+                before.restore()
+                self.state = self._state()
+            elif isinstance(self.unknown, UnknownPartner):
                 partner = self.partners.add(self.unknown)
                 before.restore()
                 if partner is not None:
@@ -396,7 +397,7 @@ class _Capture:
 
     def _start(self, mode: Raise, tracer: Tracer | None = None, sides: Sides | None = None) -> None:
         """A run begins. tracer, sides: as of `Coins.start`."""
-        mode.coins = self.coins
+        mode.coins, mode.in_parts = self.coins, self.in_parts
         if self.draws is not None:
             if self.start is not None:
                 set_generators(self.start)
@@ -454,7 +455,8 @@ class _Capture:
         return mode
 
     def _state(self) -> State:
-        return state_of(self.model, {p.name: p.traced for p in self.partners.known.values()}, self.scratch)
+        partners = {p.name: p.traced for p in self.partners.known.values()}
+        return state_of(self.model, partners, self.scratch, self.in_parts.entries)
 
     def _finds_scratch(self, inputs: list[torch.Tensor]) -> bool:
         """True if buffers may be scratch: unless the second run reads what the first left in them."""
@@ -482,9 +484,10 @@ class _Capture:
         replaced: dict[str, Any], carried: Mapping[str, Any],
     ) -> Any:  # fmt: skip
         """What `body` gives for the model on these inputs, with the plain attributes that an earlier run left."""
-        given = give_tensors(self.state.entries, self.leaves, inputs, mode.calls, self.train)
+        given = give_tensors(self.state.entries, self.leaves, inputs, mode.calls, self.train, self.in_parts)
         self.untrained.update(given.untrained)
         mode.inputs.update(given.parameters)
+        mode.outside.update(given.outside)
         self.scale = given.extra[0] if self.is_scaled else None
         if self.coins.trail is not None:
             self.coins.trail.given(given.values)
@@ -589,9 +592,8 @@ class _Capture:
         known = {entry.name for entry, _ in self.state.entries if entry.kind == "buffer"}
         named_buffers = {name: self.coins.joined(tensor) for name, tensor in self.partners.all_buffers()}
         self.new_buffers = [(name, tensor) for name, tensor in named_buffers.items() if name in known]
-        for position, ((entry, tensor), (given, version)) in enumerate(
-            zip(self.state.entries, self.given, strict=False)
-        ):
+        given_entries = zip(self.state.entries, self.given, strict=False)
+        for position, ((entry, tensor), (given, version)) in enumerate(given_entries):
             is_replaced = entry.kind == "buffer" and named_buffers.get(entry.name) is not given
             if is_replaced or (entry.kind == "buffer" and given._version != version):
                 self.calls.wrote(behind_of(position, entry, tensor), is_replaced)

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from autopar.capture.data.recorded_calls import CHANGING, RecordedCalls, behind_of
-from autopar.ir.program import PARTNER, Input
+from autopar.capture.inputs.in_parts import InParts
+from autopar.capture.inputs.outside import Outside
+from autopar.ir.program import IN_PARTS, PARTNER, Input
 from autopar.torch_compat import as_parameter
 
 Tensor = torch.Tensor
@@ -18,8 +20,9 @@ Tensor = torch.Tensor
 @dataclass(slots=True)
 class GivenTensors:
     """The tensors of a run. values: all of them, in order. swapped, constants: by path in the step. trainable: those
-    that get a gradient, with their names. untrained: names of plain attributes that require one, by id. parameters: by
-    the id of what each stands for. leaves: of the batch. extra: what is behind it: the loss scale, the seed."""
+    that get a gradient, with their names. untrained: names of plain attributes that require one, by id; outside: where
+    those in parts were met. parameters: by the id of what each stands for, with tensors in parts. leaves: of the batch.
+    extra: what is behind it: the loss scale, the seed."""
 
     values: list[Tensor]
     leaves: list[Any]
@@ -27,22 +30,25 @@ class GivenTensors:
     constants: dict[str, Tensor] = field(default_factory=dict)
     trainable: list[tuple[str, Tensor]] = field(default_factory=list)
     untrained: dict[int, str] = field(default_factory=dict)
+    outside: dict[int, Outside] = field(default_factory=dict)
     parameters: dict[int, Tensor] = field(default_factory=dict)
     extra: list[Tensor] = field(default_factory=list)
 
 
 def give_tensors(
     entries: Sequence[tuple[Input, Tensor]], leaves: Sequence[Any], inputs: Sequence[Tensor], calls: RecordedCalls,
-    train: bool,
+    train: bool, in_parts: InParts,
 ) -> GivenTensors:  # fmt: skip
     """The tensors of a run whose calls are recorded, for the model's own tensors and the leaves of the batch."""
     given, behind = GivenTensors(list(inputs), list(leaves)), list[int]()
     for position, (entry, tensor) in enumerate(entries):
-        value = inputs[position]
+        value, is_in_parts = inputs[position], entry.name.startswith(IN_PARTS)
         if entry.kind in ("parameter", "constant") and tensor.requires_grad and train:
             value = value.detach().requires_grad_()
             if entry.kind == "parameter":
                 given.trainable.append((entry.name, value))
+            elif is_in_parts:
+                given.untrained[id(value)], given.outside[id(value)] = "", in_parts.outside(tensor)
             else:
                 given.untrained[id(value)] = entry.name
         if entry.kind == "parameter":  # a loss that takes what is a parameter would leave it out in silence
@@ -50,11 +56,11 @@ def give_tensors(
         behind.append(behind_of(position, entry, tensor))
         if not calls.keep(behind[-1], value, tensor, position):
             calls.values.given(value, entry.kind, tensor)
-        for name in entry.names:
+        for name in () if is_in_parts else entry.names:
             path = name if name.startswith(PARTNER) else f"model.{name}"
             (given.constants if entry.kind == "constant" else given.swapped)[path] = value
         given.values[position] = value
-        if entry.kind == "parameter":
+        if entry.kind == "parameter" or is_in_parts:
             given.parameters[id(tensor)] = value
     position = len(entries)
     for i, leaf in enumerate(leaves):

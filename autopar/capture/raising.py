@@ -28,7 +28,8 @@ from autopar.capture.draws.host_inputs import HostInputs
 from autopar.capture.draws.step_coins import Coins
 from autopar.capture.forks import Forks
 from autopar.capture.inputs.arrays import FROM_ARRAY, BatchArray
-from autopar.capture.inputs.outside import Outside, with_inputs
+from autopar.capture.inputs.in_parts import InParts, whole_value, with_inputs
+from autopar.capture.inputs.outside import Outside
 from autopar.capture.inputs.partners import Partners, check_plain, inlined
 from autopar.capture.ops.functions import Dropout
 from autopar.capture.ops.raised import ALWAYS, RAISED, READING
@@ -94,14 +95,11 @@ class Raise(TorchFunctionMode):
     ) -> None:  # fmt: skip
         super().__init__()
         self.selected = Selected(is_first, reads, locator)
-        self.locator = locator
-        self.seed = seed
-        self.lift = lift
+        self.locator, self.seed, self.lift = locator, seed, lift
         self.calls = calls or RecordedCalls()
         self.reads, self.permitted = reads, reads if reads is not None and reads.is_permitted else None
         self.packs = PlainPacks() if locator is None else Packs()
-        self.keeps_casts = keeps_casts
-        self.partners = partners
+        self.keeps_casts, self.partners = keeps_casts, partners
         self.device_type = seed.device.type if seed is not None else "cpu"
         self.calling: Any = None
         self.may_specialize = False  # where the function that failed reads what a step leaves as it is
@@ -116,6 +114,7 @@ class Raise(TorchFunctionMode):
         self.hosts: HostInputs | None = None  # where numbers of the host are drawn
         self.ran = Ran()
         self.inputs: dict[int, Tensor] = {}  # by the id of the parameter that each stands for
+        self.in_parts: InParts | None = None  # what lies in parts on ranks, and is none of the model's own
         self.outside: dict[int, Outside] = {}  # tensors of the user's that no input stands for
         self.known, self._drew = self.calls.values, list[Tensor]()  # uniform draws of the call that runs
         self.facts = DataFacts(self.known, self.selected, reads, locator)
@@ -167,9 +166,10 @@ class Raise(TorchFunctionMode):
     def _put_inputs(self, call: _Call) -> Any:
         if self.coins.trail is not None:
             self.coins.join(lambda *sides: self.__torch_function__(torch.where, (), sides))
-        given, mode = with_inputs((call.args, call.kwargs), self.inputs), self.__torch_function__
-        cut, line = self.selected.cut, call.line
-        made = cut(mode, call.function, given[0], given[1], line) if self.captures else NotImplemented
+        given = with_inputs((call.args, call.kwargs), self.inputs, self.in_parts, call.frame)
+        made, mode, cut = whole_value(call.function, given[0], call.frame), self.__torch_function__, self.selected.cut
+        if made is NotImplemented and self.captures:
+            made = cut(mode, call.function, given[0], given[1], call.line)
         if made is NotImplemented:
             if self.hosts is not None:
                 given = self.hosts.put(call.function, given[0], given[1], call.line, self._is_forward())

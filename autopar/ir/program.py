@@ -17,6 +17,7 @@ from autopar.torch_shortcuts import copy_node
 
 HOST = "host"  # the tier of memory beside the device's
 PARTNER = "@"  # begins the names of other models' tensors: `@teacher.up.weight`
+IN_PARTS = "~"  # begins those of tensors in parts on ranks that are none of the model's own: `~0`
 _KEY = "autopar"
 
 

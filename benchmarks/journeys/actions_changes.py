@@ -49,6 +49,26 @@ def anneal_beta(side: Side, value: float) -> list[Tensor]:
     return losses
 
 
+@action("ready", which=WHICH)
+def set_anchors(side: Side, which: int) -> Tensor:
+    """Copies of parameters in the closure of the loss, as elastic weight consolidation has them: of some or of all."""
+    named = list(side.model.named_parameters())
+    side.built.anchors.update({name: p.detach().clone() for name, p in named[which % len(named) :]})
+    return side.forward_backward(*side.batch(ROWS, 2))
+
+
+@action("ready")
+def move_anchors(side: Side) -> Tensor:
+    """The same, as an average that follows the weights: in place, or bound anew."""
+    known = dict(side.model.named_parameters())
+    for i, (name, anchor) in enumerate(side.built.anchors.items()):
+        if i % 2:
+            anchor.lerp_(known[name].detach(), 0.25)
+        else:
+            side.built.anchors[name] = 0.75 * anchor + 0.25 * known[name].detach()
+    return side.forward_backward(*side.batch(ROWS, 3))
+
+
 @action("ready", value=st.sampled_from([0.5, 2.0]))
 def set_temperature(side: Side, value: float) -> Tensor:
     """A global that the loss reads."""

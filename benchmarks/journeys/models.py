@@ -297,7 +297,8 @@ class Chain(nn.Module):
 
 @dataclass
 class Built:
-    """A plain model with its loss. `set_beta` changes the number in the loss's closure."""
+    """A plain model with its loss. `set_beta` changes the number in the loss's closure. anchors: tensors in that closure,
+    by the parameter that the loss draws to each."""
 
     model: nn.Module
     loss_fn: Callable[..., Any]
@@ -305,6 +306,7 @@ class Built:
     critics: list[nn.Module]  # of a GAN one, which the loss calls
     generators: list[nn.Module]  # what the loss of the critic calls
     critic_loss: Callable[..., Tensor]
+    anchors: dict[str, Tensor]
 
 
 def _llama() -> nn.Module:
@@ -380,6 +382,8 @@ def build(setup: Values) -> Built:
             loss = loss + 0.1 * share.square().sum()
         if weight is not None:
             loss = loss + weight * out.mean()
+        for name, anchor in anchors.items():
+            loss = loss + 0.02 * (module.get_parameter(name) - anchor).abs().square().sum()
         for critic in critics:
             loss = loss - 0.1 * critic(out).mean()
         return (loss, {"error": error.detach(), "out": out.detach()}) if auxiliary else loss
@@ -392,11 +396,11 @@ def build(setup: Values) -> Built:
         made = generators[0](x).detach()
         return (critic(y) - 1).pow(2).mean() + critic(made).pow(2).mean()
 
-    critics: list[nn.Module] = []
+    critics, anchors = list[nn.Module](), dict[str, Tensor]()
     generators = [model]
     if setup.get("gan"):
         critics.append(nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1)).double())
-    return Built(module_in(model, dtype_of(setup)), loss_fn, set_beta, critics, generators, critic_loss)
+    return Built(module_in(model, dtype_of(setup)), loss_fn, set_beta, critics, generators, critic_loss, anchors)
 
 
 def dtype_of(setup: Values) -> torch.dtype:

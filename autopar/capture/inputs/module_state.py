@@ -51,9 +51,12 @@ class Step(nn.Module):
         return result
 
 
-def state_of(model: nn.Module, partners: Mapping[str, nn.Module] | None = None, scratch: Collection[str] = ()) -> State:
+def state_of(
+    model: nn.Module, partners: Mapping[str, nn.Module] | None = None, scratch: Collection[str] = (),
+    more: Iterable[tuple[Input, torch.Tensor]] = (),
+) -> State:  # fmt: skip
     """Parameters, buffers and plain tensor attributes of `model`, then those of its partners, by identity. scratch:
-    names of buffers that are taken for such attributes."""
+    names of buffers that are taken for such attributes. more: what the step takes beside them."""
     tensors: dict[int, tuple[str, list[str], torch.Tensor]] = {}
     for prefix, module in {"": model, **(partners or {})}.items():
         for kind, named in (
@@ -64,7 +67,7 @@ def state_of(model: nn.Module, partners: Mapping[str, nn.Module] | None = None, 
             for name, tensor in named:
                 is_scratch = kind == "buffer" and name in scratch
                 tensors.setdefault(id(tensor), ("constant" if is_scratch else kind, [], tensor))[1].append(name)
-    return State(tuple((Input(kind, tuple(names)), tensor) for kind, names, tensor in tensors.values()))
+    return State((*((Input(kind, tuple(names)), tensor) for kind, names, tensor in tensors.values()), *more))
 
 
 def _tensor_attributes(model: nn.Module, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:

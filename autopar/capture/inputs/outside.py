@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
 
 import torch
 
@@ -32,16 +31,6 @@ class Outside:
             frame = frame.f_back
         known = {**frame.f_globals, **frame.f_locals} if frame is not None else {}
         return Outside(tensor, next((name for name, value in known.items() if value is tensor), ""), line)
-
-
-def with_inputs(value: Any, inputs: Mapping[int, torch.Tensor]) -> Any:
-    """Arguments with what stands for a parameter in its place, where the model found the parameter itself in a list or
-    dict of its own. inputs: by the id of what each stands for."""
-    if type(value) in (tuple, list):
-        return type(value)(with_inputs(item, inputs) for item in value)
-    if type(value) is dict:
-        return {key: with_inputs(item, inputs) for key, item in value.items()}
-    return inputs.get(id(value), value) if isinstance(value, torch.Tensor) else value
 
 
 def outside_fault(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from autopar.capture import Captured
 from autopar.capture.inputs.leaves import text_of
@@ -21,7 +22,7 @@ from autopar.capture.python.spots import Spot, SpotKey
 class Constants:
     """The tensors beside parameters, buffers and batch that a program reads: each step from where the user keeps them,
     so that another one put there is used from then on; those of no such place were made by the trace. Those of
-    `numbers` are computed in Python at each step."""
+    `numbers` are computed in Python at each step; those in parts on ranks are gathered."""
 
     made: Mapping[str, torch.Tensor]
     device: torch.device
@@ -31,6 +32,7 @@ class Constants:
     _seen: dict[str, _State] = field(default_factory=dict)
     _digest: str = ""
     _forms: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # of tensors of the user's, as they were captured
+    _whole: dict[str, torch.Tensor] = field(default_factory=dict)  # of this step: values of tensors in parts
     _moved: dict[str, tuple[_State, torch.Tensor]] = field(default_factory=dict)  # to where they are read
 
     @staticmethod
@@ -39,14 +41,15 @@ class Constants:
         found = {name: guards.spots_of(tensor) for name, tensor in captured.constants.items()}
         spots = {name: keys[0] for name, keys in found.items() if keys}
         made = Constants(captured.constants, device, guards, spots, scalars.numbers(captured.constants))
-        made.tensors()  # moved to the device at once
+        for name in made._of_one_rank():  # moved to the device at once
+            made[name]
         made._forms.update((name, form(made._now(name))) for name in spots)
         return made
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name in self.numbers:  # filled in there: a copy would wait for what the device computes
             return torch.full((), self.numbers[name].value(self._read), dtype=self.made[name].dtype, device=self.device)
-        tensor = self._now(name)
+        tensor = self._whole[name] if name in self._whole else self._now(name)
         state, moved = self._moved.get(name, (None, tensor))
         if state is None or not _is_same({name: _state(tensor)}, {name: state}):
             moved = tensor.detach().to(self.device)
@@ -56,6 +59,15 @@ class Constants:
     def tensors(self) -> list[torch.Tensor]:
         """All of them."""
         return [self[name] for name in self.made]
+
+    def gather(self) -> None:
+        """Have the values of tensors in parts for the step that begins. Every rank must call this."""
+        self._whole.clear()
+        for name in self.made:
+            tensor: Any = self._now(name)
+            if isinstance(tensor, DTensor):
+                with torch.no_grad():
+                    self._whole[name] = tensor.full_tensor()
 
     def put(self, values: Mapping[str, torch.Tensor]) -> None:
         """Take other values for constants that each step draws on the host."""
@@ -68,8 +80,8 @@ class Constants:
 
     def digest(self) -> str:
         """A text for their values, made anew when one was bound to another tensor or written in place."""
-        tensors = [name for name in self.made if name not in self.numbers]
-        now = {name: _state(tensor) for name in tensors if (tensor := self._now(name)) is not None}
+        tensors = self._of_one_rank()
+        now = {name: _state(self._now(name)) for name in tensors}
         if not _is_same(now, self._seen):
             text = hashlib.sha256()
             for name in tensors:
@@ -86,6 +98,11 @@ class Constants:
         numbers = [f"{self._spot(place.key)} = {text_of(self._read(place))}" for place in places]
         is_any = len(self.made) > len(self.numbers)
         return sorted(set(numbers)) + [f"tensors beside the batch: {self.digest()}"] * is_any
+
+    def _of_one_rank(self) -> list[str]:
+        """The names of those that each rank has whole."""
+        now = ((name, self._now(name)) for name in self.made if name not in self.numbers)
+        return [name for name, tensor in now if tensor is not None and not isinstance(tensor, DTensor)]
 
     def _now(self, name: str) -> torch.Tensor:
         found: torch.Tensor = self._spot(self.spots[name]).read() if name in self.spots else self.made[name]

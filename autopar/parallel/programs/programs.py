@@ -280,6 +280,7 @@ class Programs:
         running.used = self._uses
         if self._drawn is not None and running.captured.host is not None:
             running.constants.put(running.captured.host.values(self._drawn))
+        running.constants.gather()
         if signature.programs[0] is not running:
             signature.programs.sort(key=lambda each: each is not running)
         return running

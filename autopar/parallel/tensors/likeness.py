@@ -210,15 +210,16 @@ def _slots_of(kind: type) -> Iterator[str]:
 def _like_users(parallel: Likeness, name: str) -> Any:
     """An attribute as the user's module has it; a method runs on the stand-in, and in the step of another model on the
     module that is traced there."""
-    stand_in = parallel._stand_in
-    if is_traced(parallel) and _is_computed(type(parallel.original), name):
+    stand_in, is_computed = parallel._stand_in, _is_computed(type(parallel.original), name)
+    if is_traced(parallel) and is_computed:
         return getattr(inlined(parallel), name)
     value = getattr(stand_in, name)
     owner = getattr(value, "__self__", None) if inspect.ismethod(value) else None
     if owner is type(stand_in):
         return getattr(type(parallel.original), name)  # a class method
     if owner is not stand_in:
-        return _handed_out(value, parallel) if isinstance(value, ParameterTensor) else value
+        # what is kept there is handed out itself: a user may write into it
+        return _handed_out(value, parallel) if is_computed and isinstance(value, ParameterTensor) else value
 
     def method(parallel: Likeness, *args: Any, **kwargs: Any) -> Any:
         traced = inlined(parallel)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from autopar.errors import AutoparError
 from autopar.parallel.tensors import operators
@@ -45,10 +46,14 @@ class _Held(PlacedTensor):
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         """The whole value, on every rank, in memory of its own; every rank must call this."""
+        if has_torch_function_unary(self):  # a capture, which computes with whole values
+            return handle_torch_function(_Held.full_tensor, (self,), self)  # type: ignore[no-any-return]
         return _Full.apply(self)  # type: ignore[no-untyped-call, no-any-return]
 
     def redistribute(self, device_mesh: Any = None, placements: Any = None, **options: Any) -> DTensor:
         """The whole value if all placements are Replicate; other ones give a plain DTensor. Every rank must call it."""
+        if has_torch_function_unary(self):
+            return handle_torch_function(_Held.redistribute, (self, device_mesh, placements), self, **options)  # type: ignore[no-any-return]
         world, replicated = self.place.world, all(placement.is_replicate() for placement in placements or ())
         mesh = device_mesh or spec_of(self).mesh
         if options or placements is None or (mesh is not world.device_mesh and not replicated):
@@ -61,6 +66,8 @@ class _Held(PlacedTensor):
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
         """This rank's part: the very memory."""
+        if has_torch_function_unary(self):
+            return handle_torch_function(_Held.to_local, (self,), self)  # type: ignore[no-any-return]
         if not self.place.is_here:
             return _Nothing.of(local_of(self), self.place)
         return _Local.apply(self)  # type: ignore[no-untyped-call, no-any-return]
