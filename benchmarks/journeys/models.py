@@ -297,7 +297,7 @@ class Chain(nn.Module):
 
 @dataclass
 class Built:
-    """A plain model with its loss. `set_beta` changes the number in the loss's closure. anchors: tensors in that closure,
+    """A plain model with its loss. `set_beta` changes the number in the loss's closure, and anchors are tensors in it,
     by the parameter that the loss draws to each."""
 
     model: nn.Module

@@ -136,7 +136,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def trained(script: Script, mesh: str, options: dict[str, Any]) -> list[Tensor]:
-    """The losses of a loop, an evaluation behind each step, and the weights at its end. mesh: "" of the plain module."""
+    """The losses of a loop, an evaluation behind each step, and the weights. mesh: "" of the plain module."""
     torch.manual_seed(3)
     model: Any = Net().double()
     if mesh:
@@ -200,3 +200,24 @@ def _refused(rank: int) -> None:
 def test_what_would_be_wrong_is_refused_with_its_line() -> None:
     with ranks_of(2) as two:
         two.run(_refused)
+
+
+def _differs(rank: int, change: str) -> None:
+    model: Any = autopar.parallelize(Net(), "dp=2", loss_fn=(script := Script(bind_anew, elastic)).loss)
+    x, y = (tensor.float() for tensor in batch(0))
+    model.forward_backward(x, y)
+    bind_anew(model, None, script.held)
+    model.forward_backward(x, y)
+    if rank and change == "written":
+        script.held["up.bias"].add_(1)
+    elif rank:
+        script.held["up.bias"] = script.held["down.bias"]
+    model.forward_backward(x, y)
+
+
+@pytest.mark.parametrize("change", ["written", "bound"])
+def test_a_change_on_one_rank_is_told(change: str) -> None:
+    with ranks_of(2) as two:
+        for outcome in two.attempt(_differs, change):
+            assert outcome.error is not None and outcome.error.startswith("RankError"), outcome
+            assert "up.bias" in outcome.error, outcome.error

@@ -170,6 +170,20 @@ def test_setting_and_deleting() -> None:
         )
 
 
+def test_a_tensor_that_is_kept_is_handed_out_itself() -> None:
+    """An average of weights on the model: a copy would take the writes. So with what a method of the user's gives."""
+    _, model = pair()
+    model.kept = model.head.weight.detach().clone()
+    type(model.original).average = lambda self: self.kept
+    try:
+        for _ in range(2):
+            model.kept.mul_(0.5)
+            model.average().add_(1.0)
+    finally:
+        del type(model.original).average
+    torch.testing.assert_close(model.kept.full_tensor(), model.head.weight.detach().full_tensor() / 4 + 1.5)
+
+
 def test_another_forward_is_refused() -> None:
     """It would be passed over: the program is called."""
     _, model = pair()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,11 +63,9 @@ class Constants:
     def gather(self) -> None:
         """Have the values of tensors in parts for the step that begins. Every rank must call this."""
         self._whole.clear()
-        for name in self.made:
-            tensor: Any = self._now(name)
-            if isinstance(tensor, DTensor):
-                with torch.no_grad():
-                    self._whole[name] = tensor.full_tensor()
+        for name, tensor in self._in_parts():
+            with torch.no_grad():
+                self._whole[name] = tensor.full_tensor()
 
     def put(self, values: Mapping[str, torch.Tensor]) -> None:
         """Take other values for constants that each step draws on the host."""
@@ -96,8 +94,17 @@ class Constants:
         """What ranks must agree on."""
         places = dict.fromkeys(place for number in self.numbers.values() for place in number.places)
         numbers = [f"{self._spot(place.key)} = {text_of(self._read(place))}" for place in places]
+        written = [(self.spots.get(name, (name,))[0], tensor._version) for name, tensor in self._in_parts()]
+        writes = [f"writes into '{name}', which lies in parts: {count}" for name, count in written]
         is_any = len(self.made) > len(self.numbers)
-        return sorted(set(numbers)) + [f"tensors beside the batch: {self.digest()}"] * is_any
+        return sorted(set(numbers)) + writes + [f"tensors beside the batch: {self.digest()}"] * is_any
+
+    def _in_parts(self) -> Iterator[tuple[str, DTensor]]:
+        """Those of which each rank has a part, or a copy, of its own."""
+        for name in self.made:
+            tensor: Any = self._now(name)
+            if isinstance(tensor, DTensor):
+                yield name, tensor
 
     def _of_one_rank(self) -> list[str]:
         """The names of those that each rank has whole."""

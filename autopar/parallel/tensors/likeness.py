@@ -255,8 +255,9 @@ def _is_computed(kind: type, name: str) -> bool:
 
 
 def _handed_out(value: Any, parallel: Likeness) -> Any:
-    """What a method gives: the parallel model for the stand-in, and a plain tensor for what it computed and every rank
-    holds whole. Parameters, gradients, views and what lies in parts stay what they are."""
+    """What a method gives: the parallel model for the stand-in, and a plain tensor, in its very memory, for what it
+    computed or keeps that every rank holds whole. Parameters, gradients, views and what lies in parts stay as they
+    are."""
     if value is parallel._stand_in:
         return parallel
     leaves, spec = tree_flatten(value)
@@ -268,7 +269,7 @@ def _handed_out(value: Any, parallel: Likeness) -> Any:
     ]
     memory = {local_of(tensor).untyped_storage().data_ptr() for tensor in held}
     changed = [
-        leaf.full_tensor() if is_computed and local_of(leaf).untyped_storage().data_ptr() not in memory else leaf
+        leaf.to_local() if is_computed and local_of(leaf).untyped_storage().data_ptr() not in memory else leaf
         for leaf, is_computed in zip(leaves, computed, strict=True)
     ]
     return tree_unflatten(changed, spec) if any(a is not b for a, b in zip(leaves, changed, strict=True)) else value
