@@ -361,3 +361,17 @@ def _few_kernels(rank: int, mesh: str) -> None:
 def test_norms_take_as_many_kernels_for_many_tensors_as_for_few(four: Ranks) -> None:
     """Red before: a norm, a cast and a copy for each."""
     four.run(_few_kernels, "pp=2,tp=2")
+
+
+def _orders_complex(rank: int) -> None:
+    model, _ = made("pp=2,tp=2")
+    for parameter in model.parameters():
+        turned = parameter.detach() * 1j
+        with pytest.raises(NotImplementedError, match="not implemented for 'Complex"):
+            turned > 0.5  # noqa: B015
+        assert full((turned * turned).real).shape == parameter.shape  # and ranks are at the same point
+
+
+def test_what_a_kernel_refuses_it_refuses_on_ranks_of_all_stages(four: Ranks) -> None:
+    """Red before: ranks of other stages had nothing to refuse, and went on to the next line, where all waited."""
+    four.run(_orders_complex)

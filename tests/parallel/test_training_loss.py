@@ -152,6 +152,11 @@ def _said(rank: int, folder: str) -> dict[str, str]:
     return found
 
 
+def _update_and_drop(parameter: Tensor) -> None:
+    parameter.data.sub_(parameter.grad, alpha=0.1)
+    parameter.grad = None
+
+
 def _heard(model: Any) -> list[str]:
     """What is logged where gradients go unused, and where they do not."""
     heard: list[str] = []
@@ -164,6 +169,11 @@ def _heard(model: Any) -> list[str]:
         model.forward_backward(_batch(0))
         optimizer.step()
         optimizer.zero_grad()
+    handles = [p.register_post_accumulate_grad_hook(_update_and_drop) for p in model.parameters()]
+    for _ in range(2):  # right: an update in the backward pass
+        model.forward_backward(_batch(0))
+    for handle in handles:
+        handle.remove()
     assert not heard
     for _ in range(3):  # wrong, told once
         model.forward_backward(_batch(0))

@@ -440,7 +440,9 @@ class _Progress:
 
     def stepped(self, has_gradients: bool) -> None:
         # The first step moves parameters to their layouts, which is no change of the weights.
-        self._version, self._awaits = self._versions(), has_gradients
+        self._version = self._versions()
+        is_left = any(parameter.grad is not None for parameter in self._parameters)  # by hooks that update and drop
+        self._awaits = has_gradients and is_left
         self._steps, self._added = self._steps + 1, self._added + 1
 
     def __str__(self) -> str:

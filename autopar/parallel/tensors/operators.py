@@ -20,11 +20,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.errors import AutoparError
 from autopar.parallel.tensors import draws, list_norms, lists, split_reductions
 from autopar.parallel.tensors.placed import PlacedTensor, ViewOf, is_split, refusal, tensors_in
 from autopar.parallel.tensors.schemas import ALIASES, LIKES, NAMESPACES_OF_COLLECTIVES, TURNS, Op, op_of
 from autopar.parallel.tensors.split_call import SplitCall
 from autopar.torch_compat import OpOverload, change_in_place, local_of, spec_of
+
+_COLLECTIVE = (
+    "'{}' of torch.distributed is called with a tensor of a parallel model, of which ranks hold parts: what it gives "
+    "would be another value on each mesh. Parameters are alike on all ranks, and gradients those of the whole batch, "
+    "already: leave the call out. What is .full_tensor() or .item() of it is a plain value that ranks may exchange."
+)
 
 
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -42,8 +49,10 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     call = SplitCall.of(func, op, args, kwargs)
     if op.name in TURNS:
         return _turn(call)
-    if op.moves_memory or op.namespace in NAMESPACES_OF_COLLECTIVES:
+    if op.moves_memory:
         raise refusal(op.name)
+    if op.namespace in NAMESPACES_OF_COLLECTIVES:
+        raise AutoparError(_COLLECTIVE.format(op.name.strip("_")))
     for way in (
         _like,
         _view,
@@ -146,10 +155,8 @@ def _on_parts(call: SplitCall) -> Any:
         return place.part_of_operand(tensor, shape) if tensor.ndim else tensor
 
     args, kwargs = call.map(part)
-    if not place.is_here:
-        args, kwargs = call.map(lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"))
-        if "device" in kwargs:
-            kwargs["device"] = None
+    if not place.is_here:  # what a kernel refuses, as an order of complex numbers, it refuses on all ranks
+        args, kwargs = call.map(lambda t: local_of(like).new_ones((1,) * t.ndim, dtype=t.dtype))
     out = call.func(*args, **kwargs)
     if written:
         return call.given.get(id(like), like)
