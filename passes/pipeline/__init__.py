@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from functools import partial
 
 from autopar.errors import LayoutError, ScheduleError
 from autopar.ir.check.check_levels import verify_pipeline
@@ -25,6 +26,7 @@ from autopar.passes.overlap.prefetch import prefetch
 from autopar.passes.pipeline.cuts.action_graphs import Key, Places
 from autopar.passes.pipeline.cuts.assign import timed
 from autopar.passes.pipeline.cuts.coupling import Coupling, check_middle
+from autopar.passes.pipeline.cuts.undivided import check_once
 from autopar.passes.pipeline.stages import split_into_stages
 from autopar.passes.pipeline.with_lengths import slice_lengths, with_lengths
 from autopar.passes.schedules import (
@@ -109,6 +111,8 @@ def make_pipeline(program: Program, plan: Plan, explicit: Program | None = None)
         )
     places = Places(schedule.ranks, bool(schedule.kinds & {"I", "W"}), _held(schedule))
     pipeline = split_into_stages(program, plan, places)
+    if len(schedule.ranks) > 1 and plan.parts > 1:
+        check_once(pipeline.graphs.values(), plan, partial(timed, program, plan))
     coupling = timed(program, plan)[1].coupling if pipeline.flow.waits_for_all() else None
     if coupling is not None:
         check_middle(pipeline.graphs.get((pipeline.flow.ranks[-1], "M")), coupling)

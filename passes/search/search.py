@@ -9,7 +9,7 @@ from autopar.ir.layout import OWNED
 from autopar.ir.mesh import MICROBATCH
 from autopar.ir.ops.ops import op, op_name
 from autopar.ir.program import TensorType
-from autopar.passes.rules.rule import Halo
+from autopar.passes.rules.rule import Dims, Halo
 from autopar.passes.rules.splits import Choice, Split, choice_at, place
 from autopar.passes.rules.states import State, Strategy, strategies
 from autopar.passes.search.intents import BYTES_PER_REPLICA, Intent, Role, homes
@@ -52,7 +52,8 @@ def move_cost(source: State, target: State, bytes_: float, size: int) -> float:
     return share * bytes_ + BYTES_PER_COLLECTIVE + move_cost(None, target, bytes_, size)
 
 
-# The sequences that a program cuts out of its batch before any weight sees them: `x[:, :-1]` of tokens `x`.
+# What a program cuts out of its batch before any weight sees it: sequences, `x[:, :-1]` of tokens `x`, and samples, the
+# halves of `a, b = x.chunk(2)`, as siamese and meta-learning losses take them.
 
 
 def cut_from_batch(classes: Classes) -> Iterator[tuple[int, int]]:
@@ -78,6 +79,23 @@ def cut_dims(
     dims = enumerate(rule.results[value[1]])
     cut = [dim for dim, names in dims if dim and dim not in known and rule.replicated & {*names}]
     return [(dim, outer) for dim in cut for outer in outers]
+
+
+def cut_rows(
+    classes: Classes, value: tuple[int, int], operands: Collection[tuple[Collection[Split], Dims]]
+) -> list[Split]:
+    """The splits of the samples of a result, whose call cannot split those of an operand. operands: of each its splits
+    that were reached, and its dims."""
+    rule = classes.items[value[0]].rule
+    assert rule is not None
+    result = rule.results[value[1]]
+    found = dict.fromkeys(
+        dim
+        for splits, dims in operands
+        for dim, outer in splits
+        if outer == 1 and len(dims) == len(result) and rule.replicated & {*dims[dim]} and {*result[dim]}
+    )
+    return [(dim, 1) for dim in found]
 
 
 WHOLE_WEIGHT = 1000.0  # for each byte of a weight that stays replicated because nothing else is possible
@@ -235,8 +253,9 @@ def _candidates(classes: Classes, intent: Intent) -> Names:
     """The splits of each name that are worth a thought: those that spread from what the intent splits."""
     owners = RowOwners(classes, intent.padded) if intent.owns_rows else None
     candidates = _spread(
-        classes, lambda i, role: intent.seeds(used_role(classes, i, role)), intent.sequence_outers, owners
-    )[0]
+        classes, lambda i, role: intent.seeds(used_role(classes, i, role)), intent.sequence_outers, owners,
+        intent.batch_split,
+    )[0]  # fmt: skip
     for item, names in zip(classes.items, candidates, strict=True):
         if intent.heads and item.node.target in ATTENTION:
             for name in HEADS:
@@ -252,13 +271,13 @@ def sequences_of(classes: Classes, intent: Intent) -> Values:
 
 def _spread(
     classes: Classes, seeds: Callable[[int, Role], list[Split]], of_sequences: tuple[int, ...],
-    owners: RowOwners | None = None,
+    owners: RowOwners | None = None, of_samples: bool = False,
 ) -> tuple[Names, Values]:  # fmt: skip
     """Splits of placeholders, spread over the graph: the names that they are splits of, and the values'.
 
     of_sequences: the outers of their splits. What is cut out of the batch is a sequence, too, though no split of the
-    batch gets there. owners: which calls may have their rows where the owners are; what they give is a split, too, for
-    gradients of rows are reached from no placeholder.
+    batch gets there; of_samples: or samples. owners: which calls may have their rows where the owners are; what they
+    give is a split, too, for gradients of rows are reached from no placeholder.
 
     They spread along names through calls and along edges between them, both ways, until nothing new is found. A
     compound dim `(c n)` that is split on n is seen by its neighbours at outer = size(c): so the fused weight of a
@@ -279,7 +298,7 @@ def _spread(
     for value, splits in owners.seeds() if owners else ():
         values.setdefault(value, set()).update(splits)
         pending.update(dict.fromkeys(t for t in (value[0], *users.get(value, ())) if classes.items[t].rule is not None))
-    cut = list(cut_from_batch(classes)) if of_sequences else []
+    cut = list(cut_from_batch(classes)) if of_sequences or of_samples else []
     attending = [i for i, item in enumerate(classes.items) if of_sequences and item.node.target in ATTENTION]
     while pending or cut or attending:
         if not pending and not cut:
@@ -295,7 +314,13 @@ def _spread(
             continue
         if not pending:
             first = cut.pop(0)
-            values.setdefault(first, set()).update(cut_dims(classes, first, values.get(first, ()), of_sequences))
+            if of_samples:
+                rule = classes.items[first[0]].rule
+                assert rule is not None
+                given = [(values.get(value, ()), rule.operands[at]) for at, value in inputs.get(first[0], ())]
+                values.setdefault(first, set()).update(cut_rows(classes, first, given))
+            else:
+                values.setdefault(first, set()).update(cut_dims(classes, first, values.get(first, ()), of_sequences))
             pending.update(dict.fromkeys(users.get(first, ())))
             continue
         i = next(iter(pending))

@@ -19,6 +19,7 @@ from autopar.passes.pipeline.cuts.late import gathered_late
 from autopar.passes.pipeline.cuts.manual import manual
 from autopar.passes.pipeline.cuts.rematerialized import kept_across
 from autopar.passes.pipeline.cuts.sums import sums_by_stage, with_reductions, with_steps_of_terms
+from autopar.passes.pipeline.cuts.undivided import check_divided
 from autopar.passes.pipeline.cuts.when import NodeTimes, When, times_of
 
 
@@ -61,6 +62,8 @@ def _assign(program: Program, plan: Plan, places: Places) -> Staged:
         every = forward_nodes(program, times), backward_nodes(program, times)
         return Staged(program, *(dict.fromkeys(nodes, 0) for nodes in every))
     _check_second(program, times, len(places.ranks))
+    if plan.parts > 1:
+        check_divided(program, times, plan)
     forward = with_attention(_cut(program, times, plan, places))
     return Staged(program, forward, place_backward(program, times, forward, len(places.ranks)))
 
