@@ -313,11 +313,32 @@ def _assigned(model: Composed, x: Tensor, y: Tensor) -> Tensor:
     return -(shares * scores.log_softmax(-1)).sum(-1).mean()
 
 
+def _halves(model: Composed, x: Tensor, y: Tensor) -> Tensor:
+    """Two views of each sample, one behind the other in the batch (SimSiam, arXiv 2011.10566)."""
+    p, q = (model(half)[0] for half in x.chunk(2))
+    return -F.cosine_similarity(p, q.detach(), dim=-1).mean() + F.mse_loss(p, q)
+
+
+def _support(model: Composed, x: Tensor, y: Tensor) -> Tensor:
+    """Nearest means of classes that other samples give (prototypical networks, arXiv 1703.05175)."""
+    count = len(x) // 3
+    known, asked = model(x[:count])[0], model(x[count:])[0]
+    means = torch.stack([rows.mean(0) for rows in known.split(count // 2)])
+    far = (asked[:, None] - means).square().sum(-1)
+    return F.cross_entropy(-far, y[count:, 0] % len(means))
+
+
+def _groups(model: Composed, x: Tensor, y: Tensor) -> Tensor:
+    """Pieces of the batch, each with its own loss."""
+    pieces = zip(x.view(3, -1, x.shape[1]), y.split(len(y) // 3), strict=True)
+    return torch.stack([_mean(model, *piece).sqrt() for piece in pieces]).sum()
+
+
 LOSSES: Mapping[str, Loss] = {
     loss.__name__[1:]: loss
     for loss in (
         _mean, _counted, _penalty, _views, _classes, _covariance, _centres, _rolled, _balance, _ranks, _worst, _kernel,
-        _assigned,
+        _assigned, _halves, _support, _groups,
     )
 }  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any, TypedDict, Unpack
@@ -35,9 +36,11 @@ from autopar.errors import BatchError, CoupledError, LayoutError
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import StepOptions
 from autopar.ir.plan import Fixed, Plan
+from autopar.ir.program import Program
 from autopar.passes import make_pipeline, run_passes
 from autopar.passes.groups import deals_microbatches, parts_of_batch
 from autopar.passes.schedules import simulate
+from autopar.passes.search.axes import cuts_samples
 from autopar.settings import Settings
 
 # Choose how many slices of a sequence end a step soonest, by the simulation of what each number is compiled to.
@@ -174,13 +177,14 @@ def _lowered(captured: Captured, mesh: Mesh, options: StepOptions, fixed: Fixed)
         compiled = through_passes(program, plan)
         return _staged(compiled) if plan.is_staged else compiled
 
-    return decoupled(plan, made)
+    return decoupled(program, plan, made)
 
 
-def decoupled(plan: Plan, make: Callable[[Plan], Lowered]) -> Lowered:
+def decoupled(program: Program, plan: Plan, make: Callable[[Plan], Lowered]) -> Lowered:
     """The programs that `make` gives for a plan in which what couples micro-batches twice is computed of the whole
-    batch, once all have come forward (`Plan.whole`). Raises CoupledError where that does not help."""
-    first: CoupledError | None = None
+    batch, once all have come forward (`Plan.whole`), or samples that the loss cuts out of the batch are all at once.
+    program: the CAPTURED one. Raises CoupledError where that does not help."""
+    first, given = None, plan
     for _ in range(WHOLE_TRIES):
         try:
             return make(plan)
@@ -190,6 +194,9 @@ def decoupled(plan: Plan, make: Callable[[Plan], Lowered]) -> Lowered:
                 break
             plan = replace(plan, whole=plan.whole | error.whole)
     assert first is not None
+    if given.cuts_samples and cuts_samples(program, given):
+        with suppress(CoupledError, LayoutError):  # the first reason is the one to be told
+            return decoupled(program, replace(given, cuts_samples=False), make)
     raise first
 
 

@@ -66,6 +66,7 @@ class Plan:
     said.
     context_replicated: every rank of cp computes all positions, as it cannot divide them.
     whole: values that are not split over micro-batches, by name: all micro-batches have come forward before them.
+    cuts_samples: False if micro-batches do not divide samples that are cut out of the batch before the model.
     slice_lengths: the positions of each slice, where they differ. frozen: parameters that are not trained, by first
     name. rules: the rows of the user's custom ops, by op, beside
     those of `passes/rules`.
@@ -80,6 +81,7 @@ class Plan:
     batch_dims: Mapping[str, int | None] | None = None
     context_replicated: bool = False
     whole: frozenset[str] = frozenset()
+    cuts_samples: bool = True
     slice_lengths: tuple[int, ...] = ()
     patterns: Mapping[str, str] = field(default_factory=dict)
     frozen: frozenset[str] = frozenset()

@@ -11,9 +11,9 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program, captured_name
 from autopar.passes.rules import table_of
 from autopar.passes.rules.states import State, Strategy, states_of
-from autopar.passes.search.intents import Intent, intent_of
+from autopar.passes.search.intents import INTENTS, Intent, intent_of
 from autopar.passes.search.items import Classes, Item, build_classes
-from autopar.passes.search.search import Options, options_of, problem_of, with_whole_weights
+from autopar.passes.search.search import Options, candidates, options_of, problem_of, with_whole_weights
 from autopar.passes.search.solver.problem import Problem
 from autopar.passes.search.solver.solve import Choice, solve
 
@@ -130,6 +130,8 @@ def axis_searches(classes: Classes, plan: Plan) -> Iterator[AxisSearch]:
         if size > 1:
             intent = intent_of(axis, mesh, plan.sequence_parallel, plan.options.attention, lengths)
             intent = replace(intent, scatters=plan.zero >= 2)
+            if axis == MICROBATCH:
+                intent = replace(intent, cuts_samples=plan.cuts_samples)
             if axis in plan.expert_axes:
                 intent = replace(intent, experts=True, joined=axis != plan.expert_axes[0])
             if intent.experts and plan.options.expert_rows is not None:
@@ -144,6 +146,12 @@ def axis_searches(classes: Classes, plan: Plan) -> Iterator[AxisSearch]:
             yield AxisSearch(
                 classes, axis, intent, mesh, _pins(plan), per_flop, is_idle, not plan.fixed.uneven, frozenset(whole)
             )
+
+
+def cuts_samples(program: Program, plan: Plan) -> bool:
+    """Whether micro-batches may divide samples that a CAPTURED program cuts out of its batch before the model."""
+    classes, intent = classes_of(program, plan), INTENTS[MICROBATCH]
+    return candidates(classes, intent) != candidates(classes, replace(intent, cuts_samples=False))
 
 
 def _lengths(classes: Classes) -> set[int]:

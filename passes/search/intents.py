@@ -81,6 +81,7 @@ class Intent:
     scatters: bool = False  # and gradients are scattered for each of these parts: what is added up early is whole
     experts: bool = False  # experts are split, and rows go to theirs
     joined: bool = False  # by an earlier axis, too
+    cuts_samples: bool = True  # samples that are cut out of the batch before the model are split, too
     padded: bool = False  # with others beside them, which are of no expert: they may not be added up there
 
     def states(self, role: Role) -> list[tuple[State, float]]:

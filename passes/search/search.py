@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 
@@ -84,17 +85,23 @@ def cut_dims(
 def cut_rows(
     classes: Classes, value: tuple[int, int], operands: Collection[tuple[Collection[Split], Dims]]
 ) -> list[Split]:
-    """The splits of the samples of a result, whose call cannot split those of an operand. operands: of each its splits
-    that were reached, and its dims."""
+    """The splits of the samples of a result, whose call cannot split those of an operand: of the same dim, or, where
+    that is gone, of one with which it was all samples, as of `x.view(2, -1, n)[0]`. operands: of each its splits that
+    were reached, and its dims."""
     rule = classes.items[value[0]].rule
     assert rule is not None
-    result = rule.results[value[1]]
-    found = dict.fromkeys(
-        dim
-        for splits, dims in operands
-        for dim, outer in splits
-        if outer == 1 and len(dims) == len(result) and rule.replicated & {*dims[dim]} and {*result[dim]}
-    )
+    sizes, result, found = dict(rule.sizes), rule.results[value[1]], dict[int, None]()
+    lengths = [math.prod(sizes[name] for name in names) for names in result]
+    roles = (item.role for item in classes.items if item.role is not None and item.role.batch_dim is not None)
+    samples = {role.type.shape[role.batch_dim] for role in roles if role.batch_dim is not None}
+    left = {name for names in result for name in names}
+    for splits, dims in operands:
+        for dim in (dim for dim, outer in splits if outer == 1):
+            if len(dims) == len(result) and rule.replicated & {*dims[dim]} and result[dim]:
+                found[dim] = None
+            if len(dims) > len(result) and left.isdisjoint(dims[dim]):
+                gone = math.prod(sizes[name] for name in dims[dim])
+                found.update(dict.fromkeys([at for at, length in enumerate(lengths) if gone * length in samples][:1]))
     return [(dim, 1) for dim in found]
 
 
@@ -144,9 +151,9 @@ def options_of(
     pins: by parameter, the state on each axis that the user fixed. sizes: of the axes that were searched before.
     per_flop: bytes that an operation of a product counts as. whole: the numbers of items that run whole.
     """
-    candidates = _candidates(classes, intent)
+    found_names = candidates(classes, intent)
     options: Options = []
-    for number, (item, names) in enumerate(zip(classes.items, candidates, strict=True)):
+    for number, (item, names) in enumerate(zip(classes.items, found_names, strict=True)):
         if item.rule is None:
             options.append([])
             continue
@@ -249,18 +256,18 @@ Names = list[dict[str, set[int]]]  # of each item: the outers of the names that 
 Values = dict[tuple[int, int], set[Split]]  # the splits of each (item, result)
 
 
-def _candidates(classes: Classes, intent: Intent) -> Names:
+def candidates(classes: Classes, intent: Intent) -> Names:
     """The splits of each name that are worth a thought: those that spread from what the intent splits."""
     owners = RowOwners(classes, intent.padded) if intent.owns_rows else None
-    candidates = _spread(
+    found = _spread(
         classes, lambda i, role: intent.seeds(used_role(classes, i, role)), intent.sequence_outers, owners,
-        intent.batch_split,
+        intent.batch_split and intent.cuts_samples,
     )[0]  # fmt: skip
-    for item, names in zip(classes.items, candidates, strict=True):
+    for item, names in zip(classes.items, found, strict=True):
         if intent.heads and item.node.target in ATTENTION:
             for name in HEADS:
                 names.setdefault(name, set()).add(intent.heads if name == HEADS[0] else 1)
-    return candidates
+    return found
 
 
 def sequences_of(classes: Classes, intent: Intent) -> Values:

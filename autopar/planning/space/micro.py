@@ -124,7 +124,7 @@ class Micros:
             timed(lowered.program, lowered.plan)  # raises CoupledError
             return lowered
 
-        return decoupled(plan, made)
+        return decoupled(program, plan, made)
 
     def between_passes(self, split: Split, recomputed: str) -> Micro:
         """The programs of micro-batches of a step with `split.batch` rows: what runs once in it is then of all rows of

@@ -46,7 +46,7 @@ def _whole(program: Program, times: NodeTimes) -> Iterator[fx.Node]:
 
 def _refusal(node: fx.Node, plan: Plan) -> LayoutError:
     known = record(node)
-    rows = known.type.shape[0] if known.is_tensor and known.type.shape else 1
+    rows = known.type.shape[0] if known.is_tensor and len(known.type.shape) > 1 else 1
     parts = plan.microbatches * math.prod(plan.mesh[axis] for axis in DATA_AXES if axis in plan.mesh)
     why = f", which do not fall into {parts} parts (one of each micro-batch and rank that splits the batch)"
     return LayoutError(
