@@ -100,7 +100,7 @@ class Constants:
         return sorted(set(numbers)) + writes + [f"tensors beside the batch: {self.digest()}"] * is_any
 
     def _in_parts(self) -> Iterator[tuple[str, DTensor]]:
-        """Those of which each rank has a part, or a copy, of its own."""
+        """Find the tensors of which each rank has a part, or a copy, of its own."""
         for name in self.made:
             tensor: Any = self._now(name)
             if isinstance(tensor, DTensor):
