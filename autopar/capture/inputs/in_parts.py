@@ -21,6 +21,7 @@ _PART = Construct(
     "A step computes with whole values on every mesh, and what a rank's part is differs from mesh to mesh: leave "
     "{}() out, or call it outside of the model and the loss.",
 )
+_WHOLE = DTensor.full_tensor.__name__
 _PARTS = ("to_local", "redistribute")  # methods of a DTensor that speak of its parts
 
 
@@ -77,6 +78,8 @@ def whole_value(function: Any, args: Any, frame: FrameType | None) -> Any:
     """The result of `full_tensor()` on what stands for a tensor in parts: itself. NotImplemented for other functions.
     Raises CaptureError for those that give a part."""
     name = getattr(function, "__name__", "")
+    if (name not in _PARTS and name != _WHOLE) or isinstance(args[0], DTensor):  # the plain module is run on itself
+        return NotImplemented
     if name in _PARTS:
         raise refusal(Construct(_PART.name.format(name), _PART.instead.format(name)), user_frame(frame))
-    return args[0] if name == DTensor.full_tensor.__name__ else NotImplemented
+    return args[0]

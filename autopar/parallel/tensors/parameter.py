@@ -53,7 +53,8 @@ class _Held(PlacedTensor):
     def redistribute(self, device_mesh: Any = None, placements: Any = None, **options: Any) -> DTensor:
         """The whole value if all placements are Replicate; other ones give a plain DTensor. Every rank must call it."""
         if has_torch_function_unary(self):
-            return handle_torch_function(_Held.redistribute, (self, device_mesh, placements), self, **options)  # type: ignore[no-any-return]
+            asked = (self, device_mesh, placements)
+            return handle_torch_function(_Held.redistribute, (self,), *asked, **options)  # type: ignore[no-any-return]
         world, replicated = self.place.world, all(placement.is_replicate() for placement in placements or ())
         mesh = device_mesh or spec_of(self).mesh
         if options or placements is None or (mesh is not world.device_mesh and not replicated):
