@@ -66,10 +66,10 @@ def with_inputs(value: Any, inputs: dict[int, torch.Tensor], in_parts: InParts |
         return type(value)(with_inputs(item, inputs, in_parts, frame) for item in value)
     if type(value) is dict:
         return {key: with_inputs(item, inputs, in_parts, frame) for key, item in value.items()}
-    if not isinstance(value, torch.Tensor) or type(value) is FakeTensor:
+    if not isinstance(value, torch.Tensor):
         return value
     known = inputs.get(id(value))
-    if known is None and in_parts is not None and isinstance(value, DTensor):
+    if known is None and in_parts is not None and type(value) is not FakeTensor and isinstance(value, DTensor):
         return in_parts.stand_in(value, frame)
     return value if known is None else known
 
