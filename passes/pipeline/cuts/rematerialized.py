@@ -15,18 +15,19 @@ MADE_BY = "recompute"  # the pass that makes clones
 def originals(program: Program) -> dict[fx.Node, fx.Node]:
     """The forward node that each clone repeats: the same call of the same values, for the same captured node."""
     originals: dict[fx.Node, fx.Node] = {}
+    firsts: dict[fx.Node, fx.Node] = {}  # of equal calls the first one, which a clone of any of them is like
     calls: dict[tuple[object, ...], fx.Node] = {}
     for node in program.calls():
         is_clone = record(node).made_by == MADE_BY
         if record(node).is_backward and not is_clone:
             continue
-        args = fx.node.map_arg((node.args, dict(node.kwargs)), lambda old: originals.get(old, old))
+        args = fx.node.map_arg((node.args, dict(node.kwargs)), lambda old: firsts.get(old, old))
         known = record(node)
         key = (node.target, str(args), known.origin, known.module, known.source)
         if not is_clone:
-            calls.setdefault(key, node)
+            firsts[node] = calls.setdefault(key, node)
         elif key in calls:
-            originals[node] = calls[key]
+            originals[node] = firsts[node] = calls[key]
     return originals
 
 
