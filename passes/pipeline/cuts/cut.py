@@ -42,6 +42,12 @@ def forward_nodes(program: Program, times: NodeTimes) -> list[fx.Node]:
     return [node for node in program.calls() if times.is_forward(node)]
 
 
+def is_at_owners(node: fx.Node) -> bool:
+    """True for rows that lie where their experts are. How many these are only the data say, and a message has one size:
+    they stay on their stage."""
+    return any(layout is not None and layout.owned for layout in record(node).layouts)
+
+
 def cut(program: Program, times: NodeTimes, stages: int, limits: StageLimits) -> Stages:
     """The stage of every forward node: pieces of the program's order, such that the slowest stage, with the transfers
     over its two borders, is as fast as can be; among those, with the others as even as can be.
@@ -84,7 +90,8 @@ class ForwardLine:
         train = any(out.kind == "gradient" for out in program.outputs)
         transfer = (1 + train) * crossing
         # a place is the number of nodes before it; views stay with what they are views of
-        inner = [i for i in range(1, len(self.nodes)) if own[i - 1] > 0 and own[i:].any()]
+        within = self._within_routes(position)
+        inner = [i for i in range(1, len(self.nodes)) if own[i - 1] > 0 and own[i:].any() and not within[i]]
         self.places = [0, *inner, len(self.nodes)]
         self.times = _prefix(total)[self.places]
         self.saved = _prefix(saved)[self.places]
@@ -144,6 +151,17 @@ class ForwardLine:
             if any(user.op != "output" and record(user).is_backward for user in node.users):
                 saved[i] = bytes_
         return np.cumsum(steps), saved
+
+    def _within_routes(self, position: Mapping[fx.Node, int]) -> np.ndarray:
+        """True of each place that lies between rows at their owners and what reads them."""
+        steps = np.zeros(len(self.nodes) + 2)
+        for i, node in enumerate(self.nodes):
+            if is_at_owners(node):
+                last = max((position[user] for user in node.users if user in position), default=i)
+                steps[i + 1] += 1
+                steps[last + 1] -= 1
+        within: np.ndarray = np.cumsum(steps) > 0
+        return within
 
     def _first_uses(self, program: Program, position: Mapping[fx.Node, int]) -> dict[fx.Node, tuple[str, int]]:
         """The first forward node that needs each parameter, maybe by way of what is computed before."""

@@ -9,7 +9,7 @@ from torch import fx
 from autopar.errors import LayoutError
 from autopar.ir.modules import in_module, module_paths, nearest, spelled_out
 from autopar.ir.program import Program, is_getitem, record
-from autopar.passes.pipeline.cuts.cut import Stages, forward_nodes
+from autopar.passes.pipeline.cuts.cut import Stages, forward_nodes, is_at_owners
 from autopar.passes.pipeline.cuts.when import NodeTimes
 
 
@@ -68,6 +68,12 @@ def _assign(nodes: list[fx.Node], stage_of: dict[str, int]) -> Stages:
                           f"({its.source}) in stage {needs}: values flow forwards only.")  # fmt: skip
             needs = wanted  # said once, and not again of all that follows
         stages[node] = max(needs, wanted if wanted is not None else 0)
+        for stage, operand in before:
+            if stage < stages[node] and is_at_owners(operand):
+                mine, its = record(node), record(operand)
+                faults.append(f"'{mine.module}' ({mine.source}) is in stage {stages[node]}, and rows that lie at their "
+                              f"experts in stage {stage} ('{its.module}', {its.source}): the layers of a mixture, from "
+                              f"its router to the sum of what its experts give, are one stage's.")  # fmt: skip
     if faults:
         raise LayoutError("stages: " + "\n".join(dict.fromkeys(faults[:5])))
     return stages
