@@ -85,6 +85,7 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -103,6 +104,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.fx import _symbolic_trace
 from torch.nn.modules import module as _modules
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.optim.optimizer import _foreach_supported_types as _optim_lists
 from torch.utils._foreach_utils import _foreach_supported_types as _util_lists
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -125,6 +127,7 @@ __all__ = [
     "TreeSpec",
     "assert_async",
     "backward",
+    "before_steps",
     "change_in_place",
     "coalesced",
     "compile_with_inductor",
@@ -467,6 +470,29 @@ def bare_step(optimizer: torch.optim.Optimizer) -> None:
     """Step without hooks, and unseen by a scheduler: an optimizer's class has its step in a wrapper that calls them."""
     step = type(optimizer).step
     (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)  # type: ignore[attr-defined]
+
+
+class _WhileAlive:
+    """A function that is called as long as it is not forgotten."""
+
+    def __init__(self, function: Callable[[Optimizer], None]) -> None:
+        self._function: Callable[[Optimizer], None] | None = function
+
+    def __call__(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        if self._function is not None:
+            self._function(optimizer)
+
+    def forget(self) -> None:
+        self._function = None
+
+
+def before_steps(owner: object, function: Callable[[Optimizer], None]) -> None:
+    """Call a function before the steps of all optimizers, as long as `owner` lives. What is registered stays behind,
+    empty: where the garbage collector finds an owner in the middle of a step, torch goes through these very functions,
+    and would end with "OrderedDict mutated during iteration" if one was taken out."""
+    hook = _WhileAlive(function)
+    register_optimizer_step_pre_hook(hook)
+    weakref.finalize(owner, hook.forget)
 
 
 def hook_behind_step(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> Any:

@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
 from autopar.errors import PlanError
 from autopar.ir.modules import is_named
 from autopar.runtime.tiers.host_tier import Copying, HostTier
 from autopar.runtime.tiers.side_by_side import bytes_of
-from autopar.torch_compat import bare_step, hook_behind_step, local_of
+from autopar.torch_compat import bare_step, before_steps, hook_behind_step, local_of
 
 PARTS = 32  # of all states; two are on the device at a time, or those of two of the largest parameters
 
@@ -75,7 +75,7 @@ class OffloadedStates:
 
     def watch(self, owner: object) -> None:
         """Step for each optimizer of the model, as long as `owner` lives."""
-        weakref.finalize(owner, register_optimizer_step_pre_hook(self._begin).remove)
+        before_steps(owner, self._begin)
 
     def _begin(self, optimizer: Optimizer, _args: Any = (), _kwargs: Any = None) -> None:
         """Be the last that is called before a step, and the first behind it."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 from processes import Ranks
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import autopar
 
@@ -60,3 +61,25 @@ def _on_ranks(rank: int) -> None:
 @pytest.mark.gloo
 def test_on_two_ranks(two: Ranks) -> None:
     two.run(_on_ranks)
+
+
+def test_in_the_middle_of_a_step_of_another_model() -> None:
+    """Red before, wherever the garbage collector came there: "OrderedDict mutated during iteration", out of torch."""
+
+    def trained() -> tuple[Any, torch.optim.Optimizer]:
+        parallel = autopar.parallelize(nn.Linear(6, 4), "dp=1", loss_fn=loss_fn, offload="optimizer")
+        return parallel, torch.optim.SGD(parallel.parameters(), lr=0.1)
+
+    parallel, optimizer = trained()
+    others = [*trained()]
+    last = others[0].weight.detach().full_tensor()
+    handle = register_optimizer_step_pre_hook(lambda *_: others.clear())
+    try:
+        parallel.forward_backward(torch.ones(12, 6))
+        optimizer.step()
+    finally:
+        handle.remove()
+    assert not others and last.shape == (4, 6)
+    before = parallel.weight.detach().full_tensor()
+    optimizer.step()
+    assert not torch.equal(before, parallel.weight.detach().full_tensor())

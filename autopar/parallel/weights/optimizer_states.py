@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
 from autopar.errors import AutoparError, RankError
 from autopar.parallel.agree.agreement import Agreement, UserCall
 from autopar.parallel.tensors.parameter import ParameterTensor
 from autopar.parallel.tensors.placed import PlacedTensor, placed, whole_value
 from autopar.parallel.weights.store import ParameterStore
-from autopar.torch_compat import tree_map
+from autopar.torch_compat import before_steps, tree_map
 
 
 class States:
@@ -37,7 +37,7 @@ class States:
 
     def watch(self, owner: object) -> None:
         """Look at each optimizer before its step, as long as `owner` lives."""
-        weakref.finalize(owner, register_optimizer_step_pre_hook(self.place).remove)
+        before_steps(owner, self.place)
 
     def place(self, optimizer: Optimizer, _args: Any = (), _kwargs: Any = None) -> None:
         """Replace states that do not lie as their parameters. Every rank must call this with the same states.
