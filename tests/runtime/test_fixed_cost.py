@@ -62,4 +62,5 @@ def test_calls_a_parameter(optimizer: bool, most: float) -> None:
         pytest.skip("torch before 2.13 asks in Python for each op on a DTensor")
     few, many = calls(8, optimizer), calls(40, optimizer)
     assert few > 50, "nothing is counted"
-    assert (many - few) / 64 <= most
+    left = optimizer  # the call of what the first model, which is gone, left in torch's list: one a step
+    assert (many - few - left) / 64 <= most
