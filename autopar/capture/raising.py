@@ -113,7 +113,7 @@ class Raise(TorchFunctionMode):
         self.plain = PlainDraws()  # of the plain module
         self.hosts: HostInputs | None = None  # where numbers of the host are drawn
         self.ran = Ran()
-        self.inputs: dict[int, Tensor] = {}  # by the id of the parameter that each stands for
+        self.inputs: dict[int, Tensor] = {}  # by the id of what each stands for: see `with_inputs`
         self.in_parts: InParts | None = None  # what lies in parts on ranks, and is none of the model's own
         self.outside: dict[int, Outside] = {}  # tensors of the user's that no input stands for
         self.known, self._drew = self.calls.values, list[Tensor]()  # uniform draws of the call that runs

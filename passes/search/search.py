@@ -10,7 +10,7 @@ from autopar.ir.layout import OWNED
 from autopar.ir.mesh import MICROBATCH
 from autopar.ir.ops.ops import op, op_name
 from autopar.ir.program import TensorType
-from autopar.passes.rules.rule import Dims, Halo
+from autopar.passes.rules.rule import Dims, Halo, Rule
 from autopar.passes.rules.splits import Choice, Split, choice_at, place
 from autopar.passes.rules.states import State, Strategy, strategies
 from autopar.passes.search.intents import BYTES_PER_REPLICA, Intent, Role, homes
@@ -70,30 +70,22 @@ def cut_from_batch(classes: Classes) -> Iterator[tuple[int, int]]:
             yield from ((i, result) for result in range(len(classes.items[i].types)))
 
 
-def cut_dims(
-    classes: Classes, value: tuple[int, int], reached: Collection[Split], outers: tuple[int, ...]
-) -> list[Split]:
+def cut_dims(rule: Rule, number: int, reached: Collection[Split], outers: tuple[int, ...]) -> list[Split]:
     """Splits of the dims of a result, but the first, which its call cannot split and no split reached."""
-    rule = classes.items[value[0]].rule
-    assert rule is not None
     known = {dim for dim, _ in reached}
-    dims = enumerate(rule.results[value[1]])
+    dims = enumerate(rule.results[number])
     cut = [dim for dim, names in dims if dim and dim not in known and rule.replicated & {*names}]
     return [(dim, outer) for dim in cut for outer in outers]
 
 
 def cut_rows(
-    classes: Classes, value: tuple[int, int], operands: Collection[tuple[Collection[Split], Dims]]
+    rule: Rule, number: int, operands: Collection[tuple[Collection[Split], Dims]], samples: Collection[int]
 ) -> list[Split]:
     """The splits of the samples of a result, whose call cannot split those of an operand: of the same dim, or, where
     that is gone, of one with which it was all samples, as of `x.view(2, -1, n)[0]`. operands: of each its splits that
-    were reached, and its dims."""
-    rule = classes.items[value[0]].rule
-    assert rule is not None
-    sizes, result, found = dict(rule.sizes), rule.results[value[1]], dict[int, None]()
+    were reached, and its dims. samples: how many there are, of each tensor of the batch."""
+    sizes, result, found = dict(rule.sizes), rule.results[number], dict[int, None]()
     lengths = [math.prod(sizes[name] for name in names) for names in result]
-    roles = (item.role for item in classes.items if item.role is not None and item.role.batch_dim is not None)
-    samples = {role.type.shape[role.batch_dim] for role in roles if role.batch_dim is not None}
     left = {name for names in result for name in names}
     for splits, dims in operands:
         for dim in (dim for dim, outer in splits if outer == 1):
@@ -306,6 +298,8 @@ def _spread(
         values.setdefault(value, set()).update(splits)
         pending.update(dict.fromkeys(t for t in (value[0], *users.get(value, ())) if classes.items[t].rule is not None))
     cut = list(cut_from_batch(classes)) if of_sequences or of_samples else []
+    roles = (item.role for item in classes.items if of_samples and item.role is not None)
+    samples = {role.type.shape[role.batch_dim] for role in roles if role.batch_dim is not None}
     attending = [i for i, item in enumerate(classes.items) if of_sequences and item.node.target in ATTENTION]
     while pending or cut or attending:
         if not pending and not cut:
@@ -321,13 +315,14 @@ def _spread(
             continue
         if not pending:
             first = cut.pop(0)
+            rule = classes.items[first[0]].rule
+            assert rule is not None
             if of_samples:
-                rule = classes.items[first[0]].rule
-                assert rule is not None
                 given = [(values.get(value, ()), rule.operands[at]) for at, value in inputs.get(first[0], ())]
-                values.setdefault(first, set()).update(cut_rows(classes, first, given))
+                found = cut_rows(rule, first[1], given, samples)
             else:
-                values.setdefault(first, set()).update(cut_dims(classes, first, values.get(first, ()), of_sequences))
+                found = cut_dims(rule, first[1], values.get(first, ()), of_sequences)
+            values.setdefault(first, set()).update(found)
             pending.update(dict.fromkeys(users.get(first, ())))
             continue
         i = next(iter(pending))

@@ -21,7 +21,7 @@ def asked(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("name", "ranks"), [("listed", 3), ("listed", 4), ("mixtral", 3)])
 def test_no_cut_lies_between_a_router_and_the_sum_of_its_experts(name: str, ranks: int) -> None:
-    """Red before with "listed": a stage waited for as many rows as go to experts on average, and other ones came."""
+    """Red before: a stage waited for as many rows as go to experts on average, and other ones came."""
     given = asked(name)
     model = given.pop("model")
     given |= {"precision": "bf16", "recompute": "stage+full"}

@@ -396,8 +396,8 @@ def test_it_is_saved_and_loaded(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("recompute", ["stage", "stage+full", "full"])
 def test_what_is_computed_again_is_where_it_was(recompute: str) -> None:
-    """Red before: of equal calls (where a piece begins) a clone had the first as its original, those behind it had
-    none, and all attention went back on the first stage, which has no keys of the second one."""
+    """Red before, but for "full": of equal calls (where a piece begins) a clone had the first as its original, those
+    behind it had none, and all attention went back on the first stage, which has no keys of the second one."""
     asked: dict[str, Any] = {"loss_fn": token_loss, "batch": tokens(), "recompute": recompute, **sliced(2)}
     assert autopar.verify(llama().double(), "cp=2,pp=2", **asked).ok
     pipeline = autopar.compile(llama(), "cp=2,pp=2", **asked).pipeline

@@ -61,7 +61,8 @@ class InParts:
 
 def with_inputs(value: Any, inputs: dict[int, torch.Tensor], in_parts: InParts | None, frame: FrameType | None) -> Any:
     """Arguments with what stands for a parameter in its place, where the model found the parameter itself in a list or
-    dict of its own, and with what stands for tensors in parts. inputs: by the id of what each stands for."""
+    dict of its own, and with what stands for tensors in parts. inputs: by the id of what each stands for, or has taken
+    the place of: a layer's result that a coin joined (`Coins`)."""
     if type(value) in (tuple, list):
         return type(value)(with_inputs(item, inputs, in_parts, frame) for item in value)
     if type(value) is dict:

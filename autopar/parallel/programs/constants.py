@@ -16,6 +16,7 @@ from autopar.capture.python.arithmetic import Number
 from autopar.capture.python.guards import Guards, form
 from autopar.capture.python.scalars import NumberPlace, Scalars
 from autopar.capture.python.spots import Spot, SpotKey
+from autopar.parallel.tensors.parameter import ParameterTensor
 
 
 @dataclass(slots=True)
@@ -65,7 +66,8 @@ class Constants:
         self._whole.clear()
         for name, tensor in self._in_parts():
             with torch.no_grad():
-                self._whole[name] = tensor.full_tensor()
+                is_whole = isinstance(tensor, ParameterTensor) and tensor.place.is_replicated
+                self._whole[name] = tensor.to_local() if is_whole else tensor.full_tensor()
 
     def put(self, values: Mapping[str, torch.Tensor]) -> None:
         """Take other values for constants that each step draws on the host."""

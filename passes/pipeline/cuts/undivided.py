@@ -49,8 +49,9 @@ def _refusal(node: fx.Node, plan: Plan) -> LayoutError:
     rows = known.type.shape[0] if known.is_tensor and len(known.type.shape) > 1 else 1
     parts = plan.microbatches * math.prod(plan.mesh[axis] for axis in DATA_AXES if axis in plan.mesh)
     why = f", which do not fall into {parts} parts (one of each micro-batch and rank that splits the batch)"
+    ways = f"a multiple of {parts} rows at a time, or " if rows % parts else ""
     return LayoutError(
         f"op '{node.target}' ({known.source}) computes {rows} rows of the batch at once{why if rows % parts else ''}. "
-        f"Only what is of one micro-batch goes through a pipeline. Give the model a multiple of {parts} rows at a "
-        f"time, or the whole batch, and take its results apart (a, b = model(x).chunk(2)); or leave pp out."
+        f"Only what is of one micro-batch goes through a pipeline. Give the model {ways}the whole batch, and take its "
+        f"results apart (a, b = model(x).chunk(2)); or leave pp out."
     )
