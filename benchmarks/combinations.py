@@ -136,6 +136,8 @@ def draw(
     first = f"{name}, positions first"
     if first in recurrences.POSITIONS_FIRST and dice.random() < 1 / 2:  # last, as well
         name = first
+    if dice.random() < 1 / 4:  # last, as well
+        options["input_gradients"] = True
     if is_composed:
         name = composed.drawn(dice)
         for key in ("specialize", "per_microbatch", "expert_rows", "experts", *["slices"] * (dice.random() < 0.7)):
@@ -179,9 +181,13 @@ def run(name: str, mesh: str, options: Mapping[str, Any], rows: int) -> float:
     model, loss_fn, batch = made() if made is not None else model_of(name)
     if isinstance(slices := options.get("slices"), tuple):
         options = {**options, "slices": _lengths(batch, slices)}
+    batch = _grown(batch, rows)
+    if "input_gradients" in options:
+        options = {key: value for key, value in options.items() if key != "input_gradients"}
+        tree_map(lambda leaf: leaf.requires_grad_(leaf.is_floating_point()), _leaves(batch))
     if "per_microbatch" in options:
         options, loss_fn = {key: value for key, value in options.items() if key != "per_microbatch"}, _of_parts
-    report = verify(model, mesh, loss_fn=loss_fn, batch=_grown(batch, rows), **options)
+    report = verify(model, mesh, loss_fn=loss_fn, batch=batch, **options)
     if not report.ok:
         wrong = "; ".join(f"{row.kind} {row.name} {row.error:.0e}" for row in report.rows if not row.ok)
         raise ArithmeticError(" ".join(f"{wrong} {'; '.join(report.sums)} {report.mismatch or ''}".split()))

@@ -28,7 +28,7 @@ from autopar.capture.draws.trail import Trail
 from autopar.capture.forks import Forks, captured
 from autopar.capture.given_tensors import give_tensors
 from autopar.capture.inputs import tables
-from autopar.capture.inputs.containers import Form, check_detached, put_together, take_apart, take_call_apart
+from autopar.capture.inputs.containers import Form, put_together, take_apart, take_call_apart
 from autopar.capture.inputs.in_parts import InParts
 from autopar.capture.inputs.loss_outputs import LossFn, check_loss, has_own_backward, loss_of, split_result
 from autopar.capture.inputs.module_state import (
@@ -64,7 +64,7 @@ from autopar.capture.trace.results import Results
 from autopar.capture.trace.tracer import Traced, Tracer, Unseen
 from autopar.capture.trace.writes import check_collectives, check_writes
 from autopar.errors import AutoparError, CaptureError
-from autopar.ir.program import Input, Output, Program
+from autopar.ir.program import INPUT_GRADIENT, Input, Output, Program
 from autopar.torch_compat import FakeTensorMode, backward, gradients, quiet
 
 __all__ = ["Captured", "LossFn", "capture", "fake_like", "loss_of", "state_of"]
@@ -151,9 +151,6 @@ class _Capture:
         self.unknown: Unknown | UnknownPartner | CoinFound | None = None
         self.partners = Partners(model, loss_fn)
         self.parts = take_call_apart(args, kwargs)
-        self.leaves = self.parts.leaves
-        if train:
-            check_detached(self.parts)
         self.state = state_of(model)
         self.fake, self.device = FakeTensorMode(allow_non_fake_inputs=True), device_of(model)
         self.locator, self.in_parts, self.outputs = Locator(), InParts(self.fake, self.device), list[Output]()
@@ -161,6 +158,7 @@ class _Capture:
         self.result: tuple[Form | None, tuple[Any, ...]] = (None, ())
         self.calls, self.calling, self.ran = RecordedCalls(), None, Ran()
         self.given: list[tuple[torch.Tensor, int]] = []  # the inputs as the model got them, with their versions
+        self.asked: Trainable = []  # tensors of the batch that get a gradient, by their numbers
         self.replaced, self.notes = dict[str, Any](), list[str]()
         self.untrained: dict[int, str] = {}  # names of plain attributes that require a gradient
         self.outside: Mapping[int, Outside] = {}
@@ -484,11 +482,11 @@ class _Capture:
         replaced: dict[str, Any], carried: Mapping[str, Any],
     ) -> Any:  # fmt: skip
         """What `body` gives for the model on these inputs, with the plain attributes that an earlier run left."""
-        given = give_tensors(self.state.entries, self.leaves, inputs, mode.calls, self.train, self.in_parts)
+        given = give_tensors(self.state.entries, self.parts.leaves, inputs, mode.calls, self.train, self.in_parts)
         self.untrained.update(given.untrained)
         mode.inputs.update(given.parameters)
         mode.outside.update(given.outside)
-        self.scale = given.extra[0] if self.is_scaled else None
+        self.asked, self.scale = given.asked, given.extra[0] if self.is_scaled else None
         if self.coins.trail is not None:
             self.coins.trail.given(given.values)
         if mode.selected.order.sides is not None:
@@ -514,20 +512,22 @@ class _Capture:
             if self.coins.trail is not None:
                 loss, aux = self._joined(loss, aux)
             check_returned((loss,))
+            sources = [*trainable, *self.asked]
             check_loss(loss, self.loss_fn, trainable)
-            self.fault = outside_fault(loss, {id(tensor) for _, tensor in trainable}, self.untrained, self.outside)
+            self.fault = outside_fault(loss, {id(tensor) for _, tensor in sources}, self.untrained, self.outside)
             buffers = self._buffers()
             self.outputs = [Output("loss", "loss")]
             self.outputs += [Output("gradient", name) for name, _ in trainable]
+            self.outputs += [Output(INPUT_GRADIENT, number) for number, _ in self.asked]
             self.outputs += [Output("buffer", name) for name, _ in buffers]
             # A module's own loss comes with logits that few read: who does says so with a loss function.
             is_left_out = self.loss_fn is None and aux is not None
             values = [] if is_left_out else self._values(aux)
-            if self.fault is None and self._ends([loss, *(tensor for _, tensor in buffers), *values], trainable):
+            if self.fault is None and self._ends([loss, *(tensor for _, tensor in buffers), *values], sources):
                 return []
             self.locator.phase, self.tracer.is_unseen = "backward", True  # torch's own ops: none of the user's casts
             scaled = loss if self.scale is None else loss * self.scale
-            tensors = [tensor for _, tensor in trainable]
+            tensors = [tensor for _, tensor in sources]
             if has_own_backward(loss):
                 backward(scaled)
                 grads = tuple(tensor.grad for tensor in tensors)

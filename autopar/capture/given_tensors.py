@@ -22,7 +22,8 @@ class GivenTensors:
     """The tensors of a run. values: all of them, in order. swapped, constants: by path in the step. trainable: those
     that get a gradient, with their names. untrained: names of plain attributes that require one, by id; outside: where
     those in parts were met. parameters: by the id of what each stands for, with tensors in parts. leaves: of the batch.
-    extra: what is behind it: the loss scale, the seed."""
+    asked: those of them that get a gradient as well, with their numbers. extra: what is behind it: the loss scale, the
+    seed."""
 
     values: list[Tensor]
     leaves: list[Any]
@@ -32,6 +33,7 @@ class GivenTensors:
     untrained: dict[int, str] = field(default_factory=dict)
     outside: dict[int, Outside] = field(default_factory=dict)
     parameters: dict[int, Tensor] = field(default_factory=dict)
+    asked: list[tuple[str, Tensor]] = field(default_factory=list)
     extra: list[Tensor] = field(default_factory=list)
 
 
@@ -65,8 +67,12 @@ def give_tensors(
     position = len(entries)
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
-            given.leaves[i] = inputs[position]
-            calls.values.given(inputs[position], "batch", leaf)
+            value = inputs[position]
+            if leaf.requires_grad and train:
+                value = given.values[position] = value.detach().requires_grad_()
+                given.asked.append((str(i), value))
+            given.leaves[i] = value
+            calls.values.given(value, "batch", leaf)
             position += 1
     given.extra = list(inputs[position:])
     for extra in given.extra:

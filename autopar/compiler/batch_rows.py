@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 
 from autopar.capture.inputs import tables
-from autopar.ir.program import Program, is_getitem, operand_nodes, record, source_of
+from autopar.ir.program import INPUT_GRADIENT, Program, is_getitem, operand_nodes, record, source_of
 from autopar.passes.rules import Rule, Rules, call_of, replicated_rule
 from autopar.passes.rules.rule import Table
 from autopar.passes.rules.splits import Choice, Split, choice_at, place
@@ -99,9 +99,14 @@ class _Walk:
         for node in self.program.calls():
             if not is_getitem(node) and not record(node).is_backward and node not in checked:
                 self._call(node)
+        batch = {entry.name: node for node, entry in self.program.entries if entry.kind == "batch"}
         for left, out in self.program.leaving:
-            row = None if left is None or out.kind not in ("value", "aux") else self.rows.get(source_of(left))
-            self.found.outputs.append(row)
+            source = None
+            if left is not None and out.kind in ("value", "aux"):
+                source = source_of(left)
+            elif left is not None and out.kind == INPUT_GRADIENT:  # it lies as what it is the gradient of
+                source = batch[out.name], 0
+            self.found.outputs.append(None if source is None else self.rows.get(source))
         return self.found
 
     def _call(self, node: fx.Node) -> None:

@@ -22,7 +22,7 @@ from autopar.parallel.programs.portions import Given
 from autopar.parallel.programs.running import Running
 from autopar.parallel.session.session import Session
 from autopar.parallel.tensors.parameter import accumulate, drop_gradients
-from autopar.parallel.weights.gradients import Added, added_up, finished, guarded, held, multiply
+from autopar.parallel.weights.gradients import Added, OfBatch, added_up, finished, guarded, held, multiply
 from autopar.runtime.executor.inputs import StepInputs
 from autopar.runtime.kernels import host
 from autopar.runtime.ranks.process_groups import default_group
@@ -40,32 +40,37 @@ def train_step(
     if is_finite:
         running.write_buffers(outputs)
     parameters, gradients = running.gradients(outputs, unused)
+    own = own_rows(outputs, running, given)
+    asked, of_batch = [given.parts.leaves[leaf] for _, leaf in running.asked], [own[at] for at, _ in running.asked]
     if is_finite and session.scale is not None:
-        is_finite = session.scale.take(gradients, session.settings.device)
+        is_finite = session.scale.take([*gradients, *of_batch], session.settings.device)
 
+    batch = OfBatch(asked, of_batch if is_finite else [None] * len(asked))
     mine = Added(parameters, gradients) if is_finite else Added(list(running.parameters().values()), None)
 
     def later(scale: torch.Tensor) -> None:
         multiply(mine.gradients or (), scale)
-        session.sums.add(mine, partial(_add, session))
+        session.sums.add(mine, partial(_add, session, is_held=True))
 
     (loss,) = (outputs[at] for at in running.losses)
     if is_held:
         session.sums.forget()
-        return held(loss, later), outputs if is_whole else own_rows(outputs, running, given)
-    _add(session, [mine])
-    return finished(loss), outputs if is_whole else own_rows(outputs, running, given)
+        return held(loss, later, batch), outputs if is_whole else own
+    _add(session, [mine], is_held=False)
+    batch.add()
+    return finished(loss), outputs if is_whole else own
 
 
-def _add(session: Session, steps: list[Added]) -> None:
-    """Add to `.grad` what steps give, or leave every one None if any of them overflowed."""
+def _add(session: Session, steps: list[Added], is_held: bool) -> None:
+    """Add to `.grad` what steps give, or leave every one None if any of them overflowed. is_held: a loop called
+    `backward()` itself, and knows what `zero_grad()` takes away behind it."""
     together = added_up(steps)
     if together.gradients is None:
         drop_gradients(together.parameters)
     else:
         accumulate(together.parameters, together.gradients)
     for _ in steps:
-        session.announcer.stepped(together.gradients is not None)
+        session.announcer.stepped(together.gradients is not None and not is_held)
 
 
 def _is_finite(session: Session, running: Running, given: Given, outputs: tuple[torch.Tensor, ...]) -> bool:

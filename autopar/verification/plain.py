@@ -23,6 +23,7 @@ from autopar.capture.refusals.explain_failure import line_of
 from autopar.capture.refusals.user_lines import quoted
 from autopar.capture.rows.row_draws import PlainDraws
 from autopar.errors import AutoparError, CaptureError
+from autopar.ir.program import BESIDE, INPUT_GRADIENT
 from autopar.parallel.programs.own_batch import seed_of
 from autopar.torch_compat import backward
 from autopar.verification.borrowed import Borrowed
@@ -62,6 +63,17 @@ def optimized(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in tables.parameters(model) if parameter.requires_grad]
 
 
+def own_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Arguments in memory of their own, which a model may write to, and which take gradients of their own."""
+    return map_tensors(lambda x: x.detach().clone().requires_grad_(x.requires_grad), (args, dict(kwargs)))
+
+
+def gradients_of_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Values:
+    """The gradients of what a step was given, named as a program's outputs are."""
+    tensors = take_apart((args, dict(kwargs))).tensors()
+    return {(INPUT_GRADIENT, str(i)): x.grad for i, x in tensors if x.requires_grad and x.grad is not None}
+
+
 def values_of(aux: Any) -> Values:
     """The tensors that a loss function returned beside the loss, named as a program's outputs are."""
     tensors = take_apart(aux, lenient=True).tensors()
@@ -97,7 +109,7 @@ class Plain:
 
     def _forward_backward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: torch.Tensor) -> Values:
         self.optimizer.zero_grad()
-        args, kwargs = map_tensors(torch.clone, (args, dict(kwargs)))  # the model may write into them
+        args, kwargs = own_batch(args, kwargs)
         parameter = next(tables.parameters(self.model))
         dtype, low = dtype_of(self.model), self.autocast
         scale = SCALE if low is torch.float16 else 1.0
@@ -117,7 +129,7 @@ class Plain:
             if parameter.grad is not None:
                 parameter.grad /= scale
                 values["gradient", name] = parameter.grad.clone()
-        return values
+        return {**values, **{key: each / scale for key, each in gradients_of_batch(args, kwargs).items()}}
 
     def update(self) -> Values:
         """Step the optimizer: the new weights, and the buffers."""
@@ -218,7 +230,7 @@ class PlainReplicas:
         for key in dict.fromkeys(key for values in every for key in values if key[0] in ("loss", "gradient")):
             found[key] = torch.stack([values[key] for values in every if key in values]).sum(0) / len(every)
         for place, values in enumerate(every):
-            found.update({aux_at(key, place): value for key, value in values.items() if key[0] == "aux"})
+            found.update({aux_at(key, place): value for key, value in values.items() if key[0] in BESIDE})
         for replica in self.all:
             replica.take_gradients(found)
         updated = [replica.update() for replica in self.all]

@@ -25,7 +25,7 @@ from autopar.verification.judge.comparison import ComparedRow, Exact, Report, Va
 from autopar.verification.judge.noise import Trained, judged, move_away
 from autopar.verification.judge.sum_dtypes import wrong_sums
 from autopar.verification.places import Arguments, Batches, aux_at, batches_of, on_meta, places_of, seeds_of, shapes_of
-from autopar.verification.plain import SCALE, DrawsOf, draws_of, optimized, values_of
+from autopar.verification.plain import SCALE, DrawsOf, draws_of, gradients_of_batch, optimized, own_batch, values_of
 from autopar.verification.reference import Reference, short_of
 
 
@@ -188,10 +188,11 @@ class _Trial:
 
     def _step(self, parallel: ParallelModule, optimizer: torch.optim.Optimizer) -> Values:
         """What a step on all ranks gives, with the state behind it."""
-        args, kwargs = self._own()
+        args, kwargs = own_batch(*self._own())
         optimizer.zero_grad()
         values: Values = {("loss", "loss"): parallel.forward_backward(*args, **kwargs).detach()}
-        values.update(self._aux(values_of(parallel.last_aux if self.job.loss_fn is not None else None)))
+        aux = values_of(parallel.last_aux if self.job.loss_fn is not None else None)
+        values.update(self._aux({**aux, **gradients_of_batch(args, kwargs)}))
         values.update({("gradient", name): value for name, value in parallel.full_gradients().items()})
         optimizer.step()
         return {**values, **{("state", name): value for name, value in parallel.full_state_dict().items()}}

@@ -16,7 +16,7 @@ from autopar.capture.data.reads import check_reads
 from autopar.capture.rows.row_draws import PlainDraws
 from autopar.compiler.lowered import Lowered
 from autopar.ir.layout import combine, replica_error
-from autopar.ir.program import record
+from autopar.ir.program import BESIDE, INPUT_GRADIENT, record
 from autopar.parallel.tensors.padding import beginning
 from autopar.runtime.executor.executor import Kernels, Outputs
 from autopar.verification.borrowed import Borrowed
@@ -27,7 +27,7 @@ from autopar.verification.plain import SCALE, DrawsOf, OptimizerFactory, as_they
 from autopar.verification.versions import Versions
 from autopar.verification.virtual_inputs import RankPrograms, Whole, whole_inputs
 
-OF_A_PLACE = ("aux", "guard")  # outputs that are not of all places together
+OF_A_PLACE = (*BESIDE, "guard")  # outputs that are not of all places together
 
 
 class Virtual:
@@ -101,7 +101,7 @@ class Virtual:
             whole_ = combine(parts, layout, held)
             values[out.kind, out.name] = beginning(whole_, shapes[out.name]) if out.kind == "gradient" else whole_
             self.replicas[out.kind, out.name] = replica_error(parts, layout, held)
-            if out.kind == "gradient" and any(entry.kind == "scale" for entry in program.inputs):
+            if out.kind in ("gradient", INPUT_GRADIENT) and any(entry.kind == "scale" for entry in program.inputs):
                 values[out.kind, out.name] /= SCALE
         counts = [guards[-1] if guards else None]  # of the rows of masks, at each place
         if len(batches) > 1:

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from hypothesis import strategies as st
 from torch import Tensor
 
 from benchmarks.journeys.actions import action
-from benchmarks.journeys.parts import ROWS
+from benchmarks.journeys.parts import RANKS, ROWS, part_of
 from benchmarks.journeys.side import SCALE, Side, parallel
 
 SEEDS = st.integers(0, 5)
@@ -74,6 +75,24 @@ def forward_backward(side: Side, seed: int) -> Tensor:
 @action("ready", seed=SEEDS)
 def backward_by_hand(side: Side, seed: int) -> Tensor:
     return side.forward_backward(*side.batch(ROWS, seed), by_hand=True)
+
+
+@action("ready", seed=SEEDS, by_hand=st.booleans())
+def gradients_of_the_batch(side: Side, seed: int, by_hand: bool) -> list[Tensor]:
+    """A step on what a script computed or perturbs: adversarial samples, a net in front, a prompt that is trained."""
+    batch = tuple(x.detach().requires_grad_(x.is_floating_point()) for x in side.batch(ROWS, seed))
+    loss = side.forward_backward(*batch, by_hand=by_hand)
+    found = tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in batch)
+    if side.batch_kind == "ddp" and side.setup.get("odd"):  # what all ranks share has another gradient on each
+        return [loss]
+    if side.is_parallel or side.marks == side.stop:
+        return [loss, *found]
+    if side.low is torch.float16:
+        found = tuple(each / SCALE for each in found)
+    if not side.has_parts:
+        return [loss, *found]
+    own = part_of(side.setup, found, dist.get_rank())  # under DDP of the rank's own loss, and not of the mean of all
+    return [loss, *(each * RANKS if side.batch_kind == "ddp" else each for each in own)]
 
 
 @action("ready", "optimizer", seed=SEEDS)

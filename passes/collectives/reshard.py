@@ -13,7 +13,7 @@ from autopar.ir.layout import OWNED, Factor, Layout, is_mirrored, outer_of
 from autopar.ir.mesh import CONTEXT_AXES, DATA_AXES, GRADIENT_AXES, MICROBATCH, SLICE, TIME_AXES, Mesh, group_name
 from autopar.ir.ops.ops import is_collective, op
 from autopar.ir.plan import Plan
-from autopar.ir.program import CAST, Builder, Level, Output, Program, Record, is_given, operand_nodes, record
+from autopar.ir.program import BESIDE, CAST, Builder, Level, Output, Program, Record, is_given, operand_nodes, record
 from autopar.passes.collectives.carried import carried, carried_back
 from autopar.passes.collectives.gather_notes import with_gather_notes
 from autopar.passes.collectives.routing import Routing
@@ -74,7 +74,7 @@ class _Reshard:
         self.sent: dict[tuple[fx.Node, fx.Node], dict[Layout, fx.Node]] = {}  # to owners, by index
         self.waiting: set[tuple[fx.Node, fx.Node]] = set()  # rows, and who wants them, whose index comes later
         results = program.leaving
-        self.beside = frozenset(node for node, out in results if out.kind == "aux")
+        self.beside = frozenset(node for node, out in results if out.kind in BESIDE)
         self.wants: dict[fx.Node, list[tuple[fx.Node, Layout]]] = {}  # users with the layouts that they want
         self.outputs: dict[fx.Node, Output] = {}  # as what each result leaves first
         for node, out in results:

@@ -10,7 +10,7 @@ from torch import fx
 
 from autopar.errors import RuleError
 from autopar.ir.ops.op_facts import facts_of
-from autopar.ir.program import CAST, Input, Program, TensorType, is_getitem, operand_nodes, record, source_of
+from autopar.ir.program import BESIDE, CAST, Input, Program, TensorType, is_getitem, operand_nodes, record, source_of
 from autopar.passes.precision.gradient_terms import gradient_terms, sum_dtype
 from autopar.passes.rules import Call, Rule, call_of, replicated_rule, rule_of
 from autopar.passes.rules.rule import Table
@@ -201,7 +201,7 @@ def build_classes(
         place_ = (colours[number[source]], result)
         if out.kind == "gradient":
             classes.gradients.append((*place_, colours[number[by_name[out.name]]]))
-        elif out.kind != "aux":  # what leaves beside the loss is gathered at the end, and decides nothing
+        elif out.kind not in BESIDE:  # it is gathered at the end, and decides nothing
             classes.results.append(place_)
     classes.gradients = list(dict.fromkeys(classes.gradients))
     _find_values(classes, nodes, sources, colours, entries)

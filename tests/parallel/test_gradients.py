@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.errors import AutoparError, BatchError
+from autopar.errors import AutoparError
 
 
 def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
@@ -55,6 +55,12 @@ def _input() -> None:
     model(x).sum().backward()
 
 
+def _penalty(x: Tensor) -> None:
+    loss = make().training_loss(x)
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    (loss + gradient.square().sum()).backward()
+
+
 def _inference() -> None:
     with torch.inference_mode():
         make()
@@ -71,9 +77,9 @@ REFUSED: dict[str, tuple[type[AutoparError], str, Callable[[], Any]]] = {
     "grad of an output": (AutoparError, THROUGH, _grad),
     "an output in another loss": (AutoparError, THROUGH, _mixed),
     "an argument that wants a gradient": (AutoparError, THROUGH, _input),
-    "the same in a step": (
-        BatchError, "argument 0 requires a gradient, and a step gives those of the model's parameters alone.",
-        lambda: make().forward_backward(X.clone().requires_grad_()),
+    "a gradient of the gradient of one": (
+        AutoparError, "a backward pass through a gradient of training_loss(): a step has the gradients of its batch",
+        lambda: _penalty(X.clone().requires_grad_()),
     ),
     "a step under no_grad": (AutoparError, OFF, lambda: _step(torch.no_grad)),
     "a step under inference_mode": (AutoparError, OFF, lambda: _step(torch.inference_mode)),

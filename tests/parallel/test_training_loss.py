@@ -174,6 +174,9 @@ def _heard(model: Any) -> list[str]:
         model.forward_backward(_batch(0))
     for handle in handles:
         handle.remove()
+    for _ in range(2):  # right: gradients of several losses that a loop puts together itself
+        model.training_loss(_batch(0)).backward()
+        optimizer.zero_grad()
     assert not heard
     for _ in range(3):  # wrong, told once
         model.forward_backward(_batch(0))

@@ -318,13 +318,3 @@ def _fill(made: Any, node: Node, items: list[Any]) -> None:
             base.__setitem__(made, key, item)
     elif isinstance(made, list):
         list.extend(made, items)
-
-
-def check_detached(parts: Parts) -> None:
-    """Raise BatchError for a tensor of a batch whose gradient a step would not give."""
-    for i, tensor in parts.tensors():
-        if tensor.requires_grad:
-            raise BatchError(
-                f"{parts.paths[i]} requires a gradient, and a step gives those of the model's parameters alone. Pass "
-                f"x.detach(); where the loss itself needs a gradient by x, write x = x.detach().requires_grad_() in it."
-            )

@@ -383,10 +383,10 @@ class Announcer:
         with self._agreement.called(UserCall(name)):  # a step moves parameters, too
             self._agreement.check("arguments", ())
 
-    def stepped(self, has_gradients: bool) -> None:
-        """Count a step; has_gradients: unless they overflowed."""
+    def stepped(self, is_to_use: bool) -> None:
+        """Count a step; is_to_use: of `forward_backward`, with gradients that an optimizer is to use next."""
         if self._agreement.size > 1:
-            self._progress.stepped(has_gradients)
+            self._progress.stepped(is_to_use)
 
     def updating(self) -> None:
         """Notice that an optimizer is about to change the weights."""
@@ -438,11 +438,11 @@ class _Progress:
     def updating(self) -> None:
         self._steps, self._awaits = 0, False
 
-    def stepped(self, has_gradients: bool) -> None:
+    def stepped(self, is_to_use: bool) -> None:
         # The first step moves parameters to their layouts, which is no change of the weights.
         self._version = self._versions()
         is_left = any(parameter.grad is not None for parameter in self._parameters)  # by hooks that update and drop
-        self._awaits = has_gradients and is_left
+        self._awaits = is_to_use and is_left
         self._steps, self._added = self._steps + 1, self._added + 1
 
     def __str__(self) -> str:

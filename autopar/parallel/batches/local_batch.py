@@ -104,7 +104,8 @@ class Portion:
         for leaf in self.leaves:
             shape = list(leaves[leaf].shape)
             shape[self.dims[leaf]] = sum(self.counts(leaf))  # type: ignore[index]
-            leaves[leaf] = torch.empty(shape, dtype=leaves[leaf].dtype, device="meta")
+            own = leaves[leaf]
+            leaves[leaf] = torch.empty(shape, dtype=own.dtype, device="meta", requires_grad=own.requires_grad)
         return replace(parts, leaves=tuple(leaves))
 
     def line(self) -> str:

@@ -16,7 +16,7 @@ from autopar.capture.captured import drawing_host
 from autopar.capture.data.reads import Answers, OtherValues, Value
 from autopar.capture.draws.host_draws import Drawn, generators, set_generators
 from autopar.capture.inputs.batch_dims import Dims
-from autopar.capture.inputs.containers import check_detached, take_call_apart
+from autopar.capture.inputs.containers import take_call_apart
 from autopar.capture.inputs.leaves import text_of
 from autopar.capture.inputs.partners import Partner
 from autopar.capture.python.spots import Numbers
@@ -174,8 +174,6 @@ class Programs:
         called = loss_fn if train and loss_fn is not None else self._session.store.model.forward
         try:
             parts = take_call_apart(args, batches.in_order(kwargs, called))
-            if train:
-                check_detached(parts)
             return self._portions.of(parts, train)
         except BatchError as error:
             nothing = self._digests.vector(None, at_once=False)
@@ -190,7 +188,8 @@ class Programs:
         with no_torch_function():  # or torch looks, at each, for a function of ours that it would ask
             wanted = tuple(map(_requires_grad, structure.parameters.values()))
         others = given.portion.sizes if given.portion is not None and given.is_unlike else ()
-        own = train, batches.signature_of(given.whole), flags, wanted, others
+        asked = tuple(i for i, tensor in given.parts.tensors() if train and tensor.requires_grad)
+        own = train, batches.signature_of(given.whole), flags, wanted, others, asked
         return (*own, flags_of(self._partners.get(own, ())))
 
     def _agree(
@@ -255,6 +254,7 @@ class Programs:
         states += [f"random_state {session.random.state_dict()}"] + [str(session.scale)] * (session.scale is not None)
         states += ["gradients off"] * (key[0] and not torch.is_grad_enabled()) + values
         states += [f"{path} on a device" for path in batches.off_host(parts)]
+        states += [f"{parts.paths[i]} gets a gradient" for i, each in parts.tensors() if key[0] and each.requires_grad]
         states += [portion.line()] if portion is not None else []
         at_once = is_new or (portion is not None and portion.is_agreed)  # a second comparison leaves nothing on its way
         digest = self._digests.vector(parts, at_once, given.shared)

@@ -21,7 +21,7 @@ from autopar.compiler.batch_rows import BatchRows
 from autopar.compiler.lowered import Lowered
 from autopar.ir.layout import padded_shape
 from autopar.ir.ops.ops import op
-from autopar.ir.program import PARTNER
+from autopar.ir.program import INPUT_GRADIENT, PARTNER
 from autopar.parallel.programs.constants import Constants
 from autopar.parallel.programs.own_batch import AveragedOutputs
 from autopar.parallel.weights.owners import Owners
@@ -75,6 +75,7 @@ class Running:
         self.is_bounded = bounded and any(node.target in _ROUTES for node in built.compiled.program.calls())
         self.losses = [at for at, out in outputs if out.kind == "loss"]
         self.reads = [at for at, out in outputs if out.kind == "guard"]
+        self.asked = [(at, int(out.name)) for at, out in outputs if out.kind == INPUT_GRADIENT]
         self._buffers = [(at, out.name) for at, out in outputs if out.kind == "buffer"]
         trained = [(at, out.name) for at, out in outputs if out.kind == "gradient"]
         self._gradients = [at for at, _ in trained]

@@ -1,10 +1,10 @@
 """Refuse, in words of ours, what autograd is asked for around a step and cannot give.
 
-A step gives the gradients of parameters, and no others: it is one program, of which autograd sees nothing. So what a
-forward pass returns requires a gradient wherever one device's would, and says what to write instead when it is asked
-for one; without that a sum with another model's loss would train the other one only. The loss of `forward_backward`
-requires one too, as after one device's `backward()`, and says that its backward pass has run; that of `training_loss`
-holds the gradients until then.
+A step gives the gradients of parameters and of its batch, and no others: it is one program, of which autograd sees
+nothing. So what a forward pass returns requires a gradient wherever one device's would, and says what to write instead
+when it is asked for one; without that a sum with another model's loss would train the other one only. The loss of
+`forward_backward` requires one too, as after one device's `backward()`, and says that its backward pass has run; that
+of `training_loss` holds the gradients until then.
 """
 
 from __future__ import annotations
@@ -43,9 +43,40 @@ def finished(loss: torch.Tensor) -> torch.Tensor:
     return _NoBackward.apply(_LOSS, loss, torch.empty(0, device=loss.device, requires_grad=True))  # type: ignore[no-untyped-call, no-any-return]
 
 
-def held(loss: torch.Tensor, add: Callable[[torch.Tensor], None]) -> torch.Tensor:
-    """The loss of a step whose gradients wait: its backward pass has them added, by the gradient of the loss."""
-    return _Held.apply(add, loss, torch.empty(0, device=loss.device, requires_grad=True))  # type: ignore[no-untyped-call, no-any-return]
+def held(loss: torch.Tensor, add: Callable[[torch.Tensor], None], batch: OfBatch) -> torch.Tensor:
+    """The loss of a step whose gradients wait: its backward pass has them added, by the gradient of the loss, and goes
+    on to what the batch was computed from. One that is asked for gradients of the batch alone adds nothing."""
+    parameters = torch.zeros_like(loss, requires_grad=True)  # stands for all of them
+    waiting = [add]
+
+    def reach(gradient: torch.Tensor) -> None:
+        if not waiting:
+            raise AutoparError(_AGAIN)
+        waiting.pop()(gradient)
+
+    parameters.register_hook(reach)
+    return _Held.apply(batch.gradients, loss, parameters, *batch.tensors)  # type: ignore[no-untyped-call, no-any-return]
+
+
+@dataclass(frozen=True, slots=True)
+class OfBatch:
+    """The tensors of a batch that require a gradient, and what a step gives each; None if those overflowed, or if the
+    loss does not depend on it."""
+
+    tensors: Sequence[torch.Tensor]
+    gradients: Sequence[torch.Tensor | None]
+
+    def add(self) -> None:
+        """Go on with the backward pass, to what the batch was computed from."""
+        found = [(x, like(gradient, x)) for x, gradient in zip(self.tensors, self.gradients, strict=True)]
+        known = [(x, gradient) for x, gradient in found if gradient is not None]
+        if known:
+            torch.autograd.backward([x for x, _ in known], [gradient for _, gradient in known])
+
+
+def like(gradient: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor | None:
+    """The gradient where its tensor is, and in its dtype."""
+    return None if gradient is None else gradient.to(tensor.device, tensor.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +145,10 @@ _LOSS = (
     'A GradScaler goes too: precision="fp16" scales the loss, and skips steps that overflow. For a loop that calls '
     "backward() itself there is model.training_loss(*batch)."
 )
+_DOUBLE = (
+    "a backward pass through a gradient of training_loss(): a step has the gradients of its batch, and not those of "
+    "these. Compute what needs them in loss_fn: `g, = torch.autograd.grad(loss, x, create_graph=True)`."
+)
 _AGAIN = (
     "backward() of what training_loss() returned, for the second time: its gradients were added to .grad by the first."
 )
@@ -133,22 +168,22 @@ class _NoBackward(torch.autograd.Function):
 
 
 class _Held(torch.autograd.Function):
-    """The same memory, with a history that adds gradients once."""
+    """The same memory, with a history that leads to the parameters, as one, and to the batch."""
 
     @staticmethod
     def forward(
-        ctx: Any, add: Callable[[torch.Tensor], None], loss: torch.Tensor, source: torch.Tensor
+        ctx: Any, found: Sequence[torch.Tensor | None], loss: torch.Tensor, _: torch.Tensor, *batch: torch.Tensor
     ) -> torch.Tensor:  # type: ignore[override]
-        ctx.add = add
+        ctx.found = [like(each, x) for each, x in zip(found, batch, strict=True)]
         return loss.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        add, ctx.add = ctx.add, None
-        if add is None:
-            raise AutoparError(_AGAIN)
-        add(gradient)
-        return None, None, None
+        of_batch = [None if each is None else each * gradient.to(each.device, each.dtype) for each in ctx.found]
+        if torch.is_grad_enabled():  # create_graph=True
+            source = torch.empty(0, requires_grad=True)
+            of_batch = [None if each is None else _NoBackward.apply(_DOUBLE, each, source) for each in of_batch]  # type: ignore[no-untyped-call]
+        return None, None, gradient, *of_batch
 
 
 def _requires(leaf: Any) -> bool:

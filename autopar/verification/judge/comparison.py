@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from autopar.ir.program import PARTNER
+from autopar.ir.program import INPUT_GRADIENT, PARTNER
 
 Values = dict[tuple[str, str], torch.Tensor]  # by (kind, name)
 Key = tuple[str, str]
-KINDS = ("loss", "aux", "gradient", "weight", "buffer")  # of a step, in the order of a report
+KINDS = ("loss", "aux", "gradient", INPUT_GRADIENT, "weight", "buffer")  # of a step, in the order of a report
 # Of a short float: two roundings, for a tensor in which torch.autocast happens to be exact.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 WORSE = 2.0  # how many times torch.autocast's own error a precision may have
@@ -20,14 +20,16 @@ WORSE = 2.0  # how many times torch.autocast's own error a precision may have
 # measured against this share of the size of all of its kind (`sizes_of`); of a node, against that of its largest
 # operand, and in the backward pass of all gradients. AdamW enlarges the rounding, so weights get more. What a loss
 # returns beside it may be small by itself, and so may what else a caller compares, under kinds of its own.
-ZERO = {"gradient": 1e-5, "weight": 1e-3, "buffer": 1e-5, "loss": 1e-5, "aux": 1e-10, "node": 1e-6}
+ZERO = {
+    "gradient": 1e-5, INPUT_GRADIENT: 1e-5, "weight": 1e-3, "buffer": 1e-5, "loss": 1e-5, "aux": 1e-10, "node": 1e-6,
+}  # fmt: skip
 # The least share, of every kind but aux, in shorter floats: in float32 it and the tolerance make some five roundings.
 SHORT_ZERO = {torch.float32: 5e-3, torch.bfloat16: 1e-3, torch.float16: 1e-4}
 
 
 @dataclass(frozen=True, slots=True)
 class ComparedRow:
-    """One comparison: `kind` is loss, aux (returned beside the loss), gradient, weight or buffer.
+    """One comparison: `kind` is loss, aux (returned beside the loss), gradient, input_gradient, weight or buffer.
 
     error: norm of the difference over the norm of the single-device value, the worst of all steps.
     replicas: the largest difference between ranks that should hold the same. allowed: the error of torch.autocast
