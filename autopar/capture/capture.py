@@ -51,6 +51,7 @@ from autopar.capture.inputs.partners import Partners, UnknownPartner
 from autopar.capture.leftovers import Leftovers, settled
 from autopar.capture.ops.decompositions import decompositions
 from autopar.capture.python.attributes import Attributes
+from autopar.capture.python.counters import CountedNumbers
 from autopar.capture.python.ran import Ran
 from autopar.capture.raising import Raise
 from autopar.capture.refusals.explain_failure import explain
@@ -158,7 +159,7 @@ class _Capture:
         self.result: tuple[Form | None, tuple[Any, ...]] = (None, ())
         self.calls, self.calling, self.ran = RecordedCalls(), None, Ran()
         self.given: list[tuple[torch.Tensor, int]] = []  # the inputs as the model got them, with their versions
-        self.asked: Trainable = []  # tensors of the batch that get a gradient, by their numbers
+        self.asked = Trainable()  # tensors of the batch that get a gradient, by their numbers
         self.replaced, self.notes = dict[str, Any](), list[str]()
         self.untrained: dict[int, str] = {}  # names of plain attributes that require a gradient
         self.outside: Mapping[int, Outside] = {}
@@ -258,21 +259,19 @@ class _Capture:
         """What was captured. constants: those that are not the model's own."""
         entries = self.state.entries
         kept = {entry.name: tensor for entry, tensor in entries if entry.kind == "constant"}
-        frozen = frozenset(
-            entry.name for entry, tensor in entries if entry.kind == "parameter" and not tensor.requires_grad
-        )
         reads, partners = tuple(self.reads.known), tuple(self.partners.known.values())
         return Captured(
-            program, {**kept, **constants}, *self.result, reads, frozen, partners, self.ran, coins=self.step_coins,
-            row_uses=self.row_uses, row_draws=self.selected.draws.found,
+            program, {**kept, **constants}, *self.result, reads, self.state.frozen, partners, self.ran,
+            coins=self.step_coins, row_uses=self.row_uses, row_draws=self.selected.draws.found,
         )  # fmt: skip
 
     def _steady(self, fakes: list[torch.Tensor], before: Attributes, drawn: Mapping[str, Any]) -> list[str]:
         """Notes of a second run; see `Steady.check`."""
         drawn, hosts = foreign_state() if self.start is not None else drawn, self.hosts[-1:]
         run, names = partial(self._again, fakes), frozenset(n for entry, _ in self.state.entries for n in entry.names)
-        vary, books = partial(setattr, self.coins, "variant"), (self.calls, before, self.replaced)
-        steady = Steady(self.partners.submodule, run, *books, drawn, names, vary, *self.selects)
+        counters = partial(CountedNumbers.of, self.model, self.loss_fn if self.train else None, self.ran)
+        ways = partial(setattr, self.coins, "variant"), *self.selects, counters
+        steady = Steady(self.partners.submodule, run, self.calls, before, self.replaced, drawn, names, *ways)
         try:
             notes, second = [*steady.check(), *map(SCRATCH.format, self.scratch)], len(self.hosts)
         except CaptureError as error:

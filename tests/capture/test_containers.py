@@ -265,7 +265,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "masked": (np.ma.array([1.0]), r"argument 0 is a numpy array of class MaskedArray of float64, which is no tensor"),
     "key": ({Plain(1, 2): 3}, r"argument 0 has a key of class Plain: use text"),
     "bound": (torch.ones(2).add, r"argument 0 is a builtin_function_or_method, of which"),
-    "gradient": (torch.ones(6, 4, requires_grad=True), r"argument 0 requires a gradient, and a step gives those of"),
 }  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from autopar.capture.data.coins import numbers_drawn
 from autopar.capture.data.foreign import foreign_state, kept, settings
 from autopar.capture.data.recorded_calls import HostFloat, RecordedCall, RecordedCalls, first_difference
 from autopar.capture.python.attributes import AttributeChange, Attributes
+from autopar.capture.python.counters import CountedNumbers
 from autopar.capture.refusals.constructs import FIRST_CALL, UNSTEADY, Construct
 from autopar.capture.refusals.explain_failure import SPECIALIZE, line_of, refusal
 from autopar.capture.refusals.user_lines import Line, lines_that_change, quoted
@@ -39,6 +40,13 @@ _MADE = {
 _STATE = (
     "Python runs only at the capture, so every later step would see the same. Make it a buffer "
     "(self.register_buffer in __init__, then write into it), or pass it in with the batch and return the new one."
+)
+_STAYS = "; a compiled step runs no Python, so it stays as it is"
+_COUNTED = (
+    "what a step does hangs on what changes while it runs: {}{}Python runs only at the capture, so every "
+    "later step would do what the first does. Decide outside of the step, by a flag that is set before it "
+    "(model.is_late = step > 1000) and has a program for each of its values; or count in a buffer, and choose by "
+    "torch.where."
 )
 _DRAWN = (
     "A compiled step would keep those of its capture for ever: draw them outside of the model and pass them in, "
@@ -76,6 +84,7 @@ class Steady:
     vary: Callable[[int], None]  # other floats of random tensors
     selects: bool  # rows by a mask, another number of them in the second run (see `selected.py`)
     may_specialize: bool  # this number of rows
+    counters: Callable[[bool, Callable[[], object]], CountedNumbers]  # see `CountedNumbers.of`
 
     def check(self) -> list[str]:
         """Notes on what the model changes in Python. Raises CaptureError for what would make the next step differ."""
@@ -109,7 +118,23 @@ class Steady:
                 call = difference[1] or difference[0]
                 raise self._carried(changes, call.line if call else None, "")
             raise self._unsteady(difference)
-        return self._notes(changes)
+        outside = self._check_counters(changes)
+        return self._notes(changes) + outside
+
+    def _check_counters(self, changes: list[AttributeChange]) -> list[str]:
+        """Notes on numbers that runs change outside of the model. Raises CaptureError for any that decides what a step
+        does."""
+        found = self.counters(any(type(c.new) in (int, float) for c in changes), lambda: self._made(RecordedCalls()))
+        line = found.deciding(self._start_anew, self._does_other)
+        if line is not None:
+            names = ", ".join(map(str, found.spots[:_NAMED])) or "the length of a list that grows"
+            raise CaptureError(_COUNTED.format(names, f", at {quoted(line)}" if line[0] else ". "))
+        known = {change.name for change in changes}
+        return [f"{spot} is changed while the model runs{_STAYS}" for spot in found.spots if spot.name not in known]
+
+    def _does_other(self) -> bool:
+        calls, error = self._second()
+        return error is not None or first_difference(self.first, calls) is not None
 
     def _draws(self, name: str) -> HostDrawsFound:
         (line,) = self._again(partial(_state_of, name))
@@ -269,8 +294,7 @@ class Steady:
         nobody would change."""
         told = [c for c in changes if c.name not in self.standing and not self._is_constant(c.new)]
         return [
-            f"'{change.name}' is changed at {_short(line)} while the model runs; a compiled step runs no Python, "
-            f"so it stays as it is"
+            f"'{change.name}' is changed at {_short(line)} while the model runs{_STAYS}"
             for change, line in self._lines_of(c for c in told if not self._is_of_library(c))
             if line and _LIBRARIES not in line[0]
         ]

@@ -28,6 +28,12 @@ class State:
 
     entries: tuple[tuple[Input, torch.Tensor], ...]
 
+    @property
+    def frozen(self) -> frozenset[str]:
+        """The names of parameters that are not trained."""
+        given = ((entry, tensor) for entry, tensor in self.entries if entry.kind == "parameter")
+        return frozenset(entry.name for entry, tensor in given if not tensor.requires_grad)
+
 
 class Step(nn.Module):
     """A training step as one call of a module: its whole state is swapped for a trace, of forward and backward."""

@@ -325,10 +325,18 @@ class Programs:
         else:
             alike = sum(train == running.trains for running in self.all)
             is_told = alike and (train or alike <= _FEW)
-            why = f"new input signature ({', '.join(batches.describe(given.whole))})" if is_told else ""
+            described = f"new input signature ({', '.join(batches.describe(given.whole))})"
+            why = self._difference(signature.key) or described if is_told else ""
             more = _GROWS if alike == _FEW and not train else ""
         if why and default_group().rank() == 0:
             _log.warning("%s: compiling again%s", why, more)
+
+    def _difference(self, key: Key) -> str:
+        """What a program is made for beside arguments that another one was made for; nothing if there is none."""
+        others = (other for other in self.signatures if other is not key and other[:2] == key[:2])
+        alike = next(others, key)
+        pairs = zip(_BESIDE_ARGUMENTS, alike[2:], key[2:], strict=False)
+        return " and ".join(text for text, one, other in pairs if one != other)
 
     def _forget(self, running: Running) -> None:
         signature = next(each for each in self.signatures.values() if running in each.programs)
@@ -337,6 +345,10 @@ class Programs:
             del self.signatures[signature.key]
 
 
+_BESIDE_ARGUMENTS = (  # what a key has behind the call and its arguments, and how it is told that this is another one
+    "modules are in another mode", "other parameters are frozen", "ranks have parts of other sizes",
+    "other tensors of the batch require a gradient", "models that the loss calls are in another mode",
+)  # fmt: skip
 # What makes a token at a time (`generate`) has a new shape for each.
 _GROWS = (
     ". Each shape has a program of its own, and no more of them are told of. Inputs that grow call by call "

@@ -194,7 +194,7 @@ def moved(leaf: Any, generator: torch.Generator) -> Any:
     mask, classes, a count."""
     if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point() or bool((leaf == leaf.round()).all()):
         return leaf
-    return _shrunk(leaf, generator)
+    return _shrunk(leaf, generator).requires_grad_(leaf.requires_grad)
 
 
 def move_away(model: nn.Module, batch: Any, is_batch_fixed: bool = False) -> Any:
