@@ -60,7 +60,7 @@ DIVIDED: list[Way] = [
 
 
 def routed(way: Any, is_stacked: bool, chosen: int) -> nn.Module:
-    """The module of a spelling: the first three rows choose one expert or two, one expert has few rows, and one none."""
+    """The module of a spelling: one expert has few rows, none of the first three, and one has none."""
     module = spelled(way, is_stacked, chosen)
     with torch.no_grad():
         module.router.bias.copy_(torch.tensor([0.0, -50.0, 0.3, -0.2]))

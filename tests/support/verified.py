@@ -9,11 +9,11 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
-from autopar.capture import Captured, capture
+from autopar.capture import Captured
 from autopar.capture.capture import LossFn
 from autopar.compiled import Compiled
 from autopar.compiler.check_options import options_of
-from autopar.compiler.compile import batch_arguments, lower
+from autopar.compiler.compile import batch_arguments, capture_step, lower
 from autopar.compiler.meshes import mesh_of
 from autopar.ir.options import StepKeywords
 from autopar.ir.plan import Fixed
@@ -32,10 +32,14 @@ class Once:
     batch: Any
 
     @classmethod
-    def of(cls, model: nn.Module, loss_fn: LossFn | None, batch: Any) -> Once:
-        """The model becomes float64."""
-        model, batch = model.double(), tree_map(lambda leaf: cast(leaf, torch.float64), batch)
-        return cls(model, capture(model, loss_fn, *batch_arguments(batch), lift=torch.float64), loss_fn, batch)
+    def of(
+        cls, model: nn.Module, loss_fn: LossFn | None, batch: Any, dtype: torch.dtype = torch.float64,
+        **options: Unpack[StepKeywords],
+    ) -> Once:  # fmt: skip
+        """The model goes to the dtype. options: those that a capture reads."""
+        model, batch = model.to(dtype), tree_map(lambda leaf: cast(leaf, dtype), batch)
+        captured = capture_step(model, loss_fn, *batch_arguments(batch), options_of(**options), lift=dtype)
+        return cls(model, captured, loss_fn, batch)
 
     def compiled(self, mesh: str, fixed: Fixed | None = None, **options: Unpack[StepKeywords]) -> Compiled:
         return Compiled.of(lower(self.captured, mesh_of(mesh), options_of(**options), fixed))
