@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad
+from verified import Once
 
 import autopar
 from autopar.errors import CoupledError, LayoutError
@@ -90,24 +91,26 @@ MESHES: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize("loss_fn", LOSSES, ids=lambda loss_fn: loss_fn.__name__)
 def test_each_rank_and_micro_batch_has_its_part(loss_fn: Callable[..., Tensor]) -> None:
+    once = Once.of(net(), loss_fn, batch())
     for mesh, options in MESHES:
-        report = autopar.verify(net(), mesh, loss_fn=loss_fn, batch=batch(), **options)
+        compiled = once.compiled(mesh, **options)
+        report, notes = once.report(compiled), compiled.notes
         assert report.ok, report
-        notes = autopar.compile(net(), mesh, loss_fn=loss_fn, batch=batch(), **options).notes
         whole = [note for note in notes if "divide" in note or "leaves" in note]
         assert not whole, (mesh, options, whole)
 
 
 def test_what_couples_twice_is_computed_whole() -> None:
     """The gradient within is one of `torch.func`: its backward pass needs sums over the support behind other ones."""
-    asked: dict[str, Any] = {"loss_fn": adapted_by_func, "batch": batch()}
+    once = Once.of(net(), adapted_by_func, batch())
     for mesh, options in MESHES:
         if "pp" in mesh:
             with pytest.raises(CoupledError, match=r"micro-batches cannot be computed one after another"):
-                autopar.compile(net(), mesh, **asked, **options)
+                once.compiled(mesh, **options)
             continue
-        assert autopar.verify(net(), mesh, **asked, **options).ok
-        notes = autopar.compile(net(), mesh, **asked, **options).notes
+        compiled = once.compiled(mesh, **options)
+        notes = compiled.notes
+        assert once.report(compiled).ok
         assert any("at once, for the whole batch" in note for note in notes) == ("microbatches" in options), notes
         assert not [note for note in notes if "divides no product" in note]
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from verified import Once
 
 import autopar
 from autopar.errors import CaptureError, LayoutError
@@ -30,9 +31,13 @@ CASES = [(mesh, routing) for mesh in ("ep=2", "ep=4", "dp=2,ep=2", "ep=2,tp=2") 
 def _module(way: Any, routing: str = "one has none") -> nn.Module:
     source = inspect.getsource(way)
     module = spelled(way, "m.up" in source or "_experts(" in source, 1 if way in (ways.hashed, ways.in_place) else 2)
+    _route(module, routing)
+    return module
+
+
+def _route(module: nn.Module, routing: str) -> None:
     with torch.no_grad():
         module.router.bias.copy_(torch.tensor(ROUTINGS[routing]))
-    return module
 
 
 def _adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -43,11 +48,12 @@ def _adamw(parameters: Any) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("way", DIVIDED, ids=lambda way: way.__name__)
 def test_it_is_divided_and_its_step_is_that_of_one_device(way: Any) -> None:
     """Each on three of the meshes and routings, by turns."""
+    once = Once.of(_module(way), None, batch())
     for turn in range(3):
         mesh, routing = CASES[(DIVIDED.index(way) * 5 + turn * 4 + turn) % len(CASES)]
-        report = verify(_module(way, routing), mesh, batch=batch(), optimizer=_adamw)
-        assert report.ok and report.max_error < 1e-10, (mesh, routing, report)
-    program = autopar.compile(_module(way), "ep=2", batch=batch()).program
+        _route(once.model, routing)
+        _, compiled = once.right(mesh, optimizer=_adamw)
+    program = compiled.program
     layouts = {entry.name: str(record(node).layout) for node, entry in program.parameters()}
     experts = [layout for name, layout in layouts.items() if name.startswith(("experts.", "up", "down"))]
     assert experts and all("ep" in layout for layout in experts), layouts

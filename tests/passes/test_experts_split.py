@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,10 +13,12 @@ import pytest
 import torch
 from mixtures import Kind, Mixture, mixture_case
 from torch import Tensor, nn
+from verified import Once
 
 import autopar
 from autopar.errors import BatchError, LayoutError, MeshError, PlanError, RankError, ScheduleError
 from autopar.ir.ops.ops import op, op_name
+from autopar.ir.plan import Fixed
 from autopar.ir.program import Program, record
 from autopar.passes.collectives.routing import Routing
 from autopar.runtime.collectives import collectives, mesh_ops, rows_to_owners
@@ -74,9 +77,15 @@ ROUTINGS = [
 ]
 
 
-def _verified(kind: Kind, mesh: str, **options: Any) -> Report:
+@functools.cache
+def _once(kind: Kind) -> Once:
     model, batch = mixture_case(kind)
-    return verify(model, mesh, batch=batch, machine=AT_ONCE, **options)
+    return Once.of(model, None, batch)
+
+
+def _verified(kind: Kind, mesh: str, **options: Any) -> Report:
+    once = _once(kind)
+    return once.report(once.compiled(mesh, Fixed(machine=AT_ONCE), **options))
 
 
 @pytest.mark.parametrize(("mesh", "options"), MESHES, ids=str)
@@ -133,7 +142,8 @@ def test_biases_of_experts_are_split_as_these_are() -> None:
 
 def test_products_by_expert_and_sums_in_short_floats() -> None:
     """Within twice what autocast is off, and no gradient is summed short."""
-    assert _verified(PLAIN, "dp=2,ep=2", precision="bf16").ok
+    model, batch = mixture_case(PLAIN)
+    assert verify(model, "dp=2,ep=2", batch=batch, machine=AT_ONCE, precision="bf16").ok
 
 
 @pytest.mark.parametrize("kind", [*ROUTINGS, Kind(bias=True, aux=True, skew=50)], ids=str)
@@ -168,8 +178,7 @@ def _mean(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def _program(kind: Kind, mesh: str, **options: Any) -> Program:
-    model, batch = mixture_case(kind)
-    return autopar.compile(model, mesh, batch=batch, machine=AT_ONCE, **options).program
+    return _once(kind).compiled(mesh, Fixed(machine=AT_ONCE), **options).program
 
 
 def _count(program: Program, name: str) -> int:

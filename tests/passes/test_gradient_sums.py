@@ -17,7 +17,11 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import autopar
+from autopar.capture import Captured
 from autopar.compiled import Compiled
+from autopar.compiler.check_options import options_of
+from autopar.compiler.compile import batch_arguments, capture_step, lower
+from autopar.compiler.meshes import mesh_of
 from autopar.errors import VerificationError
 from autopar.ir.ops.measure import local_type
 from autopar.ir.ops.ops import is_collective
@@ -34,8 +38,13 @@ ASKED = [
 
 
 def compiled(mesh: str, case: Any = gpt, **options: Any) -> Compiled:
+    return Compiled.of(lower(captured(case, options.get("precision")), mesh_of(mesh), options_of(**options)))
+
+
+@functools.cache
+def captured(case: Any, precision: str | None) -> Captured:
     model, loss_fn, batch = case()
-    return autopar.compile(model, mesh, loss_fn=loss_fn, batch=batch, **options)
+    return capture_step(model, loss_fn, *batch_arguments(batch), options_of(precision=precision))
 
 
 def dtypes(found: Compiled) -> set[torch.dtype]:

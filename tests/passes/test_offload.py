@@ -61,11 +61,12 @@ HOSTED: list[tuple[str, str, dict[str, Any]]] = [
 def test_parameters_that_wait_are_the_same_step_to_the_bit(name: str, mesh: str, options: dict[str, Any]):
     plain = {key: value for key, value in options.items() if key not in ("offload", "horizon")}
     plain |= {"recompute": "none"} if isinstance(plain.get("recompute"), float) else {}
-    want = case.step(name, case.compiled(name, mesh, F64, **plain), F64)
+    before = case.compiled(name, mesh, F64, **plain)
+    want = case.step(name, before, F64)
     found = case.compiled(name, mesh, F64, **{"offload": "parameters", **options})
     got = case.step(name, found, F64)
     assert got.keys() == want.keys() and not [key for key in want if not torch.equal(got[key], want[key])]
-    assert peak_of_all(found) < peak_of_all(case.compiled(name, mesh, F64, **plain))
+    assert peak_of_all(found) < peak_of_all(before)
     entries = dict(found.program.entries)
     assert all((record(node).tier == HOST) == (entries[node].kind == "parameter") for node in entries)
     left = [node for node, out in found.program.leaving if out.kind == "gradient" and node is not None]
@@ -130,14 +131,15 @@ def test_of_parameters_that_wait_the_device_holds_two_layers():
 def test_it_is_the_same_step_to_the_bit(place: int, name: str, mesh: str, options: dict[str, Any]):
     horizon = ("auto", 1)[place % 2]
     alone = {**options, "recompute": "none"} if isinstance(options.get("recompute"), float) else options
-    want = case.step(name, case.compiled(name, mesh, F64, **alone), F64)
+    before = case.compiled(name, mesh, F64, **alone)
+    want = case.step(name, before, F64)
     found = case.compiled(name, mesh, F64, **options, **ON, horizon=horizon)
     assert any(node.target in COPIES for program in programs(found) for node in program.calls()), found.notes
     got = case.step(name, found, F64)
     assert got.keys() == want.keys()
     different = [key for key in want if not torch.equal(got[key], want[key])]
     assert not different
-    assert peak_of_all(found) <= peak_of_all(case.compiled(name, mesh, F64, **alone))
+    assert peak_of_all(found) <= peak_of_all(before)
 
 
 def programs(found: Any) -> list[Program]:
@@ -277,12 +279,9 @@ def test_what_waits_between_the_passes_of_a_micro_batch_waits_across_those_of_ot
 
 @pytest.mark.parametrize(("mesh", "options"), [("dp=1", {}), ("pp=2", {"microbatches": 4})], ids=str)
 def test_text_is_read_again(mesh: str, options: dict[str, Any]):
-    for program in programs(case.compiled("deep", mesh, **options, **ON)):
-        text = print_program(program)
-        assert print_program(parse_program(text)) == text
-    assert "in host = autopar.to_host_start.default(" in "".join(
-        map(print_program, programs(case.compiled("deep", mesh, **options, **ON)))
-    )
+    texts = [print_program(program) for program in programs(case.compiled("deep", mesh, **options, **ON))]
+    assert [print_program(parse_program(text)) for text in texts] == texts
+    assert "in host = autopar.to_host_start.default(" in "".join(texts)
 
 
 # -- what verify finds ------------------------------------------------------------------------------------------------

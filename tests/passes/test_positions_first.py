@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-import autopar
+from verified import Once
 
 X = torch.randint(0, 32, (12, 8), generator=torch.Generator().manual_seed(0))
 Y = torch.randint(0, 32, (12, 8), generator=torch.Generator().manual_seed(1))
@@ -45,19 +45,19 @@ def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x), y.reshape(-1))
 
 
+@functools.cache
+def once(core: str) -> Once:
+    return Once.of(Language(core), loss, (X, Y), batch_dims={"x": 1, "y": 1})
+
+
 @pytest.mark.parametrize("mesh", WAYS)
 @pytest.mark.parametrize("core", CORES)
 def test_they_are_those_of_one_device(core: str, mesh: str) -> None:
-    dims = {"x": 1, "y": 1}
-    report = autopar.verify(Language(core).double(), mesh, loss_fn=loss, batch=(X, Y), batch_dims=dims, **WAYS[mesh])
-    assert report.ok, report
+    once(core).right(mesh, batch_dims={"x": 1, "y": 1}, **WAYS[mesh])
 
 
 def test_positions_are_gathered_and_no_samples() -> None:
     """Over tp alone, which has a part of the positions of each sample."""
-    made = autopar.compile(
-        Language("gru").double(), "dp=2,tp=2", loss_fn=loss, batch=(X, Y), batch_dims={"x": 1, "y": 1},
-        sequence_parallel=True,
-    )  # fmt: skip
+    made = once("gru").compiled("dp=2,tp=2", batch_dims={"x": 1, "y": 1}, sequence_parallel=True)
     over = {str(node.args[1]) for node in made.program.calls() if "all_gather" in str(node.target)}
     assert over == {"tp"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from shares import in_turns
 from torch import Tensor, nn
-from verified import verified
+from verified import Once, verified
 
 import autopar
 from autopar.compiled import Compiled
@@ -332,12 +333,16 @@ MATRIX: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@functools.cache
+def mixing() -> Once:
+    torch.manual_seed(0)
+    return Once.of(Mixing(), tokens_loss, (torch.randint(0, 20, (4, 16)), torch.randint(0, 20, (4, 16))))
+
+
 @pytest.mark.parametrize("name", MATRIX)
 def test_a_step_is_that_of_one_device(name: str) -> None:
     mesh, options = MATRIX[name]
-    torch.manual_seed(0)
-    tokens = torch.randint(0, 20, (4, 16)), torch.randint(0, 20, (4, 16))
-    ((_, found),) = verified(Mixing(), [mesh], tokens_loss, tokens, **options)
+    _, found = mixing().right(mesh, **options)
     assert not whole(found), found.notes
     if found.pipeline is None:
         assert is_rolled(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from models import token_loss
 from test_context import KINDS, ROWS, TIME, WIDTH, Attending, compiled, llama, sdpa, tokens
 from torch import Tensor, nn
-from verified import verified
+from verified import Once, verified
 
 import autopar
 from autopar.compiled import Compiled
@@ -55,10 +56,15 @@ MATRIX: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@functools.cache
+def once(kv_heads: int) -> Once:
+    return Once.of(llama(4, kv_heads), token_loss, tokens())
+
+
 @pytest.mark.parametrize("name", MATRIX)
 def test_a_step_is_that_of_one_device(name: str) -> None:
     mesh, options = MATRIX[name]
-    ((_, found),) = verified(llama(4, 2), [mesh], token_loss, tokens(), attention="ring", **options)
+    _, found = once(2).right(mesh, attention="ring", **options)
     assert {node.target for node in rings(found)} == {RING_ATTENTION, RING_ATTENTION_BACKWARD}
     assert not [note for note in found.notes if "ring" in note]
 
@@ -73,7 +79,7 @@ def test_a_short_float() -> None:
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_grouped_queries(kv_heads: int) -> None:
-    ((_, found),) = verified(llama(4, kv_heads), ["cp=4"], token_loss, tokens(), attention="ring")
+    _, found = once(kv_heads).right("cp=4", attention="ring")
     assert len(rings(found)) == 4
 
 

@@ -4,6 +4,7 @@ not computed."""
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from processes import Ranks
 from test_context import ROWS, TIME, WIDTH, Attending, sdpa
 from test_mask_models import Packed, Padded, loss, made, seen, tokens
 from torch import Tensor
-from verified import verified
+from verified import Once, verified
 
 import autopar
 from autopar.compiled import Compiled
@@ -63,9 +64,11 @@ def test_documents_and_windows_of_a_plain_gpt() -> None:
     step = lambda m, x: F.cross_entropy(m(x).flatten(0, 1), x.roll(-1, 1).flatten())  # noqa: E731
     x = tokens()
     x[0, 3] = x[0, 11] = x[1, 17] = x[3, 1] = 1
-    for _, found in verified(Packed(9), ("cp=2", "cp=4", "dp=2,cp=3"), step, (x,), attention="ring"):
+    once = Once.of(Packed(9), step, (x,))
+    for mesh in ("cp=2", "cp=4", "dp=2,cp=3"):
+        _, found = once.right(mesh, attention="ring")
         assert all("==" in condition for condition, _ in conditions(found))
-    verified(Packed(9), ("cp=2,pp=2",), step, (x,), microbatches=2, attention="ring")
+    once.right("cp=2,pp=2", microbatches=2, attention="ring")
 
 
 def test_torch_layers_with_a_triangle_and_padding() -> None:
@@ -103,11 +106,15 @@ def test_other_masks(kind: str) -> None:
             conditions(found)
 
 
+@functools.cache
+def windowed(width: int) -> Once:
+    return Once.of(made("mistral", sliding_window=width), loss, (tokens(), seen()))
+
+
 def test_recompute_and_micro_batches() -> None:
     for options in ({"recompute": "full"}, {"microbatches": 2}, {"sequence_parallel": True}):
         mesh = "cp=2,tp=2" if "sequence_parallel" in options else "cp=2"
-        batch = tokens(), seen()
-        ((_, found),) = verified(made("mistral", sliding_window=5), [mesh], loss, batch, attention="ring", **options)
+        _, found = windowed(5).right(mesh, attention="ring", **options)
         assert set(conditions(found)) == {("c0>=r0 & c0<=r1 & c1", False)}
 
 
@@ -158,8 +165,7 @@ def test_keys_go_no_farther_than_a_window_is_wide(kind: str) -> None:
 
 def test_a_window_of_transformers() -> None:
     for width, hops in ((5, 1), (8, 2)):
-        model = made("mistral", sliding_window=width)
-        ((_, found),) = verified(model, ["cp=4"], loss, (tokens(), seen()), attention="ring")
+        _, found = windowed(width).right("cp=4", attention="ring")
         assert {row.times for row in found.collectives if row.op == "shift"} == {hops}
 
 
@@ -183,9 +189,10 @@ def test_what_nobody_sees_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> No
 
     attention = attention_compared.attention
     monkeypatch.setattr(attention_compared, "attention", count)
-    verified(made("mistral", sliding_window=4), ["cp=4"], loss, (tokens(), seen() | 1), attention="ring", steps=1)
+    given = Once.of(made("mistral", sliding_window=4), loss, (tokens(), seen() | 1))
+    given.right("cp=4", attention="ring", steps=1)
     of_ring, pairs[0] = pairs[0], 0
-    verified(made("mistral", sliding_window=4), ["cp=4"], loss, (tokens(), seen() | 1), attention="gather", steps=1)
+    given.right("cp=4", attention="gather", steps=1)
     assert 0 < of_ring <= 1.1 * pairs[0] < 0.6 * 2 * ROWS * TIME * TIME
 
 
@@ -225,4 +232,4 @@ def test_vectors_of_another_piece_are_found_at_the_node(monkeypatch: pytest.Monk
         lambda rows, columns, ring, count, at, block: vectors(rows, columns, ring, count, (at - 1) % ring.size, block),
     )
     with pytest.raises(AssertionError, match="ring_compared_attention"):
-        verified(made("mistral", sliding_window=5), ["cp=2"], loss, (tokens(), seen()), attention="ring")
+        windowed(5).right("cp=2", attention="ring")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import gpt
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from models import Llama, token_loss
 from refusals import line_of, refused
 from torch import Tensor, nn
-from verified import verified
+from verified import Once, verified
 
 import autopar
 from autopar.compiled import Compiled
@@ -34,6 +35,12 @@ def tokens() -> tuple[Tensor, Tensor]:
     x, y = torch.randint(VOCABULARY, (2, ROWS, TIME), generator=torch.Generator().manual_seed(1))
     y[0, 3:9], y[2, :20] = -100, -100
     return x, y
+
+
+@functools.cache
+def once(layers: int = 2) -> Once:
+    """It, captured once for all meshes and slices."""
+    return Once.of(llama(layers), token_loss, tokens())
 
 
 def sliced(slices: Any, microbatches: int = 2, schedule: str = "seq1f1b", **more: Any) -> dict[str, Any]:
@@ -67,7 +74,7 @@ def test_a_step_is_that_of_one_device(name: str) -> None:
     """Loss, every gradient and the weights after two steps of AdamW, in float64."""
     mesh, options = MATRIX[name]
     layers = 4 if "pp=4" in mesh or "chunks" in options else 2
-    ((_, found),) = verified(llama(layers), [mesh], token_loss, tokens(), **options)
+    _, found = once(layers).right(mesh, **options)
     assert {str(record(node).layouts[0]) for node in calls(found, "attention")} <= {
         layout for layout in layouts_of(found) if "sl" in layout
     }
@@ -98,10 +105,15 @@ def words(time: int = 8) -> tuple[Tensor, Tensor]:
     return x, y
 
 
+@functools.cache
+def tied_once(context: int) -> Once:
+    return Once.of(tied(context), nll, words(context))
+
+
 @pytest.mark.parametrize("slices", [2, 4, 8])
 def test_dropout_is_that_of_one_device(slices: int) -> None:
     """Of a GPT with tied weights and positions of its own, in attention too; down to a position a slice."""
-    verified(tied(8), ["pp=2"], nll, words(), **sliced(slices))
+    tied_once(8).right("pp=2", **sliced(slices))
 
 
 def test_what_leaves_beside_the_loss() -> None:
@@ -165,7 +177,7 @@ def test_a_cut_through_attention(mesh: str) -> None:
     rest = "blocks.0.q, blocks.0.o, blocks.0.mlp_norm, blocks.0.gate, blocks.0.up, blocks.0.down, blocks.1, norm, head"
     for recompute in ("none", "full"):
         options = sliced(2, attention="gather", stages=[first, rest], recompute=recompute)
-        ((_, found),) = verified(llama(), [mesh], token_loss, tokens(), **options)
+        _, found = once().right(mesh, **options)
         assert found.pipeline is not None
         kept = [key for key, graph in found.pipeline.graphs.items() for node in graph.calls() if "earlier" in node.name]
         assert kept and all(stage == 1 for stage, _ in kept)
@@ -310,7 +322,7 @@ def test_slices_out_of_order_are_refused(table: str, text: str) -> None:
 
 def test_an_order_of_ones_own() -> None:
     table = "0F0,0F1,0B1,0F2,0F3,0B0,0B3,0B2\n1F0,1F1,1B1,1B0,1F2,1F3,1B3,1B2\n"
-    verified(tied(8), ["pp=2"], nll, words(), **sliced(2, 2, table))
+    tied_once(8).right("pp=2", **sliced(2, 2, table))
 
 
 # -- found -------------------------------------------------------------------------------------------------------------
@@ -325,7 +337,7 @@ def test_a_gradient_that_is_dropped_is_found(monkeypatch: pytest.MonkeyPatch) ->
         return later(self, x, dim, key, microbatch, owned)
 
     monkeypatch.setattr(runtime_slices.Carried, "later", forgets)
-    report = autopar.verify(llama(), "pp=2", loss_fn=token_loss, batch=tokens(), **sliced(4))
+    report = once().report(once().compiled("pp=2", **sliced(4)))
     assert not report.ok and any("blocks.0.k.weight" in str(row) for row in report.rows if not row.ok)
 
 
@@ -336,7 +348,7 @@ def test_keys_in_a_wrong_order_are_found(monkeypatch: pytest.MonkeyPatch) -> Non
         return torch.cat(list(reversed(earlier(self, x, dim, key, microbatch).chunk(microbatch % 4 + 1, dim))), dim)
 
     monkeypatch.setattr(runtime_slices.Carried, "earlier", turned)
-    assert not autopar.verify(llama(), "pp=2", loss_fn=token_loss, batch=tokens(), **sliced(4)).ok
+    assert not once().report(once().compiled("pp=2", **sliced(4))).ok
 
 
 def test_nothing_is_kept_at_the_end_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,7 +360,7 @@ def test_nothing_is_kept_at_the_end_of_a_step(monkeypatch: pytest.MonkeyPatch) -
         made.append(self)
 
     monkeypatch.setattr(runtime_slices.Carried, "__init__", watched)
-    verified(llama(), ["pp=2"], token_loss, tokens(), **sliced(4))
+    once().right("pp=2", **sliced(4))
     assert made and not any(one.pieces or one.rests for one in made)
 
 
@@ -360,11 +372,11 @@ def test_activations_are_those_of_the_formula() -> None:
     be under way, so that it is less."""
     torch.manual_seed(0)
     batch = tuple(torch.randint(VOCABULARY, (2, 4, 64)))
-    model = Llama(4, WIDTH, 4, 2, 48, VOCABULARY, 64)
+    given = Once.of(Llama(4, WIDTH, 4, 2, 48, VOCABULARY, 64), token_loss, batch, torch.float32)
 
     def kept(**options: Any) -> list[int]:
         stages = ["tokens, blocks.0", "blocks.1", "blocks.2", "blocks.3, norm, head"]
-        found = autopar.compile(model, "pp=4", loss_fn=token_loss, batch=batch, stages=stages, **options)
+        found = given.compiled("pp=4", stages=stages, **options)
         return [found.memory(rank).categories["saved activations"] for rank in range(3)]  # the last has the loss
 
     whole = kept(microbatches=4, schedule="1f1b")
@@ -377,7 +389,7 @@ def test_activations_are_those_of_the_formula() -> None:
 def test_the_graph_does_not_grow_with_the_slices() -> None:
     sizes = set()
     for slices in (2, 8):
-        found = autopar.compile(llama(), "pp=2", loss_fn=token_loss, batch=tokens(), **sliced(slices))
+        found = once().compiled("pp=2", **sliced(slices))
         assert found.pipeline is not None
         sizes.add(sum(len(graph.nodes) for graph in found.pipeline.graphs.values()))
         assert len(calls(found, "earlier")) == 2 * 2 * 2 and len(calls(found, "later")) == 2 * 2
@@ -385,7 +397,7 @@ def test_the_graph_does_not_grow_with_the_slices() -> None:
 
 
 def test_it_is_saved_and_loaded(tmp_path: Any) -> None:
-    found = autopar.compile(llama(), "pp=2", loss_fn=token_loss, batch=tokens(), **sliced(4))
+    found = once().compiled("pp=2", **sliced(4))
     found.save(tmp_path)
     again = autopar.load(tmp_path)
     assert again.pipeline is not None and found.pipeline is not None
@@ -398,9 +410,7 @@ def test_it_is_saved_and_loaded(tmp_path: Any) -> None:
 def test_what_is_computed_again_is_where_it_was(recompute: str) -> None:
     """Red before, but for "full": of equal calls (where a piece begins) a clone had the first as its original, those
     behind it had none, and all attention went back on the first stage, which has no keys of the second one."""
-    asked: dict[str, Any] = {"loss_fn": token_loss, "batch": tokens(), "recompute": recompute, **sliced(2)}
-    assert autopar.verify(llama().double(), "cp=2,pp=2", **asked).ok
-    pipeline = autopar.compile(llama(), "cp=2,pp=2", **asked).pipeline
+    pipeline = once().right("cp=2,pp=2", recompute=recompute, **sliced(2))[1].pipeline
     assert pipeline is not None
     for stage in range(2):
         names = [str(node.target) for node in pipeline.graphs[stage, "B"].graph.nodes]

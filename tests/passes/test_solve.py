@@ -77,7 +77,7 @@ def recurrent_problem(seed: int, weights: int = 1, steps: int = 8) -> Problem:
     return problem
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(14))
 def test_shared_items_get_the_optimum_of_the_plain_programme(seed: int):
     for problem in (random_problem(seed, 20, 1.0), *(recurrent_problem(seed, weights, 12) for weights in (1, 2, 4))):
         best, choice = least_cost(problem), solve(problem)

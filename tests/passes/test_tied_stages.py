@@ -3,13 +3,14 @@ precision its parts are computed and however it lies split over the data axes.""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from verified import verified
+from verified import Once
 
 import autopar
 from autopar.compiled import Compiled
@@ -83,22 +84,35 @@ def test_the_table_and_its_gradient_are_sent_once_a_step(zero: int, precision: s
     assert messages(compiled) == {"P": [part if zero else whole], gradients: [part if zero > 1 else whole]}
 
 
+MESHES = ["pp=2,dp=3", "pp=2,dp=2,tp=2", "pp=3,dp=2", "pp=2,dp=2,fsdp=3"]
+SCHEDULES = ["1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v"]
+
+
+@functools.cache
+def once(kind: type[Tied]) -> Once:
+    """Captured once for all meshes and schedules."""
+    torch.manual_seed(0)
+    return Once.of(kind(6), loss, batch(48))
+
+
 @pytest.mark.parametrize("zero", [2, 3])
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_the_numbers_are_those_of_one_device(recompute: str, schedule: str, zero: int) -> None:
-    meshes = ["pp=2,dp=3", "pp=2,dp=2,tp=2", "pp=3,dp=2", "pp=2,dp=2,fsdp=3"]
+    """Of all meshes and both models, half of them in each case by turns: any three of these come together."""
     asked: dict[str, Any] = {"microbatches": 4, "schedule": schedule, "zero": zero, "recompute": recompute}
-    torch.manual_seed(0)
-    for model in (Tied(6), Shared(6)):
-        verified(model, meshes, loss, batch(48), steps=2, **asked)
+    turn = (recompute == "full") + SCHEDULES.index(schedule) + zero
+    for i, mesh in enumerate(MESHES):
+        once((Tied, Shared)[(i + turn) % 2]).right(mesh, steps=2, **asked)
 
 
 @pytest.mark.parametrize("zero", [0, 2, 3])
-@pytest.mark.parametrize("mesh", ["pp=2,dp=3", "pp=2,dp=2,tp=2", "pp=3,dp=2", "pp=2,dp=2,fsdp=3"])
+@pytest.mark.parametrize("mesh", MESHES)
 def test_in_a_short_float_they_are_as_close_as_on_one_device(mesh: str, zero: int) -> None:
+    """With half of the schedules in each case by turns."""
     asked: dict[str, Any] = {"microbatches": 4, "zero": zero, "precision": "bf16"}
-    for schedule in ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v"):
+    turn = (MESHES.index(mesh) + (0, 2, 3).index(zero)) % 2
+    for schedule in ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v")[turn::2]:
         torch.manual_seed(0)
         report = autopar.verify(Tied(), mesh, loss_fn=loss, batch=batch(240), steps=1, schedule=schedule, **asked)
         assert report.ok, str(report)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from models import Llama, token_loss
 from refusals import refused
-from test_slices import llama, nll, sliced, tied, tokens, words
+from test_slices import llama, nll, once, sliced, tied, tied_once, tokens, words
 from torch import Tensor, nn
-from verified import verified
+from verified import Once, verified
 
 import autopar
 from autopar.compiled import Compiled
@@ -78,18 +79,23 @@ def test_a_step_is_that_of_one_device(name: str) -> None:
     """Loss, every gradient and the weights after two steps of AdamW, in float64."""
     mesh, options = LLAMA[name]
     layers = 4 if "pp=4" in mesh or "chunks" in options else 2
-    ((_, found),) = verified(llama(layers), [mesh], token_loss, tokens(), **options)
+    _, found = once(layers).right(mesh, **options)
     assert found.plan.slice_lengths == tuple(options["slices"]) and not found.notes
     assert found.pipeline is not None and set(found.pipeline.sized) == {*options["slices"][1:]} - {options["slices"][0]}
+
+
+@functools.cache
+def wordy() -> Once:
+    torch.manual_seed(0)
+    x, y = (part.repeat(1, 3)[:, :64] for part in tokens())
+    return Once.of(Llama(2, 16, 4, 2, 24, 96, 64), token_loss, (x, y))
 
 
 @pytest.mark.parametrize("name", CHUNKED)
 def test_a_loss_in_chunks_is_that_of_one_device(name: str) -> None:
     """Logits of a vocabulary of twice the width or more."""
     mesh, options = CHUNKED[name]
-    torch.manual_seed(0)
-    x, y = (part.repeat(1, 3)[:, :64] for part in tokens())
-    ((_, found),) = verified(Llama(2, 16, 4, 2, 24, 96, 64), [mesh], token_loss, (x, y), **options)
+    _, found = wordy().right(mesh, **options)
     assert not found.notes and any(node.name.endswith("_chunk1") for node in found.program.calls())
 
 
@@ -97,7 +103,7 @@ def test_a_loss_in_chunks_is_that_of_one_device(name: str) -> None:
 def test_dropout_is_that_of_one_device(name: str) -> None:
     """In attention, and elsewhere."""
     mesh, options = DROPPED[name]
-    verified(tied(16), [mesh], nll, words(16), **options)
+    tied_once(16).right(mesh, **options)
 
 
 def test_what_leaves_beside_the_loss() -> None:
@@ -107,8 +113,9 @@ def test_what_leaves_beside_the_loss() -> None:
         logits = model(x)
         return nll(model, x, y), logits, logits.square().sum((1, 2)), (y >= 0).sum(1), y >= 0, logits.flatten(0, 1)
 
-    for count in (1, 4):
-        verified(tied(16, 0.0), ["pp=2", "dp=2,pp=2"], loss_fn, words(16), **sliced([10, 6], count))
+    given = Once.of(tied(16, 0.0), loss_fn, words(16))
+    for count, mesh in ((1, "pp=2"), (4, "dp=2,pp=2"), (1, "dp=2,pp=2")):
+        given.right(mesh, **sliced([10, 6], count))
 
 
 def test_a_loss_that_weighs_each_sequence() -> None:
@@ -141,7 +148,7 @@ def test_a_wrong_start_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         return answer(mesh, coord, target, args) + (target == microbatches.COORD)  # type: ignore[operator]
 
     monkeypatch.setattr(microbatches, "local_answer", late)
-    assert not autopar.verify(llama(), "pp=2", loss_fn=token_loss, batch=tokens(), **sliced([10, 6, 5, 3])).ok
+    assert not once().report(once().compiled("pp=2", **sliced([10, 6, 5, 3]))).ok
 
 
 # -- the choice --------------------------------------------------------------------------------------------------------
@@ -216,7 +223,7 @@ def test_a_chosen_number_is_that_of_one_device() -> None:
 
 def test_a_rank_holds_what_its_slices_leave() -> None:
     """The values of a slice are as long as it is; messages too."""
-    found = autopar.compile(llama(), "pp=2", loss_fn=token_loss, batch=tokens(), **sliced([12, 6, 4, 2]))
+    found = once().compiled("pp=2", **sliced([12, 6, 4, 2]))
     pipeline = found.pipeline
     assert pipeline is not None
     first, *others = (saved_bytes(pipeline, 0, slice_) for slice_ in range(4))
@@ -231,7 +238,7 @@ def test_a_rank_holds_what_its_slices_leave() -> None:
 
 
 def test_it_is_saved_and_loaded(tmp_path: Path) -> None:
-    found = autopar.compile(llama(), "pp=2", loss_fn=token_loss, batch=tokens(), **sliced([10, 6, 5, 3]))
+    found = once().compiled("pp=2", **sliced([10, 6, 5, 3]))
     found.save(tmp_path)
     again = autopar.load(tmp_path)
     assert again.pipeline is not None and found.pipeline is not None
@@ -275,10 +282,7 @@ def test_lengths_of_another_batch_are_not_used() -> None:
 
 
 def test_equal_lengths_are_what_they_were() -> None:
-    lines = [
-        autopar.compile(llama(), "pp=2", loss_fn=token_loss, batch=tokens(), **sliced(slices)).lines()
-        for slices in (2, [12, 12])
-    ]
+    lines = [once().compiled("pp=2", **sliced(slices)).lines() for slices in (2, [12, 12])]
     assert lines[0] == lines[1]
     asked = long(2**16, **sliced([2**14] * 4, 1))
     assert asked.plan.slice_lengths == () and asked.plan.slices == 4
@@ -333,8 +337,7 @@ def test_positions_of_a_slice_are_counted_from_where_it_begins() -> None:
 
 
 def test_types_of_a_slice_are_its_own() -> None:
-    found = autopar.compile(llama(), "pp=2,cp=2", loss_fn=token_loss, batch=tokens(), attention="gather",
-                            **sliced([16, 8]))  # fmt: skip
+    found = once().compiled("pp=2,cp=2", attention="gather", **sliced([16, 8]))
     assert found.pipeline is not None
     for slice_, length in enumerate((16, 8)):
         graph = found.pipeline.graph(Action(0, "F", slice_))
