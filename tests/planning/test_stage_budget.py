@@ -53,13 +53,10 @@ def plan(
 @pytest.mark.parametrize(
     ("candidate", "memory"),
     [
-        (plan(((0, 3), (5, 6)), "none", "selective", 2, 4), 0.01), (plan(((0, 2),), "selective", "full", 4, 8), 0.03),
-        (plan(((0, 2), (3, 4)), "none", "full", 4, 8), 0.03),
+        (plan(((0, 3), (5, 6)), "none", "selective", 2, 4), 0.01),
         (plan(((0, 2), (4, 5)), "none", "selective", 2, 4, "interleaved-1f1b", 2), 0.03),
-        (plan(((0, 2), (4, 5)), "none", "full", 4, 8, "interleaved-1f1b", 2), 0.03),
         (plan(((0, 3),), "none", "selective", 4, 8, "zb-h1"), 0.04),
         (plan(((0, 2), (6, 7)), "none", "full", 2, 4, "zb-v", 2), 0.03),
-        (plan(((0, 2), (4, 5)), "none", "selective", 2, 4, dp=2, zero=1), 0.03),
         (plan(((0, 3),), "selective", "full", 2, 4, dp=2, zero=3), 0.03),
         (plan(((0, 2), (4, 5)), "none", "selective", 2, 4, tp=2), 0.04),
         (plan(((0, 3),), "none", "full", 4, 8, dp=2, zero=1), 0.03),
