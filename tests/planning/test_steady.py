@@ -21,7 +21,7 @@ from autopar.planning.space.candidates import Again, Candidate
 from autopar.planning.space.deal import whole
 
 MACHINE = named("h100-80g")
-DEPTH, COUNT, LEAST = 61, 24, 9  # candidates, and those of them that leave layers out, at least
+DEPTH, COUNT, LEAST = 31, 24, 9  # candidates, and those of them that leave layers out, at least
 CLOSE = 1e-5  # of what all layers take: of small sums the last ones are laid together otherwise
 
 
