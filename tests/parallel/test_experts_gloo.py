@@ -37,19 +37,20 @@ pytestmark = pytest.mark.gloo
 
 PLAIN, STEPS, LIMIT = Kind(), 2, 0.3
 # (mesh, how rows are routed, options): ranks without rows, one expert a row, none but one rank's experts.
+# Two blocks over ep and over stages; what is sent and read is counted by block.
 TABLE: list[tuple[str, Kind, dict[str, Any]]] = [
     ("ep=2,cp=2", Kind(aux=True), {}),
-    ("ep=4", Kind(chosen=3), {"recompute": "full"}),
-    ("ep=4", Kind(chosen=1, skew=50), {}),  # all rows go to two experts, of one rank
-    ("dp=2,ep=2", Kind(bias=True, shared=True), {"zero": 3}),
-    ("fsdp=2,ep=2", Kind(chosen=3, experts=4), {"reshard_after_forward": False}),
-    ("ep=2,tp=2", Kind(skew=-1), {"sequence_parallel": True}),
-    ("dp=2,ep=2", Kind(way="loop", chosen=3), {"zero": 2}),
+    ("ep=4", Kind(chosen=3, blocks=1), {"recompute": "full"}),
+    ("ep=4", Kind(chosen=1, skew=50, blocks=1), {}),  # all rows go to two experts, of one rank
+    ("dp=2,ep=2", Kind(bias=True, shared=True, blocks=1), {"zero": 3}),
+    ("fsdp=2,ep=2", Kind(chosen=3, experts=4, blocks=1), {"reshard_after_forward": False}),
+    ("ep=2,tp=2", Kind(skew=-1, blocks=1), {"sequence_parallel": True}),
+    ("dp=2,ep=2", Kind(way="loop", chosen=3, blocks=1), {"zero": 2}),
     ("pp=2,ep=2", Kind(), {"microbatches": 2, "schedule": "1f1b"}),
-    ("dp=2,fsdp=2", Kind(aux=True), {"experts": "dp:fsdp"}),
-    ("ep=4", Kind(chosen=8), {}),  # each token goes to all
-    ("dp=2,ep=2", Kind(chosen=4, skew=50), {}),  # half of the rows to two experts of one rank
-    ("dp=2,cp=2", Kind(chosen=3), {"experts": "cp"}),  # a rank's rows are a piece of each of its samples
+    ("dp=2,fsdp=2", Kind(aux=True, blocks=1), {"experts": "dp:fsdp"}),
+    ("ep=4", Kind(chosen=8, blocks=1), {}),  # each token goes to all
+    ("dp=2,ep=2", Kind(chosen=4, skew=50, blocks=1), {}),  # half of the rows to two experts of one rank
+    ("dp=2,cp=2", Kind(chosen=3, blocks=1), {"experts": "cp"}),  # a rank's rows are a piece of each of its samples
 ]
 # Bytes of a layer for each row that leaves, and for each token: four trips of tokens, two numbers and a place a row.
 FOUR = (2 * 8 + 4, 4 * 12 * 8)
@@ -246,7 +247,7 @@ def _twenty(rank: int) -> list[list[float]]:
     """The losses of 20 steps of AdamW, on an axis of experts and on one of data."""
     found = []
     for mesh in ("ep=4", "dp=4"):
-        model, optimizer, batch = _made(Kind(bias=True, aux=True, chosen=3), mesh, {})
+        model, optimizer, batch = _made(Kind(bias=True, aux=True, chosen=3, blocks=1), mesh, {})
         found.append(_train(model, optimizer, batch, 20)[::2])
     return found
 
@@ -328,7 +329,7 @@ def test_rows_that_are_bounded_are_read_by_no_host(four: Ranks) -> None:
 def _any_batch(rank: int) -> None:
     """Batches that ep divides and others, by turns: experts stay where they are. Then each rank's own part of a batch,
     and parts that each rank takes for all."""
-    kind = Kind(bias=True)
+    kind = Kind(bias=True, blocks=1)
     for mesh, options in (("dp=2,ep=2", {}), ("ep=2,tp=2", {"zero": 2})):
         model, optimizer, batch = _made(kind, mesh, options)
         plain, its, _ = _plain(kind)
@@ -402,7 +403,7 @@ def _out_of_range(rank: int) -> list[str]:
 
 
 def _save(rank: int, mesh: str, zero: int, folder: str) -> list[float]:
-    model, optimizer, batch = _made(Kind(bias=True), mesh, {"zero": zero})
+    model, optimizer, batch = _made(Kind(bias=True, blocks=1), mesh, {"zero": zero})
     losses = _train(model, optimizer, batch, 2)
     state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
     dcp.save(state, checkpoint_id=folder)
@@ -410,7 +411,7 @@ def _save(rank: int, mesh: str, zero: int, folder: str) -> list[float]:
 
 
 def _resume(rank: int, mesh: str, zero: int, folder: str) -> list[float]:
-    model, optimizer, batch = _made(Kind(bias=True), mesh, {"zero": zero})
+    model, optimizer, batch = _made(Kind(bias=True, blocks=1), mesh, {"zero": zero})
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
@@ -423,7 +424,7 @@ def _resume(rank: int, mesh: str, zero: int, folder: str) -> list[float]:
 
 def _on_one_device(folder: str, saves: bool) -> list[float]:
     """Two steps before a checkpoint of the plain module, or behind the one that is in a folder."""
-    plain, optimizer, batch = _plain(Kind(bias=True))
+    plain, optimizer, batch = _plain(Kind(bias=True, blocks=1))
     losses = _train(plain, optimizer, batch, 2) if saves else []
     state = {"model": plain.state_dict(), "optimizer": get_optimizer_state_dict(plain, optimizer)}
     if saves:
@@ -436,7 +437,7 @@ def _on_one_device(folder: str, saves: bool) -> list[float]:
 
 
 def test_checkpoints_go_to_any_mesh_and_back(four: Ranks, tmp_path: Path) -> None:
-    plain, optimizer, batch = _plain(Kind(bias=True))
+    plain, optimizer, batch = _plain(Kind(bias=True, blocks=1))
     straight = _train(plain, optimizer, batch, 4)
     for source, zero, targets in (
         ("ep=4", 0, (("dp=4", 3), ("ep=2,tp=2", 0), ("one device", 0))),
@@ -532,7 +533,8 @@ def test_a_bias_that_balances_is_moved_by_what_all_ranks_count(four: Ranks) -> N
 
 
 def _held(rank: int) -> list[tuple[int, int, int | None]]:
-    """What a rank holds in a step, measured, estimated for the rows that came, and at worst."""
+    """What a rank holds in a step, measured, estimated for the rows that came, and at worst (of the first and the last
+    rank, which differ on every axis)."""
     found = []
     for mesh, blocks, options in (("ep=2,tp=2", 1, {}), ("pp=2,ep=2", 2, {"schedule": "1f1b"})):
         model, _, batch = _made(Kind(skew=1, width=64, blocks=blocks), mesh, options)
@@ -546,7 +548,8 @@ def _held(rank: int) -> list[tuple[int, int, int | None]]:
         optimizers = partial(torch.optim.SGD, lr=0.1)
         report = memory_report(running.compiled, rank, optimizers, "cpu", counts)
         assert report.worst is None
-        found.append((min(held), report.step, model.compiled.memory(rank, optimizers, "cpu").worst))
+        worst = model.compiled.memory(rank, optimizers, "cpu").worst if rank in (0, 3) else None
+        found.append((min(held), report.step, worst))
     return found
 
 
@@ -554,4 +557,4 @@ def test_memory_is_that_of_the_rows_that_come(four: Ranks) -> None:
     """To the byte, but for micro-batches, of which each has its own rows; and never more than in the worst case."""
     for row, exact in zip(zip(*four.run(_held, timeout=200), strict=True), (0.0, 0.02), strict=True):
         assert [estimated for _, estimated, _ in row] == pytest.approx([held for held, _, _ in row], rel=exact, abs=0)
-        assert all(worst is not None and worst >= estimated for _, estimated, worst in row)
+        assert all(worst is not None and worst >= estimated for _, estimated, worst in row[::3])
