@@ -7,12 +7,14 @@ TRITON_INTERPRET=1 python tests/support/triton_fused_case.py step        # a ste
 TRITON_INTERPRET=1 python tests/support/triton_fused_case.py exact       # its bits, by what the environment says
 python tests/support/triton_fused_case.py compile                        # machine code for GPUs that are not here
 
+Several, with commas between them and `faults` last (new memory is NaN from there on), run in one process.
 `every` behind interpret, programs or compile: all combinations, which take minutes; without it a case has one of its
 shapes, a program one mesh, machine code every second way.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import tempfile
@@ -34,6 +36,14 @@ from autopar.runtime.triton.library import Library
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = {torch.float64: 1e-15, torch.float32: 1e-7, torch.bfloat16: 1e-3, torch.float16: 1.3e-4}
+
+
+@functools.cache
+def _strict() -> None:
+    """Once a process: its patches wrap what they find."""
+    import strict_triton
+
+    strict_triton.install()
 
 
 class Wide(torch.fx.Interpreter):
@@ -111,9 +121,7 @@ class Made:
 def interpret(every: bool) -> None:
     """Each case at three odd shapes, or one of them: one counted, one strided and in shuffled order, one written over
     operands; in turns, so that all shapes meet all dtypes. Some again with rows too long for registers."""
-    import strict_triton
-
-    strict_triton.install()
+    _strict()
     checks: Sequence[Callable[[Made, bool], None]] = (_counted, _shuffled, _in_place)
     with tempfile.TemporaryDirectory() as folder:
         for i, case in enumerate(CASES):
@@ -203,10 +211,9 @@ def _in_place(made: Made, moves: bool) -> None:
 
 def programs(every: bool) -> None:
     """Every kernel of the programs, and those of float64 copies of nothing: as they are, at their own shapes."""
-    import strict_triton
     from triton_programs import groups, operands_of
 
-    strict_triton.install()
+    _strict()
     count = 0
     with tempfile.TemporaryDirectory() as folder:
         library = Library(Path(folder), CPU, plain)
@@ -245,11 +252,10 @@ def _maxima(library: Library) -> None:
 def step() -> None:
     """A training step whose groups are kernels, beside the plain model; the kernels are shown with the user's lines."""
     import models
-    import strict_triton
 
     import autopar
 
-    strict_triton.install()
+    _strict()
     model, loss_fn, batch = models.short_gpt()
     want = loss_fn(model, *batch)
     want.backward()
@@ -277,9 +283,7 @@ class Chain(torch.nn.Module):
 
 def exact() -> None:
     """Whether what a chain gives and its gradient have eager's bits: AUTOPAR_EXACT_KERNELS decides."""
-    import strict_triton
-
-    strict_triton.install()
+    _strict()
     for flag in ("1", "0"):
         os.environ["AUTOPAR_EXACT_KERNELS"] = flag
         _chain()
@@ -358,9 +362,7 @@ def _sees(case_name: str, check: Callable[[Made, bool], None], fault: Callable[[
 
 
 def faults() -> None:
-    import strict_triton
-
-    strict_triton.install()
+    _strict()
     said = [
         _sees("softmax", _counted, _replaced(", mask=inside, other=0", "")),  # a load of what is not there
         _sees("layer_norm", _counted, _replaced("tl.where(inside, value, 0.0)", "value")),  # a sum of padded lanes
@@ -372,13 +374,20 @@ def faults() -> None:
     print(len(said), "faults seen")
 
 
-if __name__ == "__main__":
-    what, is_every = sys.argv[1], sys.argv[2:] == ["every"]
-    if what == "compile":
-        from triton_machine_code import compile_
+def main(ways: str, every: bool) -> None:
+    """Each way after its name, where they are several."""
+    for way in ways.split(","):
+        if way != ways:
+            print(f"== {way}")
+        if way == "compile":
+            from triton_machine_code import compile_
 
-        compile_(is_every)
-    elif what in ("interpret", "programs"):
-        {"interpret": interpret, "programs": programs}[what](is_every)
-    else:
-        {"faults": faults, "step": step, "exact": exact, "offload": offload}[what]()
+            compile_(every)
+        elif way in ("interpret", "programs"):
+            {"interpret": interpret, "programs": programs}[way](every)
+        else:
+            {"faults": faults, "step": step, "exact": exact, "offload": offload}[way]()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:] == ["every"])
