@@ -40,7 +40,7 @@ def train_step(
     if is_finite:
         running.write_buffers(outputs)
     parameters, gradients = running.gradients(outputs, unused)
-    own = own_rows(outputs, running, given)
+    own = outputs if is_whole and not running.asked else own_rows(outputs, running, given)
     asked, of_batch = [given.parts.leaves[leaf] for _, leaf in running.asked], [own[at] for at, _ in running.asked]
     if is_finite and session.scale is not None:
         is_finite = session.scale.take([*gradients, *of_batch], session.settings.device)

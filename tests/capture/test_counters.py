@@ -196,3 +196,18 @@ def test_a_flag_that_a_loop_sets_has_a_program_for_each_value() -> None:
     early = float(parallel.forward_backward(x))
     parallel.is_late = True
     assert float(parallel.forward_backward(x)) == pytest.approx(2 * early)
+
+
+class OfClass(Net):
+    """In a place where no other number can be put: nobody knows what hangs on it, and that is said."""
+
+    total = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        OfClass.total += 1
+        return self.layer(x) * 2 if OfClass.total > 100 else self.layer(x)
+
+
+def test_what_cannot_be_followed_is_told() -> None:
+    notes = capture(OfClass(), square, (torch.randn(4, 3),), {}).program.notes
+    assert any("OfClass.total" in note and "was not found out" in note for note in notes), notes

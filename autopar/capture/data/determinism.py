@@ -42,6 +42,7 @@ _STATE = (
     "(self.register_buffer in __init__, then write into it), or pass it in with the batch and return the new one."
 )
 _STAYS = "; a compiled step runs no Python, so it stays as it is"
+_UNFOLLOWED = ". Whether a later step would do something else was not found out: keep it in an attribute of an object"
 _COUNTED = (
     "what a step does hangs on what changes while it runs: {}{}Python runs only at the capture, so every "
     "later step would do what the first does. Decide outside of the step, by a flag that is set before it "
@@ -130,7 +131,8 @@ class Steady:
             names = ", ".join(map(str, found.spots[:_NAMED])) or "the length of a list that grows"
             raise CaptureError(_COUNTED.format(names, f", at {quoted(line)}" if line[0] else ". "))
         known = {change.name for change in changes}
-        return [f"{spot} is changed while the model runs{_STAYS}" for spot in found.spots if spot.name not in known]
+        told = [f"{spot} is changed while the model runs{_STAYS}" for spot in found.spots if spot.name not in known]
+        return told + [f"{spot} is changed while the model runs{_STAYS}{_UNFOLLOWED}" for spot in found.unfollowed]
 
     def _does_other(self) -> bool:
         calls, error = self._second()

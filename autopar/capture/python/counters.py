@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -114,9 +114,12 @@ for _base, _kind in _KINDS.items():
 
 @dataclass(frozen=True, slots=True)
 class CountedNumbers:
-    """The numbers that each run changes: of the modules, and of what the loss function and the code that ran read."""
+    """The numbers that each run changes: of the modules, and of what the loss function and the code that ran read.
+
+    unfollowed: those that stand where no other number can be put, as in a tuple or a class."""
 
     spots: Sequence[Spot] = ()
+    unfollowed: Sequence[Spot] = ()
     lists: Sequence[tuple[list[Any], list[Any]]] = ()  # that grow, each with what was in it
 
     @staticmethod
@@ -133,7 +136,10 @@ class CountedNumbers:
         pairs += [(spot, spot.read()) for spot in cells]
         places = {(id(spot.holder), spot.key): spot for spot, now in pairs if _is_other(spot.value, now)}
         grown = [(one, items) for one, items in lists if 0 < len(items) < len(one)]
-        found = CountedNumbers(list(places.values()), grown)
+        spots, others = list[Spot](), list[Spot]()
+        for spot in places.values():
+            (spots if _is_free(spot) else others).append(spot)
+        found = CountedNumbers(spots, others, grown)
         for one, items in lists:
             one[:] = items if len(one) != len(items) else one
         found._put_back()
@@ -176,6 +182,15 @@ def _there(spots: Sequence[Spot]) -> Iterator[tuple[Spot, Any]]:
             yield spot, spot.read()
 
 
+def _is_free(spot: Spot) -> bool:
+    """Whether another number can be put in a place."""
+    try:
+        spot.put(spot.read())
+    except (*GONE, TypeError):
+        return False
+    return True
+
+
 def _own_code(ran: Ran) -> Iterator[CodeType]:
     """The code of the user's own files: what libraries keep is theirs."""
     for outer, _ in ran.codes:
@@ -183,7 +198,7 @@ def _own_code(ran: Ran) -> Iterator[CodeType]:
             yield from (code for code in with_nested(outer) if code.co_name != "__init__")
 
 
-@cache
+@lru_cache(1024)
 def _writes(code: CodeType) -> bool:
     """Whether code binds what stands outside of it."""
     free = set(code.co_freevars)

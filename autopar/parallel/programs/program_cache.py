@@ -273,12 +273,13 @@ class ProgramEntries:
         installed packages of which something ran."""
         kinds = {type(module).__module__ for _, module in tables.named_modules(self._model)}
         code_files = {code.co_filename for code, _ in ran.codes}
-        loaded = {name: os.path.abspath(file) for name, file in _loaded_files()}
+        packages: dict[str, set[str]] = {}  # by file, of the modules that it is
+        for name, file in _loaded_files():
+            packages.setdefault(os.path.abspath(file), set()).add(name.partition(".")[0])
         used_packages = {name.partition(".")[0] for name in kinds}
-        used_packages |= {name.partition(".")[0] for name, file in loaded.items() if file in code_files}
-        for file in sorted({*loaded.values(), *code_files}):
-            names = [name for name, its in loaded.items() if its == file]
-            is_used = file in code_files or any(name.partition(".")[0] in used_packages for name in names)
+        used_packages = used_packages.union(*(packages.get(file, ()) for file in code_files))
+        for file in sorted({*packages, *code_files}):
+            is_used = file in code_files or not used_packages.isdisjoint(packages[file])
             found = _file_digest(file) if is_used or not is_installed(file) else None
             if found is not None:
                 yield file, found

@@ -35,11 +35,15 @@ class LossScale:
     def take(self, gradients: Sequence[torch.Tensor | None], device: torch.device) -> bool:
         """Divide this rank's gradients by the scale, in place, and move the scale on. False if those of any rank are
         not finite: then no rank may use its own. None: of parameters on other stages. Every rank must call this."""
-        here = [gradient for gradient in gradients if gradient is not None]
-        lies = here[0].device if here else device  # or in the host's memory
-        overflow = torch.zeros((), device=lies)
-        unscale_and_check(here, overflow, torch.full((), 1.0 / self.scale, device=lies))
-        overflow = overflow.to(device)
+        overflow = torch.zeros((), device=device)
+        by_device: dict[torch.device, list[torch.Tensor]] = {}  # some may lie in the host's memory
+        for gradient in gradients:
+            if gradient is not None:
+                by_device.setdefault(gradient.device, []).append(gradient)
+        for lies, here in by_device.items():
+            found = torch.zeros((), device=lies)
+            unscale_and_check(here, found, torch.full((), 1.0 / self.scale, device=lies))
+            overflow += found.to(device)
         if dist.is_initialized() and dist.get_world_size() > 1:
             with lost_peers("asking all ranks for overflows"):
                 dist.all_reduce(overflow, dist.ReduceOp.MAX)

@@ -174,12 +174,14 @@ class _Held(torch.autograd.Function):
     def forward(
         ctx: Any, found: Sequence[torch.Tensor | None], loss: torch.Tensor, _: torch.Tensor, *batch: torch.Tensor
     ) -> torch.Tensor:  # type: ignore[override]
-        ctx.found = [like(each, x) for each, x in zip(found, batch, strict=True)]
+        ctx.has_batch = bool(batch)
+        ctx.save_for_backward(*(like(each, x) for each, x in zip(found, batch, strict=True)))
         return loss.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        of_batch = [None if each is None else each * gradient.to(each.device, each.dtype) for each in ctx.found]
+        saved = ctx.saved_tensors if ctx.has_batch else ()  # which torch refuses a second time, in its own words
+        of_batch = [None if each is None else each * gradient.to(each.device, each.dtype) for each in saved]
         if torch.is_grad_enabled():  # create_graph=True
             source = torch.empty(0, requires_grad=True)
             of_batch = [None if each is None else _NoBackward.apply(_DOUBLE, each, source) for each in of_batch]  # type: ignore[no-untyped-call]
