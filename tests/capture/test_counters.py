@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -162,6 +163,17 @@ def test_what_a_step_does_may_not_hang_on_them(name: str) -> None:
     with pytest.raises(CaptureError, match=f"(?s)hangs on what changes while it runs: .*{re.escape(text)}"):
         capture(model, loss(), (torch.randn(4, 3),), {})
     assert _state(model)[:3] == before and all(type(value) in (int, float, dict) for value in _state(model))
+
+
+def test_no_items_are_taken_of_an_iterator() -> None:
+    counts = itertools.count()
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).square().mean() * (2 if next(counts) > 100 else 1)
+
+    with pytest.raises(CaptureError, match="takes the next item of 'counts'"):
+        capture(Net(), loss, (torch.randn(4, 3),), {})
+    assert isinstance(next(counts), int)
 
 
 @pytest.mark.parametrize("train", [True, False])

@@ -42,6 +42,10 @@ _STATE = (
     "(self.register_buffer in __init__, then write into it), or pass it in with the batch and return the new one."
 )
 _STAYS = "; a compiled step runs no Python, so it stays as it is"
+_ITERATOR = (
+    "a step takes the next item of {}, an iterator outside of the model. Python runs only at the capture, so that no "
+    "later step would take one: take it before the step, and pass it in with the batch."
+)
 _UNFOLLOWED = ". Whether a later step would do something else was not found out: keep it in an attribute of an object"
 _COUNTED = (
     "what a step does hangs on what changes while it runs: {}{}Python runs only at the capture, so every "
@@ -126,6 +130,8 @@ class Steady:
         """Notes on numbers that runs change outside of the model. Raises CaptureError for any that decides what a step
         does."""
         found = self.counters(any(type(c.new) in (int, float) for c in changes), lambda: self._made(RecordedCalls()))
+        if found.iterators:
+            raise CaptureError(_ITERATOR.format(found.iterators[0]))
         line = found.deciding(self._start_anew, self._does_other)
         if line is not None:
             names = ", ".join(map(str, found.spots[:_NAMED])) or "the length of a list that grows"

@@ -9,6 +9,7 @@ when lists that grow are longer, too.
 from __future__ import annotations
 
 import dis
+import io
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -30,7 +31,7 @@ MOST = 16  # comparisons of which both compared are tried
 _FAR = 1009  # how much later a number is tried: what it chooses without a comparison (`table[calls // 100]`)
 _LIBRARIES = "site-packages"
 _WRITES = frozenset(("STORE_ATTR", "STORE_SUBSCR", "STORE_GLOBAL"))
-_GROWS = frozenset(("append", "appendleft", "extend", "insert"))  # methods of what holds others
+_CALLS = frozenset(("append", "appendleft", "extend", "insert", "next"))  # names of what changes an object
 _ARITHMETIC = (
     "__add__", "__sub__", "__mul__", "__truediv__", "__floordiv__", "__mod__", "__pow__", "__radd__", "__rsub__",
     "__rmul__", "__rtruediv__", "__rfloordiv__", "__rmod__", "__rpow__", "__neg__", "__pos__", "__abs__",
@@ -112,15 +113,31 @@ for _base, _kind in _KINDS.items():
     _kind.__hash__ = _base.__hash__  # type: ignore[method-assign]
 
 
+class _Watched:
+    """Stands for an iterator while a run is made."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self.iterator, self.is_used = iterator, False
+
+    def __iter__(self) -> _Watched:
+        return self
+
+    def __next__(self) -> Any:
+        self.is_used = True
+        return next(self.iterator)
+
+
 @dataclass(frozen=True, slots=True)
 class CountedNumbers:
     """The numbers that each run changes: of the modules, and of what the loss function and the code that ran read.
 
-    unfollowed: those that stand where no other number can be put, as in a tuple or a class."""
+    unfollowed: those that stand where no other number can be put, as in a tuple or a class. iterators: of which each
+    run takes items, that are gone then."""
 
     spots: Sequence[Spot] = ()
     unfollowed: Sequence[Spot] = ()
     lists: Sequence[tuple[list[Any], list[Any]]] = ()  # that grow, each with what was in it
+    iterators: Sequence[Spot] = ()
 
     @staticmethod
     def of(model: nn.Module, loss_fn: Any, ran: Ran, is_changed: bool, run: Callable[[], object]) -> CountedNumbers:
@@ -131,7 +148,12 @@ class CountedNumbers:
         guards = Guards(model, loss_fn, ran)
         lists = [(one, one.copy()) for one in guards.containers() if type(one) is list]
         cells = [Spot(root.name, root.where, root.holder, root.key, _at(root)) for root in _cells(loss_fn)]
+        watched = [(spot, _Watched(spot.value)) for spot in guards.spots if _is_iterator(spot.value) and _is_free(spot)]
+        for spot, stand_in in watched:
+            spot.put(stand_in)
         run()
+        for spot, _ in watched:
+            spot.put(spot.value)
         pairs = [(change.old, change.new.value) for change in guards.changes() if change.old and change.new]
         pairs += [(spot, spot.read()) for spot in cells]
         places = {(id(spot.holder), spot.key): spot for spot, now in pairs if _is_other(spot.value, now)}
@@ -139,7 +161,7 @@ class CountedNumbers:
         spots, others = list[Spot](), list[Spot]()
         for spot in places.values():
             (spots if _is_free(spot) else others).append(spot)
-        found = CountedNumbers(spots, others, grown)
+        found = CountedNumbers(spots, others, grown, [spot for spot, stand_in in watched if stand_in.is_used])
         for one, items in lists:
             one[:] = items if len(one) != len(items) else one
         found._put_back()
@@ -182,6 +204,10 @@ def _there(spots: Sequence[Spot]) -> Iterator[tuple[Spot, Any]]:
             yield spot, spot.read()
 
 
+def _is_iterator(value: Any) -> bool:
+    return isinstance(value, Iterator) and not isinstance(value, io.IOBase)
+
+
 def _is_free(spot: Spot) -> bool:
     """Whether another number can be put in a place."""
     try:
@@ -202,7 +228,7 @@ def _own_code(ran: Ran) -> Iterator[CodeType]:
 def _writes(code: CodeType) -> bool:
     """Whether code binds what stands outside of it."""
     free = set(code.co_freevars)
-    return not _GROWS.isdisjoint(code.co_names) or any(
+    return not _CALLS.isdisjoint(code.co_names) or any(
         one.opname in _WRITES or (one.opname == "STORE_DEREF" and one.argval in free)
         for one in dis.get_instructions(code)
     )
