@@ -64,7 +64,8 @@ class ParallelModule(Likeness):
 
         The loss is that of the whole batch, the same on every rank. Raises BatchError if the batch does not fit. With
         precision="fp16" an overflow leaves every `.grad` None (see `loss_scale`), so that an optimizer does nothing.
-        What the loss function returned beside the loss is in `last_aux`.
+        What the loss function returned beside the loss is in `last_aux`. Tensors of the batch that require a gradient
+        get theirs too, or hand it on to what they were computed from: of this rank's part, where it has one.
         """
         return self._trained("forward_backward", args, kwargs)
 
@@ -77,7 +78,8 @@ class ParallelModule(Likeness):
             loss.backward()                           # adds to .grad, by the gradient that comes back to the loss
 
         It is `forward_backward` otherwise: both passes are one program, which runs here; the gradients are held until
-        `backward()`, on every rank, and are those of the weights of this call. A second `backward()` is refused.
+        `backward()`, on every rank, and are those of the weights of this call. A second `backward()` is refused, and one
+        through a gradient (`create_graph=True`): what needs that belongs in the loss function.
         """
         return self._trained("training_loss", args, kwargs)
 
