@@ -78,8 +78,8 @@ class ParallelModule(Likeness):
             loss.backward()                           # adds to .grad, by the gradient that comes back to the loss
 
         It is `forward_backward` otherwise: both passes are one program, which runs here; the gradients are held until
-        `backward()`, on every rank, and are those of the weights of this call. A second `backward()` is refused, and one
-        through a gradient (`create_graph=True`): what needs that belongs in the loss function.
+        `backward()`, on every rank, and are those of the weights of this call. A second `backward()` is refused, and
+        one through a gradient (`create_graph=True`): what needs that belongs in the loss function.
         """
         return self._trained("training_loss", args, kwargs)
 
