@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import re
 from collections.abc import Callable
@@ -132,6 +133,28 @@ def _of_list() -> Callable[..., Tensor]:
     return loss
 
 
+def _of_deque() -> Callable[..., Tensor]:
+    recent: collections.deque[float] = collections.deque(maxlen=50)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        recent.append(1.0)
+        return model(x).square().mean() if len(recent) < 50 else model(x).abs().mean()
+
+    return loss
+
+
+def _of_rest() -> Callable[..., Tensor]:
+    rest = [1.0] * 40
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        if rest:
+            rest.pop()
+            return model(x).square().mean()
+        return model(x).abs().mean()
+
+    return loss
+
+
 def square(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().mean()
 
@@ -146,12 +169,14 @@ DECIDE: dict[str, tuple[type[Net], Callable[[], Callable[..., Tensor]], str]] = 
     "a dict of the loss": (Net, _of_dict, "'held['steps']'"),
     "a variable of a closure": (Net, _of_cell, "'steps'"),
     "a global": (Net, _of_global, "'LATE'"),
-    "a list": (Net, _of_list, "the length of a list that grows"),
+    "a list": (Net, _of_list, "'history'"),
+    "a deque that is full": (Net, _of_deque, "'recent'"),
+    "a list that is empty": (Net, _of_rest, "'rest'"),
 }
 
 
 def _state(model: Net) -> tuple[Any, ...]:
-    return model.calls, dict(model.held), model.rate, LATE
+    return model.calls, dict(model.held), model.rate
 
 
 @pytest.mark.parametrize("name", DECIDE)
@@ -159,10 +184,11 @@ def test_what_a_step_does_may_not_hang_on_them(name: str) -> None:
     """Red before: the first step's branch was taken for ever, in silence."""
     make, loss, text = DECIDE[name]
     model = make()
-    before = _state(model)[:3]
+    before = _state(model)
     with pytest.raises(CaptureError, match=f"(?s)hangs on what changes while it runs: .*{re.escape(text)}"):
         capture(model, loss(), (torch.randn(4, 3),), {})
-    assert _state(model)[:3] == before and all(type(value) in (int, float, dict) for value in _state(model))
+    assert _state(model) == before
+    assert all(type(value) in (int, float) for value in (model.calls, model.held["calls"], model.rate, LATE))
 
 
 def test_no_items_are_taken_of_an_iterator() -> None:
@@ -177,23 +203,26 @@ def test_no_items_are_taken_of_an_iterator() -> None:
 
 
 @pytest.mark.parametrize("train", [True, False])
-def test_what_nothing_hangs_on_is_told(train: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_nothing_hangs_on_is_told(train: bool) -> None:
     model = Counts()
     program = capture(model, square if train else None, (torch.randn(4, 3),), {}, train=train).program
     assert any(note.startswith("'calls' is changed at test_counters.py:") for note in program.notes), program.notes
     assert model.calls == 0 and type(model.calls) is int
 
 
-def test_numbers_outside_of_the_model_are_told_and_are_what_they_were() -> None:
-    held = {"steps": 5}
+def test_what_changes_outside_of_the_model_is_told() -> None:
+    """It is counted by the capture's own two runs, and stays a number."""
+    held, history = {"steps": 5}, [0.0]
 
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         held["steps"] += 1
+        history.append(1.0)
         return model(x).square().mean()
 
     notes = capture(Net(), loss, (torch.randn(4, 3),), {}).program.notes
-    assert any(note.startswith("'held['steps']' (test_counters.py") for note in notes), notes
-    assert type(held["steps"]) is int
+    for name in ("held['steps']", "history"):
+        assert any(note.startswith(f"'{name}' (test_counters.py") for note in notes), notes
+    assert (type(held["steps"]), held["steps"], history) == (int, 7, [0.0, 1.0, 1.0])
 
 
 def test_a_flag_that_a_loop_sets_has_a_program_for_each_value() -> None:

@@ -134,10 +134,11 @@ class Steady:
             raise CaptureError(_ITERATOR.format(found.iterators[0]))
         line = found.deciding(self._start_anew, self._does_other)
         if line is not None:
-            names = ", ".join(map(str, found.spots[:_NAMED])) or "the length of a list that grows"
+            names = ", ".join(map(str, [*found.spots, *(each.spot for each in found.lists)][:_NAMED]))
             raise CaptureError(_COUNTED.format(names, f", at {quoted(line)}" if line[0] else ". "))
         known = {change.name for change in changes}
-        told = [f"{spot} is changed while the model runs{_STAYS}" for spot in found.spots if spot.name not in known]
+        spots = [*found.spots, *(each.spot for each in found.lists)]
+        told = [f"{spot} is changed while the model runs{_STAYS}" for spot in spots if spot.name not in known]
         return told + [f"{spot} is changed while the model runs{_STAYS}{_UNFOLLOWED}" for spot in found.unfollowed]
 
     def _does_other(self) -> bool:

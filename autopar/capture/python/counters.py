@@ -3,7 +3,8 @@
 A compiled step runs no Python: a number that only grows may stay as it is, but one of `if self.calls > 1000` would be
 that of the capture for ever, though two runs, one behind the other, do the same. So a run is made with numbers that
 note how they are compared, another one for each comparison that has the other answer, and one that comes much later,
-when lists that grow are longer, too.
+when lists that grow are long, and those that shrink are empty. (They are numbers, with values to choose by. A `Scalar`
+of stand_in.py is none: it stands for all values that a step may have.)
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import io
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import CodeType, FunctionType
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 from torch import nn
 
 from autopar.capture.python.guards import Guards
+from autopar.capture.python.library_state import Sequenced
 from autopar.capture.python.ran import Ran, Root, own_roots, with_nested
 from autopar.capture.python.scalars import GONE
 from autopar.capture.python.spots import Spot
@@ -31,7 +33,9 @@ MOST = 16  # comparisons of which both compared are tried
 _FAR = 1009  # how much later a number is tried: what it chooses without a comparison (`table[calls // 100]`)
 _LIBRARIES = "site-packages"
 _WRITES = frozenset(("STORE_ATTR", "STORE_SUBSCR", "STORE_GLOBAL"))
-_CALLS = frozenset(("append", "appendleft", "extend", "insert", "next"))  # names of what changes an object
+_CALLS = frozenset(  # names of what changes an object
+    ("append", "appendleft", "extend", "insert", "next", "pop", "popleft", "remove", "clear")
+)
 _ARITHMETIC = (
     "__add__", "__sub__", "__mul__", "__truediv__", "__floordiv__", "__mod__", "__pow__", "__radd__", "__rsub__",
     "__rmul__", "__rtruediv__", "__rfloordiv__", "__rmod__", "__rpow__", "__neg__", "__pos__", "__abs__",
@@ -128,6 +132,25 @@ class _Watched:
 
 
 @dataclass(frozen=True, slots=True)
+class GrowingList:
+    """A list or a deque, with what was in it, and what will be much later."""
+
+    spot: Spot
+    items: list[Any]
+    later: list[Any] = field(default_factory=list)
+
+    def moving(self) -> GrowingList:
+        """It has another length behind a run: if it grew it will be long, else empty."""
+        grew = len(self.spot.value) > len(self.items)
+        return replace(self, later=[*self.items, *[self.spot.value[-1]] * _FAR] if grew else [])
+
+    def put(self, is_late: bool) -> None:
+        """Have it hold what it does."""
+        self.spot.value.clear()
+        self.spot.value.extend(self.later if is_late else self.items)
+
+
+@dataclass(frozen=True, slots=True)
 class CountedNumbers:
     """The numbers that each run changes: of the modules, and of what the loss function and the code that ran read.
 
@@ -136,7 +159,7 @@ class CountedNumbers:
 
     spots: Sequence[Spot] = ()
     unfollowed: Sequence[Spot] = ()
-    lists: Sequence[tuple[list[Any], list[Any]]] = ()  # that grow, each with what was in it
+    lists: Sequence[GrowingList] = ()
     iterators: Sequence[Spot] = ()
 
     @staticmethod
@@ -146,7 +169,7 @@ class CountedNumbers:
         if not is_changed and not any(map(_writes, _own_code(ran))):
             return CountedNumbers()
         guards = Guards(model, loss_fn, ran)
-        lists = [(one, one.copy()) for one in guards.containers() if type(one) is list]
+        lists = [GrowingList(spot, list(spot.value)) for spot in guards.spots if type(spot.value) in Sequenced]
         cells = [Spot(root.name, root.where, root.holder, root.key, _at(root)) for root in _cells(loss_fn)]
         watched = [(spot, _Watched(spot.value)) for spot in guards.spots if _is_iterator(spot.value) and _is_free(spot)]
         for spot, stand_in in watched:
@@ -157,13 +180,11 @@ class CountedNumbers:
         pairs = [(change.old, change.new.value) for change in guards.changes() if change.old and change.new]
         pairs += [(spot, spot.read()) for spot in cells]
         places = {(id(spot.holder), spot.key): spot for spot, now in pairs if _is_other(spot.value, now)}
-        grown = [(one, items) for one, items in lists if 0 < len(items) < len(one)]
+        grown = [each.moving() for each in lists if len(each.spot.value) != len(each.items)]
         spots, others = list[Spot](), list[Spot]()
         for spot in places.values():
             (spots if _is_free(spot) else others).append(spot)
         found = CountedNumbers(spots, others, grown, [spot for spot, stand_in in watched if stand_in.is_used])
-        for one, items in lists:
-            one[:] = items if len(one) != len(items) else one
         found._put_back()
         return found
 
@@ -176,8 +197,8 @@ class CountedNumbers:
             begin()
             for spot, now in _there(self.spots):
                 spot.put(counted(now + later * isinstance(now, int), given))
-            for one, items in self.lists:
-                one[:] = items + items[-1:] * later
+            for each in self.lists:
+                each.put(bool(later))
             try:
                 if is_other():
                     return given.line or ("", 0)
@@ -193,8 +214,8 @@ class CountedNumbers:
     def _put_back(self) -> None:
         for spot, _ in _there(self.spots):
             spot.put(spot.value)
-        for one, items in self.lists:
-            one[:] = items
+        for each in self.lists:
+            each.put(False)
 
 
 def _there(spots: Sequence[Spot]) -> Iterator[tuple[Spot, Any]]:

@@ -92,10 +92,6 @@ class Guards:
         """The sizes of the containers that were looked into, in their order, but for one."""
         return tuple(len(one) for one in self._sized if one is not without)
 
-    def containers(self) -> tuple[Any, ...]:
-        """The containers that were looked into."""
-        return tuple(self._sized)
-
     def spots_of(self, tensor: torch.Tensor) -> list[SpotKey]:
         """Where a tensor was read."""
         return [key for key, spot in self.index.items() if spot.value is tensor]
