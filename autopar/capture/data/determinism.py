@@ -137,7 +137,7 @@ class Steady:
             names = ", ".join(map(str, [*found.spots, *(each.spot for each in found.lists)][:_NAMED]))
             raise CaptureError(_COUNTED.format(names, f", at {quoted(line)}" if line[0] else ". "))
         known = {change.name for change in changes}
-        spots = [*found.spots, *(each.spot for each in found.lists)]
+        spots = [*found.spots, *(each.spot for each in found.lists if not each.has_tensors)]
         told = [f"{spot} is changed while the model runs{_STAYS}" for spot in spots if spot.name not in known]
         return told + [f"{spot} is changed while the model runs{_STAYS}{_UNFOLLOWED}" for spot in found.unfollowed]
 

@@ -19,6 +19,7 @@ from functools import lru_cache
 from types import CodeType, FunctionType
 from typing import Any
 
+import torch
 from torch import nn
 
 from autopar.capture.python.guards import Guards
@@ -138,6 +139,11 @@ class GrowingList:
     spot: Spot
     items: list[Any]
     later: list[Any] = field(default_factory=list)
+
+    @property
+    def has_tensors(self) -> bool:
+        """Whether it holds tensors of runs, which `leftovers.py` tells."""
+        return any(isinstance(item, torch.Tensor) for item in self.items)
 
     def moving(self) -> GrowingList:
         """It has another length behind a run: if it grew it will be long, else empty."""
