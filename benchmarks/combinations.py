@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.capture.inputs.loss_outputs import LossFn, loss_of
 from autopar.capture.per_microbatch import per_microbatch
 from autopar.errors import AutoparError
 from autopar.machines import Machine
@@ -138,6 +139,8 @@ def draw(
         name = first
     if dice.random() < 1 / 4:  # last, as well
         options["input_gradients"] = True
+    if dice.random() < 1 / 6:  # last, as well
+        options["written"] = True
     if is_composed:
         name = composed.drawn(dice)
         for key in ("specialize", "per_microbatch", "expert_rows", "experts", *["slices"] * (dice.random() < 0.7)):
@@ -187,11 +190,28 @@ def run(name: str, mesh: str, options: Mapping[str, Any], rows: int) -> float:
         tree_map(lambda leaf: leaf.requires_grad_(leaf.is_floating_point()), _leaves(batch))
     if "per_microbatch" in options:
         options, loss_fn = {key: value for key, value in options.items() if key != "per_microbatch"}, _of_parts
+    if "written" in options:
+        options, loss_fn = (
+            {key: value for key, value in options.items() if key != "written"},
+            partial(_writing, loss_fn),
+        )
     report = verify(model, mesh, loss_fn=loss_fn, batch=batch, **options)
     if not report.ok:
         wrong = "; ".join(f"{row.kind} {row.name} {row.error:.0e}" for row in report.rows if not row.ok)
         raise ArithmeticError(" ".join(f"{wrong} {'; '.join(report.sums)} {report.mismatch or ''}".split()))
     return report.max_error
+
+
+def _writing(loss_fn: LossFn | None, model: nn.Module, *args: Any, **batch: Any) -> Any:
+    """A loss in which the step writes some of the parameters before it uses them: by themselves, and by others."""
+    parameters = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
+    with torch.no_grad():
+        for parameter, other in zip(parameters[::3], parameters[3::3], strict=False):
+            parameter.mul_(0.95)
+            if parameter.shape == other.shape:
+                parameter.lerp_(other, 0.1)
+    parameters[-1].data = parameters[-1].data.clamp(-0.5, 0.5)
+    return loss_of(model(*args, **batch)) if loss_fn is None else loss_fn(model, *args, **batch)
 
 
 def _of_parts(model: nn.Module, **batch: Any) -> torch.Tensor:

@@ -13,12 +13,13 @@ import torch
 from torch import fx, nn
 
 from autopar.capture.captured import Captured
+from autopar.capture.changed_state import ChangedState
 from autopar.capture.data.casts import default_dtype, idle_autocast
 from autopar.capture.data.determinism import HostDrawsFound, Steady
 from autopar.capture.data.foreign import foreign_state
 from autopar.capture.data.item_values import check_returned
 from autopar.capture.data.reads import Answers, Reads, Unknown, known_inputs
-from autopar.capture.data.recorded_calls import RecordedCalls, behind_of
+from autopar.capture.data.recorded_calls import RecordedCalls
 from autopar.capture.data.so_far import SoFar, fake_like
 from autopar.capture.draws.host_draws import HostDraws, States, drawn_anew, generators, names_made_anew, set_generators
 from autopar.capture.draws.host_inputs import Floats, HostInputs
@@ -151,6 +152,7 @@ class _Capture:
         self.selects = (False, False)  # rows, by a mask; and they could be taken by their number
         self.unknown: Unknown | UnknownPartner | CoinFound | None = None
         self.partners = Partners(model, loss_fn)
+        self.left = ChangedState(self.partners)
         self.parts = take_call_apart(args, kwargs)
         self.state = state_of(model)
         self.fake, self.device = FakeTensorMode(allow_non_fake_inputs=True), device_of(model)
@@ -158,14 +160,12 @@ class _Capture:
         self.has_random_ops = self.has_items = self.may_specialize = False
         self.result: tuple[Form | None, tuple[Any, ...]] = (None, ())
         self.calls, self.calling, self.ran = RecordedCalls(), None, Ran()
-        self.given: list[tuple[torch.Tensor, int]] = []  # the inputs as the model got them, with their versions
         self.asked = Trainable()  # tensors of the batch that get a gradient, by their numbers
         self.replaced, self.notes = dict[str, Any](), list[str]()
         self.untrained: dict[int, str] = {}  # names of plain attributes that require a gradient
         self.outside: Mapping[int, Outside] = {}
         self.fault: AutoparError | None = None
         self.statistics, self.microbatches = "batch", 1
-        self.new_buffers: list[tuple[str, torch.Tensor]] = []
         self.scratch, self.scratch_fault = frozenset[str](), CaptureError("")  # buffers, and else what is wrong
 
     def run(self) -> Captured:
@@ -291,7 +291,7 @@ class _Capture:
         """True if the graph of the step is all that there is to say of it; see `earlier.py`."""
         is_other = bool(self.partners.known or self.in_parts.entries or self.forks.lines or self.reads.known)
         is_other |= any(self.selects) or self.calls.has_floats or self.has_items or self.coins.is_sought
-        is_other |= self.draws is not None or bool(self.replaced)
+        is_other |= self.draws is not None or bool(self.replaced or self.left.written)
         return not (is_other or before.changes()) and foreign_state() == drawn
 
     def _whole_trace(self, before: Attributes) -> tuple[Traced, list[Input], list[torch.Tensor]]:
@@ -312,6 +312,8 @@ class _Capture:
             elif isinstance(self.unknown, CoinFound):
                 before.restore()
                 self.coins.look(partial(self._plan, fakes, before))
+            elif self.left.finds_writes(traced.graph, [entry for entry, _ in given]):
+                before.restore()
             elif self.unknown is not None:
                 traced = functional(traced, fakes, self.fake)
                 self.reads.learn(self.unknown, *known_inputs(traced, self.unknown, given, self.device))
@@ -418,7 +420,7 @@ class _Capture:
     def _ended(self, rows: RowSides | None, *args: Any, **kwargs: Any) -> None:
         """The forward pass, and all that it gives."""
         result = self._result(*args, **kwargs)
-        results = [*take_apart(result, lenient=True).leaves, *(tensor for _, tensor in self.partners.all_buffers())]
+        results = [*take_apart(result, lenient=True).leaves, *self.left.tensors()]
         if self.coins.trail is not None:
             self.coins.left(results)
         if rows is not None:
@@ -457,7 +459,7 @@ class _Capture:
 
     def _finds_scratch(self, inputs: list[torch.Tensor]) -> bool:
         """True if buffers may be scratch: unless the second run reads what the first left in them."""
-        self.scratch = scratch_among(self._old(inputs), self.new_buffers, self.partners.submodule)
+        self.scratch = scratch_among(self._old(inputs), self.left.buffers, self.partners.submodule)
         try:
             if self.scratch:
                 self._check_buffers(inputs)
@@ -470,7 +472,7 @@ class _Capture:
 
     def _check_buffers(self, inputs: list[torch.Tensor]) -> None:
         run = partial(self._again, inputs, RecordedCalls(), is_watched=False)
-        check_buffers(self._old(inputs), self.new_buffers, run, self._buffer)
+        check_buffers(self._old(inputs), self.left.buffers, run, self._buffer)
 
     def _buffer(self, name: str) -> torch.Tensor:
         path, _, attribute = name.rpartition(".")
@@ -481,7 +483,8 @@ class _Capture:
         replaced: dict[str, Any], carried: Mapping[str, Any],
     ) -> Any:  # fmt: skip
         """What `body` gives for the model on these inputs, with the plain attributes that an earlier run left."""
-        given = give_tensors(self.state.entries, self.parts.leaves, inputs, mode.calls, self.train, self.in_parts)
+        entries, written = self.state.entries, self.left.written
+        given = give_tensors(entries, self.parts.leaves, inputs, mode.calls, self.train, self.in_parts, written)
         self.untrained.update(given.untrained)
         mode.inputs.update(given.parameters)
         mode.outside.update(given.outside)
@@ -490,7 +493,7 @@ class _Capture:
             self.coins.trail.given(given.values)
         if mode.selected.order.sides is not None:
             mode.selected.order.sides.trail.given(given.values)
-        self.given = [(value, value._version) for value in given.values]
+        self.left.begin(entries, given.values)
         constants = {**given.constants, **carried}
         mode.facts.sample_counts = tuple({tensor.shape[0]: None for _, tensor in self.parts.tensors() if tensor.ndim})
         args, kwargs = put_together(self.parts.form, given.leaves)
@@ -514,15 +517,15 @@ class _Capture:
             sources = [*trainable, *self.asked]
             check_loss(loss, self.loss_fn, trainable)
             self.fault = outside_fault(loss, {id(tensor) for _, tensor in sources}, self.untrained, self.outside)
-            buffers = self._buffers()
+            left = self.left.outputs(self.coins.joined, self.calls)
             self.outputs = [Output("loss", "loss")]
             self.outputs += [Output("gradient", name) for name, _ in trainable]
             self.outputs += [Output(INPUT_GRADIENT, number) for number, _ in self.asked]
-            self.outputs += [Output("buffer", name) for name, _ in buffers]
+            self.outputs += [out for out, _ in left]
             # A module's own loss comes with logits that few read: who does says so with a loss function.
             is_left_out = self.loss_fn is None and aux is not None
             values = [] if is_left_out else self._values(aux)
-            if self.fault is None and self._ends([loss, *(tensor for _, tensor in buffers), *values], sources):
+            if self.fault is None and self._ends([loss, *(tensor for _, tensor in left), *values], sources):
                 return []
             self.locator.phase, self.tracer.is_unseen = "backward", True  # torch's own ops: none of the user's casts
             scaled = loss if self.scale is None else loss * self.scale
@@ -533,7 +536,7 @@ class _Capture:
             else:
                 grads = gradients(scaled, tensors)
             values = [value.detach() for value in values]
-            return [loss.detach(), *grads, *(tensor for _, tensor in buffers), *values, *self._guards()]
+            return [loss.detach(), *grads, *(tensor for _, tensor in left), *values, *self._guards()]
 
         return body
 
@@ -545,11 +548,11 @@ class _Capture:
                 (result,) = self._joined(result)
             self.outputs = []
             values = self._values(result)
-            buffers = self._buffers()
-            self.outputs += [Output("buffer", name) for name, _ in buffers]
-            if self._ends([*values, *(tensor for _, tensor in buffers)]):
+            left = self.left.outputs(self.coins.joined, self.calls)
+            self.outputs += [out for out, _ in left]
+            if self._ends([*values, *(tensor for _, tensor in left)]):
                 return []
-            return [*values, *(tensor for _, tensor in buffers), *self._guards()]
+            return [*values, *(tensor for _, tensor in left), *self._guards()]
 
         return body
 
@@ -583,17 +586,5 @@ class _Capture:
     def _joined(self, *results: Any) -> Any:
         """What a run gave, with the sides of its coins joined."""
         parts = take_apart(results, lenient=True)
-        buffers = [tensor for _, tensor in self.partners.all_buffers()]
-        joined = self.coins.left([*parts.leaves, *buffers])
+        joined = self.coins.left([*parts.leaves, *self.left.tensors()])
         return put_together(parts.form, joined[: len(parts.leaves)])
-
-    def _buffers(self) -> list[tuple[str, torch.Tensor]]:
-        known = {entry.name for entry, _ in self.state.entries if entry.kind == "buffer"}
-        named_buffers = {name: self.coins.joined(tensor) for name, tensor in self.partners.all_buffers()}
-        self.new_buffers = [(name, tensor) for name, tensor in named_buffers.items() if name in known]
-        given_entries = zip(self.state.entries, self.given, strict=False)
-        for position, ((entry, tensor), (given, version)) in enumerate(given_entries):
-            is_replaced = entry.kind == "buffer" and named_buffers.get(entry.name) is not given
-            if is_replaced or (entry.kind == "buffer" and given._version != version):
-                self.calls.wrote(behind_of(position, entry, tensor), is_replaced)
-        return self.new_buffers

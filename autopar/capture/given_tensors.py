@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,9 +39,10 @@ class GivenTensors:
 
 def give_tensors(
     entries: Sequence[tuple[Input, Tensor]], leaves: Sequence[Any], inputs: Sequence[Tensor], calls: RecordedCalls,
-    train: bool, in_parts: InParts,
+    train: bool, in_parts: InParts, written: Container[str] = (),
 ) -> GivenTensors:  # fmt: skip
-    """The tensors of a run whose calls are recorded, for the model's own tensors and the leaves of the batch."""
+    """The tensors of a run whose calls are recorded, for the model's own tensors and the leaves of the batch. written:
+    parameters that the step writes."""
     given, behind = GivenTensors(list(inputs), list(leaves)), list[int]()
     for position, (entry, tensor) in enumerate(entries):
         value, is_in_parts = inputs[position], entry.name.startswith(IN_PARTS)
@@ -55,7 +56,8 @@ def give_tensors(
                 given.untrained[id(value)] = entry.name
         if entry.kind == "parameter":  # a loss that takes what is a parameter would leave it out in silence
             as_parameter(value)
-        behind.append(behind_of(position, entry, tensor))
+        is_written = entry.kind == "parameter" and entry.name in written
+        behind.append(CHANGING if is_written else behind_of(position, entry, tensor))
         if not calls.keep(behind[-1], value, tensor, position):
             calls.values.given(value, entry.kind, tensor)
         for name in () if is_in_parts else entry.names:

@@ -21,7 +21,7 @@ from autopar.capture.data.open_classes import cut_later
 from autopar.capture.data.reads import READERS, Reads
 from autopar.capture.data.recorded_calls import RecordedCalls
 from autopar.capture.data.row_counts import with_sizes
-from autopar.capture.data.same import compared, is_idle
+from autopar.capture.data.same import SET_DATA, compared, set_data
 from autopar.capture.data.specialised import specialised
 from autopar.capture.data_facts import DataFacts
 from autopar.capture.draws.host_inputs import HostInputs
@@ -33,7 +33,7 @@ from autopar.capture.inputs.outside import Outside
 from autopar.capture.inputs.partners import Partners, check_plain, inlined
 from autopar.capture.ops.functions import Dropout
 from autopar.capture.ops.raised import ALWAYS, RAISED, READING
-from autopar.capture.ops.raised_lookups import counts_rows, deep_copy, dense, has_max_norm, looked_up, rejoined
+from autopar.capture.ops.raised_lookups import counts_rows, deep_copy, dense, looked_up, rejoined, renormed
 from autopar.capture.ops.raised_norms import NORMS, Norm, is_count, norm_of
 from autopar.capture.ops.raised_recurrent import NOTE as PACKED_NOTE
 from autopar.capture.ops.raised_recurrent import PACKING, Packs, PlainPacks
@@ -42,7 +42,7 @@ from autopar.capture.ops.validation import is_validation, note_of
 from autopar.capture.per_microbatch import dealt, dealt_plainly, in_microbatches
 from autopar.capture.python.ran import Ran
 from autopar.capture.python.stand_in import with_tensors
-from autopar.capture.refusals.constructs import DENSE, MAX_NORM, NOTED, READS, REFUSED, SEEDED, SPARSE
+from autopar.capture.refusals.constructs import DENSE, NOTED, READS, REFUSED, SEEDED, SPARSE
 from autopar.capture.refusals.explain_failure import SIZE, refusal, wants_data
 from autopar.capture.refusals.location import Line, Locator, Place, is_user_code, user_frame
 from autopar.capture.rows.row_draws import PlainDraws
@@ -80,12 +80,11 @@ class Raise(TorchFunctionMode):
     `seed` feeds the random ops, which are told apart by their number: the count is kept as the seed of torch's own
     generator, so that `torch.utils.checkpoint`, which puts that back, draws the same again. `lift` is a dtype that
     all floating-point casts in the model go to instead of their own, and tensors of the user's that have another (see
-    `verify` and `default_dtype`). `calls` is told
-    of every call of the forward pass, and `calling` is the function that runs, or that failed. `reads` answers where
-    the model reads a value; without its permission that is an error, and facts alone are asked for. `keeps_casts`: a
-    cast to float32 of what is float32 leaves a trace, for under mixed precision it may be something else; and so do
-    regions without autocast. `partners` are the other models that the loss may call. is_first: of the runs that are
-    compared.
+    `verify` and `default_dtype`). `calls` is told of every call of the forward pass, and `calling` is the function that
+    runs, or that failed. `reads` answers where the model reads a value; without its permission that is an error, and
+    facts alone are asked for. `keeps_casts`: a cast to float32 of what is float32 leaves a trace, for under mixed
+    precision it may be something else; and so do regions without autocast. `partners` are the other models that the
+    loss may call. is_first: of the runs that are compared.
     """
 
     def __init__(
@@ -113,12 +112,11 @@ class Raise(TorchFunctionMode):
         self.plain = PlainDraws()  # of the plain module
         self.hosts: HostInputs | None = None  # where numbers of the host are drawn
         self.ran = Ran()
-        self.inputs: dict[int, Tensor] = {}  # by the id of what each stands for: see `with_inputs`
         self.in_parts: InParts | None = None  # what lies in parts on ranks, and is none of the model's own
-        self.outside: dict[int, Outside] = {}  # tensors of the user's that no input stands for
+        self.inputs, self.outside = dict[int, Tensor](), dict[int, Outside]()  # the user's, by id: with inputs, without
         self.known, self._drew = self.calls.values, list[Tensor]()  # uniform draws of the call that runs
         self.facts = DataFacts(self.known, self.selected, reads, locator)
-        self.values: list[Tensor] = []  # those whose values were read
+        self.values = list[Tensor]()  # those whose values were read
         self._fork = torch.random.fork_rng(devices=[])
         self._interceptors = tuple(self._in_order())
 
@@ -143,6 +141,7 @@ class Raise(TorchFunctionMode):
         this object, which must not hold itself: the tensors of a trace go with it."""
         yield Raise._copy  # before the others, which would give it a copy of the memo; it becomes calls that they see
         yield Raise._put_inputs  # for a parameter of the user's or a number that stands for a tensor is no value
+        yield Raise._set_data  # it becomes calls, which the others see
         yield Raise._make_dense  # before it is raised, also in the plain module: a program has no sparse gradients
         yield Raise._run_partner  # before anything takes the model that is called for an argument
         yield Raise._take_array  # it becomes a cast, which the next ones look at
@@ -177,14 +176,18 @@ class Raise(TorchFunctionMode):
         return made
 
     def _make_dense(self, call: _Call) -> Any:
-        if self.captures and has_max_norm(call.function, call.args, call.kwargs):
-            raise refusal(MAX_NORM, call.line)
+        if self.captures:
+            call.args, call.kwargs = renormed(self.__torch_function__, call.function, call.args, call.kwargs)
         made = dense(call.function, call.args, call.kwargs)
         if made is not None:
             call.args, call.kwargs = made
             if self.captures and call.line:
                 self.notes[DENSE.format(*call.line)] = None
         return NotImplemented
+
+    def _set_data(self, call: _Call) -> Any:
+        is_set = self.captures and call.function == SET_DATA and isinstance(call.args[1], Tensor)
+        return set_data(self.__torch_function__, self.known, *call.args) if is_set else NotImplemented
 
     def _run_partner(self, call: _Call) -> Any:
         if call.function is not inlined:
@@ -257,11 +260,9 @@ class Raise(TorchFunctionMode):
     def _refuse(self, call: _Call) -> Any:
         if call.function in NOTED and call.place[1]:
             self.notes[NOTED[call.function].format(call.place[1])] = None
-        if call.function not in REFUSED or not self._is_forward():
-            return NotImplemented
-        if is_idle(call.function, call.args):
-            return None
-        raise refusal(REFUSED[call.function], call.line)
+        if call.function in REFUSED and self._is_forward():
+            raise refusal(REFUSED[call.function], call.line)
+        return NotImplemented
 
     # -- a value that Python asks for ---------------------------------------------------------------------------
 
@@ -283,8 +284,7 @@ class Raise(TorchFunctionMode):
         return value if value is NotImplemented else self._took(call, value)
 
     def _same(self, call: _Call) -> Any:
-        is_equal = compared(call.function, call.args)
-        return NotImplemented if is_equal is None else is_equal
+        return compared(call.function, call.args)
 
     def _drawn(self, call: _Call) -> Any:
         is_drawn = call.function is Tensor.__float__ and call.before.kinds & ~MEMORY == RANDOM

@@ -31,14 +31,14 @@ from autopar.runtime.ranks.process_groups import default_group
 def train_step(
     session: Session, is_whole: bool, is_held: bool, running: Running, given: Given
 ) -> tuple[torch.Tensor, tuple[Any, ...]]:
-    """Run a training program: gradients are added to `.grad`, buffers are written. The loss, and all outputs; is_whole:
-    those of all ranks, and not this rank's rows. is_held: gradients wait for the loss's `backward()`."""
+    """Run a training program: gradients are added to `.grad`, what it changes is written. The loss, and all outputs;
+    is_whole: those of all ranks, and not this rank's rows. is_held: gradients wait for the loss's `backward()`."""
     outputs = run_step(session, running, given, is_step=True)
     unused = _unused(session, running, outputs)
     is_finite = _is_finite(session, running, given, outputs)
     session.random.steps += 1
     if is_finite:
-        running.write_buffers(outputs)
+        running.write_state(outputs)
     parameters, gradients = running.gradients(outputs, unused)
     own = outputs if is_whole and not running.asked else own_rows(outputs, running, given)
     asked, of_batch = [given.parts.leaves[leaf] for _, leaf in running.asked], [own[at] for at, _ in running.asked]
@@ -105,7 +105,7 @@ def forward_step(session: Session, is_whole: bool, running: Running, given: Give
     of `train_step`."""
     outputs = run_step(session, running, given, is_step=False)
     session.random.forwards += 1
-    running.write_buffers(outputs)
+    running.write_state(outputs)
     outputs = outputs if is_whole else own_rows(outputs, running, given)
     return running.captured.result(guarded(outputs, given.parts.leaves, running.parameters().values()))
 

@@ -19,12 +19,16 @@ class Borrowed:
 
     def __init__(self, partners: tuple[Partner, ...], dtype: torch.dtype) -> None:
         modules = {partner.name: partner.traced for partner in partners}
-        self.tensors = {e.name: tensor for e, tensor in state_of(nn.Module(), modules).entries if e.kind != "constant"}
+        found = [
+            (entry, tensor) for entry, tensor in state_of(nn.Module(), modules).entries if entry.kind != "constant"
+        ]
+        self.tensors = {entry.name: tensor for entry, tensor in found}
+        self.kinds = {entry.name: "weight" if entry.kind == "parameter" else "buffer" for entry, _ in found}
         self.values = {name: cast(tensor.detach().clone(), dtype) for name, tensor in self.tensors.items()}
 
     @contextmanager
     def used(self, values: Values) -> Iterator[None]:
-        """Run a step in the context; `found` is given the gradients and buffers that it leaves."""
+        """Run a step in the context; `values` is given the gradients, weights and buffers that it leaves."""
         saved = {name: (tensor.data, tensor.grad) for name, tensor in self.tensors.items()}
         for name, tensor in self.tensors.items():
             tensor.grad, tensor.data = None, self.values[name]
@@ -34,8 +38,7 @@ class Borrowed:
                 self.values[name] = tensor.data
                 if tensor.grad is not None:
                     values["gradient", name] = tensor.grad.clone()
-                if not isinstance(tensor, nn.Parameter):
-                    values["buffer", name] = tensor.clone()
+                values[self.kinds[name], name] = tensor.detach().clone()
         finally:
             for name, (data, grad) in saved.items():
                 self.tensors[name].data = data
@@ -43,6 +46,6 @@ class Borrowed:
 
     def take_buffers(self, other: Borrowed) -> None:
         """Take the buffers of another side."""
-        for name, tensor in self.tensors.items():
-            if not isinstance(tensor, nn.Parameter):
+        for name in self.tensors:
+            if self.kinds[name] == "buffer":
                 self.values[name] = other.values[name].clone()

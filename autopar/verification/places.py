@@ -122,7 +122,7 @@ def with_means(outputs: Sequence[Outputs], compiled: Lowered, by_rank: Sequence[
         sums = [torch.stack(every).sum(0) for every in zip(*shares, strict=True)]
         for rank in ranks:
             together.write(outputs[rank], sums)
-            for at in together.buffers:
+            for at in together.written:
                 found[rank][at] = outputs[ranks[0]][at]
     return [tuple(one) for one in found]
 

@@ -16,7 +16,7 @@ from autopar.capture.data.reads import check_reads
 from autopar.capture.rows.row_draws import PlainDraws
 from autopar.compiler.lowered import Lowered
 from autopar.ir.layout import combine, replica_error
-from autopar.ir.program import BESIDE, INPUT_GRADIENT, record
+from autopar.ir.program import AS_PARAMETER, BESIDE, INPUT_GRADIENT, record
 from autopar.parallel.tensors.padding import beginning
 from autopar.runtime.executor.executor import Kernels, Outputs
 from autopar.verification.borrowed import Borrowed
@@ -54,7 +54,8 @@ class Virtual:
         )
         self.dtype, self.device = dtype_of(model), next(iter(self.parameters.values())).device
         self.kernels = kernels
-        self.partners = Borrowed(captured.partners, self.dtype).values
+        borrowed = Borrowed(captured.partners, self.dtype)
+        self.partners, self.partner_kinds = borrowed.values, borrowed.kinds
         self._ready: dict[int, RankPrograms] = {}  # by their compiled programs, which these hold
         self._drew: dict[tuple[int, ...], DrawsOf] = {}  # how the steps so far drew, by their seeds
 
@@ -92,14 +93,14 @@ class Virtual:
         for i, (out, layout) in enumerate(zip(program.outputs, layouts, strict=True)):
             if out.kind in OF_A_PLACE and len(batches) > 1:
                 continue
-            # the gradient of a parameter is on the ranks of one stage
+            # the gradient of a parameter, and its new value, are on the ranks of one stage
             parts = [rank[i] for rank in outputs if rank[i] is not None]
             held = self.compiled.mesh if len(parts) == self.compiled.mesh.size else plan.mesh_of_stage
             if out.kind == "guard":
                 guards.append(combine(parts, layout, held))
                 continue
             whole_ = combine(parts, layout, held)
-            values[out.kind, out.name] = beginning(whole_, shapes[out.name]) if out.kind == "gradient" else whole_
+            values[out.kind, out.name] = beginning(whole_, shapes[out.name]) if out.kind in AS_PARAMETER else whole_
             self.replicas[out.kind, out.name] = replica_error(parts, layout, held)
             if out.kind in ("gradient", INPUT_GRADIENT) and any(entry.kind == "scale" for entry in program.inputs):
                 values[out.kind, out.name] /= SCALE
@@ -168,6 +169,7 @@ class Virtual:
         return values, counts
 
     def _update(self, values: Values) -> None:
+        begin_with({key: value for key, value in values.items() if key[0] == "weight"}, self.parameters, {})
         for name, parameter in self.parameters.items():
             gradient = values.get(("gradient", name))
             parameter.grad = None if gradient is None else gradient.clone()  # an optimizer may clip it in place
@@ -177,9 +179,8 @@ class Virtual:
         for name, tensor in self.buffers.items():
             new = values.setdefault(("buffer", name), tensor.clone())
             tensor.copy_(new)
-        for name in self.partners:
-            if ("buffer", name) in values:
-                self.partners[name] = values["buffer", name].clone()
+        for name, kind in self.partner_kinds.items():
+            self.partners[name] = values.setdefault((kind, name), self.partners[name]).clone()
 
     def whole(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: torch.Tensor) -> Whole:
         """The whole values of the inputs of a step."""

@@ -11,6 +11,7 @@ from autopar.ir.layout import Layout, factor_sizes, padded_shape
 from autopar.ir.mesh import Mesh, group_name
 from autopar.ir.plan import Plan
 from autopar.ir.program import (
+    AS_PARAMETER,
     CAST,
     Builder,
     Input,
@@ -198,10 +199,10 @@ class _Zero:
         return known[phase]
 
     def _gradients(self) -> dict[fx.Node, dict[Layout, None]]:
-        """The nodes that leave as gradients of split parameters, with the layouts in which they leave."""
+        """The nodes that leave as gradients or new values of split parameters, with the layouts in which they leave."""
         gradients: dict[fx.Node, dict[Layout, None]] = {}
         for result, out in self.program.leaving:
-            if result is not None and out.kind == "gradient" and out.name in self.stored:
+            if result is not None and out.kind in AS_PARAMETER and out.name in self.stored:
                 gradients.setdefault(result, {})[self.stored[out.name]] = None
         return gradients
 
@@ -212,7 +213,7 @@ class _Zero:
         layout = Layout(dims, known.layout.partial)
         like = known.with_(
             types=(TensorType(shape, known.type.dtype),), several=False, layouts=(layout,), operands=(layout,), flops=0,
-            origin="", reason=f"the gradient is stored with {max(missing)} of padding",
+            origin="", reason=f"it is stored with {max(missing)} of padding",
         )  # fmt: skip
         pads = [edge for more in reversed(missing) for edge in (0, more)]
         return self.build.call(
@@ -225,7 +226,7 @@ class _Zero:
         for i, (result, out) in enumerate(self.program.leaving):
             assert result is not None
             leaves = self._operand(result, node)
-            if out.kind == "gradient" and out.name in self.stored:
+            if out.kind in AS_PARAMETER and out.name in self.stored:
                 operands[i] = self.stored[out.name]
                 leaves = self.padded.get((result, operands[i]), leaves)
             results.append(leaves)

@@ -12,7 +12,7 @@ from autopar.ir.ops.measure import group_of, local_bytes, local_type
 from autopar.ir.ops.storage import is_view
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.plan import Plan
-from autopar.ir.program import CAST, Program, TensorType, record
+from autopar.ir.program import AS_PARAMETER, CAST, Program, TensorType, record
 from autopar.ir.schedule import Costs, Flow, Work
 from autopar.passes.collectives.carried import sees_before
 from autopar.passes.costs.node_costs import node_times
@@ -264,11 +264,11 @@ class _Partition:
             self._once(self.middle)
 
     def _epilogue(self, rank: int) -> None:
-        """Gradients of this rank's parameters, the loss, buffers and values."""
+        """Gradients and new values of this rank's parameters, the loss, buffers and values."""
         piece = self._piece((rank, "E"))
         for node, out in self.program.leaving:
             assert node is not None
-            if out.kind != "gradient" or self.ranks[self.owners[out.name]] == rank:
+            if out.kind not in AS_PARAMETER or self.ranks[self.owners[out.name]] == rank:
                 piece.leave(out.kind, out.name, node)
         self._once((rank, "E"))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -10,7 +10,18 @@ from torch import fx
 
 from autopar.errors import RuleError
 from autopar.ir.ops.op_facts import facts_of
-from autopar.ir.program import BESIDE, CAST, Input, Program, TensorType, is_getitem, operand_nodes, record, source_of
+from autopar.ir.program import (
+    AS_PARAMETER,
+    BESIDE,
+    CAST,
+    Input,
+    Program,
+    TensorType,
+    is_getitem,
+    operand_nodes,
+    record,
+    source_of,
+)
 from autopar.passes.precision.gradient_terms import gradient_terms, sum_dtype
 from autopar.passes.rules import Call, Rule, call_of, replicated_rule, rule_of
 from autopar.passes.rules.rule import Table
@@ -100,6 +111,7 @@ class Classes:
     sums: torch.dtype | None = None  # the dtype in which gradients are summed, where it is asked for
     table: Table = field(default_factory=dict)  # of the rules
     notes: tuple[str, ...] = ()  # of the program
+    written: list[tuple[int, int, int]] = field(default_factory=list)  # as `gradients`: new values of parameters
     _users: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     _indices: frozenset[tuple[int, int]] | None = None
 
@@ -122,6 +134,11 @@ class Classes:
         """True for a call that multiplies or looks up by the expert of each row; any other index sends no rows."""
         rule, sources = self.items[i].rule, self.items[i].sources
         return rule is not None and rule.owned is not None and sources[rule.owners_index] in self.owner_indices()
+
+    def as_parameters(self) -> Iterator[tuple[int, int, int, bool]]:
+        """What leaves as a parameter lies: (source class, result index, parameter class, whether it is a gradient)."""
+        yield from ((*place, True) for place in self.gradients)
+        yield from ((*place, False) for place in dict.fromkeys(self.written))
 
     def users(self, i: int) -> list[tuple[int, int]]:
         """The classes that use a class, with the position of the operand."""
@@ -154,7 +171,7 @@ def build_classes(
     pairs = [(node, out) for node, out in program.leaving if node is not None]
     linked = [list(found) for found in sources]
     for node, out in pairs:
-        if out.kind == "gradient":  # a parameter's class depends on its gradient's
+        if out.kind in AS_PARAMETER:  # a parameter's class depends on that of its gradient, and of its new value
             source, result = source_of(node)
             linked[number[by_name[out.name]]].append((number[source], result))
 
@@ -201,6 +218,8 @@ def build_classes(
         place_ = (colours[number[source]], result)
         if out.kind == "gradient":
             classes.gradients.append((*place_, colours[number[by_name[out.name]]]))
+        elif out.kind in AS_PARAMETER:
+            classes.written.append((*place_, colours[number[by_name[out.name]]]))
         elif out.kind not in BESIDE:  # it is gathered at the end, and decides nothing
             classes.results.append(place_)
     classes.gradients = list(dict.fromkeys(classes.gradients))

@@ -7,7 +7,7 @@ from torch import fx
 from autopar.ir.layout import Layout, replicated
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
-from autopar.ir.program import Builder, Level, Program, Record, operand_nodes, record, source_of
+from autopar.ir.program import AS_PARAMETER, Builder, Level, Program, Record, operand_nodes, record, source_of
 from autopar.passes.rules.states import compose
 from autopar.passes.search.axes import axis_searches, classes_of
 from autopar.passes.search.earlier_layouts import as_earlier
@@ -97,11 +97,11 @@ def _sharded(program: Program, node: fx.Node, classes: Classes, results: Compose
 
 
 def _result_layouts(program: Program, classes: Classes, results: Composed) -> list[Layout]:
-    """A gradient leaves in its parameter's layout, everything else whole."""
+    """A gradient and the new value of a parameter leave in the parameter's layout, everything else whole."""
     by_name = {entry.name: results[classes.of[node]][0] for node, entry in program.parameters()}
     output = program.graph.output_node()
     result_layouts = []
     for node, out in zip(operand_nodes(output), program.outputs, strict=True):
         ndim = len(record(node).type.shape)
-        result_layouts.append(by_name[out.name] if out.kind == "gradient" else replicated(ndim))
+        result_layouts.append(by_name[out.name] if out.kind in AS_PARAMETER else replicated(ndim))
     return result_layouts

@@ -413,8 +413,8 @@ def problem_of(
     for source, result, user, position in classes.edges:
         wanted = tuple(states[position] for states in operands[user])
         add(source, result, user, wanted, user in classes.casts, position)
-    for source, result, parameter in classes.gradients:
-        add(source, result, parameter, tuple(states[0] for states in results[parameter]), to_gradient=True)
+    for source, result, parameter, is_gradient in classes.as_parameters():
+        add(source, result, parameter, tuple(states[0] for states in results[parameter]), to_gradient=is_gradient)
     if classes.results:
         problem.costs.append([0.0])
         for source, result in dict.fromkeys(classes.results):

@@ -39,13 +39,13 @@ def writes_clone(m: Any, x: Tensor) -> Tensor:
     return m.linear(x.add_(1))
 
 
-@refused("a write to the parameter 'linear.weight'", "after optimizer.step()")
+@works
 def data_mul(m: Any, x: Tensor) -> Tensor:
     m.linear.weight.data.mul_(0.9)  # HERE
     return m.linear(x)
 
 
-@refused("a write to the parameter 'linear.weight'", "parametrizations")
+@works
 def parameter_copy(m: Any, x: Tensor) -> Tensor:
     with torch.no_grad():
         m.linear.weight.copy_(m.linear.weight / m.linear.weight.norm())  # HERE
@@ -58,16 +58,48 @@ def kept_on_disk(m: Any, x: Tensor) -> Tensor:
     return m.linear(x)
 
 
-@refused("a parameter that is changed in place", "Compute a new tensor")
+@refused("a parameter that is changed in place, and would get a gradient through that", "a new tensor")
 def leaf_in_place(m: Any, x: Tensor) -> Tensor:
     m.scale.add_(1)  # HERE
     return m.linear(x) * m.scale
 
 
-@refused("an assignment to .data", "after optimizer.step()")
+@works
 def replaces_data(m: Any, x: Tensor) -> Tensor:
-    m.linear.weight.data = m.linear.weight.data * 0.5  # HERE
+    m.linear.weight.data = m.linear.weight.data * 0.5
     return m.linear(x)
+
+
+@refused("an assignment to .data of another form ([4, 4] of float32 becomes [2, 4] of float32)", "for one form")
+def data_of_another_form(m: Any, x: Tensor) -> Tensor:
+    m.linear.weight.data = m.linear.weight.data[:2]  # HERE
+    return m.linear(x)
+
+
+@refused("an assignment to .data of what is in the memory of a parameter", "x.data = y.detach().clone()")
+def shares_data(m: Any, x: Tensor) -> Tensor:
+    m.mean.data = m.linear.weight.data  # HERE
+    return m.linear(x) + m.mean
+
+
+@refused("an assignment to .data of a tensor that the backward pass may need", "before the first use")
+def data_behind_use(m: Any, x: Tensor) -> Tensor:
+    h = m.linear(x)
+    m.linear.weight.data = m.linear.weight.data * 0.5  # HERE
+    return m.linear(h)
+
+
+@works
+def data_copied_behind_use(m: Any, x: Tensor) -> Tensor:
+    h = m.linear(x)
+    m.linear.weight.data.mul_(0.5)
+    return m.linear(h)
+
+
+@works
+def data_of_buffer(m: Any, x: Tensor) -> Tensor:
+    m.mean.data = m.mean.data * 0.9 + x.detach() * 0.1
+    return m.linear(x) + m.mean
 
 
 @refused("a parameter 'linear.weight' that is made or replaced", "make it in __init__")

@@ -75,11 +75,13 @@ class Values:
         self._earlier = earlier
         self.outside: dict[int, Tensor] = dict(earlier.outside) if earlier else {}  # the user's, by their ids
         self.was_read: dict[int, Tensor] = {}  # those whose data decided a value that was read
+        self._inputs, self._uses = set[int | None](), set[int]()  # the memory of inputs; what gradients go past, by id
 
     def given(self, tensor: Tensor, kind: str, original: Tensor | None = None) -> None:
         """An input of the step, which stands for `original`. A plain tensor attribute is known by that, for no step
         may write it."""
         has_data = original is not None and _has_data(original)
+        self._inputs.add(storage_of(tensor))
         if kind == "constant" and original is not None and has_data:
             self._outside(tensor, original)
         else:
@@ -90,6 +92,7 @@ class Values:
         that is split over ranks), any will do that are the same in both."""
         if id(tensor) in self._known:  # as the run before left it
             return
+        self._inputs.add(storage_of(tensor))
         known = self._enter(tensor, 0)
         known.original, known.seed = original if _has_data(original) else None, seed
 
@@ -116,6 +119,8 @@ class Values:
         written, given = _written(function, args, before), {id(tensor) for tensor in before.tensors}
         if not made and not written:
             return written
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in made):
+            self._uses.update(map(id, before.tensors))
         chance = MEMORY if is_unwritten(_name(function)) else RANDOM if _is_undecided(function) else 0
         function, args, before = _by_form(function, args, before, lambda args: self.operands(args, kwargs))
         kinds = before.kinds | chance
@@ -145,6 +150,14 @@ class Values:
         """True for uniform draws that nothing was written into since."""
         known = self._known.get(id(tensor))
         return known is not None and known.drawn == version_of(tensor)
+
+    def is_input(self, tensor: Tensor) -> bool:
+        """True for a tensor in the memory of an input of the step."""
+        return storage_of(tensor) in self._inputs
+
+    def is_used(self, tensor: Tensor) -> bool:
+        """True for a tensor that a call was given whose backward pass may look at it again."""
+        return id(tensor) in self._uses
 
     def is_known(self, before: Operands) -> bool:
         """True for a call whose arguments all hang on no input."""
@@ -241,7 +254,7 @@ class Values:
         storage = storage_of(tensor)
         own = self._known.get(id(tensor))
         for known in [*self._stored.get(storage, ()), *((own,) if own else ())] if storage is not None else ():
-            known.kinds |= kinds | (OTHER if known.kinds & BUFFER else 0)  # the next step's is another one
+            known.kinds |= kinds | (OTHER if known.kinds & (BUFFER | PARAMETER) else 0)  # another one in the next step
             known.outside |= outside
             known.version, known.drawn = version_of(known.tensor), None
 

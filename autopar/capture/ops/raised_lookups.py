@@ -34,9 +34,26 @@ def dense(function: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     return (*args[:at], False, *args[at + 1 :])[: len(args)], {k: v for k, v in kwargs.items() if k != "sparse"}
 
 
-def has_max_norm(function: Any, args: Any, kwargs: Any) -> bool:
-    """True for a lookup that scales the rows of its table down in place."""
-    return function in (F.embedding, F.embedding_bag) and (*args[3:4], kwargs.get("max_norm"))[0] is not None
+def renormed(called: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of a lookup without `max_norm`: the rows that it looks up are scaled down in the table before, by a
+    function that makes calls."""
+    names = ("input", "weight", "", "max_norm", "norm_type")
+    if function not in (F.embedding, F.embedding_bag) or (*args[3:4], kwargs.get("max_norm"))[0] is None:
+        return args, kwargs
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    with torch.no_grad():
+        table, index = called(Tensor.detach, (), (given["weight"],)), given["input"]
+        called(_renorm_, (), (table, index, float(given["max_norm"]), float(given.get("norm_type", 2.0))))
+    rest = {name: value for name, value in kwargs.items() if name not in names[3:]}
+    return (*args[:3], *(None, 2.0)[: max(len(args) - 3, 0)], *args[5:]), rest
+
+
+def _renorm_(table: Tensor, index: Tensor, max_norm: float, norm_type: float) -> Tensor:
+    """Scale down the rows [row, ..] of a table that are looked up and too long, as `torch.embedding_renorm_` does."""
+    counts = table.new_zeros(table.shape[0]).index_add(0, index.reshape(-1), table.new_ones(index.numel()))
+    norms = torch.linalg.vector_norm(table, norm_type, dim=1, keepdim=True)
+    is_long = (counts > 0).unsqueeze(1) & (norms > max_norm)
+    return table.copy_(torch.where(is_long, table * (max_norm / (norms + 1e-7)), table))
 
 
 def embedding_bag(

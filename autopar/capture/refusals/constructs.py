@@ -169,14 +169,23 @@ def _all_of(owner: Any, beginning: str) -> list[Any]:
 # Functions that no step may call.
 REFUSED: Mapping[Any, Construct] = {
     **dict.fromkeys((Tensor.backward, torch.autograd.backward), _OWN_BACKWARD),
-    Tensor.data.__set__: Construct(  # type: ignore[attr-defined]
-        "an assignment to .data",
-        "A compiled step changes no weights, so it would be lost. Compute a new tensor and use that, or change the "
-        f"weight after optimizer.step(). {FIRST_CALL}",
-    ),
     **dict.fromkeys((*_all_of(Tensor, "to_sparse"), *_all_of(torch, "sparse_")), SPARSE),
     **dict.fromkeys(_all_of(torch, "quantize_per_"), _QUANTIZED),
 }  # fmt: skip
+DATA_FORM = Construct(
+    "an assignment to .data of another form ({} becomes {})",
+    f"A program is compiled for one form. Make the tensor of that form before parallelize. {FIRST_CALL}",
+)
+DATA_SHARED = Construct(
+    "an assignment to .data of what is in the memory of a parameter, a buffer or the batch",
+    "The two would share it from then on, which on ranks no two tensors do: give it a copy, "
+    "x.data = y.detach().clone(), or copy the values, x.data.copy_(y).",
+)
+DATA_USED = Construct(
+    "an assignment to .data of a tensor that the backward pass may need as it was",
+    "Whether gradients then see the old values or the new ones hangs on what torch kept. Assign before the first use "
+    "in the step, or copy the values, x.data.copy_(y), of which gradients see the new ones.",
+)
 ALIASES = Construct(
     "copy.deepcopy of tensors that share memory (a tensor and a view of it)",
     "Copy each by itself: x.detach().clone().",
@@ -188,12 +197,6 @@ SEEDED = Construct(
     "in __init__ and keep them as a buffer.",
 )
 
-MAX_NORM = Construct(
-    "an embedding with max_norm=, which writes into its table",
-    "A compiled step gives gradients and changes no weights. Scale what is looked up, "
-    "rows * (max_norm / rows.norm(dim=-1, keepdim=True)).clamp(max=1), or the table after optimizer.step(), under "
-    "torch.no_grad(): weight.copy_(torch.renorm(weight, 2, 0, max_norm)).",
-)
 DENSE = (
     "an embedding with sparse=True at {}:{}: the gradient of its table is dense (torch.optim.SparseAdam takes no dense "
     "one: take torch.optim.Adam)"
@@ -218,9 +221,9 @@ FAILURES: tuple[tuple[re.Pattern[str], Construct], ...] = tuple(
             "A tensor of a capture has no values to write: do it before the step, or after it, and delete the file "
             f"that this line began. {FIRST_CALL}")),
         (r"a leaf Variable that requires grad|a view of a leaf Variable that requires grad", Construct(
-            "a parameter that is changed in place",
-            "Compute a new tensor (w = self.weight * 2) and use that; a lasting change belongs after optimizer.step(), "
-            f"under torch.no_grad(). {FIRST_CALL}")),
+            "a parameter that is changed in place, and would get a gradient through that",
+            "torch refuses it, too. A change that lasts is made under torch.no_grad(); for one that does not, compute "
+            "a new tensor (w = self.weight * 2) and use that.")),
         (r"unsupported format string passed to .*Tensor", READS[Tensor.__format__]),
         (r"modified by an inplace operation", Construct(
             "an in-place change of a tensor that the backward pass of this line needs",

@@ -72,6 +72,22 @@ class Results:
     def __init__(self, fake: FakeTensorMode) -> None:
         self._fake, self._make, self._memory = fake, fake_maker(fake), _memory()
 
+    def unwritten(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """The arguments of an op, with stand-ins for the user's own tensors among those that it writes into: no capture
+        changes what they hold."""
+        if not schema_of(func).is_mutable:
+            return args, kwargs
+        names = [each.name for each in schema_of(func).arguments if each.alias_info and each.alias_info.is_write]
+        places = {each.name: at for at, each in enumerate(schema_of(func).arguments)}
+        given = [self._stand_in(arg) if any(places[n] == at for n in names) else arg for at, arg in enumerate(args)]
+        return tuple(given), {name: self._stand_in(arg) if name in names else arg for name, arg in kwargs.items()}
+
+    def _stand_in(self, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(self._stand_in, value))
+        is_users = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
+        return self._fake.from_tensor(value) if is_users else value
+
     def call(self, call: Callable[..., Any], func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """What `call(*args, **kwargs)` gives, where `call` infers the results of `func`. It runs if none is known,
         unseen by function modes."""

@@ -76,9 +76,10 @@ class Unseen(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device
+        args, kwargs = self._results.unwritten(func, args, kwargs or {})
         if function_modes() and not self._is_unseen:
-            return func(*args, **(kwargs or {}))
-        return self._results.call(func, func, args, kwargs or {})
+            return func(*args, **kwargs)
+        return self._results.call(func, func, args, kwargs)
 
 
 class Tracer(DispatchMode):
@@ -129,6 +130,7 @@ class Tracer(DispatchMode):
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         given = self.argument(args), self.argument(kwargs)
+        args, kwargs = self._results.unwritten(func, args, kwargs)
         if torch.Tag.inplace_view in func.tags:  # what was recorded of it before stays
             node = self._nodes[id(args[0])][1]
             node.meta["val"] = torch.empty_strided(

@@ -1,4 +1,4 @@
-"""Check the writes of a traced step: right to a buffer, noted to the batch, refused to a weight or a kept tensor."""
+"""Find the writes of a traced step: right to a buffer or parameter, noted to the batch, refused to a kept tensor."""
 
 from __future__ import annotations
 
@@ -8,19 +8,13 @@ from typing import Any
 
 from torch import fx
 
-from autopar.capture.refusals.constructs import COLLECTIVE, FIRST_CALL, Construct
+from autopar.capture.refusals.constructs import COLLECTIVE, Construct
 from autopar.capture.refusals.explain_failure import refusal
 from autopar.capture.refusals.location import Locator, place_of
 from autopar.capture.trace.tracer import Traced
 from autopar.ir.program import Input
 from autopar.torch_compat import OpOverload
 
-_WEIGHT = (
-    "a write to the parameter '{}'",
-    "A compiled step gives gradients and changes no weights, so the write would be lost. Compute a new tensor instead "
-    "(w = self.weight / self.weight.norm(), or torch.nn.utils.parametrizations), or change the weight after "
-    f"optimizer.step(). {FIRST_CALL}",
-)
 _KEPT = (
     "a write to {}, a tensor that is neither a buffer nor a parameter",
     "It would be lost after the step: make it a buffer, self.register_buffer(name, tensor).",
@@ -37,9 +31,7 @@ def check_collectives(traced: Traced, locator: Locator) -> None:
 
 def check_writes(traced: Traced, inputs: Sequence[Input], locator: Locator) -> list[str]:
     """Notes on writes to the batch. Raises CaptureError for those that a compiled step would lose."""
-    places = [node for node in traced.graph.nodes if node.op == "placeholder"]
-    entries = dict(zip(places, inputs, strict=True))
-    notes = {}
+    entries, notes = _entries(traced.graph, inputs), dict[str, str]()
     for node, root in _writes(traced.graph):
         entry = entries.get(root)
         source = place_of(node)[2]
@@ -47,15 +39,22 @@ def check_writes(traced: Traced, inputs: Sequence[Input], locator: Locator) -> l
             name, instead = _KEPT
             what = f"'{entry.name}'" if entry else "a tensor from outside of the model"
             raise refusal(Construct(name.format(what), instead), locator.line(source))
-        if entry.kind == "parameter":
-            name, instead = _WEIGHT
-            raise refusal(Construct(name.format(entry.name), instead), locator.line(source))
         if entry.kind == "batch":
             notes[entry.name] = (
                 f"the model writes into tensor {entry.name} of the batch, at {source or 'an unknown line'}: "
                 f"the caller's tensor stays as it is"
             )
     return list(notes.values())
+
+
+def written_inputs(graph: fx.Graph, inputs: Sequence[Input]) -> list[Input]:
+    """The inputs whose memory a trace writes."""
+    entries = _entries(graph, inputs)
+    return [entries[root] for root in dict.fromkeys(root for _, root in _writes(graph)) if root in entries]
+
+
+def _entries(graph: fx.Graph, inputs: Sequence[Input]) -> dict[fx.Node, Input]:
+    return dict(zip((node for node in graph.nodes if node.op == "placeholder"), inputs, strict=True))
 
 
 def _writes(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:

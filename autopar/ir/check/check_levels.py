@@ -15,7 +15,7 @@ from autopar.ir.ops.collective_ops import COLLECTIVES, SPLIT, Spread
 from autopar.ir.ops.ops import AWAITED, COPIES, TO_DEVICE, TO_HOST, is_mesh_op, mesh_op_name
 from autopar.ir.ops.ring_ops import Ring, is_attention, is_ring_backward
 from autopar.ir.pipeline import Pipeline
-from autopar.ir.program import HOST, Level, Program, has_record, operand_nodes, record
+from autopar.ir.program import AS_PARAMETER, HOST, Level, Program, has_record, operand_nodes, record
 
 
 def verify(program: Program, level: Level) -> None:
@@ -29,8 +29,9 @@ def verify(program: Program, level: Level) -> None:
 
 def verify_pipeline(pipeline: Pipeline, program: Program) -> None:
     """Raise VerificationError if a graph of a pipeline breaks a promise of its level, or if together they are not the
-    LOCAL program: every output leaves (a gradient once, all else on every rank), and no product of stages is computed
-    twice. (What needs no stage, since it is of the batch alone or of no batch, each rank may compute for itself.)"""
+    LOCAL program: every output leaves (a gradient or new weight once, all else on every rank), and no product of stages
+    is computed twice. (What needs no stage, since it is of the batch alone or of no batch, each rank may compute for
+    itself.)"""
     seen: dict[str, tuple[int, str]] = {}
     staged = _of_stages(program)
     for key, graph in pipeline.graphs.items():
@@ -44,7 +45,7 @@ def verify_pipeline(pipeline: Pipeline, program: Program) -> None:
     ends = [(rank, out) for (rank, kind), graph in pipeline.graphs.items() if kind == "E" for out in graph.outputs]
     for out in program.outputs:
         ranks = [rank for rank, known in ends if known == out]
-        wanted = [pipeline.rank_of(out.name)] if out.kind == "gradient" else list(range(pipeline.flow.size))
+        wanted = [pipeline.rank_of(out.name)] if out.kind in AS_PARAMETER else list(range(pipeline.flow.size))
         if sorted(ranks) != wanted:
             raise VerificationError(f"{out.kind} '{out.name}' leaves on ranks {ranks} of the pipeline, not on {wanted}")
     # what would be computed again on another stage than its original was sent there by the forward pass
@@ -138,7 +139,7 @@ def _check_gradients(program: Program) -> None:
     layouts = {entry.name: record(node).layout for node, entry in program.parameters()}
     wanted = record(program.graph.output_node()).operands
     for layout, out in zip(wanted, program.outputs, strict=True):
-        expected = layouts.get(out.name) if out.kind == "gradient" else Layout(((),) * len(layout.dims))
+        expected = layouts.get(out.name) if out.kind in AS_PARAMETER else Layout(((),) * len(layout.dims))
         if layout != expected or layout.partial:
             raise VerificationError(f"{out.kind} '{out.name}' leaves in {layout}, not in {expected}")
 

@@ -1,7 +1,8 @@
 """What ranks with batches of their own have together (batch="ddp"), to the letter of DistributedDataParallel.
 
 Each place of the data axes runs its own step. Of the losses and gradients all take the mean, whatever the numbers of
-samples; buffers are those of the first place, as DDP sends them before the next forward pass.
+samples; buffers, and parameters that a step writes, are those of the first place, as DDP sends them before the next
+forward pass.
 """
 
 from __future__ import annotations
@@ -23,16 +24,17 @@ _APART = 1 << 32  # between the seeds of ranks that draw numbers of their own
 
 @dataclass(frozen=True, slots=True)
 class AveragedOutputs:
-    """Which outputs of a program, by their places, are means over all ranks (the loss and gradients), and which are new
-    buffers."""
+    """Which outputs of a program, by their places, are means over all ranks (the loss and gradients), and which are
+    written: new buffers and new weights."""
 
     averaged: tuple[int, ...]
-    buffers: tuple[int, ...]
+    written: tuple[int, ...]
 
     @staticmethod
     def of(outputs: Sequence[Output]) -> AveragedOutputs:
         averaged = tuple(at for at, out in enumerate(outputs) if out.kind in ("loss", "gradient"))
-        return AveragedOutputs(averaged, tuple(at for at, out in enumerate(outputs) if out.kind == "buffer"))
+        written = tuple(at for at, out in enumerate(outputs) if out.kind in ("buffer", "weight"))
+        return AveragedOutputs(averaged, written)
 
     def shares(self, outputs: Outputs, places: int) -> list[torch.Tensor]:
         """What each place adds to the means: a tensor for each dtype, so that values move as one."""
@@ -63,7 +65,7 @@ def means(outputs: Outputs, together: AveragedOutputs, world: BatchWorld) -> Out
                 dist.all_reduce(on_wire(flat), group=world.device_mesh.get_group(axis))
         together.write(outputs, sums)
         means = list(outputs)
-        for at in together.buffers:
+        for at in together.written:
             means[at] = means[at].contiguous()
             for axis in world.axes:
                 group = world.device_mesh.get_group(axis)

@@ -77,6 +77,7 @@ class Running:
         self.reads = [at for at, out in outputs if out.kind == "guard"]
         self.asked = [(at, int(out.name)) for at, out in outputs if out.kind == INPUT_GRADIENT]
         self._buffers = [(at, out.name) for at, out in outputs if out.kind == "buffer"]
+        self._written = [(at, out.name) for at, out in outputs if out.kind == "weight"]
         trained = [(at, out.name) for at, out in outputs if out.kind == "gradient"]
         self._gradients = [at for at, _ in trained]
         known = store.structure.parameters
@@ -124,10 +125,13 @@ class Running:
         """The names of the parameters that a step trains, in the order of `gradients`."""
         return self._names
 
-    def write_buffers(self, outputs: Outputs) -> None:
-        """Buffers take the values that the step gave them."""
+    def write_state(self, outputs: Outputs) -> None:
+        """Buffers take the values that the step gave them, and so do parameters that it wrote."""
         for at, name in self._buffers:
             self._owners.set_buffer(name, outputs[at])
+        for at, name in self._written:
+            if outputs[at] is not None:  # else another stage has it
+                self._owners.set_parameter(name, outputs[at])
 
     def parameters(self) -> Mapping[str, nn.Parameter]:
         """Parameters of the model and its partners, by their names in the program."""

@@ -67,6 +67,10 @@ class PlainStore:
         with torch.no_grad():
             tables.buffer(self.model, name).copy_(value)
 
+    def set_parameter(self, name: str, value: torch.Tensor) -> None:
+        with torch.no_grad():
+            tables.parameter(self.model, name).copy_(value)
+
 
 Store = ParameterStore | PlainStore
 
@@ -111,6 +115,11 @@ class Owners:
     def set_buffer(self, name: str, value: torch.Tensor) -> None:
         store, own = self.find(name)
         store.set_buffer(own, value)
+
+    def set_parameter(self, name: str, value: torch.Tensor) -> None:
+        """Write what a program gives for a parameter into this rank's part of it."""
+        store, own = self.find(name)
+        store.set_parameter(own, value)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """By their names in the program."""

@@ -149,8 +149,16 @@ class ParameterStore:
         with torch.no_grad():
             tables.buffer(self.model, name).copy_(value)
 
+    def set_parameter(self, name: str, value: torch.Tensor) -> None:
+        """Write what a program gives for a parameter into this rank's part of it."""
+        part = self.taken(name, value)
+        assert part is not None
+        with torch.no_grad():
+            local_of(tables.parameter(self.model, name)).copy_(part)
+
     def taken(self, name: str, value: torch.Tensor | None) -> torch.Tensor | None:
-        """This rank's part of a gradient, from what a program gives for the parameter; None on other stages."""
+        """This rank's part of a gradient or a new value, from what a program gives for the parameter; None on other
+        stages."""
         if value is None:
             return None
         return self.distributor.taken(value, self.layouts[name], tables.parameter(self.model, name).shape)

@@ -1,0 +1,66 @@
+"""What a step leaves in the model: the new values of buffers, and of parameters that the step itself writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import fx
+
+from autopar.capture.data.recorded_calls import RecordedCalls, behind_of
+from autopar.capture.inputs.partners import Partners
+from autopar.capture.trace.writes import written_inputs
+from autopar.ir.program import Input, Output
+
+Tensor = torch.Tensor
+
+
+class ChangedState:
+    """What a run has changed in a model and its partners.
+
+    written: the first names of parameters that the step writes (a momentum encoder, a weight that is kept short), and
+    of buffers that it writes where torch does not count it (`buffer.data.mul_(0.9)`): as a trace before has shown.
+    buffers: as the last trace left them.
+    """
+
+    def __init__(self, partners: Partners) -> None:
+        self.written = frozenset[str]()
+        self.buffers: list[tuple[str, Tensor]] = []
+        self._partners = partners
+        self._given: list[tuple[Input, Tensor, Tensor, int]] = []  # what it stands for, and what torch counted at first
+
+    def begin(self, entries: Sequence[tuple[Input, Tensor]], values: Sequence[Tensor]) -> None:
+        """A run begins, with these values for the model's tensors."""
+        pairs = zip(entries, values, strict=False)
+        self._given = [(entry, tensor, value, value._version) for (entry, tensor), value in pairs]
+
+    def finds_writes(self, graph: fx.Graph, inputs: Sequence[Input]) -> bool:
+        """True if a trace writes what was not known to be written: it is to be begun again."""
+        counted = {entry.name for entry, _, value, before in self._given if value._version != before}
+        kinds = {entry.name: entry.kind for entry in written_inputs(graph, inputs)}
+        found = {n for n, kind in kinds.items() if kind == "parameter" or (kind == "buffer" and n not in counted)}
+        is_new, self.written = not found <= self.written, self.written | found
+        return is_new
+
+    def tensors(self) -> list[Tensor]:
+        """All that a step may leave, as it is now."""
+        return [*(tensor for _, tensor in self._partners.all_buffers()), *(value for _, value in self._weights())]
+
+    def outputs(self, joined: Callable[[Tensor], Tensor], calls: RecordedCalls) -> list[tuple[Output, Tensor]]:
+        """What leaves the program, and where it goes; the calls of the run are told. joined: gives what is used in
+        place of a tensor."""
+        found = {name: joined(tensor) for name, tensor in self._partners.all_buffers()}
+        known = {entry.name for entry, *_ in self._given if entry.kind == "buffer"}
+        self.buffers = [(name, tensor) for name, tensor in found.items() if name in known]
+        for position, (entry, tensor, value, version) in enumerate(self._given):
+            is_replaced = entry.kind == "buffer" and found.get(entry.name) is not value
+            is_written = value._version != version or entry.name in self.written
+            if is_replaced or (entry.kind == "buffer" and is_written):
+                calls.wrote(behind_of(position, entry, tensor), is_replaced)
+        left = [(Output("buffer", name), tensor) for name, tensor in self.buffers]
+        return left + [(Output("weight", name), joined(value)) for name, value in self._weights()]
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        for entry, _, value, _ in self._given:
+            if entry.kind == "parameter" and entry.name in self.written:
+                yield entry.name, value
