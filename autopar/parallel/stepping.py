@@ -38,7 +38,7 @@ def train_step(
     is_finite = _is_finite(session, running, given, outputs)
     session.random.steps += 1
     if is_finite:
-        running.write_state(outputs)
+        _write(session, running, outputs)
     parameters, gradients = running.gradients(outputs, unused)
     own = outputs if is_whole and not running.asked else own_rows(outputs, running, given)
     asked, of_batch = [given.parts.leaves[leaf] for _, leaf in running.asked], [own[at] for at, _ in running.asked]
@@ -105,9 +105,15 @@ def forward_step(session: Session, is_whole: bool, running: Running, given: Give
     of `train_step`."""
     outputs = run_step(session, running, given, is_step=False)
     session.random.forwards += 1
-    running.write_state(outputs)
+    _write(session, running, outputs)
     outputs = outputs if is_whole else own_rows(outputs, running, given)
     return running.captured.result(guarded(outputs, given.parts.leaves, running.parameters().values()))
+
+
+def _write(session: Session, running: Running, outputs: tuple[torch.Tensor, ...]) -> None:
+    running.write_state(outputs)
+    if running.writes_weights:
+        session.announcer.wrote()
 
 
 def own_rows(outputs: tuple[torch.Tensor, ...], running: Running, given: Given) -> tuple[torch.Tensor, ...]:

@@ -191,6 +191,22 @@ class Average(nn.Module):
         return x_BTD - 0.5 * self.mean
 
 
+class Momentum(nn.Module):
+    """A frozen layer that each step in training mode moves to the trained one."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.fast, self.slow = nn.Linear(width, width), nn.Linear(width, width)
+        self.slow.requires_grad_(False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.slow.weight.lerp_(self.fast.weight, 0.1)
+                self.slow.bias.data = 0.9 * self.slow.bias.data + 0.1 * self.fast.bias.data
+        return x_BTD + 0.5 * torch.tanh(self.fast(x_BTD) - self.slow(x_BTD))
+
+
 class Experts(nn.Module):
     """A loop over experts, each of which takes the rows that chose it. One without rows is left out: by a test, or as
     the loop goes over those that have some alone ("hit", as transformers' models have it, or "unique")."""
@@ -248,6 +264,7 @@ BLOCKS: Mapping[str, Callable[[int], nn.Module]] = {
     "unused": Unused,
     "twice": Twice,
     "average": Average,
+    "momentum": Momentum,
     "scale": Scale,
     "experts": lambda width: Experts(width, "all"),
     "experts hit": lambda width: Experts(width, "hit"),

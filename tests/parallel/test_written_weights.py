@@ -194,6 +194,34 @@ def test_training_on_ranks(two: Ranks, mesh: str, options: dict[str, Any]) -> No
     assert two.run(_differing, mesh, options) == [[], []]
 
 
+def _forwards(rank: int) -> list[Tensor]:
+    """Forward passes in training mode write on the stage of the momentum net alone: no change of the user's."""
+    net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), _Follows()).double()
+    model = autopar.parallelize(net, "pp=2", loss_fn=lambda m, x, y: F.mse_loss(m(x), y), microbatches=2)
+    batch = _random(1, 12, 6), _random(2, 12, 6)
+    losses = [model.forward_backward(*batch)]
+    for _ in range(2):
+        model(batch[0])
+        losses.append(model.forward_backward(*batch))
+    return losses
+
+
+class _Follows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fast, self.slow = nn.Linear(6, 6), nn.Linear(6, 6).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.slow.weight.lerp_(self.fast.weight, 0.1)
+        return self.fast(x) - self.slow(x)
+
+
+def test_forward_passes_that_write_on_one_stage(two: Ranks) -> None:
+    first, second = two.run(_forwards)
+    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+
+
 def _with_teacher(mesh: str) -> list[Tensor]:
     """A loss that moves a plain teacher, which stands outside of the model, before it asks it."""
     student: Any = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 6)).double()

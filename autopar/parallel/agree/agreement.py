@@ -388,6 +388,11 @@ class Announcer:
         if self._agreement.size > 1:
             self._progress.stepped(is_to_use)
 
+    def wrote(self) -> None:
+        """Notice that a step itself wrote weights, on some stages of a pipeline perhaps: no change of the user's."""
+        if self._agreement.size > 1:
+            self._progress.wrote()
+
     def updating(self) -> None:
         """Notice that an optimizer is about to change the weights."""
         self._progress.updating()
@@ -434,6 +439,9 @@ class _Progress:
             if self._awaits and not self._is_told:
                 self._is_told = True
                 _log.warning("%s", _DROPPED)
+
+    def wrote(self) -> None:
+        self._version = self._versions()
 
     def updating(self) -> None:
         self._steps, self._awaits = 0, False

@@ -125,6 +125,11 @@ class Running:
         """The names of the parameters that a step trains, in the order of `gradients`."""
         return self._names
 
+    @property
+    def writes_weights(self) -> bool:
+        """Whether a step writes parameters itself."""
+        return bool(self._written)
+
     def write_state(self, outputs: Outputs) -> None:
         """Buffers take the values that the step gave them, and so do parameters that it wrote."""
         for at, name in self._buffers:
