@@ -19,7 +19,8 @@ from autopar.planning.space.deal import Section
 @dataclass(frozen=True, slots=True)
 class LayerCost:
     """What a layer takes on a rank: us of a micro-batch, bytes that a micro-batch under way keeps of it, and what both
-    become if it computes more again (longer, less). held: bytes that are stored; summed: of its gradients."""
+    become if it computes more again (longer, less). held: bytes that are stored; summed: of its gradients. passed:
+    bytes of a micro-batch that lie with the next stage, for the first stage and for others (`LayerMessage`)."""
 
     us: float
     longer: float
@@ -27,6 +28,7 @@ class LayerCost:
     less: float
     held: float
     summed: float
+    passed: tuple[float, float] = (0.0, 0.0)
 
     @classmethod
     def of(cls, candidate: Candidate, less: Cost, longer: float, saving: float) -> LayerCost:
@@ -39,7 +41,9 @@ class LayerCost:
         else:
             held += less.copies.each + (less.gathered(candidate.zero == 3)[1].each if candidate.zero else 0.0)
         summed = less.gradients.each / (shards if candidate.zero >= 2 else 1)
-        return cls(less.forward.each + less.backward.each, max(0.0, longer), less.saved.each, saving, held, summed)
+        us, message = less.forward.each + less.backward.each, less.message
+        passed = message.passed, max(0.0, message.passed - message.kept)
+        return cls(us, max(0.0, longer), less.saved.each, saving, held, summed, passed)
 
 
 def least_again(
@@ -55,9 +59,9 @@ def least_again(
     """
     free, paid = 0.0, list[tuple[float, float]]()
     _, moments = schedule_of(candidate, candidate.pp * candidate.chunks)
-    for flying, has_gradients in _flying(moments).tolist():
+    for rank, (flying, has_gradients) in enumerate(_flying(moments).tolist()):
         each = layer.held + layer.summed * has_gradients + flying * layer.saved
-        room = limit + candidate.chunks * apart * (each + flying * layer.less)
+        room = limit + candidate.chunks * (apart * (each + flying * layer.less) + flying * layer.passed[rank > 0])
         without = min(most_us / layer.us, room / each)
         free += without
         gain = flying * layer.less
@@ -82,7 +86,9 @@ def most_layers(candidate: Candidate, layer: LayerCost, apart: float, limit: flo
     stored, saved = layer.held + layer.summed * has_gradients, flying * layer.saved
     if not (stored + saved).all():
         return math.inf
-    return float(((limit + candidate.chunks * apart * np.minimum(stored, saved)) / (stored + saved)).sum())
+    passed = flying * np.array(layer.passed)[np.minimum(np.arange(len(flying)), 1)]
+    more = candidate.chunks * (apart * np.minimum(stored, saved) + passed)
+    return float(((limit + more) / (stored + saved)).sum())
 
 
 def stored_apart(layer: Section) -> float:

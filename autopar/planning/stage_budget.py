@@ -175,7 +175,7 @@ class Trials:
     def _savings(self, now: Tried, rank: int) -> dict[int, float]:
         """Bytes that a layer leaves at the fullest moment of a rank if it computes more again, by its stages."""
         moments = now.made.moments[rank]
-        row = moments.fullest(held_of(now.candidate, now.made, rank))
+        row = moments.fullest(held_of(now.candidate, now.made, rank), now.made.ranks[rank].cost.message.bytes_)
         return {stage: float(counted @ self._saved) for stage, counted in zip(moments.stages, row, strict=True)}
 
     def _near(self, now: Tried) -> Iterator[Counts]:

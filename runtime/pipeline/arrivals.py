@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 
 from autopar.ir.schedule import ONCE, Flow, Instruction
 
@@ -18,10 +20,11 @@ def arrivals(
         needed = _needed(lists[peer], rank, flow)
         sent = {_message(line): at for at, line in _of(lists[peer], "SEND", rank)}
         answers = [(at, sent[_message(line)]) for at, line in _of(own, "RECV", peer)]
+        latest = list(accumulate((after for _, after in answers), max))  # of all answers so far
         for _, line in _of(own, "SEND", peer):
-            at = next((at for at, after in answers if needed[_message(line)] <= after), None)
-            if at is not None:
-                found[at].append(line)
+            first = bisect_left(latest, needed[_message(line)])
+            if first < len(answers):
+                found[answers[first][0]].append(line)
     return {at: tuple(lines) for at, lines in found.items()}
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
+from autopar.planning.shallow.stage_graphs import NO_MESSAGE, LayerMessage
 from autopar.planning.space.deal import Part, Share
 
 Pace = tuple[tuple[float, float], ...]  # by section (`Slot.section`): us on the device, us of the host that launches
@@ -101,7 +102,7 @@ class Cost:
     frozen: Linear
     frozen_copies: Linear
     frozen_plain: Linear
-    message: float = 0.0
+    message: LayerMessage = NO_MESSAGE
     again: Cost | None = None
 
     @property

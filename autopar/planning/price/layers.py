@@ -66,6 +66,12 @@ class Layers:
         given = (node for node, entry in self.whole.entries if entry.kind == "batch")
         return sum(record(node).type.bytes_ for node in given) / LEAST_ROWS
 
+    @cached_property
+    def buffer_bytes(self) -> float:
+        """Bytes of buffers and constants: each rank has all of them, whole."""
+        given = (node for node, entry in self.whole.entries if entry.kind in ("buffer", "constant"))
+        return float(sum(record(node).type.bytes_ for node in given))
+
     def products(self) -> tuple[float, float, str]:
         """The products of one row, known once there are layouts: their FLOPs, as the model asks for them; those that
         kernels compute at least; the dtype of most of them."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from itertools import accumulate
 from operator import add
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -29,17 +30,20 @@ from autopar.passes.schedules import (
 )
 from autopar.planning.price.cost import Cost
 from autopar.planning.price.data_streams import Data, WeightSlot, slots_of
+from autopar.planning.price.held_messages import HeldMessages, held_messages
 from autopar.planning.price.layers import Layers
 from autopar.planning.price.moving import Known
 from autopar.planning.price.stage_copies import StageCopies
 from autopar.planning.price.whole_step import WholeStep
 from autopar.planning.space.candidates import GPIPE, Candidate
 from autopar.planning.space.deal import Sections, Share, whole
+from autopar.runtime.ranks.p2p import LEAVING_BYTES
 
 Kind = tuple[int, str]  # of a stage, and of what runs on it
 COLUMNS = 5  # of a stage
 SAVED, LATE, GRADIENTS, OTHERS, AHEAD = range(COLUMNS)
 CLOSE = 1e-6  # of a layer: where a stage begins this near to it, it begins with it
+FILLED = 2  # micro-batches a rank that, with two more, fill any of one stage a rank but GPipe's
 ROUNDS = 4  # micro-batches a rank that are looked at: each one more takes as long as the one before
 
 
@@ -83,7 +87,7 @@ class Stage:
 class Pipelined:
     """stages: of the pipeline; of a plan without one, one. ranks: what each rank has of the model, all its stages
     together. schedule: of the first micro-batches, `count` of them. moments: of each rank in it. row: bytes of a row of
-    the batch."""
+    the batch; beside: of what else of a step's inputs each rank is given (buffers)."""
 
     stages: Sequence[Stage]
     ranks: Sequence[Stage]
@@ -91,6 +95,7 @@ class Pipelined:
     moments: Sequence[Moments]
     count: int
     row: float
+    beside: float
 
     def times(self) -> Mapping[tuple[int, str], float]:
         """us of each action on one micro-batch, by stage and kind."""
@@ -103,7 +108,10 @@ def pipelined(candidate: Candidate, layers: Layers) -> Pipelined:
 
     def make() -> Pipelined:
         stages = layers.kept(("stages", *model), lambda: _stages(candidate, layers))
-        return _pipelined(candidate, stages, layers, has_copies=candidate.moved > 0 and candidate.pp > 1)
+        made = _pipelined(candidate, stages, layers, has_copies=candidate.moved > 0 and candidate.pp > 1)
+        if candidate.pp == 1:
+            return made
+        return replace(made, moments=_moments(*_drawn(candidate, len(stages)), candidate.halves))
 
     kept: Pipelined = layers.kept((*model, *_order(candidate)), make)
     return kept
@@ -111,7 +119,8 @@ def pipelined(candidate: Candidate, layers: Layers) -> Pipelined:
 
 def with_least_memory(candidate: Candidate, layers: Layers) -> Pipelined:
     """A pipeline whose stages hold what they store and save, and no more: nothing that is alive while a graph runs,
-    and nothing that gradients of weights wait for. No graphs of halves are needed, nor where ranks of tp and cp lie.
+    and nothing that gradients of weights wait for, nor messages. No graphs of halves are needed, nor where ranks of tp
+    and cp lie.
     Raises AutoparError as `Micros.local`."""
     near, (policy, more) = candidate.split.near, candidate.policies
     key = "least memory", near, *_model(candidate, layers), *_order(candidate)
@@ -181,7 +190,7 @@ def _pipelined(
         before = own[rank]
         own[rank] = stage if before is None else before + stage
     ranks = tuple(stage for stage in own if stage is not None)
-    return Pipelined(stages, ranks, schedule, moments, first, layers.row_bytes)
+    return Pipelined(stages, ranks, schedule, moments, first, layers.row_bytes, layers.buffer_bytes)
 
 
 def _with_copies(candidate: Candidate, layers: Layers, stage: Stage, between: int, begin: float) -> Stage:
@@ -286,6 +295,23 @@ def _schedule(name: str, ranks: int, count: int, stages: int, has_more: bool) ->
     return schedule, tuple(Moments.of(list(actions_of(order)), has_more) for order in schedule.orders)
 
 
+@cache
+def _moments(
+    name: str, ranks: int, count: int, stages: int, has_more: bool, halves: bool
+) -> tuple[Moments, ...]:  # fmt: skip
+    """The moments of each rank with its messages, in a schedule of those arguments. Behind as many micro-batches as
+    begin before the first one ends they come again."""
+    few = count if name == GPIPE else min(count, FILLED * ranks + 2 if stages == ranks else ROUNDS * ranks)
+    schedule, _ = _schedule(name, ranks, few, stages, has_more or few < count)
+    works, types = dict[Kind, Work](), dict[str, TensorType]()
+    for s, kind, work in _chain(stages, halves):
+        works[s, kind] = work
+        types |= dict.fromkeys((*work.reads, *work.writes), TensorType((1,), torch.uint8))
+    messages = held_messages(schedule.orders, Flow(schedule.ranks, few, works, types))
+    orders = (list(actions_of(order)) for order in schedule.orders)
+    return tuple(Moments.of(order, has_more or few < count, messages) for order in orders)
+
+
 def step_us(candidate: Candidate, made: Pipelined, once: Sequence[tuple[float, float]], machine: Machine) -> float:
     """us of a step. once: of each rank, what it does before the first micro-batch and after the last one. Some
     micro-batches are looked at: with each one more a step grows by the time of the slowest rank."""
@@ -321,7 +347,7 @@ def pipeline_of(candidate: Candidate, layers: Layers, machine: Machine) -> tuple
 
 def _flow(candidate: Candidate, made: Pipelined, machine: Machine) -> tuple[Flow, Costs]:
     """What flows between the actions of the first micro-batches, and what they take."""
-    message = int(made.stages[0].cost.message)
+    message = int(made.stages[0].cost.message.bytes_)
     works: dict[tuple[int, str], Work] = {}
     types: dict[str, TensorType] = {}
     for s, kind, work in _chain(len(made.stages), candidate.halves):
@@ -373,42 +399,53 @@ def _chain(count: int, halves: bool) -> Iterator[tuple[int, str, Work]]:
 class Moments:
     """stages: of the rank. counts: a row for each moment that differs from the others, and for each stage how many of
     its micro-batches are saved, how many wait for their gradients of weights, whether its gradients are there,
-    whether it is at work in its backward pass, and whether it has a forward pass ahead."""
+    whether it is at work in its backward pass, and whether it has a forward pass ahead. messages: of each moment those
+    that come, and that leave (`HeldMessages`)."""
 
     stages: tuple[int, ...]
     counts: np.ndarray
+    messages: np.ndarray
 
     @classmethod
-    def of(cls, order: Sequence[Action], has_more: bool) -> Moments:
-        """The moments of a rank's actions: F, and B or its halves I and W. has_more: further micro-batches follow."""
+    def of(
+        cls, order: Sequence[Action], has_more: bool, messages: Mapping[Action, HeldMessages] = MappingProxyType({})
+    ) -> Moments:  # fmt: skip
+        """The moments of a rank's actions: F, and B or its halves I and W. has_more: further micro-batches follow.
+        messages: by action; none where they are not asked for."""
         stages = tuple(sorted({action.stage for action in order}))
         column = {stage: COLUMNS * i for i, stage in enumerate(stages)}
-        held, rows = [0] * (COLUMNS * len(stages)), dict[tuple[int, ...], None]()
+        held, rows = [0] * (COLUMNS * len(stages)), dict[tuple[tuple[int, ...], HeldMessages], None]()
         left = Counter(action.stage for action in order if action.kind == "F")
         for stage in stages:
             held[column[stage] + AHEAD] = 1
         for action in order:
-            at = column[action.stage]
+            at, now = column[action.stage], messages.get(action, HeldMessages())
             if action.kind == "F":
                 held[at + SAVED] += 1
                 left[action.stage] -= 1
                 held[at + AHEAD] = int(has_more or left[action.stage] > 0)
+                if now.leaving:  # else a backward pass holds more
+                    rows[tuple(held), now] = None
                 continue
             held[at + OTHERS] = 1
-            rows[tuple(held)] = None
+            rows[tuple(held), now] = None
             held[at + OTHERS] = 0
             if action.kind != "I":
                 held[at + GRADIENTS] = 1
             held[at + (LATE if action.kind == "W" else SAVED)] -= 1
             held[at + LATE] += action.kind == "I"
-            rows[tuple(held)] = None
-        return cls(stages, np.array(list(rows), dtype=float))
+            rows[tuple(held), HeldMessages()] = None
+        return cls(stages, *(np.array(list(columns), dtype=float) for columns in zip(*rows, strict=True)))
 
-    def most(self, each: Sequence[tuple[float, float, float, float, float]]) -> float:
-        """The most bytes at once. each: of what a moment counts, by stage."""
-        return float((self.counts @ np.array(each).ravel()).max())
+    def most(self, each: Sequence[tuple[float, float, float, float, float]], message: float = 0.0) -> float:
+        """The most bytes at once. each: of what a moment counts, by stage. message: of one."""
+        return float(self._bytes(each, message).max())
 
-    def fullest(self, each: Sequence[tuple[float, float, float, float, float]]) -> np.ndarray:
+    def fullest(self, each: Sequence[tuple[float, float, float, float, float]], message: float) -> np.ndarray:
         """The counts of that moment, a row for each stage."""
-        row: np.ndarray = self.counts[(self.counts @ np.array(each).ravel()).argmax()]
+        row: np.ndarray = self.counts[self._bytes(each, message).argmax()]
         return row.reshape(-1, COLUMNS)
+
+    def _bytes(self, each: Sequence[tuple[float, float, float, float, float]], message: float) -> np.ndarray:
+        coming, leaving = message * self.messages.T
+        return self.counts @ np.array(each).ravel() + coming + np.minimum(leaving, LEAVING_BYTES + message)

@@ -104,9 +104,10 @@ def _middle(layers: Layers, rank: Stage) -> float:
 
 
 def rank_bytes(candidate: Candidate, made: Pipelined, rank: int) -> float:
-    """The bytes of a rank at its peak: the batch, which every rank is given whole, and what is there beside it."""
+    """The bytes of a rank at its peak: the batch and buffers, which every rank is given whole, and what is there beside
+    them."""
     rows = candidate.rows * candidate.microbatches * candidate.dp * candidate.fsdp
-    return rows * made.row + _step_bytes(candidate, made, rank)
+    return rows * made.row + made.beside + _step_bytes(candidate, made, rank)
 
 
 def _step_bytes(candidate: Candidate, made: Pipelined, rank: int) -> float:
@@ -127,7 +128,7 @@ def _step_bytes(candidate: Candidate, made: Pipelined, rank: int) -> float:
         peaks = own.step.peaks
         return max(part + _beside(candidate, own, peaks), part + peaks.once, optimizer)
     held = held_of(candidate, made, rank)
-    peak = made.moments[rank].most(held)
+    peak = made.moments[rank].most(held, cost.message.bytes_)
     peak = max(peak, _last(held) + _received(made, own) / candidate.parts)
     if candidate.schedule == GPIPE:
         waiting = candidate.microbatches * sum(saved for saved, *_ in held)
@@ -145,13 +146,14 @@ def _hosted(candidate: Candidate, made: Pipelined, rank: int) -> float:
     each = 2 * both((weights.each, sums.each / parts)) + cost.copies.each
     behind = both((weights.sections[2], sums.sections[2] / parts)) + cost.copies.sections[2] * candidate.halves
     held = [(saved, late, 0.0, others, ahead) for saved, late, _, others, ahead in held_of(candidate, made, rank)]
-    passing = max(each, behind) + made.moments[rank].most(held)
+    message = made.ranks[rank].cost.message.bytes_
+    passing = max(each, behind) + made.moments[rank].most(held, message)
     if not weights.entry:
         return passing
     # The gradient of what is read first is made when all else of its micro-batch has gone.
     whole = max(sums.entry, held[0][3])
     saved = [(saved, late, 0.0, -late if candidate.halves else -saved, ahead) for saved, late, _, _, ahead in held]
-    return max(passing, whole + (sums.entry + sums.each) / parts + made.moments[rank].most(saved))
+    return max(passing, whole + (sums.entry + sums.each) / parts + made.moments[rank].most(saved, message))
 
 
 def _chunk(cost: Cost, layers: float) -> float:
@@ -191,14 +193,14 @@ def held_of(candidate: Candidate, made: Pipelined, rank: int) -> list[Held]:
 
 
 def _with_messages(held: Held, made: Pipelined, stage: int) -> Held:
-    """With what a stage gets from other ranks and sends them: of each micro-batch it keeps what came; at work in its
-    backward pass it has what came for the next forward pass, the gradient that came and that which goes, which the
-    last stage makes when its largest values have gone."""
+    """With what a stage gets from other ranks and sends them; what is on its way `Moments` count. Of each micro-batch
+    it keeps what came, as far as its backward pass reads it, and not what went: the last of its layers counts that as
+    saved, and as let go of when its backward pass begins, where the gradient has come that this one reads."""
     ranks, message = made.schedule.ranks, made.stages[stage].cost.message
     gets = stage > 0 and ranks[stage - 1] != ranks[stage]
     sends = stage + 1 < len(ranks) and ranks[stage + 1] != ranks[stage]
     saved, late, gradients, others, ahead = held
-    return saved + message * gets, late, gradients, others + message * (gets + sends + gets * sends), ahead
+    return max(0.0, saved + message.kept * gets - message.passed * sends), late, gradients, others, ahead
 
 
 def _last(held: Sequence[Held]) -> float:

@@ -121,7 +121,7 @@ class Rest:
     @classmethod
     def of(cls, shallow: Shallow) -> Rest:
         """Beside the layer that has one of its like on both sides."""
-        paths, first = _paths(shallow.program), shallow.border[0]
+        paths, first = paths_of(shallow.program), shallow.border[0]
         before = takewhile(lambda node: not first or paths.get(node) != first, shallow.program.calls())
         entry = frozenset((record(node).module, record(node).source) for node in before if first)
         equal = frozenset(shallow.stacks[0].three if shallow.middle else shallow.border) - {""}
@@ -208,7 +208,7 @@ def arguments(node: fx.Node) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
 
 def crossing(program: Program, border: tuple[str, str]) -> list[fx.Node]:
     """The values of the forward pass of one layer that the next one reads."""
-    (before, behind), paths = border, _paths(program)
+    (before, behind), paths = border, paths_of(program)
     found = [
         operand
         for node, path in paths.items()
@@ -251,7 +251,7 @@ class _Layers:
                 self.place[node] = layer, entry.name.removeprefix(path)
         self.alike: dict[fx.Node, str] = {}  # of calls in no layer, the first one that computes the same
         first: dict[Hashable, str] = {}
-        paths = _paths(program)
+        paths = paths_of(program)
         for node in program.calls():
             if node not in paths:
                 args = fx.node.map_arg((node.args, node.kwargs), lambda x: f"<{self.alike.get(x, x.name)}>")
@@ -335,7 +335,7 @@ def _operands(node: fx.Node) -> list[fx.Node]:
     return operands
 
 
-def _paths(program: Program) -> dict[fx.Node, str]:
+def paths_of(program: Program) -> dict[fx.Node, str]:
     """The layer of each call: its own, or that of the call before it if it stands between two layers of a list and
     reads what they made (a sum that the module around them takes)."""
     own = {node: layer_of(record(node).module) for node in program.calls()}

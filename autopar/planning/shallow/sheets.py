@@ -12,7 +12,7 @@ from autopar.planning.shallow.depth import Rest
 from autopar.planning.shallow.events import Named
 from autopar.planning.shallow.held_bytes import MIDDLE, Held, Stored, held, held_of_entry
 from autopar.planning.shallow.sheet import Sheet, described
-from autopar.planning.shallow.stage_graphs import Micro
+from autopar.planning.shallow.stage_graphs import LayerMessage, Micro
 from autopar.runtime.executor.owned import own_results
 
 ONCE = "CPE"  # actions that run once a step, before the passes or after them; MIDDLE runs between them
@@ -25,12 +25,12 @@ Known = dict[Hashable, tuple[Sheet, Sheet]]  # by what is said of a graph
 @dataclass(frozen=True, slots=True)
 class Sheets:
     """The programs of a micro-batch as numbers. sheets: by kind of each graph when it is finished, and of what it is
-    without one of the layers. stored: parameters, with that layer and without. message: bytes that one equal layer
-    hands on."""
+    without one of the layers. stored: parameters, with that layer and without. message: that one equal layer hands
+    on."""
 
     sheets: Mapping[str, tuple[Sheet, Sheet]]
     stored: tuple[Stored, Stored]
-    message: float
+    message: LayerMessage
 
     @classmethod
     def of(cls, micro: Micro, rest: Rest, known: Known) -> Sheets:
@@ -75,8 +75,7 @@ class Sheets:
             if whole is None or less is None:
                 return None
             sheets[kind] = whole, less
-        message = self.message + (other.message - self.message) * share
-        return Sheets(sheets, self.stored, message)
+        return Sheets(sheets, self.stored, self.message.between(other.message, share))
 
     def costs(self, machine: Machine, has_less: bool, is_still: bool = False) -> tuple[Costs, Costs, Costs]:
         """What the programs cost: the whole, the same without one of the layers, and the part of some of these that

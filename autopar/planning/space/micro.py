@@ -159,7 +159,7 @@ class Micros:
         graphs = {kind: between(graph, high.graphs[kind], share) for kind, graph in low.graphs.items()}
         program = between(low.program, high.program, share)
         found = {kind: graph for kind, graph in graphs.items() if graph is not None}
-        message = low.message + (high.message - low.message) * float(share)
+        message = low.message.between(high.message, float(share))
         if program is None or len(found) < len(graphs):
             return None
         return Micro(low.plan, program, found, message)
