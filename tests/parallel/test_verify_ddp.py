@@ -99,7 +99,7 @@ def _of_more(self: AveragedOutputs, outputs: Any, places: int) -> Any:
 
 
 def _without_gradients(self: AveragedOutputs, outputs: Any, sums: Any) -> None:
-    WRITE(AveragedOutputs(self.averaged[:1], self.buffers), outputs, [sums[0][:1]])
+    WRITE(AveragedOutputs(self.averaged[:1], self.written), outputs, [sums[0][:1]])
 
 
 SHARES, WRITE = AveragedOutputs.shares, AveragedOutputs.write
