@@ -1,4 +1,4 @@
-"""What is known of two tensors that are one: without data, and in each step. And how one is made the other."""
+"""What is known of two tensors that are one, without data and in each step; and how a step makes them so."""
 
 from __future__ import annotations
 

@@ -77,10 +77,11 @@ class Results:
         changes what they hold."""
         if not schema_of(func).is_mutable:
             return args, kwargs
-        names = [each.name for each in schema_of(func).arguments if each.alias_info and each.alias_info.is_write]
-        places = {each.name: at for at, each in enumerate(schema_of(func).arguments)}
-        given = [self._stand_in(arg) if any(places[n] == at for n in names) else arg for at, arg in enumerate(args)]
-        return tuple(given), {name: self._stand_in(arg) if name in names else arg for name, arg in kwargs.items()}
+        arguments = enumerate(schema_of(func).arguments)
+        written = {at: each.name for at, each in arguments if each.alias_info and each.alias_info.is_write}
+        given = tuple(self._stand_in(arg) if at in written else arg for at, arg in enumerate(args))
+        names = written.values()
+        return given, {name: self._stand_in(arg) if name in names else arg for name, arg in kwargs.items()}
 
     def _stand_in(self, value: Any) -> Any:
         if isinstance(value, (list, tuple)):
