@@ -71,6 +71,85 @@ def test_an_item_is_another_number_in_each_step() -> None:
     assert len(parallel.programs) == 1
 
 
+class Read(nn.Module):
+    """Reads numbers of tensors that it writes into before it computes with the numbers."""
+
+    def __init__(self, use: Any) -> None:
+        super().__init__()
+        self.inner, self.use = nn.Linear(8, 8), use
+        self.register_buffer("count", torch.ones((), dtype=torch.int64))
+        self.register_buffer("wide", torch.arange(1.0, 4.0, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.use(self, self.inner(x), x)
+
+
+def counted(m: Any, y: Tensor, x: Tensor) -> Tensor:
+    n = m.count.item()
+    m.count += 1
+    return y / n + y.square() / (1 - 0.9**n)
+
+
+def through_data(m: Any, y: Tensor, x: Tensor) -> Tensor:
+    n, part = m.count.item(), m.wide[1:].max().item() + m.wide.view(-1)[0].item()
+    m.count.data.add_(2)
+    m.wide[:] = 0
+    return y * n + y.square() * part
+
+
+def listed(m: Any, y: Tensor, x: Tensor) -> Tensor:
+    first, _, last = m.wide.tolist()
+    m.wide.mul_(2)
+    return y * first + y.square() * last
+
+
+def of_the_batch(m: Any, y: Tensor, x: Tensor) -> Tensor:
+    size = x.double().abs().sum()
+    n = size.item()
+    size.zero_().add_(1)
+    return y.square() / n + size
+
+
+def drawn(m: Any, y: Tensor, x: Tensor) -> Tensor:
+    draw = torch.rand((), dtype=torch.float64)
+    n = draw.item()
+    draw.add_(3)
+    return y * n + y.square() * draw
+
+
+def decided(m: Any, y: Tensor, x: Tensor) -> Tensor:
+    n = m.count.item()
+    m.count += 1
+    return y * 2 if n > 2 else y
+
+
+def summed(m: Any, y: Tensor, x: Tensor) -> Tensor:
+    counts = torch.bincount((x[:, 0] > 0).long() + (x[:, 1] > 0).long(), minlength=3)
+    a, b, c = counts.tolist()
+    some, last = a + b, 0 + c
+    counts.zero_()
+    return y * some + y.square() * last
+
+
+def summed_by_numpy(m: Any, y: Tensor, x: Tensor) -> Tensor:
+    counts = torch.bincount((x[:, 0] > 0).long() + (x[:, 1] > 0).long(), minlength=3)
+    listed = counts.cpu().numpy()
+    some = listed[0] + listed[2]
+    counts.add_(1)
+    return y * some
+
+
+@pytest.mark.parametrize(
+    "use",
+    [counted, through_data, listed, of_the_batch, drawn, decided, summed, summed_by_numpy],
+    ids=lambda one: one.__name__,
+)
+def test_a_number_is_that_of_the_moment_when_it_was_read(use: Any) -> None:
+    torch.manual_seed(0)
+    report = verify(Read(use), "dp=2", loss_fn=squares, batch=torch.randn(12, 8), steps=3)
+    assert report.ok and report.max_error < 1e-10, str(report)
+
+
 def caught(m: Item, y: Tensor, x: Tensor) -> Tensor:
     m.last = y.mean().item()
     return y

@@ -88,7 +88,8 @@ class Items:
         item = _Item(True, line=line, may_specialize=may_specialize, take=take, construct=construct, is_drawn=is_drawn)
         self.found.append(item)
         wide = torch.float64 if tensor.is_floating_point() else torch.int64
-        return Scalar.of_tensor(tensor.detach().reshape(()).to(wide), item)
+        read = tensor.detach().clone().reshape(()).to(wide)  # the model may write into it later
+        return Scalar.of_tensor(read, item)
 
     def array(self, given: Sequence[tuple[Tensor, CountSum | None]], line: Line | None, take: Take) -> np.ndarray:
         """The numbers of several tensors as numpy has them. given: each with what it is an element of."""

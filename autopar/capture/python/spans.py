@@ -25,9 +25,6 @@ class CountSum:
     def element(tensor: Tensor, place: int) -> CountSum:
         return CountSum(tensor, (place,), tensor._version)
 
-    def total(self) -> Tensor:
-        return sum((self.tensor[place] for place in self.places[1:]), self.tensor[self.places[0]])
-
     def is_of(self, other: CountSum) -> bool:
         return self.tensor is other.tensor and self.version == other.version == self.tensor._version
 

@@ -123,15 +123,17 @@ class Scalar:
     """Stands for a Python number, or for one that was computed of such.
 
     value: the number now, where Python has it, as the result of the step `at` of its book's arithmetic. tensor: what
-    stands for it in the graph; made where a tensor meets the number. span: of which counts it is the sum."""
+    stands for it in the graph; made where a tensor meets the number. span: of which counts it is the sum, and
+    addends: the numbers of these counts."""
 
-    __slots__ = ("__weakref__", "_at", "_book", "_number", "_tensor", "_value", "span")
+    __slots__ = ("__weakref__", "_addends", "_at", "_book", "_number", "_tensor", "_value", "span")
     __array_ufunc__ = None  # numpy leaves arithmetic to this class
 
     def __init__(self, book: tuple[Misuse, frozenset[Hashable]], tensor: Tensor | None = None, value: Any = None,
-                 at: int | None = None, number: Any = None, span: CountSum | None = None) -> None:  # fmt: skip
+                 at: int | None = None, number: Any = None, span: CountSum | None = None,
+                 addends: tuple[Scalar, ...] = ()) -> None:  # fmt: skip
         self._tensor, self._value, self._at, self._number, self._book = tensor, value, at, number, book
-        self.span = span
+        self.span, self._addends = span, addends
         book[0].watch(self)
         if tensor is not None:
             tensor.is_autopar_number = True  # type: ignore[attr-defined]
@@ -166,14 +168,20 @@ class Scalar:
 
     def tensor(self) -> Tensor:
         """What stands for the number in the graph: nothing of it is rounded."""
-        if self._tensor is None and self.span is not None:
-            self._tensor = self.span.total()
         if self._tensor is None:
-            if not is_input(self._value):
-                self.refuse(_TOO_LARGE)
-            self._tensor = self._book[0].arithmetic.tensor(self._at or 0, self._value)
+            self._tensor = self._sum() if self.span is not None else self._computed()
             self._tensor.is_autopar_number = True  # type: ignore[attr-defined]
         return self._tensor
+
+    def _sum(self) -> Tensor:
+        """The sum of counts as they were when they were read: the tensor that held them may be written since."""
+        first, *others = [addend.tensor() for addend in self._addends]
+        return sum(others, first)
+
+    def _computed(self) -> Tensor:
+        if not is_input(self._value):
+            self.refuse(_TOO_LARGE)
+        return self._book[0].arithmetic.tensor(self._at or 0, self._value)
 
     def refuse(self, how: str) -> Any:
         """Raise CaptureError, and remember why, should the user's code catch it."""
@@ -377,7 +385,9 @@ def _of_tensors(function: Callable[..., Any], *numbers: Any) -> Any:
     left, right = numbers[0], numbers[-1]
     span = sum_of(*(_span(number) for number in numbers)) if function is operator.add else None
     if span is not None:  # it may only say where rows begin: the sum is made when it is asked for
-        return Scalar(known._book, span=span)
+        return Scalar(
+            known._book, span=span, addends=tuple(part for number in held for part in number._addends or (number,))
+        )
     if function is operator.truediv and not (type(right) in DTYPES and right != 0):
         return _of_drawn(_DIVIDES, function, *numbers)
     if function is operator.pow and not ((type(right) is int and right >= 0) or (type(left) is float and left > 0)):
