@@ -383,7 +383,7 @@ class _Capture:
             self.unknown = found
             return (found.tensor if isinstance(found, Unknown) else inputs[-1],)
         finally:
-            self.calling, self.may_specialize = mode.calling, mode.may_specialize and mode.permitted is None
+            self.calling, self.may_specialize = mode.culprit(), mode.may_specialize and mode.permitted is None
             self.notes, self.reads.so_far, self.reads.state = mode.told(), None, None
             self.ran.values = mode.values
         self.has_random_ops, self.has_items = bool(mode.random_ops), bool(mode.items.found)
@@ -510,7 +510,7 @@ class _Capture:
     def _train_body(self, trainable: Trainable) -> Callable[..., Any]:
         def body(*args: Any, **kwargs: Any) -> list[Any]:
             with self.partners.watch(self.locator.stack):
-                loss, aux = split_result(self._result(*args, **kwargs), self.loss_fn)
+                loss, aux = split_result(self.selected.fresh(self._result(*args, **kwargs)), self.loss_fn)
             if self.coins.trail is not None:
                 loss, aux = self._joined(loss, aux)
             check_returned((loss,))
@@ -543,7 +543,7 @@ class _Capture:
     def _forward_body(self, _: Trainable) -> Callable[..., Any]:
         def body(*args: Any, **kwargs: Any) -> list[Any]:
             with self.partners.watch(self.locator.stack):
-                result = self._result(*args, **kwargs)
+                result = self.selected.fresh(self._result(*args, **kwargs))
             if self.coins.trail is not None:
                 (result,) = self._joined(result)
             self.outputs = []

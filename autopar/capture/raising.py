@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import torch
@@ -16,7 +14,7 @@ from autopar.capture.data.casts import TO_WIDE, lifted, of_dtype, traced
 from autopar.capture.data.coins import COMPARISONS, decided
 from autopar.capture.data.folding import FOLDED, folded
 from autopar.capture.data.item_values import Items, asker
-from autopar.capture.data.known_values import MEMORY, RANDOM, STEADY, Operands
+from autopar.capture.data.known_values import MEMORY, RANDOM, STEADY
 from autopar.capture.data.open_classes import cut_later
 from autopar.capture.data.reads import READERS, Reads
 from autopar.capture.data.recorded_calls import RecordedCalls
@@ -31,9 +29,10 @@ from autopar.capture.inputs.arrays import FROM_ARRAY, BatchArray
 from autopar.capture.inputs.in_parts import InParts, whole_value, with_inputs
 from autopar.capture.inputs.outside import Outside
 from autopar.capture.inputs.partners import Partners, check_plain, inlined
+from autopar.capture.model_call import ModelCall
 from autopar.capture.ops.functions import Dropout
 from autopar.capture.ops.raised import ALWAYS, RAISED, READING
-from autopar.capture.ops.raised_lookups import counts_rows, deep_copy, dense, looked_up, rejoined, renormed
+from autopar.capture.ops.raised_lookups import counts_rows, deep_copy, dense, rejoined, renormed
 from autopar.capture.ops.raised_norms import NORMS, Norm, is_count, norm_of
 from autopar.capture.ops.raised_recurrent import NOTE as PACKED_NOTE
 from autopar.capture.ops.raised_recurrent import PACKING, Packs, PlainPacks
@@ -44,7 +43,7 @@ from autopar.capture.python.ran import Ran
 from autopar.capture.python.stand_in import with_tensors
 from autopar.capture.refusals.constructs import DENSE, NOTED, READS, REFUSED, SEEDED, SPARSE
 from autopar.capture.refusals.explain_failure import SIZE, refusal, wants_data
-from autopar.capture.refusals.location import Line, Locator, Place, is_user_code, user_frame
+from autopar.capture.refusals.location import Line, Locator, is_user_code, user_frame
 from autopar.capture.rows.row_draws import PlainDraws
 from autopar.capture.rows.selected import Selected
 from autopar.capture.rows.selections import asks_for_places, masked
@@ -54,24 +53,6 @@ from autopar.ir.ops.ops import op
 from autopar.torch_compat import PACK_PADDED, in_transform, no_function_modes, on_data
 
 Tensor = torch.Tensor
-
-
-@dataclass(slots=True)
-class _Call:
-    """One call of a torch function, as each interceptor leaves it to the next one."""
-
-    function: Any
-    args: Any
-    kwargs: Any
-    frame: FrameType  # that calls it
-    place: Place = ("", "", "")  # that its nodes are charged to
-    before: Operands = field(default_factory=Operands)
-    asked: tuple[Any, Any, Any] | None = None  # the user's own call, where another is made in its place
-
-    @property
-    def line(self) -> Line | None:
-        """The user's line that it stands on."""
-        return user_frame(self.frame)
 
 
 class Raise(TorchFunctionMode):
@@ -101,6 +82,7 @@ class Raise(TorchFunctionMode):
         self.keeps_casts, self.partners = keeps_casts, partners
         self.device_type = seed.device.type if seed is not None else "cpu"
         self.calling: Any = None
+        self.failed: tuple[Exception, Any] | None = None  # with the function that raised it
         self.may_specialize = False  # where the function that failed reads what a step leaves as it is
         self.notes: dict[str, None] = {}
         self.validated: dict[str, None] = {}  # lines of the user's where torch.distributions checks its arguments
@@ -132,7 +114,7 @@ class Raise(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with self.ran.unwatched(func, types, args, kwargs):
-            call = _Call(func, args, kwargs or {}, sys._getframe(1))
+            call = ModelCall(func, args, kwargs or {}, sys._getframe(1))
             results = (intercept(self, call) for intercept in self._interceptors)  # all: torch gives none, `y == None`
             return next((result for result in results if result is not NotImplemented), NotImplemented)
 
@@ -162,20 +144,22 @@ class Raise(TorchFunctionMode):
 
     # -- the call as another one --------------------------------------------------------------------------------
 
-    def _put_inputs(self, call: _Call) -> Any:
+    def _put_inputs(self, call: ModelCall) -> Any:
         if self.coins.trail is not None:
-            self.coins.join(lambda *sides: self.__torch_function__(torch.where, (), sides))
+            self.coins.join(partial(self.made, torch.where))
         given = with_inputs((call.args, call.kwargs), self.inputs, self.in_parts, call.frame)
+        if self._computes():
+            self.selected.refresh(self.made, given)
         made, mode, cut = whole_value(call.function, given[0], call.frame), self.__torch_function__, self.selected.cut
         if made is NotImplemented and self.captures:
             made = cut(mode, call.function, given[0], given[1], call.line)
         if made is NotImplemented:
             if self.hosts is not None:
                 given = self.hosts.put(call.function, given[0], given[1], call.line, self._is_forward())
-            call.args, call.kwargs = with_tensors(call.function, *given)
+            call.function, call.args, call.kwargs = with_tensors(call.function, *given)
         return made
 
-    def _make_dense(self, call: _Call) -> Any:
+    def _make_dense(self, call: ModelCall) -> Any:
         if self.captures:
             call.args, call.kwargs = renormed(self.__torch_function__, call.function, call.args, call.kwargs)
         made = dense(call.function, call.args, call.kwargs)
@@ -185,31 +169,31 @@ class Raise(TorchFunctionMode):
                 self.notes[DENSE.format(*call.line)] = None
         return NotImplemented
 
-    def _set_data(self, call: _Call) -> Any:
+    def _set_data(self, call: ModelCall) -> Any:
         is_set = self.captures and call.function == SET_DATA and isinstance(call.args[1], Tensor)
         return set_data(self.__torch_function__, self.known, *call.args) if is_set else NotImplemented
 
-    def _run_partner(self, call: _Call) -> Any:
+    def _run_partner(self, call: ModelCall) -> Any:
         if call.function is not inlined:
             return NotImplemented
         return self.partners.met(call.args[0]) if self.partners is not None else check_plain(call.args[0])
 
-    def _copy(self, call: _Call) -> Any:
+    def _copy(self, call: ModelCall) -> Any:
         if call.function is not Tensor.__deepcopy__:
             return NotImplemented
         return deep_copy(self.__torch_function__, *call.args) if self.captures else call.function(*call.args)
 
-    def _take_array(self, call: _Call) -> Any:
+    def _take_array(self, call: ModelCall) -> Any:
         if call.function in FROM_ARRAY and call.args and isinstance(call.args[0], BatchArray):
             call.function, call.args, call.kwargs = FROM_ARRAY[call.function](*call.args, **call.kwargs)
         return NotImplemented
 
-    def _show_cast(self, call: _Call) -> Any:
+    def _show_cast(self, call: ModelCall) -> Any:
         if call.function in TO_WIDE:
             call.function, call.args, call.kwargs = traced(call.function, call.args, call.kwargs)
         return NotImplemented
 
-    def _lift(self, call: _Call) -> Any:
+    def _lift(self, call: ModelCall) -> Any:
         assert self.lift is not None
         call.asked = call.function, call.args, call.kwargs
         call.function, args, kwargs = lifted(*call.asked, self.lift)
@@ -217,7 +201,7 @@ class Raise(TorchFunctionMode):
         call.args, call.kwargs = of_dtype(call.function, args, kwargs, self.lift, convert)
         return NotImplemented
 
-    def _decide_comparison(self, call: _Call) -> Any:
+    def _decide_comparison(self, call: ModelCall) -> Any:
         """Make of a comparison with a draw that comes out one way whatever is drawn a call that makes its result."""
         call.args = self.selected.order.with_number(call.function, call.args)
         if call.function in COMPARISONS:
@@ -229,7 +213,7 @@ class Raise(TorchFunctionMode):
 
     # -- what is known before it --------------------------------------------------------------------------------
 
-    def _mark_place(self, call: _Call) -> Any:
+    def _mark_place(self, call: ModelCall) -> Any:
         assert self.locator is not None
         if self.keeps_casts:
             self.locator.exact = not torch.is_autocast_enabled(self.device_type)
@@ -237,12 +221,12 @@ class Raise(TorchFunctionMode):
         self.calling = call.function
         return NotImplemented
 
-    def _note_operands(self, call: _Call) -> Any:
+    def _note_operands(self, call: ModelCall) -> Any:
         if call.function not in QUERIES:
             call.before = self.known.operands(call.args, call.kwargs)
         return NotImplemented
 
-    def _see_outside(self, call: _Call) -> Any:
+    def _see_outside(self, call: ModelCall) -> Any:
         """Note tensors of the user's that a gradient would go to, and those whose values are read."""
         for arg in call.args:
             if type(arg) not in (Tensor, torch.nn.Parameter):
@@ -257,7 +241,7 @@ class Raise(TorchFunctionMode):
                 self.outside[id(arg)] = Outside.of(arg, call.frame)
         return NotImplemented
 
-    def _refuse(self, call: _Call) -> Any:
+    def _refuse(self, call: ModelCall) -> Any:
         if call.function in NOTED and call.place[1]:
             self.notes[NOTED[call.function].format(call.place[1])] = None
         if call.function in REFUSED and self._is_forward():
@@ -266,31 +250,31 @@ class Raise(TorchFunctionMode):
 
     # -- a value that Python asks for ---------------------------------------------------------------------------
 
-    def _give_value(self, call: _Call) -> Any:
+    def _give_value(self, call: ModelCall) -> Any:
         if call.function not in FOLDED or self.selected.order.mask_of(call.function, call.args) is not None:
             return NotImplemented
         values = (give(self, call) for give in _VALUES)
         return next((value for value in values if value is not NotImplemented), NotImplemented)
 
-    def _updates(self, call: _Call) -> Any:
+    def _updates(self, call: ModelCall) -> Any:
         """Any number, where a norm turns the count of its updates to one: what is raised reads the count itself."""
         if call.function not in _AS_NUMBERS or not is_count(call.args[0], call.frame):
             return NotImplemented
         self.calling = None
         return 1.0
 
-    def _constant(self, call: _Call) -> Any:
+    def _constant(self, call: ModelCall) -> Any:
         value = self.known.answer(call.function, call.args, call.kwargs, call.before)
         return value if value is NotImplemented else self._took(call, value)
 
-    def _same(self, call: _Call) -> Any:
+    def _same(self, call: ModelCall) -> Any:
         return compared(call.function, call.args)
 
-    def _drawn(self, call: _Call) -> Any:
+    def _drawn(self, call: ModelCall) -> Any:
         is_drawn = call.function is Tensor.__float__ and call.before.kinds & ~MEMORY == RANDOM
         return self._take(call.args[0], call.line, float) if is_drawn and call.args[0].numel() == 1 else NotImplemented
 
-    def _chance(self, call: _Call) -> Any:
+    def _chance(self, call: ModelCall) -> Any:
         """What Python takes out of a tensor that random numbers alone decide: a truth or an integer."""
         is_drawn = call.function in READERS and call.before.kinds & ~MEMORY == RANDOM and self._is_forward()
         if not is_drawn or call.args[0].numel() != 1:
@@ -320,14 +304,14 @@ class Raise(TorchFunctionMode):
         self.calls.read(read, (tensor,), {}, line)  # what it is computed of must be so in the next run
         return self.coins.take(tensor, line, read)
 
-    def _checked(self, call: _Call) -> Any:
+    def _checked(self, call: ModelCall) -> Any:
         """True for what torch.distributions asks of its arguments, with a note."""
         if not is_validation(call.function, call.frame):
             return NotImplemented
         self.validated[call.place[1]] = None
         return True
 
-    def _read(self, call: _Call) -> Any:
+    def _read(self, call: ModelCall) -> Any:
         """A value of the data: an item that may stay a tensor, the side of a branch, or that of the example batch."""
         if call.function not in READERS or not self._is_forward():
             return NotImplemented
@@ -345,7 +329,7 @@ class Raise(TorchFunctionMode):
             return self._guard(call.args[0], line, bool, call.function is Tensor.__bool__)
         return NotImplemented if self.permitted is None else self.permitted.take(call.function, call.args[0], line)
 
-    def _as_array(self, call: _Call) -> Any:
+    def _as_array(self, call: ModelCall) -> Any:
         """Counts as an array of numbers that stay tensors, as `tolist()` gives them."""
         is_asked = call.function is Tensor.numpy and self._is_forward() and is_user_code(call.frame)
         given = self.selected.segments.elements(self.__torch_function__, call.args[0]) if is_asked else []
@@ -360,7 +344,7 @@ class Raise(TorchFunctionMode):
         last = self.calls.made[-1].function if self.calls.made else ""
         return self.reads.guard(tensor, line, last == "all")
 
-    def _equal(self, call: _Call) -> Any:
+    def _equal(self, call: ModelCall) -> Any:
         """Whether tensors are alike, as the truth of a tensor."""
         if call.function not in ALIKE or not self._is_forward():
             return NotImplemented
@@ -368,16 +352,18 @@ class Raise(TorchFunctionMode):
         if not is_known and (self.reads is None or not self.reads.guards):
             return self._guard(call.args[0], call.line, bool)
         compare, together = ALIKE[call.function]
-        truth = self.__torch_function__(together, (), (self.__torch_function__(compare, (), call.args, call.kwargs),))
+        truth = self.made(together, self.made(compare, *call.args, **call.kwargs))
         if is_known and self.permitted is not None:
             return self.permitted.take(Tensor.__bool__, truth, call.line)
         return self._guard(truth, call.line, bool)
 
-    def _number_of(self, call: _Call, tensor: Tensor) -> Any:
+    def _number_of(self, call: ModelCall, tensor: Tensor) -> Any:
         """The value of a tensor that hangs on no input; NotImplemented of another one."""
-        return self._constant(_Call(Tensor.item, (tensor,), {}, call.frame, before=self.known.operands(tensor, None)))
+        return self._constant(
+            ModelCall(Tensor.item, (tensor,), {}, call.frame, before=self.known.operands(tensor, None))
+        )
 
-    def _took(self, call: _Call, value: Any) -> Any:
+    def _took(self, call: ModelCall, value: Any) -> Any:
         """A value that hangs on no input: the next run must have the same, and the user's tensors behind it as well."""
         self.values[:] = {id(t): t for t in (*self.values, *self.known.was_read.values())}.values()
         if self._is_forward():
@@ -387,7 +373,7 @@ class Raise(TorchFunctionMode):
 
     # -- the call itself ----------------------------------------------------------------------------------------
 
-    def _compute(self, call: _Call) -> Any:
+    def _compute(self, call: ModelCall) -> Any:
         """The result of a call, of which all is noted that others ask for."""
         assert self.locator is not None
         func, args, kwargs, before = call.function, call.args, call.kwargs, call.before
@@ -417,6 +403,8 @@ class Raise(TorchFunctionMode):
         self.selected.saw(func, args, kwargs, result, self._computes())
         written = [] if func in QUERIES else self.known.saw(func, args, kwargs, before, result, call.asked)
         self.selected.order.saw(func, args, kwargs, result, written)
+        if written and self._computes():
+            self.selected.views.wrote(self.made, written)
         self.known.saw_draws(func, args, result, self._drew)
         self._drew.clear()
         self.locator.adopt(result, call.place)
@@ -427,7 +415,7 @@ class Raise(TorchFunctionMode):
         self.calling = None
         return result
 
-    def _by_places(self, call: _Call, args: Any) -> tuple[Any, Any]:
+    def _by_places(self, call: ModelCall, args: Any) -> tuple[Any, Any]:
         """A function and its arguments, with the places of a mask in its place where rows are taken or put by it."""
         function, given, mask = masked(call.function, args, self.selected.is_first)
         kinds = 0 if mask is None else self.known.operands(args[1], None).kinds
@@ -436,14 +424,14 @@ class Raise(TorchFunctionMode):
             found = self.selected.by_places(call.function, given, mask, call.line, not kinds & ~STEADY)
         return (call.function, args) if found is None else (function, found)
 
-    def _run_plain(self, call: _Call) -> Any:
+    def _run_plain(self, call: ModelCall) -> Any:
         if call.function is in_microbatches:
             return dealt_plainly(call.args[0], self.microbatches, call.line)
         self.plain.saw(call.function, call.args, call.kwargs)
         made = self.packs.call(self, call.function, call.args, call.kwargs, call.frame)
         return self._run(call, call.function, *call.args, **call.kwargs) if made is NotImplemented else made
 
-    def _run(self, call: _Call, func: Any, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, call: ModelCall, func: Any, *args: Any, **kwargs: Any) -> Any:
         """What a function gives, raised if that is known of it."""
         result: Any = NotImplemented
         if func in ALWAYS:
@@ -453,7 +441,7 @@ class Raise(TorchFunctionMode):
         elif func in RAISED and self.captures and not in_transform():
             result = RAISED[func](*args, **kwargs)
         elif func in READING and self.captures and not in_transform():
-            result = READING[func](lambda of, *given: self.__torch_function__(of, (), given), *args, **kwargs)
+            result = READING[func](self.made, *args, **kwargs)
         elif func in NORMS and not in_transform():
             result = self._norm(func, norm_of(call.frame), *args, **kwargs)
         tracer = self.selected.tracer
@@ -468,7 +456,7 @@ class Raise(TorchFunctionMode):
             return NORMS[func](Norm(self.statistics, module), *args, **kwargs)
         return NotImplemented if self.plain_norm is None else self.plain_norm(func, module, args, kwargs)
 
-    def _packs(self, call: _Call) -> Any:
+    def _packs(self, call: ModelCall) -> Any:
         """What a call gives that packs sequences, or takes packed ones; NotImplemented for another one."""
         self.facts.line = call.line if call.function in PACKING else self.facts.line
         made = self.packs.call(self, call.function, call.args, call.kwargs, call.frame)
@@ -476,12 +464,12 @@ class Raise(TorchFunctionMode):
             self.notes[PACKED_NOTE] = None
         return made
 
-    def _asks(self, call: _Call) -> bool:
+    def _asks(self, call: ModelCall) -> bool:
         """True where a fact of the data may be asked for."""
         self.facts.line = call.line
         return self.captures and not in_transform() and not self.selected.is_inside
 
-    def _called(self, call: _Call, func: Any, args: Any, kwargs: Any) -> Any:
+    def _called(self, call: ModelCall, func: Any, args: Any, kwargs: Any) -> Any:
         """What torch gives, or where it wants data what is known of that without the data of an input."""
         try:
             if self.captures and counts_rows(func, args):
@@ -492,16 +480,17 @@ class Raise(TorchFunctionMode):
                 raise
             result = folded(self.known, func, args, kwargs, call.before)
             if result is not NotImplemented:
-                return self._took(_Call(func, args, kwargs, call.frame), result)
-            result = looked_up(func, args)
+                return self._took(ModelCall(func, args, kwargs, call.frame), result)
+            result = self.selected.views.call(self.made, func, args, kwargs, self._is_drawn)
             if result is not NotImplemented:
                 return result
             specialized = self._specialized(call, func, args, kwargs) or cut_later(func, args, kwargs, call.line)
             if specialized is None:
+                self.failed = error, func
                 raise
         return specialized()
 
-    def _specialized(self, call: _Call, func: Any, args: Any, kwargs: Any) -> Callable[[], Any] | None:
+    def _specialized(self, call: ModelCall, func: Any, args: Any, kwargs: Any) -> Callable[[], Any] | None:
         """The call with the numbers of the example batch; without the permission just whether it would do."""
         if not self._is_forward():
             return None
@@ -511,12 +500,15 @@ class Raise(TorchFunctionMode):
         specialized, self.may_specialize = specialised(func, args, kwargs, self.permitted, self.known, call.line)
         return specialized
 
-    def _is_sized(self, call: _Call, kinds: int) -> bool:
+    def _is_sized(self, call: ModelCall, kinds: int) -> bool:
         """True where the number of rows is taken from the example batch."""
         if self.permitted is None or kinds & ~STEADY:
             return False
         self.permitted.selected.add(call.line)
         return call.line in self.permitted.sized
+
+    def _is_drawn(self, tensor: Tensor) -> bool:
+        return self.known.operands(tensor, None).kinds & ~MEMORY == RANDOM
 
     def _is_forward(self) -> bool:
         return self.locator is not None and self.locator.phase == "forward"
@@ -527,6 +519,11 @@ class Raise(TorchFunctionMode):
 
     # -- what it is asked for -----------------------------------------------------------------------------------
 
+    def culprit(self) -> Any:
+        """The function that runs, or that raised the error on its way: others run meanwhile, as what no_grad() ends."""
+        error = sys.exc_info()[1]
+        return self.failed[1] if self.failed is not None and self.failed[0] is error else self.calling
+
     def told(self) -> list[str]:
         """The notes of this run."""
         return [*self.notes, *([note_of(self.validated)] if self.validated else [])]
@@ -535,6 +532,10 @@ class Raise(TorchFunctionMode):
     def captures(self) -> bool:
         """True while a model is traced, False while the plain module runs for comparison."""
         return self.locator is not None
+
+    def made(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        """What a call gives that is made like one of the model's."""
+        return self.__torch_function__(function, (), args, kwargs)
 
     def dropout(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
         """Dropout of the counter-based generator."""
@@ -578,14 +579,13 @@ class Raise(TorchFunctionMode):
         return number
 
 
-# Numbers begin here, so that a seed which the model sets is told from a number of ours.
-_FIRST = 1 << 40
+_FIRST = 1 << 40  # where numbers begin, so that a seed which the model sets is told from one of ours
 
 _TO_VALUES: frozenset[Any] = frozenset(
     (*READERS, Tensor.tolist, Tensor.__complex__, Tensor.__contains__, torch.equal, Tensor.equal)
 )
 _AS_NUMBERS: frozenset[Any] = frozenset((Tensor.item, Tensor.__float__))
-_Interceptor = Callable[[Raise, _Call], Any]
+_Interceptor = Callable[[Raise, ModelCall], Any]
 # Who gives a value that Python asks for, the surest first.
 _VALUES: tuple[_Interceptor, ...] = (
     Raise._updates,  # it is raised with the call that follows

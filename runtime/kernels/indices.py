@@ -35,7 +35,7 @@ def checked_index(index: torch.Tensor, size: int, ignored: int | None, least: in
     also = "" if ignored is None else f", or {ignored}, which is ignored"
     raise BatchError(
         f"index {value} is out of range: the table has {size} entries, so an index is {least} to {size - 1}{also}. "
-        f"Correct the token ids or labels, or enlarge the table."
+        f"Correct the token ids, labels or places, or enlarge the table."
     )
 
 

@@ -156,7 +156,7 @@ def caught(m: Item, y: Tensor, x: Tensor) -> Tensor:
 
 
 ITEMS_REFUSED: dict[str, tuple[Any, str]] = {
-    "a size": (lambda m, y, x: y[:, : x.argmax().item() % 8], r"The number is used by Python itself \(%\)"),
+    "a size": (lambda m, y, x: y[:, : x.argmax().item() % 8], r"The number is used by Python itself \(index\)"),
     "a list of sizes": (lambda m, y, x: y.split([8, y[0, 0].item()], 1)[0], r"is in an argument of split\(\)"),
     "a text": (lambda m, y, x: y * len(f"{y.mean().item():.3f}"), r"Python itself \(format\)"),
     "a log": (lambda m, y, x: KEPT.append(y.mean().item()) or y, "The number is kept from this step"),

@@ -185,6 +185,12 @@ ARITHMETIC: dict[str, Callable[[Tensor, Tensor, Any], Tensor]] = {
     "rounded": lambda out, y, beta: F.mse_loss(out, y) * (round(beta * 10) // 2 + math.floor(beta * 9) % 4 + 1),
     "tensors divided whole": lambda out, y, beta: ((out.detach() // beta) + (out % beta) * out).square().mean(),
     "many": lambda out, y, beta: F.mse_loss(out, y) * powers(beta),
+    "full": lambda out, y, beta: F.mse_loss(out, torch.full(y.shape, beta, dtype=y.dtype)),
+    "tensor": lambda out, y, beta: F.mse_loss(out, y) * torch.tensor(beta, dtype=y.dtype),
+    "tensor of a list": lambda out, y, beta: (out * torch.tensor([beta] * 8, dtype=y.dtype)).square().mean(),
+    "like another": lambda out, y, beta: F.mse_loss(
+        out, torch.full_like(y, beta) + y.new_full((8,), beta) * y.new_tensor(beta)
+    ),
     "isinstance": lambda out, y, beta: out.square().mean() * (beta if isinstance(beta, float) else 7.0),
 }
 
@@ -192,9 +198,6 @@ FALLBACKS: dict[str, Callable[[Tensor, Tensor, Any], Tensor]] = {
     "if": lambda out, y, beta: F.mse_loss(out, y) * (beta if beta > 0.65 else 2.0),
     "math": lambda out, y, beta: F.mse_loss(out, y) * math.exp(beta),
     "size": lambda out, y, beta: out[:, : int(beta * 8)].square().mean(),
-    "full": lambda out, y, beta: F.mse_loss(out, torch.full(y.shape, beta, dtype=y.dtype)),
-    "tensor": lambda out, y, beta: F.mse_loss(out, y) * torch.tensor(beta, dtype=y.dtype),
-    "tensor of a list": lambda out, y, beta: (out * torch.tensor([beta] * 8, dtype=y.dtype)).square().mean(),
     "option": lambda out, y, beta: F.smooth_l1_loss(out, y, beta=beta),
     "smoothing": lambda out, y, beta: F.cross_entropy(out, y.argmax(1), label_smoothing=beta / 4),
     "alpha": lambda out, y, beta: torch.add(out, y, alpha=beta).square().mean(),

@@ -289,9 +289,9 @@ def index_error(value: int, which: int) -> str:
     also = ", or -100, which is ignored" if which else ""
     place = "" if which else "tokens  "
     return (
-        f"index {value} is out of range: the table has 40 entries, so an index is 0 to 39{also}. Correct the token ids "
-        f"or labels, or enlarge the table.\n  In %NODE = autopar.checked_index  (made by capture)  # {place}FILE, "
-        "of %NODE"
+        f"index {value} is out of range: the table has 40 entries, so an index is 0 to 39{also}. Correct the token "
+        f"ids, labels or places, or enlarge the table.\n  In %NODE = autopar.checked_index  (made by capture)  "
+        f"# {place}FILE, of %NODE"
     )
 
 

@@ -75,7 +75,7 @@ NOT_DIVIDED: list[tuple[Any, type[Exception], str]] = [
     (ways.dropped_pieces, CaptureError, "it draws a number for each place"),
     (ways.routing_map, CaptureError, "masked_select"),
     (ways.grouped_map, CaptureError, "masked_select"),
-    (ways.searched, CaptureError, "a slice whose bounds are a tensor"),
+    (ways.searched, CaptureError, "a slice whose length a tensor decides"),
     (ways.fewer_pieces, CaptureError, ".tolist()"),
     (ways.in_place, LayoutError, LOOP),
     (ways.shared, LayoutError, LOOP),

@@ -144,7 +144,7 @@ def index_of_tensor(m: Any, x: Tensor) -> Tensor:
     return m.linear(x) * scales[x.argmax()]  # HERE
 
 
-@refused("a slice whose bounds are a tensor", "mask the rest")
+@refused("a slice whose length a tensor decides", "mask the rest")
 def slice_by_tensor(m: Any, x: Tensor) -> Tensor:
     n = (x > 0).sum()
     return m.linear(x)[:n]  # HERE

@@ -96,16 +96,8 @@ def tensor_split(
     return torch.tensor_split(input, run(Tensor.tolist, tensor_indices_or_sections), dim)
 
 
-def narrow(input: Tensor, dim: int, start: Any, length: int) -> Any:
-    """Some places in a row from one that a tensor says: torch would read it."""
-    if not isinstance(start, Tensor):
-        return NotImplemented
-    first = torch.where(start < 0, start + input.shape[dim], start).reshape(1)
-    return input.index_select(dim, first + torch.arange(length, device=input.device))
-
-
 def put(input: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Any:
-    """The other way round."""
+    """Raise torch.put, whose places count through the whole tensor."""
     flat = input.reshape(-1).index_put((index.reshape(-1),), source.reshape(-1), accumulate)
     return flat.reshape(input.shape)
 
@@ -136,29 +128,6 @@ def clamp(input: Tensor, min: Any = None, max: Any = None) -> Any:
     if min is None or max is None or isinstance(min, Tensor) == isinstance(max, Tensor):
         return NotImplemented
     return input.clamp(min=min).clamp(max=max)
-
-
-def looked_up(function: Any, args: Any) -> Any:
-    """`x[i]` with a tensor of one integer as the lookup of one row: torch takes its value, where a table would not.
-    NotImplemented for an index with other tensors in it."""
-    if function is not Tensor.__getitem__:
-        return NotImplemented
-    x, items = args[0], list(args[1]) if isinstance(args[1], tuple) else [args[1]]
-    tensors = [item for item in items if isinstance(item, Tensor)]
-    if not tensors or any(item.ndim or item.dtype not in _INTEGERS for item in tensors):
-        return NotImplemented
-    if any(isinstance(item, (bool, list)) for item in items):
-        return NotImplemented
-    taken = sum(item is not None and item is not Ellipsis for item in items)
-    at = next((i for i, item in enumerate(items) if item is Ellipsis), len(items))
-    items[at : at + 1] = [slice(None)] * (x.ndim - taken)
-    places = [i for i, item in enumerate(items) if isinstance(item, Tensor)]
-    y = x[tuple(slice(None) if i in places else item for i, item in enumerate(items))]
-    for i in reversed(places):
-        dim = sum(not isinstance(item, int) for item in items[:i])
-        row = torch.where(items[i] < 0, items[i] + y.shape[dim], items[i])
-        y = y.index_select(dim, row.reshape(1)).squeeze(dim)
-    return y
 
 
 _FIRST_DIM = ((), (0,), (("dim", 0),))  # what torch.cat is given beside the tensors

@@ -10,7 +10,7 @@ import math
 import operator
 import os
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,8 +18,10 @@ from typing import Any
 import torch
 
 from autopar.capture.python.arithmetic import DTYPES, Arithmetic, is_input, plain
+from autopar.capture.python.number_tensors import Spelling, as_tensors, is_making
 from autopar.capture.python.spans import CountSum, RowGroup, piece_between, sum_of
 from autopar.capture.refusals.location import user_frame
+from autopar.capture.trace.computed_views import PLACED, rows_between
 from autopar.errors import CaptureError
 from autopar.ir.ops.op_facts import numbers_of
 
@@ -197,6 +199,10 @@ class Scalar:
         is_held = self._at is None and self._book[0].is_open
         return self._book[0].read(made(), function) if is_held else NotImplemented
 
+    def place(self) -> Any:
+        """The tensor of an integer that a tensor holds, to look something up by; else the integer itself."""
+        return operator.index(self) if self._at is not None or self.tensor().is_floating_point() else self.tensor()
+
     def drawn(self, how: str) -> Any:
         """The number of a step, of one that random numbers alone decide; another one is refused for `how`."""
         value = NotImplemented if self._at is not None else self._book[0].drawn(self.tensor())
@@ -228,7 +234,7 @@ class Scalar:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = with_tensors(func, args, kwargs or {})
+        func, args, kwargs = with_tensors(func, args, kwargs or {})
         return func(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -313,21 +319,35 @@ class Scalar:
     __divmod__, __rdivmod__, __reduce_ex__ = map(_refusal, ("divmod", "divmod", "pickle"))
 
 
-def with_tensors(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments of a torch function with tensors for the stand-ins among them."""
+def with_tensors(func: Any, args: Any, kwargs: Any) -> Spelling:
+    """The call of a torch function with tensors for the stand-ins among its arguments."""
     if func in _INDEXED:
-        args = (args[0], _index(args[1]), *args[2:])
+        value = tuple(map(_tensor, args[2:]))
+        is_any = bool(value) and not getattr(value[0], "ndim", 0)  # what is put there fits any number of rows
+        args = (args[0], _index(args[1], is_any), *value)
+    elif func in PLACED:
+        args, kwargs = tuple(map(_place, args)), {name: _place(value) for name, value in kwargs.items()}
+    elif is_making(func) and _has_numbers((*args, *kwargs.values())):
+        call = as_tensors(func, args, kwargs, _tensor)
+        if call is not None:
+            return call
     args, kwargs = tuple(_whole(func, arg) for arg in args), {name: _whole(func, arg) for name, arg in kwargs.items()}
     values = [*args, *kwargs.values()]
-    found = [value for value in values if type(value) is Scalar]
-    if not found:
-        return args, kwargs
-    name = getattr(func, "__name__", "")
+    if not _has_numbers(values):
+        return func, args, kwargs
+    name = getattr(func, "__name__", "a function")
     if len(args) > numbers_of(name) or any(type(v) is Scalar for k, v in kwargs.items() if k in _OPTIONS):
-        found[0].refuse(f"is an argument of {getattr(func, '__name__', 'a function')}()")
-    tensors = [value for value in values if isinstance(value, Tensor)]
-    made = [v.like(tensors, name.strip("_") == "lerp") if type(v) is Scalar else v for v in values]
-    return tuple(made[: len(args)]), dict(zip(kwargs, made[len(args) :], strict=True))
+        how = f"is an argument of {name}()"
+        made = [value.drawn_integer(how) if type(value) is Scalar else value for value in values]
+    else:
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        made = [v.like(tensors, name.strip("_") == "lerp") if type(v) is Scalar else v for v in values]
+    return func, tuple(made[: len(args)]), dict(zip(kwargs, made[len(args) :], strict=True))
+
+
+def _has_numbers(values: Iterable[Any]) -> bool:
+    """True if there are stand-ins among values, or in a list of them."""
+    return any(type(one) is Scalar or (type(one) in (tuple, list) and _has_numbers(one)) for one in values)
 
 
 def _whole(func: Any, value: Any) -> Any:
@@ -343,13 +363,30 @@ def _whole(func: Any, value: Any) -> Any:
 _INDEXED = (Tensor.__getitem__, Tensor.__setitem__)
 
 
-def _index(value: Any) -> Any:
-    """An index with Python integers for the stand-ins in it."""
+def _tensor(value: Any) -> Any:
+    return value.tensor() if type(value) is Scalar else value
+
+
+def _place(value: Any) -> Any:
+    return value.place() if type(value) is Scalar else value
+
+
+def _index(value: Any, is_any: bool) -> Any:
+    """An index with tensors for the stand-ins in it, which are looked up; a slice whose length they decide has Python
+    integers, unless it may have any length."""
     if type(value) is tuple:
-        return tuple(map(_index, value))
-    if type(value) is slice:
-        return slice(*map(_index, (value.start, value.stop, value.step)))
-    return operator.index(value) if type(value) is Scalar else value
+        return tuple(_index(item, is_any) for item in value)
+    if type(value) is Scalar:
+        return value.place()
+    if type(value) is not slice or not any(type(bound) is Scalar for bound in (value.start, value.stop, value.step)):
+        return value
+    start, stop = map(_place, (value.start, value.stop))
+    if type(value.step) is not Scalar and (is_any or rows_between(start, stop) is not None):
+        return slice(start, stop, value.step)
+    start, stop, step = (
+        operator.index(one) if type(one) is Scalar else one for one in (value.start, value.stop, value.step)
+    )
+    return slice(start, stop, step)
 
 
 def _of_two(function: Callable[[Any, Any], Any], left: Any, right: Any) -> Any:
@@ -392,14 +429,15 @@ def _of_tensors(function: Callable[..., Any], *numbers: Any) -> Any:
         return _of_drawn(_DIVIDES, function, *numbers)
     if function is operator.pow and not ((type(right) is int and right >= 0) or (type(left) is float and left > 0)):
         return _of_drawn(_RAISES, function, *numbers)
-    if function not in _OF_TENSORS:
+    is_remainder = function in _REMAINDERS and type(right) in DTYPES and right != 0
+    if function not in _OF_TENSORS and not is_remainder:
         how = f"is used by Python itself ({_SIGNS.get(function, function.__name__)})"
         return _of_drawn(how, function, *numbers)
     is_float = function is operator.truediv or any(isinstance(number, float) for number in numbers)
     dtype = torch.float64 if is_float else torch.int64
     tensors = [number._as(dtype) if type(number) is Scalar else number for number in numbers]
     places = frozenset(place for number in numbers if type(number) is Scalar for place in number._book[1])
-    return Scalar((known._book[0], places), function(*tensors))
+    return Scalar((known._book[0], places), _REMAINDERS.get(function, function)(*tensors))
 
 
 def _of_drawn(how: str, function: Callable[..., Any], *numbers: Any) -> Any:
@@ -409,6 +447,7 @@ def _of_drawn(how: str, function: Callable[..., Any], *numbers: Any) -> Any:
 
 
 _OF_TENSORS = (operator.neg, operator.abs, operator.add, operator.sub, operator.mul, operator.truediv, operator.pow)
+_REMAINDERS: dict[Any, Callable[..., Any]] = {operator.mod: torch.remainder, operator.floordiv: torch.floor_divide}
 _SIGNS: dict[Any, str] = {operator.mod: "%", operator.floordiv: "//"}
 
 

@@ -60,7 +60,7 @@ INTEGER = Construct(
     "a tensor as a Python integer (int(), range, an index or a size)",
     "Pass the number in as a Python int (each value compiles a program of its own), or use a fixed size and a mask; "
     "as a factor or a term leave it a tensor, x.sum().long(); to look a value up, keep the list as a tensor: "
-    "table[index].",
+    "table[index]; where it says only at which place rows begin, queue[:, i : i + 8], read it by .item().",
 )
 _EQUAL = Construct("{}, which gives a Python bool", f"{_WHERE}, with (a == b).all() or torch.isclose(a, b).all().")
 _MASKED = "Keep the size: x * mask, x.masked_fill(~mask, 0) or torch.where; a mean is (x * mask).sum() / mask.sum()."
@@ -73,7 +73,8 @@ READS: Mapping[Any, Construct] = {
     **dict.fromkeys((Tensor.__int__, Tensor.__index__), INTEGER),
     **dict.fromkeys((Tensor.numpy, Tensor.__array__), _NUMPY),
     Tensor.__getitem__: Construct(
-        "a slice whose bounds are a tensor", "Use bounds that are Python integers, or keep all rows and mask the rest."
+        "a slice whose length a tensor decides",
+        "Use bounds that are so many rows apart, x[i : i + 8], or Python integers, or keep all rows and mask the rest.",
     ),
     **dict.fromkeys((torch.allclose, Tensor.allclose), Construct(_EQUAL.name.format("allclose"), _EQUAL.instead)),
     **dict.fromkeys((torch.equal, Tensor.equal), Construct(_EQUAL.name.format("torch.equal"), _EQUAL.instead)),

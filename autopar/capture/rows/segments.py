@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -23,6 +24,7 @@ from autopar.capture.refusals.location import Line
 from autopar.capture.rows.row_rules import ValidRows
 from autopar.capture.rows.row_sides import UnfitRows
 from autopar.capture.rows.turns import MaskOrder
+from autopar.capture.trace.computed_views import ComputedViews
 from autopar.capture.trace.tracer import Tracer
 from autopar.ir.ops.ops import op
 
@@ -45,6 +47,7 @@ class CutRows(Protocol):
     tracer: Tracer | None
     order: MaskOrder
     known: dict[int, ValidRows]
+    views: ComputedViews
 
     def row_of(self, value: Any) -> ValidRows | None:
         """What a tensor is, if it is such rows."""
@@ -218,17 +221,23 @@ class Segments:
         return made
 
     def _take(self, selected: CutRows, run: Run, x: Tensor, groups: _Groups, place: int) -> Tensor:
-        self.is_cutting = True
-        try:
-            made: Tensor = run(Tensor.__getitem__, x, groups.masks[place])
-        finally:
-            self.is_cutting = False
+        mask = groups.masks[place]
+        made = self._rows(x, mask, run)
+        selected.views.note(x, made, partial(self._rows, x, mask), lambda run: run(Tensor.__setitem__, x, mask, made))
         mine = selected.row_of(made)
         if mine is not None:  # of integers what others have there is as good an index
             selected.known[id(made)] = replace(mine, origin=torch.split, is_whole=not x.is_floating_point())
         if place not in groups.taken:
             sides = selected.order.sides
             groups.taken[place] = None if mine is None else mine.valid, (0, 0) if sides is None else sides.cut()
+        return made
+
+    def _rows(self, x: Tensor, mask: Tensor, run: Run) -> Tensor:
+        self.is_cutting = True
+        try:
+            made: Tensor = run(Tensor.__getitem__, x, mask)
+        finally:
+            self.is_cutting = False
         return made
 
     # -- put together -------------------------------------------------------------------------------------------

@@ -47,6 +47,7 @@ from autopar.capture.rows.row_sides import lies_at
 from autopar.capture.rows.segments import Segments
 from autopar.capture.rows.selections import NONZERO, mask_of, selecting
 from autopar.capture.rows.turns import MaskOrder
+from autopar.capture.trace.computed_views import ComputedViews, note_origin
 from autopar.capture.trace.tracer import Tracer
 from autopar.errors import CaptureError
 from autopar.ir.ops.op_facts import QUERIES, form_argument, writes_first
@@ -75,6 +76,7 @@ class Selected:
     is_inside: bool = False  # of a call that is followed: torch may spell it out in calls of its own
     draws: RowDraws = field(default_factory=RowDraws)
     segments: Segments = field(default_factory=Segments)
+    views: ComputedViews = field(default_factory=ComputedViews)
 
     def __post_init__(self) -> None:
         self.order = MaskOrder(self.locator, Branches() if self.reads is None else self.reads.branches)
@@ -188,9 +190,20 @@ class Selected:
     def saw(self, function: Any, args: Any, kwargs: Any, result: Any, computes: bool) -> None:
         """A call with what it returned. computes: it is the model's."""
         self.segments.saw(function, args, kwargs, result)
+        note_origin(function, args, kwargs, result)
         if computes and not self.segments.is_cutting and selecting(function, args, kwargs) is not None:
             mine = None if self.row_of(args[0]) else next(self.rows_in(result), None)
             self.draws.selected(None if mine is None else mine.valid)
+
+    def refresh(self, run: Run, given: Any) -> None:
+        """Look up again what a call is given whose original was written since."""
+        if self.views.are_stale:
+            self.views.refresh(run, _tensors_in(given))
+
+    def fresh(self, result: Any) -> Any:
+        """What the model returned, all of it as it is at the end."""
+        self.refresh(lambda function, *args: function(*args), result)
+        return result
 
     def call(self, run: Run, function: Any, args: Any, kwargs: Any) -> Any:
         """A call that takes such rows. Raises CaptureError unless it takes each by itself."""
