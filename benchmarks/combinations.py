@@ -141,6 +141,8 @@ def draw(
         options["input_gradients"] = True
     if dice.random() < 1 / 6:  # last, as well
         options["written"] = True
+    if dice.random() < 1 / 6:  # last, as well
+        options["places"] = True
     if is_composed:
         name = composed.drawn(dice)
         for key in ("specialize", "per_microbatch", "expert_rows", "experts", *["slices"] * (dice.random() < 0.7)):
@@ -186,15 +188,11 @@ def run(name: str, mesh: str, options: Mapping[str, Any], rows: int) -> float:
         options = {**options, "slices": _lengths(batch, slices)}
     batch = _grown(batch, rows)
     if "input_gradients" in options:
-        options = {key: value for key, value in options.items() if key != "input_gradients"}
         tree_map(lambda leaf: leaf.requires_grad_(leaf.is_floating_point()), _leaves(batch))
-    if "per_microbatch" in options:
-        options, loss_fn = {key: value for key, value in options.items() if key != "per_microbatch"}, _of_parts
-    if "written" in options:
-        options, loss_fn = (
-            {key: value for key, value in options.items() if key != "written"},
-            partial(_writing, loss_fn),
-        )
+    loss_fn = _of_parts if "per_microbatch" in options else loss_fn
+    for name_, wrapped in (("written", _writing), ("places", _with_places)):
+        loss_fn = partial(wrapped, loss_fn) if name_ in options else loss_fn
+    options = {key: value for key, value in options.items() if key not in _OF_THE_LOSS}
     report = verify(model, mesh, loss_fn=loss_fn, batch=batch, **options)
     if not report.ok:
         wrong = "; ".join(f"{row.kind} {row.name} {row.error:.0e}" for row in report.rows if not row.ok)
@@ -212,6 +210,22 @@ def _writing(loss_fn: LossFn | None, model: nn.Module, *args: Any, **batch: Any)
                 parameter.lerp_(other, 0.1)
     parameters[-1].data = parameters[-1].data.clamp(-0.5, 0.5)
     return loss_of(model(*args, **batch)) if loss_fn is None else loss_fn(model, *args, **batch)
+
+
+def _with_places(loss_fn: LossFn | None, model: nn.Module, *args: Any, **batch: Any) -> Any:
+    """A loss with a term of a table that is read and written at places that tensors hold."""
+    loss = loss_of(model(*args, **batch)) if loss_fn is None else loss_fn(model, *args, **batch)
+    table = torch.stack([parameter.float().mean() for parameter in model.parameters()] * 2) * 1.0
+    size = len(table)
+    drawn, counted = torch.randint(0, size - 2, ()), (table.detach() > 0).sum() % (size - 1)
+    part = table[counted : counted + 2]
+    table[drawn : drawn + 3].mul_(0.5)
+    table[counted.item()] += 1
+    table[drawn.item() : counted] = 0.25
+    return loss + 0.01 * ((table.tanh() * torch.arange(size)).square().mean() + part.sum())
+
+
+_OF_THE_LOSS = ("input_gradients", "per_microbatch", "written", "places")
 
 
 def _of_parts(model: nn.Module, **batch: Any) -> torch.Tensor:

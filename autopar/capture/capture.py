@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar.capture.captured import Captured
+from autopar.capture.captured import Captured, leaf_of
 from autopar.capture.changed_state import ChangedState
 from autopar.capture.data.casts import default_dtype, idle_autocast
 from autopar.capture.data.determinism import HostDrawsFound, Steady
 from autopar.capture.data.foreign import foreign_state
-from autopar.capture.data.item_values import check_returned
+from autopar.capture.data.item_values import check_returned, returned
 from autopar.capture.data.reads import Answers, Reads, Unknown, known_inputs
 from autopar.capture.data.recorded_calls import RecordedCalls
 from autopar.capture.data.so_far import SoFar, fake_like
@@ -54,6 +54,7 @@ from autopar.capture.ops.decompositions import decompositions
 from autopar.capture.python.attributes import Attributes
 from autopar.capture.python.counters import CountedNumbers
 from autopar.capture.python.ran import Ran
+from autopar.capture.python.stand_in import mark_number, stands_for_number
 from autopar.capture.raising import Raise
 from autopar.capture.refusals.explain_failure import explain
 from autopar.capture.refusals.location import Locator
@@ -513,7 +514,7 @@ class _Capture:
                 loss, aux = split_result(self.selected.fresh(self._result(*args, **kwargs)), self.loss_fn)
             if self.coins.trail is not None:
                 loss, aux = self._joined(loss, aux)
-            check_returned((loss,))
+            check_returned(loss)
             sources = [*trainable, *self.asked]
             check_loss(loss, self.loss_fn, trainable)
             self.fault = outside_fault(loss, {id(tensor) for _, tensor in sources}, self.untrained, self.outside)
@@ -569,11 +570,12 @@ class _Capture:
         """The tensors in what was returned, which leave the program; the rest of it is kept."""
         what = "what loss_fn returned beside the loss" if self.train else "the result"
         parts = take_apart(result, what, lenient=not self.train)
-        check_returned(parts.leaves)
-        values = list(parts.tensors())
-        self.result = (parts.form, tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in parts.leaves))
-        self.outputs += [Output("aux" if self.train else "value", str(i)) for i, _ in values]
-        return [tensor for _, tensor in values]
+        leaves = returned(parts.leaves)
+        values = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+        kept = (leaf if i not in values else leaf_of(values[i]) for i, leaf in enumerate(leaves))
+        self.result = (parts.form, tuple(kept))
+        self.outputs += [Output("aux" if self.train else "value", str(i)) for i in values]
+        return list(values.values())
 
     def _guards(self) -> list[torch.Tensor]:
         """The tensors whose values were taken from the example batch; they leave last."""
@@ -586,5 +588,9 @@ class _Capture:
     def _joined(self, *results: Any) -> Any:
         """What a run gave, with the sides of its coins joined."""
         parts = take_apart(results, lenient=True)
-        joined = self.coins.left([*parts.leaves, *self.left.tensors()])
-        return put_together(parts.form, joined[: len(parts.leaves)])
+        leaves = returned(parts.leaves)
+        joined = self.coins.left([*leaves, *self.left.tensors()])[: len(leaves)]
+        for one, leaf in zip(joined, leaves, strict=True):
+            if isinstance(leaf, torch.Tensor) and stands_for_number(leaf):
+                mark_number(one)
+        return put_together(parts.form, joined)

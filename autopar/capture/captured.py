@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any
 
 import torch
@@ -15,9 +16,21 @@ from autopar.capture.inputs.batch_dims import Dims
 from autopar.capture.inputs.containers import Form, put_together
 from autopar.capture.inputs.partners import Partner
 from autopar.capture.python.ran import Ran
+from autopar.capture.python.stand_in import stands_for_number
 from autopar.capture.rows.row_draws import RowDraw
 from autopar.capture.rows.row_sides import RowUses
 from autopar.ir.program import Program
+
+
+class ReturnedLeaf(Enum):
+    """What stands among what was returned for something that leaves the program."""
+
+    NUMBER = "number"  # as a tensor []
+
+
+def leaf_of(tensor: torch.Tensor) -> ReturnedLeaf | None:
+    """What stands for a tensor that leaves the program: None, or that it is a number."""
+    return ReturnedLeaf.NUMBER if stands_for_number(tensor) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +38,7 @@ class Captured:
     """A captured step.
 
     `constants` are the tensors that the model made or keeps outside of parameters and buffers. `result_form` and
-    `result_leaves` rebuild what was returned (None stands for a tensor, which leaves as an output): the model's output
+    `result_leaves` rebuild what was returned (`leaf_of` stands for what leaves as an output): the model's output
     in a forward-only program, or what the loss function of a training step returned beside the loss. `reads` are the
     values taken from the example batch, in the order of the program's outputs of kind "guard". `frozen` are the
     parameters that are not trained, by first name. `partners` are other models in the loss, whose tensors' names begin
@@ -75,7 +88,8 @@ class Captured:
         leaves = list(self.result_leaves)
         for out, value in zip(self.program.outputs, outputs, strict=True) if leaves else ():
             if out.kind in ("value", "aux"):
-                leaves[int(out.name)] = value
+                is_number = leaves[int(out.name)] is ReturnedLeaf.NUMBER and value is not None
+                leaves[int(out.name)] = value.item() if is_number else value
         return put_together(self.result_form, leaves)
 
 

@@ -75,9 +75,17 @@ def gradients_of_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Valu
 
 
 def values_of(aux: Any) -> Values:
-    """The tensors that a loss function returned beside the loss, named as a program's outputs are."""
-    tensors = take_apart(aux, lenient=True).tensors()
-    return {("aux", str(i)): tensor.detach().clone() for i, tensor in tensors}
+    """The tensors and numbers that a loss function returned beside the loss, named as a program's outputs are."""
+    return numbered(take_apart(aux, lenient=True).leaves)
+
+
+def numbered(leaves: Iterable[Any]) -> Values:
+    """The tensors and numbers among leaves, named as a program's outputs are."""
+    found = (
+        (i, torch.tensor(one, dtype=torch.float64) if type(one) in (int, float) else one)
+        for i, one in enumerate(leaves)
+    )
+    return {("aux", str(i)): one.detach().clone() for i, one in found if isinstance(one, torch.Tensor)}
 
 
 class Plain:

@@ -23,7 +23,16 @@ from autopar.verification.borrowed import Borrowed
 from autopar.verification.dtypes import dtype_of
 from autopar.verification.judge.comparison import Values
 from autopar.verification.places import Batches, Made, aux_at, meshes_of_place, places_of, seeds_of, with_means
-from autopar.verification.plain import SCALE, DrawsOf, OptimizerFactory, as_they_come, begin_with, draws_of, optimized
+from autopar.verification.plain import (
+    SCALE,
+    DrawsOf,
+    OptimizerFactory,
+    as_they_come,
+    begin_with,
+    draws_of,
+    numbered,
+    optimized,
+)
 from autopar.verification.versions import Versions
 from autopar.verification.virtual_inputs import RankPrograms, Whole, whole_inputs
 
@@ -104,11 +113,14 @@ class Virtual:
             self.replicas[out.kind, out.name] = replica_error(parts, layout, held)
             if out.kind in ("gradient", INPUT_GRADIENT) and any(entry.kind == "scale" for entry in program.inputs):
                 values[out.kind, out.name] /= SCALE
+        for place, (captured, _) in enumerate(programs):  # numbers that are the same in every step leave no program
+            known = numbered(captured.result_leaves)
+            values.update((key if len(batches) == 1 else aux_at(key, place), value) for key, value in known.items())
         counts = [guards[-1] if guards else None]  # of the rows of masks, at each place
         if len(batches) > 1:
             found, counts = self._of_places(outputs)
             values.update(found)
-            guards = [torch.stack(known).sum(0)] if (known := [one for one in counts if one is not None]) else []
+            guards = [torch.stack(rows).sum(0)] if (rows := [one for one in counts if one is not None]) else []
         else:
             check_reads(self.captured.reads, guards)
         for (captured, _), drawn, own in zip(self.programs, seeds_of(seed, len(batches)), counts, strict=True):

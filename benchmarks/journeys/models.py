@@ -207,6 +207,25 @@ class Momentum(nn.Module):
         return x_BTD + 0.5 * torch.tanh(self.fast(x_BTD) - self.slow(x_BTD))
 
 
+class Queue(nn.Module):
+    """Rows that each step in training mode puts where a pointer says, which goes around (MoCo's queue)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+        self.register_buffer("queue", torch.zeros(6, width))
+        self.register_buffer("at", torch.zeros(1, dtype=torch.int64))
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        at = self.at.item()
+        if self.training:
+            with torch.no_grad():
+                self.queue[at : at + 2] = self.inner.weight[:2]
+                self.queue[(at + 3) % 6].mul_(0.5)
+                self.at[0] = (at + 2) % 6
+        return x_BTD + self.inner(x_BTD) * (self.queue[at] + self.queue.mean(0))
+
+
 class Experts(nn.Module):
     """A loop over experts, each of which takes the rows that chose it. One without rows is left out: by a test, or as
     the loop goes over those that have some alone ("hit", as transformers' models have it, or "unique")."""
@@ -265,6 +284,7 @@ BLOCKS: Mapping[str, Callable[[int], nn.Module]] = {
     "twice": Twice,
     "average": Average,
     "momentum": Momentum,
+    "queue": Queue,
     "scale": Scale,
     "experts": lambda width: Experts(width, "all"),
     "experts hit": lambda width: Experts(width, "hit"),

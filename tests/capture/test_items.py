@@ -176,13 +176,56 @@ def test_an_item_that_python_needs_is_refused(name: str) -> None:
     assert ("specialize=True" in text) == (name == "a size")
 
 
-def test_an_item_that_is_returned_is_refused() -> None:
-    def loss(model: nn.Module, x: Tensor) -> Any:
-        value = squares(model, x)
-        return value, {"mean": value.item()}
+def with_numbers(model: nn.Module, x: Tensor) -> Any:
+    """A loss with what a log has of it."""
+    y = model(x)
+    right = y.argmax(1) == x.argmax(1)
+    loss = y.square().mean()
+    log = {"loss": loss.item(), "right": right.sum().item(), "share": 100 * right.double().mean().item(), "rate": 2.5}
+    return loss, {**log, "of": [y.max().item(), "text", 3], "y": y}
 
-    with pytest.raises(CaptureError, match=r"This line has \.item\(\).*The number is returned"):
-        verify(Item(ITEMS["a factor"]), "dp=2", loss_fn=loss, batch=torch.randn(12, 8))
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [("dp=3,tp=2", {}), ("fsdp=2", {"zero": 3}), ("pp=2,dp=2", {"microbatches": 3}), ("dp=2", {"precision": "bf16"})],
+)
+def test_items_are_returned(mesh: str, options: Any) -> None:
+    torch.manual_seed(0)
+    report = verify(Item(lambda m, y, x: y), mesh, loss_fn=with_numbers, batch=torch.randn(12, 8), **options)
+    assert report.ok and sum(row.kind == "aux" for row in report.rows) == 7, str(report)
+
+
+def test_returned_items_are_numbers_of_their_step(tmp_path: Any) -> None:
+    """With a program of the cache, too."""
+    torch.manual_seed(0)
+    plain = Item(lambda m, y, x: y)
+    for _ in range(2):
+        parallel = parallelize(copy.deepcopy(plain), "dp=1", loss_fn=with_numbers, cache=tmp_path)
+        for x in torch.randn(2, 12, 8):
+            parallel.forward_backward(x)
+            expected = with_numbers(plain, x)[1]
+            assert {name: type(value) for name, value in parallel.last_aux.items() if name != "y"} == {
+                name: type(value) for name, value in expected.items() if name != "y"
+            }
+            assert parallel.last_aux["right"] == expected["right"] and parallel.last_aux["of"][1:] == ["text", 3]
+            assert parallel.last_aux["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert len(parallel.programs) == 1
+
+
+def test_items_of_a_forward_pass_are_returned() -> None:
+    model = Item(lambda m, y, x: (y, y.max().item(), y.argmax().item()))
+    parallel = parallelize(copy.deepcopy(model), "dp=1").eval()
+    with torch.no_grad():
+        for x in torch.randn(2, 12, 8):
+            assert parallel(x)[1:] == pytest.approx(model(x)[1:])
+    assert type(parallel(x)[2]) is int
+
+
+def test_an_item_as_the_loss_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"This line has \.item\(\).*The number is returned as the loss"):
+        verify(
+            Item(ITEMS["a factor"]), "dp=2", loss_fn=lambda model, x: squares(model, x).item(), batch=torch.randn(12, 8)
+        )
 
 
 class LookedUp(nn.Module):

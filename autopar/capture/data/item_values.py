@@ -1,7 +1,8 @@
 """What `.item()` gives while a step is captured: a number that stays a tensor, as long as arithmetic alone uses it.
 
 `torch.clamp(x, min=x.max().item() - 80)` needs no value. Where the model asks for one all the same (an `if`, a size, a
-text), where the number outlives the run (a log) or is returned, `.item()` is refused as ever.
+text), or where the number outlives the run (a log), `.item()` is refused as ever. One that is returned leaves the
+program as a tensor, and is a number again where the step ends.
 """
 
 from __future__ import annotations
@@ -109,8 +110,13 @@ class Items:
                 raise item.error("is kept from this step")
 
 
-def check_returned(leaves: Iterable[Any]) -> None:
-    """Raise CaptureError for a number among what the model or the loss returned."""
-    for leaf in leaves:
-        if type(leaf) is Scalar:
-            leaf.refuse("is returned")
+def check_returned(loss: Any) -> None:
+    """Raise CaptureError for a loss that is a number."""
+    if type(loss) is Scalar:
+        loss.refuse("is returned as the loss")
+
+
+def returned(leaves: Iterable[Any]) -> list[Any]:
+    """What was returned, with tensors for the numbers among it, which leave the program. Those of Python's own
+    arithmetic stay as they are."""
+    return [leaf.held() if type(leaf) is Scalar else leaf for leaf in leaves]

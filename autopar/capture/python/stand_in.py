@@ -64,6 +64,12 @@ def stands_for_number(tensor: Tensor) -> bool:
     return hasattr(tensor, "is_autopar_number")
 
 
+def mark_number(tensor: Tensor) -> Tensor:
+    """The tensor, which stands for a number from now on."""
+    tensor.is_autopar_number = True  # type: ignore[attr-defined]
+    return tensor
+
+
 _KEPT = "is kept from a capture"
 _TOO_LARGE = "is an integer of more than 64 bits where it meets a tensor"
 _DIVIDES = "is divided with a number, which Python refuses where it is zero"
@@ -138,7 +144,7 @@ class Scalar:
         self.span, self._addends = span, addends
         book[0].watch(self)
         if tensor is not None:
-            tensor.is_autopar_number = True  # type: ignore[attr-defined]
+            mark_number(tensor)
 
     @staticmethod
     def of_place(place: Hashable, number: Any, misuse: Misuse) -> Scalar:
@@ -171,8 +177,7 @@ class Scalar:
     def tensor(self) -> Tensor:
         """What stands for the number in the graph: nothing of it is rounded."""
         if self._tensor is None:
-            self._tensor = self._sum() if self.span is not None else self._computed()
-            self._tensor.is_autopar_number = True  # type: ignore[attr-defined]
+            self._tensor = mark_number(self._sum() if self.span is not None else self._computed())
         return self._tensor
 
     def _sum(self) -> Tensor:
@@ -198,6 +203,10 @@ class Scalar:
         """What Python is given of a tensor that is made of this number; NotImplemented if no tensor holds it."""
         is_held = self._at is None and self._book[0].is_open
         return self._book[0].read(made(), function) if is_held else NotImplemented
+
+    def held(self) -> Any:
+        """The tensor of a number that a tensor holds; another number itself."""
+        return self if self._at is not None else self.tensor()
 
     def place(self) -> Any:
         """The tensor of an integer that a tensor holds, to look something up by; else the integer itself."""

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from autopar.capture import Captured
+from autopar.capture.captured import ReturnedLeaf
 from autopar.capture.inputs.containers import DictKeys, Form, Leaf, Node, SeenAgain
 from autopar.capture.python.guards import Guards
 from autopar.capture.python.read_digests import Unclear
@@ -197,6 +198,8 @@ def _leaf_json(leaf: Any) -> Any:
         return leaf
     if type(leaf) is float:
         return {"float": leaf.hex()}
+    if isinstance(leaf, ReturnedLeaf):
+        return {"leaf": leaf.value}
     raise Unclear(f"it returns a {type(leaf).__name__}")
 
 
@@ -297,4 +300,6 @@ def _form(says: Any) -> Form:
 
 
 def _leaf(says: Any) -> Any:
-    return float.fromhex(says["float"]) if isinstance(says, dict) else says
+    if isinstance(says, dict):
+        return ReturnedLeaf(says["leaf"]) if "leaf" in says else float.fromhex(says["float"])
+    return says
