@@ -52,7 +52,8 @@ class ParameterStore:
 
     def distribute(self, agreement: Agreement, seed: int, weights: str | Path | None = None) -> None:
         """Parameters become DTensors with rank 0's values; buffers lie whole on every rank. All do so in place. Every
-        rank must call this, with models of the same state. No more than one parameter is whole on the device at a time.
+        rank must call this, with models of the same state. No more than one parameter is whole on the device at a time,
+        but for small ones.
 
         weights: the files of what is on the meta device; None for `reset_parameters`.
         """
