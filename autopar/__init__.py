@@ -69,7 +69,10 @@ if not TYPE_CHECKING:  # a type checker has the names from above, and sees one t
     def __getattr__(name: str) -> Any:
         if name not in _HOME:
             raise AttributeError(f"module 'autopar' has no attribute '{name}'")
-        return getattr(importlib.import_module(_HOME[name]), name)
+        from autopar.compiler.garbage import uncollected
+
+        with uncollected():  # what is imported stays: looking through it for garbage takes as long again
+            return getattr(importlib.import_module(_HOME[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -15,7 +15,7 @@ import torch
 from autopar.checkpoint import folder
 from autopar.checkpoint.load import Loaded, load_run
 from autopar.checkpoint.run import Run
-from autopar.checkpoint.save import Saving, begin
+from autopar.checkpoint.save import Beside, begin
 from autopar.checkpoint.together import AllRanks
 from autopar.errors import CheckpointError
 
@@ -45,7 +45,7 @@ class Checkpointer:
         self.directory, self.every, self.keep, self.asynchronous = Path(directory), every, keep, asynchronous
         self.extra: Any = None
         self.done = 0
-        self._writing: tuple[Saving, threading.Thread] | None = None
+        self._writing: Beside | None = None
         self._staging: dict[str, torch.Tensor] = {}
         self._signal: signal.Signals | None = None
 
@@ -72,17 +72,16 @@ class Checkpointer:
                 yield step
                 self.done = done = step + 1
                 is_asked = ranks.any("signals", self._signal is not None)
-                self._poll(ranks, wait=is_asked)
+                self._poll(wait=is_asked)
                 if done % self.every == 0 or done == count or is_asked:
-                    self._save(run, ranks, done, is_last=done == count or is_asked)
+                    self._save(run, done, is_last=done == count or is_asked)
                 if is_asked:
                     self._leave(ranks, done)
 
     def close(self) -> None:
         """Wait for a save that is being written, and commit it. Every rank calls it behind a loop that was left by
         `break`; one that ends does so itself."""
-        if self._writing is not None:
-            self._poll(self._writing[0].ranks, wait=True)
+        self._poll(wait=True)
 
     def _resumed(self, run: Run, resume: int | str) -> int:
         """How many steps are done: those of the checkpoint that is loaded."""
@@ -100,30 +99,22 @@ class Checkpointer:
         self.extra = loaded.extra
         return loaded.step
 
-    def _save(self, run: Run, ranks: AllRanks, step: int, is_last: bool) -> None:
+    def _save(self, run: Run, step: int, is_last: bool) -> None:
         """Save now, or begin to, once the save before is committed."""
-        self._poll(ranks, wait=True)
+        self._poll(wait=True)
         is_beside = self.asynchronous and not is_last
-        saving = begin(run, self.directory, step, self.extra, self._staging if is_beside else None)
-        if not is_beside:
-            saving.write()
-            saving.finish(self.keep)
-            return
-        thread = threading.Thread(target=saving.write, name="autopar-checkpoint")
-        thread.start()
-        self._writing = saving, thread
+        saving = begin(run, self.directory, step, self.extra, self.keep, self._staging if is_beside else None)
+        if is_beside:
+            self._writing = Beside(saving)
+        else:
+            saving.now()
 
-    def _poll(self, ranks: AllRanks, wait: bool = False) -> None:
-        """Commit what all ranks have written, or raise what one could not."""
-        if self._writing is None:
-            return
-        saving, thread = self._writing
-        if wait:
-            thread.join()
-        elif ranks.any("saves", thread.is_alive()):
-            return
-        self._writing = None
-        saving.finish(self.keep)
+    def _poll(self, wait: bool = False) -> None:
+        """Go on with a save that is being written, where all ranks can, or raise what one could not."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None  # one that fails is given up
+            if not writing.go_on(wait):
+                self._writing = writing
 
     @contextmanager
     def _watching(self) -> Iterator[None]:

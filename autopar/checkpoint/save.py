@@ -1,6 +1,6 @@
 """Save a run: every rank writes its own pieces aside, and rank 0 commits what is complete.
 
-`begin` copies or names what is saved, `write` writes this rank's file and may run in a thread, `finish` commits. A
+`begin` copies or names what is saved; the rounds of a `Saving` write it and commit it, at once or beside training. A
 failure of any rank is an error on all, and leaves the checkpoints before it as they are.
 """
 
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,83 +45,139 @@ def save(
     """
     run = Run.of(model, optimizer, scheduler, loader)
     saving = begin(run, Path(directory), step, extra)
-    saving.write()
-    return saving.finish()
+    saving.now()
+    return saving.final
 
 
 @dataclass(slots=True)
 class Saving:
-    """A checkpoint that is being written."""
+    """A checkpoint that is being written, in two rounds. In each a rank first works alone, which a thread may do while
+    training goes on, and then all ranks meet. keep: how many checkpoints stay, the newest of them; None: all."""
 
     ranks: AllRanks
     partial: Path
     out: Outgoing
     manifest: Manifest  # without files and other ranks' pieces
     own: Any
+    keep: int | None = None
     failure: Exception | None = None
     sum: FileSum | None = None
+    _everyone: list[Any] = field(default_factory=list)
 
     @property
     def final(self) -> Path:
         """The folder that the checkpoint will be."""
         return self.partial.with_name(self.partial.name.removeprefix(folder.PARTIAL))
 
-    def write(self) -> None:
-        """Write this rank's file. An error of any kind is kept for `finish`, where all ranks learn of it."""
-        try:
+    @property
+    def rounds(self) -> list[tuple[Callable[[], None], Callable[[], None]]]:
+        """What a rank does alone, and how all ranks then meet, which every rank must call."""
+        return [(self._write, self._gather), (self._commit, self._agree)]
+
+    def now(self) -> None:
+        """Write and commit at once. Every rank must call it."""
+        for work, meet in self.rounds:
+            work()
+            meet()
+
+    def _write(self) -> None:
+        """Write this rank's file."""
+        with self._alone():
             if self.out.mine:
                 with _told(self.partial / self.out.file):
                     self.sum, sums = write_file(self.partial / self.out.file, self.out.mine)
                     self.out.keep(sums)
                     folder.flush(self.partial)
-        except Exception as error:  # also of threads, memory, a device: a rank that raised alone would leave the others
-            self.failure = error
         self.out.mine.clear()
 
-    def finish(self, keep: int | None = None) -> Path:
-        """Commit, once all ranks have written, and remove all but the newest `keep`. Every rank must call it."""
+    def _gather(self) -> None:
+        """Let rank 0 know what all ranks have written."""
+        self._agree()
+        self._everyone = self.ranks.everyone((self.out.file, self.sum, self.out.tensors, self.own))
+
+    def _commit(self) -> None:
+        """Commit what all ranks have written, on rank 0, and remove all but the newest checkpoints."""
+        if self.ranks.rank != 0:
+            return
+        with self._alone(), _told(self.partial):
+            write_text(self.partial / NAME, self._whole_manifest().text)
+            folder.commit(self.partial)
+            if self.keep is not None:
+                folder.retain(self.partial.parent, self.keep)
+
+    def _agree(self) -> None:
+        """Raise what any rank failed in, on all; nothing is left then of this checkpoint."""
+
+        def tell(_phase: Phase) -> None:
+            if self.failure is not None:
+                raise self.failure
+
         try:
-            self.ranks.together(self._raise)
-            everyone = self.ranks.everyone((self.out.file, self.sum, self.out.tensors, self.own))
-            self.ranks.together(partial(self._commit, everyone, keep))
+            self.ranks.together(tell)
         except Exception:
             if self.ranks.rank == 0:
                 shutil.rmtree(self.partial, ignore_errors=True)
             raise
-        return self.final
 
-    def _raise(self, _phase: Phase) -> None:
-        if self.failure is not None:
-            raise self.failure
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep an error of any kind until ranks meet: also of threads, memory, a device, since a rank that raised alone
+        would leave the others waiting."""
+        try:
+            yield
+        except Exception as error:
+            self.failure = error
 
-    def _commit(self, everyone: list[Any], keep: int | None, _phase: Phase) -> None:
-        if self.ranks.rank != 0:
-            return
+    def _whole_manifest(self) -> Manifest:
         tensors: dict[str, SavedTensor] = {}
-        for _, _, its, _ in everyone:
+        for _, _, its, _ in self._everyone:
             for name, saved in its.items():
                 before = tensors.get(name)
                 tensors[name] = saved if before is None else replace(before, pieces=before.pieces + saved.pieces)
-        own = [each for *_, each in everyone]
-        manifest = replace(
+        own = [each for *_, each in self._everyone]
+        return replace(
             self.manifest,
-            files={file: total for file, total, *_ in everyone if total is not None},
+            files={file: total for file, total, *_ in self._everyone if total is not None},
             tensors=tensors,
             own=tuple(own if any(each != own[0] for each in own) else own[:1]),
         )
-        with _told(self.partial):
-            write_text(self.partial / NAME, manifest.text)
-            folder.commit(self.partial)
-            if keep is not None:
-                folder.retain(self.partial.parent, keep)
+
+
+class Beside:
+    """A save whose rounds are worked in a thread while training goes on."""
+
+    def __init__(self, saving: Saving) -> None:
+        self.saving = saving
+        self._left = saving.rounds
+        self._start()
+
+    def go_on(self, wait: bool) -> bool:
+        """Meet where all ranks have worked a round, and begin the next one. Every rank must call it. Gives whether the
+        checkpoint is committed, as it is in any case with `wait`."""
+        while self._left:
+            if wait:
+                self._thread.join()
+            elif self.saving.ranks.any("saves", self._thread.is_alive()):
+                return False
+            (_, meet), *self._left = self._left
+            meet()
+            if self._left:
+                self._start()
+        return True
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._left[0][0], name="autopar-checkpoint")
+        self._thread.start()
 
 
 def begin(
-    run: Run, directory: Path, step: int, extra: Any = None, staging: dict[str, torch.Tensor] | None = None
+    run: Run, directory: Path, step: int, extra: Any = None, keep: int | None = None,
+    staging: dict[str, torch.Tensor] | None = None,
 ) -> Saving:  # fmt: skip
     """Decide what every rank writes, and make the folder that it is written to, aside. Every rank must call it.
 
-    staging: where to copy what is saved, if it may change before it is written (`Outgoing`).
+    keep: how many checkpoints stay. staging: where to copy what is saved, if it may change before it is written
+    (`Outgoing`).
     """
     if type(step) is not int or step < 0:
         raise CheckpointError(f"step={step!r}: write how many steps of training are done, a number of 0 or more.")
@@ -152,7 +208,7 @@ def begin(
             )
 
     ranks.together(look)
-    return Saving(ranks, aside, out, Manifest(step, ranks.size, {}, {}, state, ()), own)
+    return Saving(ranks, aside, out, Manifest(step, ranks.size, {}, {}, state, ()), own, keep)
 
 
 def _shared(run: Run, extra: Any, out: Outgoing) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -104,28 +105,79 @@ def test_a_save_that_fails_beside_is_raised_behind_a_step(tmp_path: Path, monkey
     assert seen[-1] == 4 and list(folder.committed(tmp_path)) == [2]
 
 
+def test_a_step_waits_for_a_copy_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red where a step writes the manifest or removes what is too old, or where what is written is no copy."""
+    model, changed, threads = nn.Linear(2, 2), threading.Event(), set()
+
+    def noted(where: Any, name: str) -> None:
+        work = getattr(where, name)
+
+        def does(*args: Any) -> Any:
+            threads.add(threading.current_thread())
+            if name == "write_file":
+                assert changed.wait(5), "training does not go on while this is written"
+                changed.clear()
+            return work(*args)
+
+        monkeypatch.setattr(where, name, does)
+
+    for where, name in ((save, "write_file"), (save, "write_text"), (folder, "commit"), (folder, "retain")):
+        noted(where, name)
+    checkpointer, saved = autopar.Checkpointer(tmp_path, every=1, keep=2), {}
+    for step in checkpointer.steps(9, model):
+        with torch.no_grad():
+            model.weight.add_(1)
+        saved[step + 1] = model.weight.detach().clone()
+        if step > 0:
+            changed.set()
+        if step == 3:
+            break
+    checkpointer.close()
+    assert list(folder.committed(tmp_path)) == [2, 3] and threading.main_thread() not in threads
+    for step in (2, 3):
+        autopar.load(tmp_path, model, step=step)
+        assert torch.equal(model.weight, saved[step])
+
+
+def test_a_commit_that_fails_beside_is_raised_behind_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, commit = [], folder.commit
+
+    def fails(partial: Path) -> Path:
+        if "00000004" in str(partial):
+            raise OSError(28, "No space left on device")
+        return commit(partial)
+
+    monkeypatch.setattr(folder, "commit", fails)
+    with pytest.raises(CheckpointError, match=r"'.*00000004' cannot be written: No space left on device"):
+        _train(str(tmp_path), None, lambda step: (seen.append(step), time.sleep(0.05)))
+    assert seen[-1] >= 4 and [each.name for each in tmp_path.iterdir()] == ["step-00000002"]
+
+
 # -- on ranks ----------------------------------------------------------------------------------------------------------
 
 
-FAILURES = {  # by what is said of it
-    "rank-00001.safetensors' cannot be written": OSError(28, "No space left on device"),
-    "can't start new thread": RuntimeError("can't start new thread"),
+FAILURES: dict[str, tuple[int, Any, str, Exception]] = {  # by what is said of it: a rank's, of which function
+    "rank-00001.safetensors' cannot be written": (1, save, "write_file", OSError(28, "No space left on device")),
+    "can't start new thread": (1, save, "write_file", RuntimeError("can't start new thread")),
+    "-00000004' cannot be written": (0, folder, "commit", OSError(28, "No space left on device")),
 }
 
 
 def _full(rank: int, path: str, beside: bool, said: str) -> None:
     """A disk that is full on one rank, or anything else that fails there."""
+    which, where, name, error = FAILURES[said]
+    work = getattr(where, name)
 
-    def fails(file: Path, tensors: Any) -> Any:
-        if rank == 1 and "00000004" in str(file):
-            raise FAILURES[said]
-        return write_file(file, tensors)
+    def fails(file: Path, *more: Any) -> Any:
+        if rank == which and "00000004" in str(file):
+            raise error
+        return work(file, *more)
 
-    save.write_file = fails
+    setattr(where, name, fails)
     try:
         _train(path, "dp=2", lambda step: time.sleep(0.05), asynchronous=beside)
     finally:
-        save.write_file = write_file
+        setattr(where, name, work)
 
 
 def _asked(rank: int, path: str) -> int:

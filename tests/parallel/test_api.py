@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import logging
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +23,36 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.errors import AutoparError, CaptureError
+from autopar.parallel.programs import maker
+from autopar.parallel.programs.make_runner import make_runner
+
+
+def test_a_start_imports_without_looking_for_garbage() -> None:
+    """Red where Python's collector goes through what is imported, which stays: 0.4 of 1.1 s of each rank."""
+    script = (
+        "import gc, torch\n"
+        "import autopar\n"
+        "seen = []\n"
+        "gc.callbacks.append(lambda phase, info: seen.append(info['generation']))\n"
+        "autopar.parallelize\n"
+        "print(seen.count(2), gc.isenabled())"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["0", "True"], done.stderr
+
+
+def test_a_program_is_made_ready_without_looking_for_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red where Python's collector goes through a program that has just been read: a quarter of what a rank does."""
+    seen: list[bool] = []
+
+    def noted(*args: Any) -> Any:
+        seen.append(gc.isenabled())
+        return make_runner(*args)
+
+    monkeypatch.setattr(maker, "make_runner", noted)
+    model, _, x, y = mlp_pair()
+    model.prepare(x, y)
+    assert seen == [False] and gc.isenabled()
 
 
 def mlp_pair(**options: Any) -> tuple[autopar.ParallelModule, nn.Module, Tensor, Tensor]:

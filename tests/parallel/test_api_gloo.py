@@ -137,6 +137,42 @@ def test_one_seed_gives_one_model_on_every_rank(four: Ranks) -> None:
     assert len(set(found)) == 1 and found[0][0] != found[0][1]
 
 
+class _Many(nn.Module):
+    """Many small values of all kinds, and a large one between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        kinds = (torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.complex128)
+        self.small = nn.ParameterList(torch.randn(3, at + 1, dtype=kinds[at % 5]) for at in range(40))
+        self.large = nn.Parameter(torch.randn(300, 300))
+        self.scale = nn.Parameter(torch.randn(()), requires_grad=False)
+        self.strided = nn.Parameter(torch.randn(5, 3).T)
+        self.none = nn.Parameter(torch.randn(0, 3))
+        self.mask, self.count = nn.Buffer(torch.randn(7) > 0), nn.Buffer(torch.randint(99, (3,)))
+
+
+def _sent(rank: int) -> str:
+    torch.manual_seed(rank)
+    model, sent, send = _Many(), [], dist.broadcast
+    dist.broadcast = lambda tensor, **how: (sent.append(tensor.nbytes), send(tensor, **how))[1]
+    try:
+        parallel: Any = autopar.parallelize(model, "dp=2", loss_fn=lambda model, x: model.large.sum())
+    finally:
+        dist.broadcast = send
+    assert len(sent) < 5, f"{len(sent)} messages for what goes into two"
+    assert not any(part.requires_grad for part in (parallel.scale, parallel.mask)) and parallel.small[0].requires_grad
+    values = {n: p.full_tensor() for n, p in parallel.named_parameters()} | dict(parallel.named_buffers())
+    memory = {value.untyped_storage().data_ptr() for value in values.values() if value.numel()}
+    assert len(memory) == sum(value.numel() > 0 for value in values.values()), "each has memory of its own"
+    return bits({n: v.detach().reshape(-1).view(torch.uint8) for n, v in values.items()})
+
+
+def test_small_values_are_sent_together(two: Ranks) -> None:
+    """Red where each is sent alone: 80 layers had 960 messages, and 8 ranks on 2 cores took a second longer."""
+    first, second = two.run(_sent)
+    assert first == second
+
+
 # -- parameters, checkpoints ----------------------------------------------------------------------------------------
 
 

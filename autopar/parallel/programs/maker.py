@@ -14,6 +14,7 @@ from autopar.capture.python.guards import Change, Guards
 from autopar.capture.python.scalars import NumberPlace, Scalars, places_of
 from autopar.capture.python.spots import Numbers, Spot
 from autopar.compiler.compile import Dealing, capture_step, lower
+from autopar.compiler.garbage import uncollected
 from autopar.compiler.lowered import Lowered
 from autopar.errors import AutoparError, CaptureError
 from autopar.ir.mesh import PIPELINE, group_name
@@ -192,6 +193,7 @@ class Maker:
             self._decided.setdefault(structure, decided)
         self._read_back.clear()
 
+    @uncollected()  # thousands of objects that stay
     def _ready(self, built: Built) -> Running:
         """A program that all ranks agreed on, with its tensors where it wants them."""
         compiled, settings, where = built.compiled, self._settings, self._store.distributor

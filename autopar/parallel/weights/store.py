@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from itertools import chain
 from operator import is_
 from pathlib import Path
@@ -21,13 +21,14 @@ from autopar.ir.layout import Layout, replicated
 from autopar.ir.program import Input
 from autopar.parallel.agree.agreement import Agreement, lost_peers
 from autopar.parallel.tensors.parameter import ParameterTensor
-from autopar.parallel.weights.distribute import Distributor
+from autopar.parallel.weights.distribute import SMALL, Distributor
 from autopar.parallel.weights.identity import lay_out, make_parallel, tell_held, tell_moved
 from autopar.parallel.weights.materialize import materialize
 from autopar.runtime.ranks.process_groups import default_group
 from autopar.runtime.ranks.wire import on_wire
 from autopar.torch_compat import local_of
 
+BUNDLE = 1 << 22  # bytes that are sent at once
 _ADVICE = (
     "programs and optimizers hold those that were distributed. Change the plain module before autopar.parallelize; "
     "new values go into the old parameters by load_state_dict, or under torch.no_grad() by copy_."
@@ -51,7 +52,8 @@ class ParameterStore:
 
     def distribute(self, agreement: Agreement, seed: int, weights: str | Path | None = None) -> None:
         """Parameters become DTensors with rank 0's values; buffers lie whole on every rank. All do so in place. Every
-        rank must call this, with models of the same state. No more than one parameter is whole on the device at a time.
+        rank must call this, with models of the same state. No more than one parameter is whole on the device at a time,
+        but for small ones.
 
         weights: the files of what is on the meta device; None for `reset_parameters`.
         """
@@ -59,24 +61,49 @@ class ParameterStore:
         home = torch.device("cpu") if self.distributor.on_host else self.device
         materialize(self.model, self.distributor, home, agreement, seed, weights)
         entries = self.entries()[::-1]
+        small = self._sent_together(entries)
         while entries:  # taken off the list, so that nobody keeps a whole value whose part is taken
             entry, tensor = entries.pop()
-            made = self._distributed(entry, tensor)
+            made = self._distributed(entry, tensor, small.pop(entry.name, None))
             if isinstance(made, ParameterTensor):
                 self.layouts[entry.name], self.owners[entry.name] = made.place.layout, None
             make_parallel(entry.name, tensor, made)
         self.structure = Structure(self.model)
 
-    def _distributed(self, entry: Input, tensor: torch.Tensor) -> torch.Tensor:
+    def _sent_together(self, entries: Sequence[tuple[Input, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Send rank 0's values of what lies whole in any case, in few messages: a deep model has a thousand, which cost
+        a rank more time one by one than all else that it does here."""
+        if default_group().size() == 1:
+            return {}
+        small = {entry.name: tensor for entry, tensor in entries if tensor.numel() < SMALL}
+        values = {
+            name: self._own(tensor) for name, tensor in small.items() if type(tensor.detach()) is torch.Tensor
+        }  # a tensor of a class of its own need not be plain bytes
+        for some in in_bundles(list(values.values()), BUNDLE):
+            with lost_peers(f"sending {len(some)} parameters and buffers from rank 0"):
+                pieces = [value.reshape(-1).view(torch.uint8) for value in some]
+                sent = torch.cat(pieces)
+                dist.broadcast(sent, src=0)
+            for piece, coming in zip(pieces, sent.split([len(piece) for piece in pieces]), strict=True):
+                piece.copy_(coming)
+        return values
+
+    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The memory of a whole value on this rank, to send or to receive."""
+        is_missing = tensor.device.type == "meta"  # and rank 0 has it
+        value = torch.empty_like(tensor, device=self.device) if is_missing else tensor.detach().to(self.device)
+        return value.contiguous() if default_group().size() > 1 else value
+
+    def _distributed(self, entry: Input, tensor: torch.Tensor, value: torch.Tensor | None) -> torch.Tensor:
+        """What this rank holds of a parameter or buffer. value: rank 0's, if it was sent before."""
         with lost_peers(f"sending {entry.kind} '{entry.name}' from rank 0"):
             if isinstance(tensor, ParameterTensor):
                 part = self.distributor.made_alike(local_of(tensor), tensor.place.layout, tensor.shape)
                 return nn.Parameter(part, requires_grad=tensor.requires_grad)
-            is_missing = tensor.device.type == "meta"  # and rank 0 has it
-            value = torch.empty_like(tensor, device=self.device) if is_missing else tensor.detach().to(self.device)
-            if default_group().size() > 1:
-                value = value.contiguous()
-                dist.broadcast(on_wire(value), src=0)
+            if value is None:
+                value = self._own(tensor)
+                if default_group().size() > 1:
+                    dist.broadcast(on_wire(value), src=0)
         if entry.kind != "parameter":
             return value
         value.requires_grad_(tensor.requires_grad)
@@ -214,6 +241,20 @@ class ParameterStore:
 def describe_state(model: nn.Module) -> list[str]:
     """The parameters and buffers of a model as ranks compare them."""
     return [_describe(entry, tensor) for entry, tensor in _entries(model)]
+
+
+def in_bundles(values: Sequence[torch.Tensor], most: int) -> Iterator[list[torch.Tensor]]:
+    """Tensors in their order, as many at once as have so many bytes together, or one that has more."""
+    bundle: list[torch.Tensor] = []
+    bytes_ = 0
+    for value in values:
+        bytes_ += value.nbytes
+        if bundle and bytes_ > most:
+            yield bundle
+            bundle, bytes_ = [], value.nbytes
+        bundle.append(value)
+    if bundle:
+        yield bundle
 
 
 def _entries(model: nn.Module) -> list[tuple[Input, torch.Tensor]]:
