@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 from models import Llama, token_loss
 from torch import Tensor, nn
+from verified import Once
 
 import autopar
 from autopar.machines import named
@@ -35,6 +38,17 @@ def job(rows: int, is_tied: bool = False, precision: str | None = "bf16") -> aut
 
 
 @cache
+def once(make: Callable[..., autopar.Job], *args: Any) -> Once:
+    """Capture a job once, for all candidates whose steps take as many rows."""
+    given = make(*args)
+    return Once.of(given.model, given.loss_fn, given.batch, None, precision=given.precision)
+
+
+def rows_of(candidate: Candidate) -> int:
+    return candidate.dp * candidate.fsdp * candidate.rows * candidate.microbatches
+
+
+@cache
 def layers() -> Layers:
     return layers_of(job(2), MACHINE)
 
@@ -58,10 +72,7 @@ def layers() -> Layers:
     ids=str,
 )  # fmt: skip
 def test_memory_is_that_of_the_emitted_programs(candidate: Candidate, error: float) -> None:
-    given = job(candidate.dp * candidate.fsdp * candidate.rows * candidate.microbatches)
-    compiled = autopar.compile(
-        given.model, candidate.mesh, loss_fn=token_loss, batch=given.batch, precision="bf16", **candidate.options()
-    )
+    compiled = once(job, rows_of(candidate)).compiled(candidate.mesh, precision="bf16", **candidate.options())
     emitted = max(compiled.memory(ranks[0], device="cuda").peak for ranks in compiled.alike)
     assert predict(candidate, layers(), MACHINE).memory == pytest.approx(emitted, rel=error)
 
@@ -91,10 +102,8 @@ def test_a_tied_embedding(candidate: Candidate, precision: str | None, error: fl
     """On every rank: the first keeps the table; the last has a copy of it, or with ZeRO-3 of its part, and adds up and
     scatters a gradient of its own. Red before: 6 to 15 % too much without a pipeline, 13 % too much on the first stage
     and 10 % too little on the last; with ZeRO-2 and ZeRO-3 up to 14 % too much and 24 % too little."""
-    given = job(candidate.dp * candidate.rows * candidate.microbatches, is_tied=True, precision=precision)
-    compiled = autopar.compile(
-        given.model, candidate.mesh, loss_fn=token_loss, batch=given.batch, precision=precision, **candidate.options()
-    )
+    captured = once(job, rows_of(candidate), True, precision)
+    compiled = captured.compiled(candidate.mesh, precision=precision, **candidate.options())
     emitted = [compiled.memory(ranks[0], device="cuda").peak for ranks in compiled.alike]
     made = pipelined(candidate, tied_layers(precision))
     assert [rank_bytes(candidate, made, i) for i in range(candidate.pp)] == pytest.approx(emitted, rel=error)
@@ -105,7 +114,6 @@ HALVES = 0.03  # where gradients of weights are computed apart: what waits for t
 MOVED = 0.16  # of one layer, that its gradients are on their way when it has let go of what it saved is not said
 
 
-@cache
 def small(rows: int) -> autopar.Job:
     """Tables take little of it, and a stage has one layer or two."""
     with torch.device("meta"):
@@ -134,10 +142,7 @@ def test_short_stages(candidate: Candidate, low: float, high: float) -> None:
     """On every rank, by how much of it too little and too much is said at most. Red before: what a stage sends was
     counted there and where it came, messages on their way by rule of thumb, buffers not at all: up to 8 % too much
     and 4 % too little, with ZeRO-3 17 % too much."""
-    given = small(candidate.dp * candidate.rows * candidate.microbatches)
-    compiled = autopar.compile(
-        given.model, candidate.mesh, loss_fn=token_loss, batch=given.batch, precision="bf16", **candidate.options()
-    )
+    compiled = once(small, rows_of(candidate)).compiled(candidate.mesh, precision="bf16", **candidate.options())
     made = pipelined(candidate, small_layers())
     for i, ranks in enumerate(compiled.alike):
         emitted = compiled.memory(ranks[0], device="cuda").peak
@@ -187,12 +192,16 @@ class ByViews(nn.Module):
         return x + found[order.argsort()].view_as(x) * weight[..., None]
 
 
-@cache
 def viewed(rows: int) -> autopar.Job:
     with torch.device("meta"):
         model = nn.Sequential(*(ByViews(512, 8) for _ in range(6)))
         batch = torch.empty(rows, 1024, 512), torch.empty(rows, 1024, 512)
     return autopar.Job(model, squares, batch, precision="bf16")
+
+
+@cache
+def viewed_layers() -> Layers:
+    return layers_of(viewed(2), MACHINE)
 
 
 @pytest.mark.parametrize(
@@ -206,9 +215,5 @@ def viewed(rows: int) -> autopar.Job:
 def test_weights_that_are_read_by_views(candidate: Candidate) -> None:
     """Red before: 9 to 11 % too little with ZeRO-2 and ZeRO-3. Weights were said to come when a graph makes their
     views, as it begins; gradients that leave by a view were in none of the buckets."""
-    rows = candidate.dp * candidate.rows * candidate.microbatches
-    given, of = viewed(rows), layers_of(viewed(2), MACHINE)
-    compiled = autopar.compile(
-        given.model, candidate.mesh, loss_fn=squares, batch=given.batch, precision="bf16", **candidate.options()
-    )
-    assert predict(candidate, of, MACHINE).memory == pytest.approx(compiled.memory(device="cuda").peak, rel=0.02)
+    compiled = once(viewed, rows_of(candidate)).compiled(candidate.mesh, precision="bf16", **candidate.options())
+    assert predict(candidate, viewed_layers(), MACHINE).memory == pytest.approx(compiled.memory(device="cuda").peak, rel=0.02)

@@ -33,11 +33,12 @@ class Once:
 
     @classmethod
     def of(
-        cls, model: nn.Module, loss_fn: LossFn | None, batch: Any, dtype: torch.dtype = torch.float64,
+        cls, model: nn.Module, loss_fn: LossFn | None, batch: Any, dtype: torch.dtype | None = torch.float64,
         **options: Unpack[StepKeywords],
     ) -> Once:  # fmt: skip
-        """The model goes to the dtype. options: those that a capture reads."""
-        model, batch = model.to(dtype), tree_map(lambda leaf: cast(leaf, dtype), batch)
+        """The model goes to the dtype, or stays as it is. options: those that a capture reads."""
+        if dtype is not None:
+            model, batch = model.to(dtype), tree_map(lambda leaf: cast(leaf, dtype), batch)
         captured = capture_step(model, loss_fn, *batch_arguments(batch), options_of(**options), lift=dtype)
         return cls(model, captured, loss_fn, batch)
 
