@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from models import Llama, token_loss
+from plan_jobs import captured, compiled_for, rows_of
 from torch import Tensor, nn
 from verified import Once
 
@@ -39,13 +40,7 @@ def job(rows: int, is_tied: bool = False, precision: str | None = "bf16") -> aut
 
 @cache
 def once(make: Callable[..., autopar.Job], *args: Any) -> Once:
-    """Capture a job once, for all candidates whose steps take as many rows."""
-    given = make(*args)
-    return Once.of(given.model, given.loss_fn, given.batch, None, precision=given.precision)
-
-
-def rows_of(candidate: Candidate) -> int:
-    return candidate.dp * candidate.fsdp * candidate.rows * candidate.microbatches
+    return captured(make(*args))
 
 
 @cache
@@ -72,9 +67,9 @@ def layers() -> Layers:
     ids=str,
 )  # fmt: skip
 def test_memory_is_that_of_the_emitted_programs(candidate: Candidate, error: float) -> None:
-    compiled = once(job, rows_of(candidate)).compiled(candidate.mesh, precision="bf16", **candidate.options())
-    emitted = max(compiled.memory(ranks[0], device="cuda").peak for ranks in compiled.alike)
-    assert predict(candidate, layers(), MACHINE).memory == pytest.approx(emitted, rel=error)
+    compiled = compiled_for(once(job, rows_of(candidate)), candidate)
+    peak = max(compiled.memory(ranks[0], device="cuda").peak for ranks in compiled.alike)
+    assert predict(candidate, layers(), MACHINE).memory == pytest.approx(peak, rel=error)
 
 
 @cache
@@ -102,11 +97,10 @@ def test_a_tied_embedding(candidate: Candidate, precision: str | None, error: fl
     """On every rank: the first keeps the table; the last has a copy of it, or with ZeRO-3 of its part, and adds up and
     scatters a gradient of its own. Red before: 6 to 15 % too much without a pipeline, 13 % too much on the first stage
     and 10 % too little on the last; with ZeRO-2 and ZeRO-3 up to 14 % too much and 24 % too little."""
-    captured = once(job, rows_of(candidate), True, precision)
-    compiled = captured.compiled(candidate.mesh, precision=precision, **candidate.options())
-    emitted = [compiled.memory(ranks[0], device="cuda").peak for ranks in compiled.alike]
+    compiled = compiled_for(once(job, rows_of(candidate), True, precision), candidate)
+    peaks = [compiled.memory(ranks[0], device="cuda").peak for ranks in compiled.alike]
     made = pipelined(candidate, tied_layers(precision))
-    assert [rank_bytes(candidate, made, i) for i in range(candidate.pp)] == pytest.approx(emitted, rel=error)
+    assert [rank_bytes(candidate, made, i) for i in range(candidate.pp)] == pytest.approx(peaks, rel=error)
 
 
 SMALL = 0.005  # where schedules are drawn with other times, and in the last turns
@@ -142,11 +136,11 @@ def test_short_stages(candidate: Candidate, low: float, high: float) -> None:
     """On every rank, by how much of it too little and too much is said at most. Red before: what a stage sends was
     counted there and where it came, messages on their way by rule of thumb, buffers not at all: up to 8 % too much
     and 4 % too little, with ZeRO-3 17 % too much."""
-    compiled = once(small, rows_of(candidate)).compiled(candidate.mesh, precision="bf16", **candidate.options())
+    compiled = compiled_for(once(small, rows_of(candidate)), candidate)
     made = pipelined(candidate, small_layers())
     for i, ranks in enumerate(compiled.alike):
-        emitted = compiled.memory(ranks[0], device="cuda").peak
-        assert (1 - low) * emitted <= rank_bytes(candidate, made, i) <= (1 + high) * emitted, i
+        peak = compiled.memory(ranks[0], device="cuda").peak
+        assert (1 - low) * peak <= rank_bytes(candidate, made, i) <= (1 + high) * peak, i
 
 
 @cache
@@ -215,5 +209,7 @@ def viewed_layers() -> Layers:
 def test_weights_that_are_read_by_views(candidate: Candidate) -> None:
     """Red before: 9 to 11 % too little with ZeRO-2 and ZeRO-3. Weights were said to come when a graph makes their
     views, as it begins; gradients that leave by a view were in none of the buckets."""
-    compiled = once(viewed, rows_of(candidate)).compiled(candidate.mesh, precision="bf16", **candidate.options())
-    assert predict(candidate, viewed_layers(), MACHINE).memory == pytest.approx(compiled.memory(device="cuda").peak, rel=0.02)
+    compiled = compiled_for(once(viewed, rows_of(candidate)), candidate)
+    assert predict(candidate, viewed_layers(), MACHINE).memory == pytest.approx(
+        compiled.memory(device="cuda").peak, rel=0.02
+    )
