@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from shares import pairs
 from torch import Tensor, nn
 
 from autopar import compile as compiled
@@ -52,10 +53,18 @@ class Positions(nn.Module):
         return self.out(taken.to(y.dtype)) * y.sum(-1, keepdim=True)
 
 
-@pytest.mark.parametrize("options", [{"mesh": "dp=2,tp=2"}, {"mesh": "pp=2,dp=2", "microbatches": 2}], ids=str)
-@pytest.mark.parametrize("beyond", [True, False])
-@pytest.mark.parametrize("form", ["cut", "by keyword", "dims written out", "of a part"])
+@pytest.mark.parametrize(
+    ("form", "beyond", "options"),
+    list(
+        pairs(
+            ("cut", "by keyword", "dims written out", "of a part"), (True, False),
+            ({"mesh": "dp=2,tp=2"}, {"mesh": "pp=2,dp=2", "microbatches": 2}),
+        )
+    ),
+    ids=str,
+)  # fmt: skip
 def test_classes_that_are_cut_are_those_of_one_device(form: str, beyond: bool, options: Any) -> None:
+    """Any two of these come together; all three in `make test-all`."""
     torch.manual_seed(0)
     index = torch.arange(12 * 3).reshape(12, 3) % (7 if beyond else 4)
     report = verify(Positions(5, form), loss_fn=squares, batch=(data(12, 3, 8), index), **options)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from processes import Ranks
+from shares import pairs
 from torch import Tensor, nn
 
 import autopar
@@ -86,10 +87,12 @@ def model(body: Callable[..., Tensor] = branch) -> Masked:
     return Masked(body)
 
 
-@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "dp=3", "dp=2,tp=3"])
-@pytest.mark.parametrize("hidden", [0, 2])
-@pytest.mark.parametrize("body", [branch, numbers, asserted])
-def test_the_numbers_are_those_of_one_device(body: Any, hidden: int, mesh: str) -> None:
+@pytest.mark.parametrize(
+    ("body", "mesh", "hidden"),
+    list(pairs((branch, numbers, asserted), ("dp=2,tp=2", "dp=3", "dp=2,tp=3"), (0, 2))),
+)
+def test_the_numbers_are_those_of_one_device(body: Any, mesh: str, hidden: int) -> None:
+    """Every body on every mesh, and with each of the two; all three together in `make test-all`."""
     report = autopar.verify(model(body), mesh, loss_fn=loss_fn, batch=batch(hidden), specialize=True)
     assert report.ok and report.max_error < 1e-10, report
 

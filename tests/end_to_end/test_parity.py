@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -51,8 +53,15 @@ def captured(name: str) -> tuple[Case, Captured, dict[str, Tensor]]:
     return (model, loss_fn, batch), found, before
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", ZOO)
+def every_mesh() -> Iterator[Any]:
+    """Each model on each mesh; of dp and tp alone one by turns, and the other one is slow: each of them comes with
+    the other axis, and of another size, to every model."""
+    for (i, name), mesh in itertools.product(enumerate(ZOO), MESHES):
+        is_quick = mesh not in MESHES[:2] or mesh == MESHES[i % 2] or (name, mesh) in REFUSED
+        yield pytest.param(name, mesh, marks=() if is_quick else (pytest.mark.slow,))
+
+
+@pytest.mark.parametrize(("name", "mesh"), list(every_mesh()))
 def test_every_model_equals_one_device(name: str, mesh: str) -> None:
     (model, loss_fn, batch), found, before = captured(name)
     if (name, mesh) in REFUSED:

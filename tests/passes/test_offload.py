@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import fx
 
 import autopar
+from autopar.compiled import Compiled
 from autopar.errors import PlanError, ScheduleError, VerificationError
 from autopar.ir.check.check_levels import verify
 from autopar.ir.ops.measure import local_bytes
@@ -24,6 +26,14 @@ from autopar.runtime.tiers.host_buffers import host_buffers, host_bytes
 
 F64 = torch.float64
 ON = {"offload": "activations"}
+
+
+@functools.cache
+def deep_alone(waits: bool = False) -> Compiled:
+    """The 24 layers on one device, compiled once for all that look at them. waits: with what they keep elsewhere."""
+    return case.compiled("deep", "dp=1", **(ON if waits else {}))
+
+
 TABLE: list[tuple[str, str, dict[str, Any]]] = [
     ("gpt", "dp=1", {}),
     ("gpt", "dp=2,tp=2", {"sequence_parallel": True}),
@@ -118,7 +128,7 @@ def test_of_micro_batches_the_device_holds_the_gradients_of_few_layers():
 
 def test_of_parameters_that_wait_the_device_holds_two_layers():
     """And their gradients; the others, all gradients and all states are the host's: 16 bytes a parameter in fp32."""
-    plain, found = case.compiled("deep", "dp=1"), case.compiled("deep", "dp=1", offload="parameters")
+    plain, found = deep_alone(), case.compiled("deep", "dp=1", offload="parameters")
     report, before = found.memory(device="cpu"), plain.memory(device="cpu")
     every = before.states["parameters"]
     layer = (every - 4 * (16 * 16 + 16)) / case.LAYERS
@@ -162,7 +172,7 @@ def peak(found: Any) -> int:
     ids=str,
 )
 def test_the_device_holds_less_the_fewer_layers_are_back(mesh: str, options: dict[str, Any]):
-    plain = peak(case.compiled("deep", mesh, **options))
+    plain = peak(case.compiled("deep", mesh, **options) if mesh != "dp=1" or options else deep_alone())
     wanted = (1, 2, 4, 8, "auto") if not options else (1, 8, "auto")
     shares = [peak(case.compiled("deep", mesh, **options, **ON, horizon=h)) / plain for h in wanted]
     assert shares[:-1] == sorted(shares[:-1]) and max(shares) <= 1.0
@@ -171,7 +181,7 @@ def test_the_device_holds_less_the_fewer_layers_are_back(mesh: str, options: dic
 
 def test_a_deep_model_holds_a_few_layers():
     """24 layers at a horizon of 1: three layers' kept bytes, the whole gradients, and what one layer computes with."""
-    plain, found = case.compiled("deep", "dp=1"), case.compiled("deep", "dp=1", **ON, horizon=1)
+    plain, found = deep_alone(), case.compiled("deep", "dp=1", **ON, horizon=1)
     layer = 192 * 4 * (16 + 64 + 64)  # the norm's and gelu's results, gelu's operand
     kept = case.LAYERS * layer
     assert peak(found) < peak(plain) - kept + 4 * layer
@@ -219,7 +229,7 @@ def test_no_emitted_program_is_slower_than_the_best_of_each_alone(link: float):
 def test_one_budget_is_for_both(part: float, options: dict[str, Any]):
     mesh = "dp=2" if "zero" in options else "dp=1"
     found = case.compiled("deep", mesh, **options, recompute=part, **ON)
-    plain = case.compiled("deep", mesh, **options)
+    plain = case.compiled("deep", mesh, **options) if options else deep_alone()
     assert peak(found) < peak(plain) and "more than" not in found.notes[-1], found.notes
     slow = case.compiled("deep", mesh, machine=case.SLOW, **options, recompute=max(part, 0.8), **ON)
     assert any(node.name.endswith("_recomputed") for one in programs(slow) for node in one.calls())
@@ -288,7 +298,7 @@ def test_text_is_read_again(mesh: str, options: dict[str, Any]):
 
 
 def broken(change: Any) -> str:
-    program = parse_program(print_program(case.compiled("deep", "dp=1", **ON).program))
+    program = parse_program(print_program(deep_alone(waits=True).program))
     verify(program, Level.LOCAL)
     nodes = {target: [node for node in program.calls() if node.target is target] for target in (*COPIES, AWAITED)}
     change(nodes)
@@ -390,5 +400,5 @@ def test_a_model_that_keeps_nothing_movable_is_told():
 
 
 def test_it_leaves_others_as_they_were():
-    plain, other = case.compiled("deep", "dp=1"), case.compiled("deep", "dp=1", offload={"activations": 0.0})
+    plain, other = deep_alone(), case.compiled("deep", "dp=1", offload={"activations": 0.0})
     assert print_program(plain.program) == print_program(other.program)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from shares import pairs
 from torch import Tensor, nn
 
 import autopar
@@ -59,9 +60,11 @@ def test_no_parameter_is_kept_and_no_gradient_is_whole(kind: str):
     assert sums and not [node for node in sums if record(node).layout.partial]
 
 
-@pytest.mark.parametrize("mesh", ["dp=2", "dp=3", "dp=2,tp=2", "pp=2,dp=2"])
-@pytest.mark.parametrize("zero", [2, 3])
-@pytest.mark.parametrize("kind", ["t", "view", "bmm of views", "twice"])
-def test_numbers(kind: str, zero: int, mesh: str):
+@pytest.mark.parametrize(
+    ("kind", "mesh", "zero"),
+    list(pairs(("t", "view", "bmm of views", "twice"), ("dp=2", "dp=3", "dp=2,tp=2", "pp=2,dp=2"), (2, 3))),
+)
+def test_numbers(kind: str, mesh: str, zero: int):
+    """Every kind on every mesh, and with each of the two; all three together in `make test-all`."""
     options: dict[str, Any] = {"zero": zero, "microbatches": 2}
     assert autopar.verify(Net(kind), mesh, batch=batch(), **options).ok

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
-from verified import verified
+from verified import Once, verified
 
-from autopar.api import compile
 from autopar.capture import capture
 from autopar.compiler.meshes import mesh_of
 from autopar.ir.plan import Plan
@@ -175,18 +175,23 @@ def made(model: Model) -> tuple[nn.Module, tuple[Tensor, ...]]:
     return model()
 
 
+@functools.cache
+def once(name: str) -> Once:
+    module, batch = made((ROWWISE | OTHERS)[name])
+    return Once.of(module, None, batch)
+
+
 @pytest.mark.parametrize("name", [*ROWWISE, *OTHERS])
 def test_the_numbers_are_those_of_one_device(name: str) -> None:
-    module, batch = made((ROWWISE | OTHERS)[name])
-    verified(module, ("dp=2,tp=2", "dp=3", "dp=2,tp=3"), None, batch)
+    for mesh in ("dp=2,tp=2", "dp=3", "dp=2,tp=3"):
+        once(name).right(mesh)
 
 
 @pytest.mark.parametrize("name", ROWWISE)
 def test_micro_batches_and_no_activation_is_gathered(name: str) -> None:
-    module, batch = made(ROWWISE[name])
-    found = compile(module, "dp=3,tp=2", batch=batch)
+    found = once(name).compiled("dp=3,tp=2")
     assert [row for row in found.collectives if row.op in ("all_gather", "all_to_all") and row.axis == "dp"] == []
-    verified(module, ("dp=2,tp=2",), None, batch, microbatches=3)
+    once(name).right("dp=2,tp=2", microbatches=3)
 
 
 @pytest.mark.parametrize("name", OTHERS)

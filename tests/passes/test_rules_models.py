@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from shares import in_turns
 from torch import Tensor, nn
-from verified import verified
+from verified import Once, verified
 
 from autopar.api import compile
 
@@ -153,12 +153,12 @@ def batch() -> tuple[Tensor]:
 
 @pytest.mark.parametrize(("name", "meshes"), list(in_turns(LAYERS, ("dp=2,tp=2", "dp=3", "dp=2,tp=3"), 3)))
 def test_the_numbers_are_those_of_one_device(name: str, meshes: tuple[str, ...]) -> None:
-    given, model = batch(), Net(LAYERS[name])
-    found = verified(model, meshes, None, given)
+    once = Once.of(Net(LAYERS[name]), None, batch())
+    found = [once.right(mesh) for mesh in meshes]
     for _, compiled in found:
         assert not [note for note in compiled.program.notes if "no rule" in note]
     if name not in OF_THE_BATCH:
-        verified(model, ("dp=2",), None, given, microbatches=3)
+        once.right("dp=2", microbatches=3)
         gathered = [row for row in found[0][1].collectives if row.op != "all_reduce" and row.axis == "dp"]
         assert gathered == []
 

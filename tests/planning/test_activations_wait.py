@@ -9,9 +9,10 @@ from functools import cache
 import pytest
 import torch
 from models import Llama, token_loss
+from plan_jobs import captured
+from verified import Once
 
 import autopar
-from autopar.compiler.check_options import options_of
 from autopar.compiler.meshes import mesh_of
 from autopar.errors import PlanError
 from autopar.ir.plan import Fixed
@@ -24,7 +25,6 @@ from autopar.planning.price.predict import predict
 from autopar.planning.space.candidates import TOGETHER, Candidate
 from autopar.report.emitted import checked
 from autopar.report.memory.estimate import memory_report
-from autopar.report.memory.within_memory import compile_step
 
 H100 = replace(named("h100-80g"), to_host=5e10)
 FIXED = {"tp": 1, "cp": 1, "pp": 1, "rows": 4}
@@ -35,6 +35,12 @@ def job() -> autopar.Job:
         model = Llama(6, 256, 2, 2, 704, 256, 4096)
         ids = torch.empty(4, 4096, dtype=torch.int64)
     return autopar.Job(model, token_loss, (ids, ids), precision="bf16")
+
+
+@cache
+def once() -> Once:
+    """Its step, captured for all that is compiled."""
+    return captured(job())
 
 
 @cache
@@ -102,9 +108,7 @@ def test_the_device_holds_what_was_predicted(recompute: str, part: float):
     too much is said: 6.1 % before buffers counted, which the device does hold."""
     one = Candidate(1, 1, 1, 0, recompute, 4, 1)
     plain, made = (predict(each, layers(), machine()) for each in (one, one._replace(moved=part)))
-    options = options_of(precision="bf16", recompute=recompute, offload={"activations": part})
-    given, fixed = job(), Fixed(machine=machine())
-    _, lowered = compile_step(given.model, token_loss, given.batch, {}, mesh_of("dp=1"), options, fixed=fixed)
+    lowered = once().compiled("dp=1", Fixed(machine=machine()), recompute=recompute, offload={"activations": part})
     assert made.memory == pytest.approx(memory_report(lowered, 0).peak, rel=0.075)
     assert made.memory < plain.memory and made.total >= plain.total and made.host > 0
 
@@ -123,11 +127,10 @@ def test_a_pipeline_holds_and_takes_what_was_predicted(
     one = Candidate(1, 1, axes.size, 0, recompute, 1, count, schedule, chunks=chunks)
     plain, made = (predict(each, of, machine()) for each in (one, one._replace(moved=1.0)))
     also = {"chunks": chunks} if chunks > 1 else {}
-    options = options_of(
-        precision="bf16", recompute=recompute, offload="activations", microbatches=count, schedule=schedule, **also
-    )
-    given, fixed = job(), Fixed(machine=machine())
-    _, lowered = compile_step(given.model, token_loss, given.batch, {}, axes, options, fixed=fixed)
+    lowered = once().compiled(
+        mesh, Fixed(machine=machine()), recompute=recompute, offload="activations", microbatches=count,
+        schedule=schedule, **also,
+    )  # fmt: skip
     reports = [memory_report(lowered, rank) for rank in range(axes.size)]
     assert made.memory == pytest.approx(max(report.peak for report in reports), rel=0.14)
     assert made.total == pytest.approx(step_time(lowered).total, rel=0.1)

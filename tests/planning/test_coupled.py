@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from plan_jobs import captured, compiled_for
 from torch import Tensor, nn
+from verified import Once
 
 import autopar
 from autopar.errors import PlanError
@@ -170,15 +172,14 @@ def test_a_balance_loss_is_planned_with_micro_batches_and_pipelines() -> None:
     candidates = candidates_of(asked, model_of(given, asked))
     assert {each.schedule for each in candidates} == {"gpipe"} and {each.pp for each in candidates} == {1, 2, 4}
     batch = torch.empty(64, 8, 32, device="meta"), torch.empty(64, 8, 32, device="meta")
+    once = captured(autopar.Job(Mixtures(8), balanced, batch))
     for plan in (
         Candidate(4, 1, 1, 0, "none", 4, 4, "gpipe"), Candidate(4, 1, 1, 2, "full", 4, 4, "gpipe"),
         Candidate(2, 2, 1, 3, "none", 8, 4, "gpipe"), Candidate(2, 1, 2, 0, "none", 8, 4, "gpipe"),
         Candidate(1, 1, 4, 0, "none", 16, 4, "gpipe"),
     ):  # fmt: skip
         made = predict(plan, given, MACHINE)
-        compiled = autopar.compile(
-            Mixtures(8), plan.mesh, loss_fn=balanced, batch=batch, machine=MACHINE, **plan.options()
-        )
+        compiled = compiled_for(once, plan, MACHINE)
         assert made.total == pytest.approx(compiled.time(MACHINE).total, rel=0.06), plan
         emitted = max(compiled.memory(ranks[0], device="cuda").peak for ranks in compiled.alike)
         assert made.memory == pytest.approx(emitted, rel=0.07), plan
@@ -247,6 +248,13 @@ def contrastive(name: str) -> Layers:
     return layers_of(autopar.Job(make(), loss, views(4, "cpu")), MACHINE)
 
 
+@cache
+def contrastive_once(name: str, rows: int) -> Once:
+    """A step of so many rows, captured for all plans that take them."""
+    make, loss = CONTRASTIVE[name]
+    return captured(autopar.Job(make(), loss, views(rows, "meta")))
+
+
 # Each loss with micro-batches over dp and with a pipeline; what else there is, with one of the two.
 PLANS = {
     "clip": (
@@ -264,15 +272,12 @@ PLANS = {
 def test_contrastive_losses_are_planned_with_micro_batches_and_pipelines(name: str) -> None:
     """Red before: "none with micro-batches or pp", though they compile. What is computed of all pairs grows with the
     rows of the whole batch, which programs of a micro-batch do not know: it has programs of its own."""
-    make, loss = CONTRASTIVE[name]
     given, asked = contrastive(name), Asked(GPUS, 64, MACHINE, math.inf, {"recompute": "none"}, 1)
     candidates = candidates_of(asked, model_of(given, asked))
     assert {each.schedule for each in candidates} == {"gpipe"} and {each.pp for each in candidates} == {1, 2, 4}
     for plan, error in PLANS[name]:
         made = predict(plan, given, MACHINE)
-        compiled = autopar.compile(
-            make(), plan.mesh, loss_fn=loss, batch=views(64, "meta"), machine=MACHINE, **plan.options()
-        )
+        compiled = compiled_for(contrastive_once(name, 64), plan, MACHINE)
         assert made.total == pytest.approx(compiled.time(MACHINE).total, rel=0.05), plan
         emitted = max(compiled.memory(ranks[0], device="cuda").peak for ranks in compiled.alike)
         assert made.memory == pytest.approx(emitted, rel=error), plan
@@ -282,9 +287,7 @@ def test_similarities_of_a_large_batch_take_memory_between_the_passes() -> None:
     """They grow with the rows of a rank and with all rows. Red before: nothing was counted."""
     plan = Candidate(2, 1, 1, 0, "full", 32, 16, "gpipe")
     made = predict(plan, contrastive("clip"), MACHINE)
-    compiled = autopar.compile(
-        Towers(), plan.mesh, loss_fn=clip, batch=views(1024, "meta"), machine=MACHINE, **plan.options()
-    )
+    compiled = compiled_for(contrastive_once("clip", 1024), plan, MACHINE)
     assert made.total == pytest.approx(compiled.time(MACHINE).total, rel=0.05)
     report = compiled.memory(0, device="cuda")
     assert "peak at middle" in str(report)
@@ -295,9 +298,7 @@ def test_all_micro_batches_wait_while_similarities_are_computed() -> None:
     """On the last rank of a pipeline, whose peak that is. Red with what one micro-batch saves in place of what all do:
     10 % too little. Too much is said as it is (17 %)."""
     plan = Candidate(1, 1, 2, 0, "full", 64, 16, "gpipe")
-    compiled = autopar.compile(
-        Towers(), plan.mesh, loss_fn=clip, batch=views(1024, "meta"), machine=MACHINE, **plan.options()
-    )
+    compiled = compiled_for(contrastive_once("clip", 1024), plan, MACHINE)
     report = compiled.memory(compiled.alike[-1][0], device="cuda")
     assert "peak at middle" in str(report)
     said = rank_bytes(plan, pipelined(plan, contrastive("clip")), 1)
@@ -316,11 +317,8 @@ def test_all_micro_batches_wait_while_similarities_are_computed() -> None:
 def test_a_stage_that_is_computed_again(name: str, plan: Candidate, error: float) -> None:
     """Time and memory of what is emitted. Of two towers the estimate keeps both, where programs hold one at a time, and
     of each stage what its last calls give, which only the next one reads."""
-    make, loss = CONTRASTIVE[name]
     made = predict(plan, contrastive(name), MACHINE)
-    compiled = autopar.compile(
-        make(), plan.mesh, loss_fn=loss, batch=views(64, "meta"), machine=MACHINE, **plan.options()
-    )
+    compiled = compiled_for(contrastive_once(name, 64), plan, MACHINE)
     assert made.total == pytest.approx(compiled.time(MACHINE).total, rel=0.05)
     emitted = max(compiled.memory(ranks[0], device="cuda").peak for ranks in compiled.alike)
     assert made.memory == pytest.approx(emitted, rel=error)

@@ -7,7 +7,9 @@ from functools import cache
 import pytest
 import torch
 from models import Llama, token_loss
+from plan_jobs import captured, compiled_for, rows_of
 from torch import Tensor, nn
+from verified import Once
 
 import autopar
 from autopar.machines import named
@@ -52,6 +54,12 @@ def job(kind: str, rows: int) -> autopar.Job:
 
 
 @cache
+def once(kind: str, rows: int) -> Once:
+    """A step of so many rows, captured for all plans that take them."""
+    return captured(job(kind, rows))
+
+
+@cache
 def layers(kind: str) -> Layers:
     return layers_of(job(kind, 2), MACHINE)
 
@@ -70,10 +78,7 @@ def layers(kind: str) -> Layers:
 )  # fmt: skip
 def test_a_plan_takes_what_the_emitted_programs_take(kind: str, candidate: Candidate, error: float) -> None:
     """Red before: states and gradients of all parameters, up to twice the memory, and as much of AdamW's time."""
-    given = job(kind, candidate.dp * candidate.rows * candidate.microbatches)
-    compiled = autopar.compile(
-        given.model, candidate.mesh, loss_fn=token_loss, batch=given.batch, precision="bf16", **candidate.options()
-    )
+    compiled = compiled_for(once(kind, rows_of(candidate)), candidate)
     emitted = [compiled.memory(ranks[0], device="cuda").peak for ranks in compiled.alike]
     made = pipelined(candidate, layers(kind))
     assert [rank_bytes(candidate, made, i) for i in range(candidate.pp)] == pytest.approx(emitted, rel=error)

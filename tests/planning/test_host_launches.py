@@ -6,7 +6,8 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from plan_jobs import llama_job
+from plan_jobs import captured, compiled_for, llama_job, rows_of
+from verified import Once
 
 import autopar
 from autopar.machines import Machine, named
@@ -29,6 +30,12 @@ def job(rows: int) -> autopar.Job:
 
 
 @cache
+def once(rows: int) -> Once:
+    """A step of so many rows, captured for all plans that take them."""
+    return captured(job(rows))
+
+
+@cache
 def layers(launch: float) -> Layers:
     return layers_of(job(2), machine(launch))
 
@@ -42,10 +49,7 @@ def layers(launch: float) -> Layers:
     ids=str,
 )  # fmt: skip
 def test_a_step_is_predicted_as_it_is_emitted(candidate: Candidate) -> None:
-    given = job(candidate.dp * candidate.rows * candidate.microbatches)
-    compiled = autopar.compile(
-        given.model, candidate.mesh, loss_fn=given.loss_fn, batch=given.batch, precision="bf16", **candidate.options()
-    )
+    compiled = compiled_for(once(rows_of(candidate)), candidate)
     found, quick = (predict(candidate, layers(us), machine(us)).total for us in (LAUNCH, 0.0))
     emitted, before = (compiled.time(machine(us)).total for us in (LAUNCH, 0.0))
     near = CUT if candidate.halves else NEAR

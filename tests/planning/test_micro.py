@@ -31,11 +31,14 @@ SEQUENCE, OPTIONS = 256, StepOptions(precision="bf16")
 ROWS, SPLITS = 4, (Split(), Split(2), Split(2, True))
 
 
+@cache
 def capture(name: str) -> Callable[[int], Captured]:
+    """What captures a step of so many rows, each once."""
     with torch.device("meta"):
         llama = name == "llama"
         model = Llama(6, 1024, 8, 8, 2816, 8000, SEQUENCE) if llama else GPT(GPTConfig(8000, SEQUENCE, 6, 8, 1024))
 
+    @cache
     def of(rows: int) -> Captured:
         ids = torch.empty(rows, SEQUENCE, dtype=torch.int64, device="meta")
         return capture_step(model, token_loss, (ids, ids), {}, OPTIONS)

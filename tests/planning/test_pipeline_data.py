@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-from plan_jobs import llama_job
+from plan_jobs import captured, compiled_for, llama_job, rows_of
+from verified import Once
 
 import autopar
 from autopar.machines import named
@@ -24,6 +25,12 @@ def job(rows: int) -> autopar.Job:
 
 
 @cache
+def once(rows: int) -> Once:
+    """A step of so many rows, captured for all plans that take them."""
+    return captured(job(rows))
+
+
+@cache
 def layers() -> Layers:
     return layers_of(job(2), MACHINE)
 
@@ -39,10 +46,7 @@ def layers() -> Layers:
 )  # fmt: skip
 def test_a_step_is_predicted_as_it_is_emitted(candidate: Candidate) -> None:
     """Red before: 14, 27, 25, 25 and 27 % too short."""
-    given = job(candidate.dp * candidate.fsdp * candidate.rows * candidate.microbatches)
-    compiled = autopar.compile(
-        given.model, candidate.mesh, loss_fn=given.loss_fn, batch=given.batch, precision="bf16", **candidate.options()
-    )
+    compiled = compiled_for(once(rows_of(candidate)), candidate)
     found = predict(candidate, layers(), MACHINE)
     assert found.total == pytest.approx(compiled.time(MACHINE).total, rel=NEAR)
     emitted = max(compiled.memory(ranks[0], device="cuda").peak for ranks in compiled.alike)

@@ -8,11 +8,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
-from models import token_loss
-from plan_jobs import llama_job
+from plan_jobs import captured, compiled_for, llama_job
+from verified import Once
 
-import autopar
 from autopar.cli import commands as cli
 from autopar.errors import PlanError
 from autopar.machines import Machine, named
@@ -36,6 +34,12 @@ def asked(**changes: object) -> Asked:
 def layers() -> Layers:
     """Of all plans of this file: each program is made once."""
     return layers_of(llama_job(), MACHINE)
+
+
+@cache
+def once() -> Once:
+    """A step of all rows, captured for all plans."""
+    return captured(llama_job(rows=ROWS))
 
 
 def planned_for(**changes: object) -> Planned:
@@ -91,11 +95,7 @@ def test_what_is_fixed_stays(planned: Planned) -> None:
     ids=str,
 )  # fmt: skip
 def test_a_prediction_is_near_the_simulation_of_the_emitted_programs(candidate: Candidate, planned: Planned) -> None:
-    given = llama_job()
-    ids = torch.empty(ROWS, 64, dtype=torch.int64, device="meta")
-    compiled = autopar.compile(
-        given.model, candidate.mesh, loss_fn=token_loss, batch=(ids, ids), precision="bf16", **candidate.options()
-    )
+    compiled = compiled_for(once(), candidate)
     found = predict(candidate, layers(), MACHINE)
     assert found.total == pytest.approx(compiled.time(MACHINE).total, rel=0.15)
 
@@ -114,11 +114,7 @@ def test_a_prediction_is_near_the_simulation_of_the_emitted_programs(candidate: 
 )  # fmt: skip
 def test_a_pipeline_is_predicted_as_it_is_emitted(candidate: Candidate) -> None:
     """Cut inside layers as the compiler does, with the embedding on the first stage and the loss on the last."""
-    given = llama_job()
-    ids = torch.empty(ROWS, 64, dtype=torch.int64, device="meta")
-    compiled = autopar.compile(
-        given.model, candidate.mesh, loss_fn=token_loss, batch=(ids, ids), precision="bf16", **candidate.options()
-    )
+    compiled = compiled_for(once(), candidate)
     near = 0.08 if candidate.schedule == "zb-h1" else 0.05  # 6.4 % too fast over tp
     assert predict(candidate, layers(), MACHINE).total == pytest.approx(compiled.time(MACHINE).total, rel=near)
 

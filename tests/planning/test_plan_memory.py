@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 from models import Llama, token_loss
+from plan_jobs import captured, compiled_for, rows_of
 from torch import Tensor, nn
+from verified import Once
 
 import autopar
 from autopar.machines import named
@@ -35,6 +39,11 @@ def job(rows: int, is_tied: bool = False, precision: str | None = "bf16") -> aut
 
 
 @cache
+def once(make: Callable[..., autopar.Job], *args: Any) -> Once:
+    return captured(make(*args))
+
+
+@cache
 def layers() -> Layers:
     return layers_of(job(2), MACHINE)
 
@@ -58,12 +67,9 @@ def layers() -> Layers:
     ids=str,
 )  # fmt: skip
 def test_memory_is_that_of_the_emitted_programs(candidate: Candidate, error: float) -> None:
-    given = job(candidate.dp * candidate.fsdp * candidate.rows * candidate.microbatches)
-    compiled = autopar.compile(
-        given.model, candidate.mesh, loss_fn=token_loss, batch=given.batch, precision="bf16", **candidate.options()
-    )
-    emitted = max(compiled.memory(ranks[0], device="cuda").peak for ranks in compiled.alike)
-    assert predict(candidate, layers(), MACHINE).memory == pytest.approx(emitted, rel=error)
+    compiled = compiled_for(once(job, rows_of(candidate)), candidate)
+    peak = max(compiled.memory(ranks[0], device="cuda").peak for ranks in compiled.alike)
+    assert predict(candidate, layers(), MACHINE).memory == pytest.approx(peak, rel=error)
 
 
 @cache
@@ -91,13 +97,10 @@ def test_a_tied_embedding(candidate: Candidate, precision: str | None, error: fl
     """On every rank: the first keeps the table; the last has a copy of it, or with ZeRO-3 of its part, and adds up and
     scatters a gradient of its own. Red before: 6 to 15 % too much without a pipeline, 13 % too much on the first stage
     and 10 % too little on the last; with ZeRO-2 and ZeRO-3 up to 14 % too much and 24 % too little."""
-    given = job(candidate.dp * candidate.rows * candidate.microbatches, is_tied=True, precision=precision)
-    compiled = autopar.compile(
-        given.model, candidate.mesh, loss_fn=token_loss, batch=given.batch, precision=precision, **candidate.options()
-    )
-    emitted = [compiled.memory(ranks[0], device="cuda").peak for ranks in compiled.alike]
+    compiled = compiled_for(once(job, rows_of(candidate), True, precision), candidate)
+    peaks = [compiled.memory(ranks[0], device="cuda").peak for ranks in compiled.alike]
     made = pipelined(candidate, tied_layers(precision))
-    assert [rank_bytes(candidate, made, i) for i in range(candidate.pp)] == pytest.approx(emitted, rel=error)
+    assert [rank_bytes(candidate, made, i) for i in range(candidate.pp)] == pytest.approx(peaks, rel=error)
 
 
 SMALL = 0.005  # where schedules are drawn with other times, and in the last turns
@@ -105,7 +108,6 @@ HALVES = 0.03  # where gradients of weights are computed apart: what waits for t
 MOVED = 0.16  # of one layer, that its gradients are on their way when it has let go of what it saved is not said
 
 
-@cache
 def small(rows: int) -> autopar.Job:
     """Tables take little of it, and a stage has one layer or two."""
     with torch.device("meta"):
@@ -134,14 +136,11 @@ def test_short_stages(candidate: Candidate, low: float, high: float) -> None:
     """On every rank, by how much of it too little and too much is said at most. Red before: what a stage sends was
     counted there and where it came, messages on their way by rule of thumb, buffers not at all: up to 8 % too much
     and 4 % too little, with ZeRO-3 17 % too much."""
-    given = small(candidate.dp * candidate.rows * candidate.microbatches)
-    compiled = autopar.compile(
-        given.model, candidate.mesh, loss_fn=token_loss, batch=given.batch, precision="bf16", **candidate.options()
-    )
+    compiled = compiled_for(once(small, rows_of(candidate)), candidate)
     made = pipelined(candidate, small_layers())
     for i, ranks in enumerate(compiled.alike):
-        emitted = compiled.memory(ranks[0], device="cuda").peak
-        assert (1 - low) * emitted <= rank_bytes(candidate, made, i) <= (1 + high) * emitted, i
+        peak = compiled.memory(ranks[0], device="cuda").peak
+        assert (1 - low) * peak <= rank_bytes(candidate, made, i) <= (1 + high) * peak, i
 
 
 @cache
@@ -187,12 +186,16 @@ class ByViews(nn.Module):
         return x + found[order.argsort()].view_as(x) * weight[..., None]
 
 
-@cache
 def viewed(rows: int) -> autopar.Job:
     with torch.device("meta"):
         model = nn.Sequential(*(ByViews(512, 8) for _ in range(6)))
         batch = torch.empty(rows, 1024, 512), torch.empty(rows, 1024, 512)
     return autopar.Job(model, squares, batch, precision="bf16")
+
+
+@cache
+def viewed_layers() -> Layers:
+    return layers_of(viewed(2), MACHINE)
 
 
 @pytest.mark.parametrize(
@@ -206,9 +209,7 @@ def viewed(rows: int) -> autopar.Job:
 def test_weights_that_are_read_by_views(candidate: Candidate) -> None:
     """Red before: 9 to 11 % too little with ZeRO-2 and ZeRO-3. Weights were said to come when a graph makes their
     views, as it begins; gradients that leave by a view were in none of the buckets."""
-    rows = candidate.dp * candidate.rows * candidate.microbatches
-    given, of = viewed(rows), layers_of(viewed(2), MACHINE)
-    compiled = autopar.compile(
-        given.model, candidate.mesh, loss_fn=squares, batch=given.batch, precision="bf16", **candidate.options()
+    compiled = compiled_for(once(viewed, rows_of(candidate)), candidate)
+    assert predict(candidate, viewed_layers(), MACHINE).memory == pytest.approx(
+        compiled.memory(device="cuda").peak, rel=0.02
     )
-    assert predict(candidate, of, MACHINE).memory == pytest.approx(compiled.memory(device="cuda").peak, rel=0.02)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from models import token_loss
-from plan_jobs import llama_job
+from plan_jobs import captured, compiled_for, llama_job, rows_of
+from verified import Once
 
 import autopar
 from autopar.ir.mesh import Mesh
@@ -33,6 +34,12 @@ NEAR = 1.01  # times the time of the best numbers of layers: where ranks have se
 
 def job(rows: int) -> autopar.Job:
     return llama_job(EQUAL, 1024, 8, 2816, 8000, 512, rows)
+
+
+@cache
+def once(rows: int) -> Once:
+    """A step of so many rows, captured for all plans that take them."""
+    return captured(job(rows))
 
 
 @cache
@@ -65,10 +72,7 @@ def plan(
 )  # fmt: skip
 def test_the_emitted_programs_take_as_much(candidate: Candidate, memory: float) -> None:
     """Cut by the times of layers of which some take longer, as the compiler cuts them."""
-    given = job(candidate.dp * candidate.microbatches)
-    compiled = autopar.compile(
-        given.model, candidate.mesh, loss_fn=token_loss, batch=given.batch, precision="bf16", **candidate.options()
-    )
+    compiled = compiled_for(once(rows_of(candidate)), candidate)
     made = predict(candidate, layers(), MACHINE)
     assert made.total == pytest.approx(compiled.time(MACHINE).total, rel=0.05)
     emitted = max(compiled.memory(ranks[0], device="cuda").peak for ranks in compiled.alike)

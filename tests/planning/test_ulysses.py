@@ -9,12 +9,11 @@ from functools import cache
 import pytest
 import torch
 from models import Llama, token_loss
+from plan_jobs import captured
+from verified import Once
 
 import autopar
 from autopar.compiled import Compiled
-from autopar.compiler.check_options import options_of
-from autopar.compiler.lowered import Lowered
-from autopar.compiler.meshes import mesh_of
 from autopar.errors import LayoutError, PlanError
 from autopar.ir.plan import Fixed
 from autopar.machines import Machine, named
@@ -28,7 +27,6 @@ from autopar.planning.price.moving import DataGroups
 from autopar.planning.price.predict import predict
 from autopar.planning.price.step_time import step_time
 from autopar.planning.space.candidates import Candidate, Model, Space
-from autopar.report.memory.within_memory import compile_step
 
 WIDE = named("h100-80g")
 SMALL = replace(WIDE, ranks=2)  # of a node
@@ -49,12 +47,16 @@ def layers(name: str) -> Layers:
     return layers_of(job(), MACHINES[name])
 
 
+@cache
+def once(rows: int, keys: int, length: int, depth: int) -> Once:
+    """A step of these sizes, captured for all meshes and machines."""
+    return captured(job(rows, keys, length, depth))
+
+
 def emitted(
     mesh: str, machine: Machine, rows: int, keys: int = KEYS, length: int = LENGTH, depth: int = 4, **options: object
-) -> Lowered:  # fmt: skip
-    given = job(rows, keys, length, depth)
-    said = options_of(precision="bf16", **options)
-    return compile_step(given.model, token_loss, given.batch, {}, mesh_of(mesh), said, fixed=Fixed(machine=machine))[1]
+) -> Compiled:  # fmt: skip
+    return once(rows, keys, length, depth).compiled(mesh, Fixed(machine=machine), **options)  # type: ignore[arg-type]
 
 
 # -- predictions ----------------------------------------------------------------------------------------------------
@@ -70,10 +72,9 @@ PLANS = [
 @pytest.mark.parametrize("candidate", PLANS, ids=str)
 def test_a_prediction_is_near_the_emitted_programs(candidate: Candidate, name: str) -> None:
     machine, rows = MACHINES[name], candidate.dp * candidate.fsdp * candidate.rows * candidate.microbatches
-    lowered = emitted(candidate.mesh, machine, rows, **candidate.options())
+    compiled = emitted(candidate.mesh, machine, rows, **candidate.options())
     found = predict(candidate, layers(name), machine)
-    assert found.total == pytest.approx(step_time(lowered, machine).total, rel=0.05)
-    compiled = Compiled.of(lowered)
+    assert found.total == pytest.approx(step_time(compiled, machine).total, rel=0.05)
     peak = max(compiled.memory(ranks[0], device="cuda").peak for ranks in compiled.alike)
     assert found.memory == pytest.approx(peak, rel=0.04)
 

@@ -1,11 +1,16 @@
-"""Jobs that plans are made for."""
+"""Jobs that plans are made for, and the programs that the compiler emits for these plans."""
 
 from __future__ import annotations
 
 import torch
 from models import Llama, token_loss
+from verified import Once
 
 import autopar
+from autopar.compiled import Compiled
+from autopar.ir.plan import Fixed
+from autopar.machines import Machine
+from autopar.planning.space.candidates import Candidate
 
 
 def llama_job(
@@ -22,3 +27,19 @@ def llama_job(
         model = Llama(layers, width, heads, heads, hidden, words, length)
         ids = torch.empty(rows, length, dtype=torch.int64)
     return autopar.Job(model, token_loss, (ids, ids), precision="bf16")
+
+
+def captured(job: autopar.Job) -> Once:
+    """Capture a job's step, for all plans with as many rows (`rows_of`): it is a fifth of what such a case costs."""
+    return Once.of(job.model, job.loss_fn, job.batch, None, precision=job.precision)
+
+
+def rows_of(candidate: Candidate) -> int:
+    """The rows of a step."""
+    return candidate.dp * candidate.fsdp * candidate.rows * candidate.microbatches
+
+
+def compiled_for(once: Once, candidate: Candidate, machine: Machine | None = None, **options: object) -> Compiled:
+    """Compile what `autopar.compile` does for a plan. options: further ones of the step."""
+    fixed = None if machine is None else Fixed(machine=machine)
+    return once.compiled(candidate.mesh, fixed, **candidate.options(), **options)  # type: ignore[arg-type]

@@ -24,25 +24,28 @@ from autopar.verification.verify import Report, cast, verify_compiled
 
 @dataclass(frozen=True)
 class Once:
-    """A model that is captured once, whatever it is compiled for."""
+    """A model that is captured once, whatever it is compiled for. options: those that its capture read."""
 
     model: nn.Module
     captured: Captured
     loss_fn: LossFn | None
     batch: Any
+    options: StepKeywords
 
     @classmethod
     def of(
-        cls, model: nn.Module, loss_fn: LossFn | None, batch: Any, dtype: torch.dtype = torch.float64,
+        cls, model: nn.Module, loss_fn: LossFn | None, batch: Any, dtype: torch.dtype | None = torch.float64,
         **options: Unpack[StepKeywords],
     ) -> Once:  # fmt: skip
-        """The model goes to the dtype. options: those that a capture reads."""
-        model, batch = model.to(dtype), tree_map(lambda leaf: cast(leaf, dtype), batch)
+        """The model goes to the dtype, or stays as it is. options: those that a capture reads."""
+        if dtype is not None:
+            model, batch = model.to(dtype), tree_map(lambda leaf: cast(leaf, dtype), batch)
         captured = capture_step(model, loss_fn, *batch_arguments(batch), options_of(**options), lift=dtype)
-        return cls(model, captured, loss_fn, batch)
+        return cls(model, captured, loss_fn, batch, options)
 
     def compiled(self, mesh: str, fixed: Fixed | None = None, **options: Unpack[StepKeywords]) -> Compiled:
-        return Compiled.of(lower(self.captured, mesh_of(mesh), options_of(**options), fixed))
+        every: StepKeywords = {**self.options, **options}
+        return Compiled.of(lower(self.captured, mesh_of(mesh), options_of(**every), fixed))
 
     def report(
         self, compiled: Compiled, steps: int = 2, optimizer: OptimizerFactory | None = None, seed: int = 0
