@@ -17,4 +17,7 @@ def uncollected() -> Iterator[None]:
         yield
     finally:
         if was_on:
+            if not gc.get_freeze_count():  # what was made joins what is old: else the first collection walks all of it
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()

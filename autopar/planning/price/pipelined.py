@@ -104,14 +104,21 @@ class Pipelined:
 
 def pipelined(candidate: Candidate, layers: Layers) -> Pipelined:
     """The pipeline of a candidate. Raises AutoparError as `Micros.local`."""
+    made = without_messages(candidate, layers)
+    if candidate.pp == 1:
+        return made
+    moments = _moments(*_drawn(candidate, len(made.stages)), candidate.halves)
+    return replace(made, moments=moments)
+
+
+def without_messages(candidate: Candidate, layers: Layers) -> Pipelined:
+    """A pipeline whose ranks hold nothing that comes from other ranks or goes there: so much at least, and many are
+    too large with that. Raises AutoparError as `Micros.local`."""
     model = layers.place(layers.ranks_of(candidate)), candidate.halves, *_model(candidate, layers)
 
     def make() -> Pipelined:
         stages = layers.kept(("stages", *model), lambda: _stages(candidate, layers))
-        made = _pipelined(candidate, stages, layers, has_copies=candidate.moved > 0 and candidate.pp > 1)
-        if candidate.pp == 1:
-            return made
-        return replace(made, moments=_moments(*_drawn(candidate, len(stages)), candidate.halves))
+        return _pipelined(candidate, stages, layers, has_copies=candidate.moved > 0 and candidate.pp > 1)
 
     kept: Pipelined = layers.kept((*model, *_order(candidate)), make)
     return kept
