@@ -12,7 +12,7 @@ from autopar.planning.layer_budget import MIXES, least_count
 from autopar.planning.price.cost import Cost, Linear
 from autopar.planning.price.layers import Layers
 from autopar.planning.price.moving import DataGroups
-from autopar.planning.price.pipelined import Pipelined, with_least_memory
+from autopar.planning.price.pipelined import Pipelined, with_least_memory, without_messages
 from autopar.planning.price.predict import rank_bytes, timed
 from autopar.planning.shallow.held_bytes import MOMENTS
 from autopar.planning.space.candidates import NOTHING, Candidate
@@ -281,6 +281,8 @@ class Bounds:
         """True if a rank holds more than so many bytes, by its stages (`held`)."""
         if candidate.again is not None:
             return self._is_larger_in_part(candidate, limit)
+        if candidate.memory and candidate.pp == 1 and math.isfinite(self.slowest):  # else it is told what the host lacks
+            return self._is_larger_than_both(candidate, limit)
         if candidate.pp == 1 or candidate.is_hosted or candidate.memory:  # what is stored, or saved, waits elsewhere
             return False
         if self._most_layers(candidate, limit) < self.equal * (1 - 1e-9):  # then nobody asks how it is cut
@@ -318,6 +320,11 @@ class Bounds:
         layer = LayerCost.of(candidate, costs["none"], *self._changes(candidate, costs, "none", "full"))
         cut = self._apart(candidate, "none", "full")
         return math.isinf(least_again(candidate, layer, self.equal, cut, limit, math.inf))
+
+    def _is_larger_than_both(self, candidate: Candidate, limit: float) -> bool:
+        """True if what a rank holds beyond so many bytes is more than its share of the host's memory."""
+        over = rank_bytes(candidate, without_messages(candidate, self.layers), 0) - limit
+        return over > self.machine.host_share(candidate.size)
 
     def held(self, candidate: Candidate) -> float:
         """Bytes that the fullest rank stores, and saves of the micro-batches that are under way, at least: by its

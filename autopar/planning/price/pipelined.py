@@ -133,7 +133,10 @@ def with_least_memory(candidate: Candidate, layers: Layers) -> Pipelined:
     key = "least memory", near, *_model(candidate, layers), *_order(candidate)
 
     def make() -> Pipelined:
-        cost = layers.cost(near, candidate.rows, policy, more=more).kept.in_stages()
+        cost = layers.kept(
+            ("kept", near, candidate.rows, policy, more),
+            lambda: layers.cost(near, candidate.rows, policy, more=more).kept.in_stages(),
+        )
         stages = [Stage(share, cost, {}) for share in _shares(candidate, layers)]
         return _pipelined(candidate, stages, layers)
 
