@@ -281,7 +281,7 @@ class Bounds:
         """True if a rank holds more than so many bytes, by its stages (`held`)."""
         if candidate.again is not None:
             return self._is_larger_in_part(candidate, limit)
-        if candidate.memory and candidate.pp == 1 and math.isfinite(self.slowest):  # else it is told what the host lacks
+        if candidate.memory and candidate.pp == 1:
             return self._is_larger_than_both(candidate, limit)
         if candidate.pp == 1 or candidate.is_hosted or candidate.memory:  # what is stored, or saved, waits elsewhere
             return False
@@ -322,7 +322,10 @@ class Bounds:
         return math.isinf(least_again(candidate, layer, self.equal, cut, limit, math.inf))
 
     def _is_larger_than_both(self, candidate: Candidate, limit: float) -> bool:
-        """True if what a rank holds beyond so many bytes is more than its share of the host's memory."""
+        """True if what a rank holds beyond so many bytes is more than its share of the host's memory; False as long as
+        no plan is found, for then what the host lacks is told."""
+        if math.isinf(self.slowest):
+            return False
         over = rank_bytes(candidate, without_messages(candidate, self.layers), 0) - limit
         return over > self.machine.host_share(candidate.size)
 
