@@ -8,13 +8,17 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def uncollected(lives_on: bool = False) -> Iterator[None]:
     """Keep Python from looking for cycles of objects that nothing else holds, while the context lasts. The
-    user's callbacks of its collector (`gc.callbacks`) do not run in the middle of a trace then."""
+    user's callbacks of its collector (`gc.callbacks`) do not run in the middle of a trace then. lives_on: nearly all
+    that is made stays, and joins the old objects: else the next collection, of young ones, walks all of it."""
     was_on = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if was_on:
+            if lives_on and not gc.get_freeze_count():  # what a user froze stays so
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()

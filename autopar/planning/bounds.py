@@ -12,8 +12,8 @@ from autopar.planning.layer_budget import MIXES, least_count
 from autopar.planning.price.cost import Cost, Linear
 from autopar.planning.price.layers import Layers
 from autopar.planning.price.moving import DataGroups
-from autopar.planning.price.pipelined import Pipelined, with_least_memory
-from autopar.planning.price.predict import predict, rank_bytes
+from autopar.planning.price.pipelined import Pipelined, with_least_memory, without_messages
+from autopar.planning.price.predict import rank_bytes, timed
 from autopar.planning.shallow.held_bytes import MOMENTS
 from autopar.planning.space.candidates import NOTHING, Candidate
 from autopar.planning.space.micro import HIGH
@@ -64,7 +64,7 @@ class Bounds:
     def rows(self, candidate: Candidate, is_again: bool = False) -> float:
         """us of the calls of a step, as if each rank of cp and ulysses had its part of every call of many whole
         rows, nothing was computed again and collectives were hidden as well as can be; and of its data axes."""
-        return self._least(candidate, Split(candidate.tp, candidate.sequence), max(HIGH, candidate.rows), is_again)
+        return self._least(candidate, max(HIGH, candidate.rows), False, is_again)
 
     def parts(self, candidate: Candidate, is_again: bool = False) -> float:
         """A lower bound by the program compiled for this cp. What cp divides has few rows. For plans with
@@ -73,7 +73,7 @@ class Bounds:
         if made is None or candidate.context == 1:
             return 0.0
         rows = candidate.rows if candidate.rows == self.layers.micros.low else max(HIGH, candidate.rows)
-        return self._least(candidate, made.split.near, rows, is_again)
+        return self._least(candidate, rows, True, is_again)
 
     def again(self, candidate: Candidate) -> float:
         """The greater of these, with the products that are computed again at the best share of the peak."""
@@ -97,7 +97,7 @@ class Bounds:
             return 0.0
         if twin not in self._steps:
             part = self._still(twin, twin.recompute)
-            self._steps[twin] = part * predict(twin, self.layers, self.machine, self.slowest / part).total
+            self._steps[twin] = part * timed(twin, self.layers, self.machine, self.slowest / part).total
         return self._steps[twin]
 
     def _still(self, twin: Candidate, policy: str) -> float:
@@ -106,10 +106,13 @@ class Bounds:
 
     def calls(self, candidate: Candidate) -> float:
         """us of the calls of a step, as if pp divided them without a rest. Where a part of the layers is computed
-        again, the least of what none, all or some of it take."""
-        if candidate.again is None:
-            return self._of_policy(candidate, candidate.recompute)
-        return self._of_mixes(candidate)
+        again, the least of what none, all or some of it take; where activations wait in the host's memory, what the
+        step takes with none of them there: copies hold calls up, and nothing else."""
+        if candidate.again is not None:
+            return self._of_mixes(candidate)
+        least = self._of_policy(candidate, candidate.recompute)
+        is_open = candidate.memory > 0 and least < self.slowest
+        return max(least, timed(candidate, self.layers, self.machine, 0.0).total) if is_open else least
 
     def _least_again(
         self, candidate: Candidate, costs: Mapping[str, Cost], less: str, more: str, is_exact: bool
@@ -198,12 +201,13 @@ class Bounds:
 
         return self.layers.kept(("apart", near, candidate.rows, policies), cut)
 
-    def _least(self, candidate: Candidate, of: Split, rows: int, is_again: bool) -> float:
-        """By a program of so many rows, on the ranks `of` a split with as many of cp or with one."""
+    def _least(self, candidate: Candidate, rows: int, is_split: bool, is_again: bool) -> float:
+        """By a program of so many rows, on as many ranks of cp (is_split) or on one."""
         lies = candidate.twin or candidate  # where tp lies in the mesh is the same
-        is_still = candidate.ulysses > 1 and of.context > 1
-        key = lies.axes, candidate.sequence, candidate.rows, of, is_still
+        is_still = candidate.ulysses > 1 and is_split
+        key = lies.axes, candidate.sequence, candidate.rows, rows, is_split, is_still
         if key not in self._micro:
+            of = lies.split.near if is_split else Split(candidate.tp, candidate.sequence)
             share = candidate.rows / rows * of.context / candidate.context
             self._micro[key] = self.layers.least_us(lies.split, of, rows, share, is_still)
         forward, backward, busy = self._micro[key]
@@ -248,7 +252,7 @@ class Bounds:
         """Bytes of a rank's part of parameters, states and copies, of gradients, and of what a micro-batch keeps, at
         least: that of the mean rank."""
         one = candidate  # neither the order of its axes nor its schedule says anything here
-        key = (*one[:7], one.fsdp, one.cp, one.ulysses, one.reshard_after_forward, one.waits)
+        key = (*one[:7], one.fsdp, one.cp, one.ulysses, one.reshard_after_forward, one.offload, one.memory)
         if key not in self._memory:
             self._memory[key] = self._mean(candidate)
         return self._memory[key]
@@ -277,6 +281,8 @@ class Bounds:
         """True if a rank holds more than so many bytes, by its stages (`held`)."""
         if candidate.again is not None:
             return self._is_larger_in_part(candidate, limit)
+        if candidate.memory and candidate.pp == 1:
+            return self._is_larger_than_both(candidate, limit)
         if candidate.pp == 1 or candidate.is_hosted or candidate.memory:  # what is stored, or saved, waits elsewhere
             return False
         if self._most_layers(candidate, limit) < self.equal * (1 - 1e-9):  # then nobody asks how it is cut
@@ -314,6 +320,14 @@ class Bounds:
         layer = LayerCost.of(candidate, costs["none"], *self._changes(candidate, costs, "none", "full"))
         cut = self._apart(candidate, "none", "full")
         return math.isinf(least_again(candidate, layer, self.equal, cut, limit, math.inf))
+
+    def _is_larger_than_both(self, candidate: Candidate, limit: float) -> bool:
+        """True if what a rank holds beyond so many bytes is more than its share of the host's memory; False as long as
+        no plan is found, for then what the host lacks is told."""
+        if math.isinf(self.slowest):
+            return False
+        over = rank_bytes(candidate, without_messages(candidate, self.layers), 0) - limit
+        return over > self.machine.host_share(candidate.size)
 
     def held(self, candidate: Candidate) -> float:
         """Bytes that the fullest rank stores, and saves of the micro-batches that are under way, at least: by its

@@ -35,11 +35,13 @@ from autopar.planning.space.candidates import (
 SMALL = 4  # candidates that are tried for the least memory, where a bound says that none fits
 Alike = tuple[Candidate, ...]
 SHARED = 2  # the first step before which plans with ulysses stand with those that have as many ranks of cp
+SIZES = ("dp", "fsdp", "cp", "ulysses", "tp", "pp", "order", "rows", "microbatches", "schedule", "chunks")
 OWN = ("recompute", "again")  # fields that no bound reads before that of what is computed again
-# By step of `Bounds.steps`: what candidates that it cannot tell apart have in common, from this step on.
+# By step of `Bounds.steps`: what candidates that it cannot tell apart have in common, from this step on, beside what
+# those of the step before have.
 ALIKE: Mapping[int, Callable[[Candidate], Hashable]] = {
-    0: attrgetter("dp", "fsdp", "cp", "ulysses", "tp", "pp", "order", "rows", "microbatches", "schedule", "chunks"),
-    1: attrgetter(*(name for name in Candidate._fields if name not in OWN)),
+    0: attrgetter(*SIZES),
+    1: attrgetter(*(name for name in Candidate._fields if name not in (*SIZES, *OWN))),
     3: lambda candidate: candidate,
 }
 REFINED = 8  # the fastest pipelines that compute all layers again: it is tried if a part of these is enough
@@ -95,11 +97,11 @@ def search(
 
     found_plans, bounds = FoundPlans(list(known)), Bounds(layers, work, machine, space.model.layers)
     bounds.limit = limit
-    memories, last = bounds.memories, len(bounds.steps) - 1
+    memories, steps, last = bounds.memories, bounds.steps, len(bounds.steps) - 1
     drawn = [tuple(alike) for _, alike in groupby(space.drawn(), ALIKE[0])]
     queue = [(bounds.products(alike[0]), i, 1, alike) for i, alike in enumerate(drawn)]
     later: list[tuple[float, int, int, Alike]] = []  # plans with ulysses: the others say what they must be better than
-    total = left = sum(plans(alike, 0) for alike in drawn)
+    total = sum(plans(alike, 0) for alike in drawn)
     number = count(len(queue))  # of what has the same bound, what was there before comes first
     larger: list[Candidate] = []
     heapq.heapify(queue)
@@ -113,10 +115,8 @@ def search(
             queue, slower = [], [(bound, 0, step, alike), *queue]
             found_plans.counts["slower by a bound"] += sum(plans(each, at - 1) for _, _, at, each in slower)
             continue
-        left -= plans(alike, step - 1)
         for shared in zip(*map(space.shared, alike), strict=True) if step == SHARED else ():
             later.append((bound, next(number), step + 1, shared))
-            left += len(shared)
         for each in _parts(alike, step):
             try:
                 if step in memories and all(memories[step](one) > limit for one in reversed(each)):
@@ -125,14 +125,13 @@ def search(
                     larger += each
                     found_plans.counts["larger by a bound"] += plans(each, step)
                 elif step <= last:
-                    more = max(bound, bounds.steps[step](each[0]))
+                    more = max(bound, steps[step](each[0]))
                     heapq.heappush(queue, (more, next(number), step + 1, each))
-                    left += plans(each, step)
                 else:
                     _try(each[0], found_plans, layers, machine, limit, top, space.model.layers, slowest)
             except AutoparError as error:
                 found_plans.counts[f"refused ({first_sentence(str(error))})"] += plans(each, step)
-        tell(total - left, total)
+        tell(found_plans.counts.total(), total)
     _refine(found_plans, space, layers, machine, limit, top)
     if not found_plans.best:
         every = [] if found_plans.least else chain.from_iterable(drawn)
@@ -253,6 +252,8 @@ def _try(
         if found_plans.least_host is None or made.host < found_plans.least_host.host:
             found_plans.least_host = made
         return
+    if made.memory > limit and _is_least(found_plans, made):  # its messages count too
+        made = replace(made, memory=predict(decided, layers, machine, 0.0).memory)
     _keep_least(found_plans, made)
     if made.memory > limit:
         is_slow = candidate.again is not None and least_us(decided, layers) >= slowest  # no more layers were tried
@@ -277,5 +278,9 @@ def _places(candidate: Candidate) -> list[int]:
 
 
 def _keep_least(found_plans: FoundPlans, made: Prediction) -> None:
-    if found_plans.least is None or made.memory < found_plans.least.memory:
+    if _is_least(found_plans, made):
         found_plans.least = made
+
+
+def _is_least(found_plans: FoundPlans, made: Prediction) -> bool:
+    return found_plans.least is None or made.memory < found_plans.least.memory

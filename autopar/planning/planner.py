@@ -85,14 +85,14 @@ class Planned:
         return f"{self.found.certificate}{more}{self.experts and '; '}{self.experts}"
 
 
-@uncollected()
+@uncollected(lives_on=True)
 def plan(job: Job, asked: Asked, tell: Tell = lambda done, all_: None, layers: Layers | None = None) -> Planned:
     """Search all plans for a job's model (`planned`). layers: what `layers_of` gave for this job and machine; what it
     knows is not made again."""
     return planned(layers or layers_of(job, asked.machine), asked, tell)
 
 
-@uncollected()
+@uncollected(lives_on=True)
 def planned(layers: Layers, asked: Asked, tell: Tell = lambda done, all_: None) -> Planned:
     """Search all plans (`planning/find_plan.py`). tell: of progress, (done, all).
 

@@ -74,7 +74,8 @@ class Trials:
         key, _, best = min((self._key(now, slowest), i, now) for i, now in enumerate(begun))
         if is_last if math.isinf(slowest) else key < (CLOSELY * self.limit, NEAR * slowest):
             best = self._improved(best, key, slowest)
-        return predict(best.candidate, self.layers, self.machine, slowest, self.limit)
+        made = predict(best.candidate, self.layers, self.machine, slowest, self.limit)
+        return replace(made, memory=best.most)
 
     def tried(self, counts: Counts, starts: Counts) -> Tried:
         """counts: of the first layers of each stage, where stages begin with the layers `starts`."""

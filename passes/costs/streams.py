@@ -146,9 +146,9 @@ class Streams:
         if self.machine.is_host:
             self._begin(launched)
         else:
-            self._begin(min(launched, self.machine.launch_us))
+            self.host += min(launched, self.machine.launch_us)
         begin = max(self.device, self.host)
-        took = self._beside(us, self.taking - begin)
+        took = self._beside(us, self.taking - begin) if self.taking > begin else us
         self.hosted += begin - self.device
         self.device = begin + took
         self.computed += took
@@ -195,8 +195,6 @@ class Streams:
         """The time of calls that would take `time` alone. moving: until the end of the last collective, of all that
         were launched before them: each stream is busy until then, since a collective begins at once or when another
         one ends."""
-        if moving <= 0:
-            return time
         left = 1 - self.machine.device.communicating
         slowed = min(moving, time / left)
         return slowed + (time - left * slowed)

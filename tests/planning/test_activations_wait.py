@@ -113,6 +113,25 @@ def test_the_device_holds_what_was_predicted(recompute: str, part: float):
     assert made.memory < plain.memory and made.total >= plain.total and made.host > 0
 
 
+@pytest.mark.parametrize(
+    "one",
+    [
+        Candidate(1, 1, 1, 0, "none", 4, 1), Candidate(4, 1, 1, 3, "none", 2, 1), Candidate(2, 1, 1, 3, "none", 1, 4),
+        Candidate(1, 1, 2, 0, "none", 1, 4), Candidate(2, 1, 2, 2, "selective", 1, 4),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_copies_hold_calls_up_and_free_no_more_than_goes(one: Candidate):
+    """By which plans are left out before it is known how much of their activations goes (`bounds.py`)."""
+    for to_host in (1e9, 5e10):
+        of, where = layers(to_host), machine(to_host=to_host)
+        plain = predict(one, of, where)
+        for part in (0.3, 1.0):
+            made = predict(one._replace(moved=part), of, where)
+            assert made.total >= plain.total * (1 - 1e-9)
+            assert one.pp > 1 or plain.memory - made.memory <= made.host * (1 + 1e-9)
+
+
 PIPELINES = [
     ("pp=2", "1f1b", 1, "none", 4), ("pp=2", "interleaved-1f1b", 2, "none", 4), ("pp=2", "1f1b", 1, "full", 4),
 ]  # fmt: skip

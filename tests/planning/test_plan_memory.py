@@ -17,7 +17,7 @@ import autopar
 from autopar.machines import named
 from autopar.planning.planner import layers_of
 from autopar.planning.price.layers import Layers
-from autopar.planning.price.pipelined import pipelined
+from autopar.planning.price.pipelined import pipelined, without_messages
 from autopar.planning.price.predict import predict, rank_bytes
 from autopar.planning.space.candidates import Candidate
 
@@ -101,6 +101,16 @@ def test_a_tied_embedding(candidate: Candidate, precision: str | None, error: fl
     peaks = [compiled.memory(ranks[0], device="cuda").peak for ranks in compiled.alike]
     made = pipelined(candidate, tied_layers(precision))
     assert [rank_bytes(candidate, made, i) for i in range(candidate.pp)] == pytest.approx(peaks, rel=error)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-h2", "gpipe"])
+def test_what_holds_too_much_without_messages_does_with_them(schedule: str) -> None:
+    """The plan is left out then, and no messages are drawn."""
+    for microbatches in (4, 9, 20):
+        one = Candidate(1, 1, 4, 0, "none", 1, microbatches, schedule)
+        alone, made = (make(one, tied_layers(None)) for make in (without_messages, pipelined))
+        for rank in range(one.pp):
+            assert rank_bytes(one, alone, rank) <= rank_bytes(one, made, rank)
 
 
 SMALL = 0.005  # where schedules are drawn with other times, and in the last turns

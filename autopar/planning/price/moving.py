@@ -145,13 +145,14 @@ class Moving:
                 self._copies(self.copies, road.kind, at)
             for read in step.events.reads:
                 place = place_of(road.kind, number, read.own)
-                self.begin(place, read.unit)
+                if self.leaves:
+                    self.begin(place, read.unit)
                 if self.ahead is not None and place in self.gathers:
                     self.use(self.gathers[place])
                 elif is_whole and read.is_cast and place._replace(kind=FORWARD) not in self.held:
                     self._hold(place, read.bytes_)
             given = [place_of(road.kind, number, each.own) for each in step.events.gives]
-            for place in given:
+            for place in given if self.leaves else ():
                 self.begin(place, unit_of(place.name.rpartition(".")[0]))
             self._mark(step.most)
             if given and (is_whole or any(place in self.sums for place in given)):
@@ -288,8 +289,8 @@ class Moving:
         if bundle.members[0].of.kind == FORWARD or self.kind == BACKWARD:
             self._bring(number + 1)
         for member in bundle.members:
-            part, again = member.bytes_ / ranks, member.of._replace(kind=BACKWARD)
-            own, lasts = member.of._replace(kind=PART), member.of in self.lasting
+            part, own = member.bytes_ / ranks, ParameterPlace(PART, member.of.layer, member.of.name)
+            lasts, is_back = member.of in self.lasting, member.of.kind == BACKWARD
             if self.leaves and isinstance(member.layer, tuple):
                 self.begin(member.of._replace(kind=self.kind), member.layer[-1])
             if member.of in self.brought:
@@ -297,7 +298,7 @@ class Moving:
             if member.of in self.made:
                 self.streams.compute(self.made[member.of], self.net.machine.launch_us)
                 # until it is gathered again a rank keeps its part of the cast
-                if again in self.gathers and (lasts or not self.leaves):
+                if member.of._replace(kind=BACKWARD) in self.gathers and (lasts or not self.leaves):
                     self._hold(own, part)
             if self.loads.get(member.of, 0.0) > part:  # it is cast, and what came goes
                 self.alive += part * (not lasts)
@@ -306,7 +307,7 @@ class Moving:
             elif lasts and member.of in self.loads:
                 self.held[own] = part
             freed += part * (member.of in self.loads and not lasts)
-            if member.of == again and own in self.held:
+            if is_back and own in self.held:
                 freed += self.held.pop(own)
         operand = freed
         if len(bundle.members) > 1:

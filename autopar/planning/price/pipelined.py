@@ -104,14 +104,21 @@ class Pipelined:
 
 def pipelined(candidate: Candidate, layers: Layers) -> Pipelined:
     """The pipeline of a candidate. Raises AutoparError as `Micros.local`."""
+    made = without_messages(candidate, layers)
+    if candidate.pp == 1:
+        return made
+    moments = _moments(*_drawn(candidate, len(made.stages)), candidate.halves)
+    return replace(made, moments=moments)
+
+
+def without_messages(candidate: Candidate, layers: Layers) -> Pipelined:
+    """A pipeline whose ranks hold nothing that comes from other ranks or goes there: so much at least, and many are
+    too large with that. Raises AutoparError as `Micros.local`."""
     model = layers.place(layers.ranks_of(candidate)), candidate.halves, *_model(candidate, layers)
 
     def make() -> Pipelined:
         stages = layers.kept(("stages", *model), lambda: _stages(candidate, layers))
-        made = _pipelined(candidate, stages, layers, has_copies=candidate.moved > 0 and candidate.pp > 1)
-        if candidate.pp == 1:
-            return made
-        return replace(made, moments=_moments(*_drawn(candidate, len(stages)), candidate.halves))
+        return _pipelined(candidate, stages, layers, has_copies=candidate.moved > 0 and candidate.pp > 1)
 
     kept: Pipelined = layers.kept((*model, *_order(candidate)), make)
     return kept
@@ -126,7 +133,10 @@ def with_least_memory(candidate: Candidate, layers: Layers) -> Pipelined:
     key = "least memory", near, *_model(candidate, layers), *_order(candidate)
 
     def make() -> Pipelined:
-        cost = layers.cost(near, candidate.rows, policy, more=more).kept.in_stages()
+        cost = layers.kept(
+            ("kept", near, candidate.rows, policy, more),
+            lambda: layers.cost(near, candidate.rows, policy, more=more).kept.in_stages(),
+        )
         stages = [Stage(share, cost, {}) for share in _shares(candidate, layers)]
         return _pipelined(candidate, stages, layers)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.machines import Machine
 from autopar.machines.model import ADAMW
 from autopar.planning.price.cost import Cost
 from autopar.planning.price.layers import Layers
-from autopar.planning.price.pipelined import Pipelined, Stage, data_of, pipelined, step_us
+from autopar.planning.price.pipelined import Pipelined, Stage, data_of, pipelined, step_us, without_messages
 from autopar.planning.price.step_time import optimizer_us
 from autopar.planning.price.whole_step import StepPeaks
 from autopar.planning.shallow.held_bytes import MOMENTS
@@ -42,13 +42,19 @@ def predict(
     candidate: Candidate, layers: Layers, machine: Machine, slowest: float = math.inf, limit: float = math.inf
 ) -> Prediction:
     """The time and the memory of a step. slowest, limit: us, and bytes, from which on nobody asks how much more it is:
-    then no schedule is simulated, and the time of a pipeline is that without a bubble, or infinite if it does not fit.
-    Raises AutoparError as `Micros.local`."""
-    made = pipelined(candidate, layers)
-    memory = max(rank_bytes(candidate, made, i) for i in range(candidate.pp))
+    then no schedule is simulated, and the time of a pipeline is that without a bubble, or infinite if it does not fit,
+    its memory perhaps without its messages. Raises AutoparError as `Micros.local`."""
+    made, memory = _fullest(candidate, layers, limit)
     host = max(_host_bytes(candidate, made, i) for i in range(candidate.pp))
     if candidate.pp > 1 and memory > limit:
         return Prediction(candidate, math.inf, memory, 0.0, 0.0, 0.0, 0.0, host=host)
+    return replace(timed(candidate, layers, machine, slowest), memory=memory, host=host)
+
+
+def timed(candidate: Candidate, layers: Layers, machine: Machine, slowest: float = math.inf) -> Prediction:
+    """Predict the time of a step alone: its memory is not a number. slowest: as of `predict`. Raises AutoparError as
+    `Micros.local`."""
+    made = without_messages(candidate, layers)
     ranks = [_ends(candidate, layers, rank, machine) for rank in made.ranks]
     m = candidate.microbatches
     floors = [m * rank.micro_us + sum(beside) for rank, beside in zip(made.ranks, ranks, strict=True)]
@@ -60,7 +66,18 @@ def predict(
     total = most
     if candidate.pp > 1 and most < slowest:
         total = step_us(candidate, made, [(before, after + optimizer) for before, after, optimizer in ranks], machine)
-    return Prediction(candidate, total, memory, total - most, exposed, max(0.0, data), optimizer, host=host)
+    return Prediction(candidate, total, math.nan, total - most, exposed, max(0.0, data), optimizer)
+
+
+def _fullest(candidate: Candidate, layers: Layers, limit: float) -> tuple[Pipelined, float]:
+    """The pipeline of a candidate, and the bytes of its fullest rank. Its messages, which take long to draw, are left
+    out of one that holds more than `limit` without them."""
+    made = without_messages(candidate, layers)
+    memory = max(rank_bytes(candidate, made, rank) for rank in range(candidate.pp))
+    if candidate.pp == 1 or memory > limit:
+        return made, memory
+    made = pipelined(candidate, layers)
+    return made, max(rank_bytes(candidate, made, rank) for rank in range(candidate.pp))
 
 
 def _host_bytes(candidate: Candidate, made: Pipelined, rank: int) -> float:
