@@ -94,8 +94,8 @@ def both_dims(m: Any, y: Tensor, x: Tensor) -> Tensor:
 @case
 def views_of_views(m: Any, y: Tensor, x: Tensor) -> Tensor:
     at = x[0].argmax() % 4
-    row = y[at]
-    some = row[at : at + 3]
+    row, end = y[at], at + 3
+    some = row[end - 3 : end]
     some.mul_(2)
     y.add_(1)
     more = some * 3
@@ -128,7 +128,7 @@ def queue(m: Any, y: Tensor, x: Tensor) -> Tensor:
 @case
 def queue_by_tensors(m: Any, y: Tensor, x: Tensor) -> Tensor:
     found, at = y @ m.queue.clone(), m.at[0]
-    m.queue[:, m.at[0] : at + len(x)].copy_(x.T)
+    m.queue[:, m.at[-1] : at + len(x)].copy_(x.T)
     m.at.add_(len(x)).remainder_(24)
     return found
 
@@ -173,6 +173,7 @@ def blanks(m: Any, y: Tensor, x: Tensor) -> Tensor:
     first, wide = torch.randint(-3, 8, ()), x[0].argmax() % 5
     y[:, first : first + wide] = 0.5
     y[first.abs() % 4, -first:] = y.mean()
+    y[:, start + 3 : -2] = 0.25
     return y
 
 
@@ -222,6 +223,18 @@ def test_what_is_returned_is_as_at_the_end() -> None:
     assert report.ok and report.max_error < 1e-10, str(report)
 
 
+def test_what_a_forward_pass_returns_is_as_at_its_end() -> None:
+    def use(m: Any, y: Tensor, x: Tensor) -> Any:
+        row = y[x[0].argmax() % 4]
+        y.mul_(3)
+        return y, row
+
+    model, x = Net(use).eval(), torch.randn(4, 8)
+    parallel = parallelize(copy.deepcopy(model), "dp=1").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(parallel(x)[1], model(x)[1])
+
+
 @pytest.mark.parametrize(("name", "most"), [("crop", 1), ("crop_that_ends_outside", 5), ("blanks", 1)])
 def test_drawn_places_are_few_programs(name: str, most: int) -> None:
     """One, but of crops that end outside, which have other shapes."""
@@ -240,6 +253,18 @@ def test_a_place_outside_is_an_error_of_its_step() -> None:
     assert parallel.get_buffer("at").item() == 22
 
 
+def test_rows_outside_that_are_read_are_an_error_of_their_step() -> None:
+    def use(m: Any, y: Tensor, x: Tensor) -> Tensor:
+        at = m.at.item()
+        return y @ m.queue[:, at : at + 4]
+
+    parallel = parallelize(Net(use), "dp=1", loss_fn=squares)
+    for at, text in ((22, "index 24 is out"), (-1, "index -1 is out")):
+        parallel.get_buffer("at").fill_(at)
+        with pytest.raises(BatchError, match=text):
+            parallel.forward_backward(torch.randn(4, 8))
+
+
 @pytest.mark.parametrize("use", [lambda y, at: y[:, :at], lambda y, at: y[:, at : 2 * at], lambda y, at: y[at::2]])
 def test_as_many_rows_as_data_say_are_refused(use: Any) -> None:
     def loss(model: nn.Module, x: Tensor) -> Tensor:
@@ -247,3 +272,14 @@ def test_as_many_rows_as_data_say_are_refused(use: Any) -> None:
 
     with pytest.raises(CaptureError, match=r"This line has \.item\(\).*The number is used by Python itself \(index\)"):
         verify(Net(lambda m, y, x: y), "dp=1", loss_fn=loss, batch=torch.randn(4, 8))
+
+
+def test_rows_between_places_of_two_tensors_are_refused() -> None:
+    def use(m: Any, y: Tensor, x: Tensor) -> Tensor:
+        first, last = x[0].argmax(), x[1].argmax()
+        return y[:, first : last + 3]
+
+    with pytest.raises(
+        CaptureError, match=r"a slice whose length a tensor decides\. Use bounds that are so many rows apart"
+    ):
+        verify(Net(use), "dp=1", loss_fn=squares, batch=torch.randn(4, 8))
