@@ -144,7 +144,7 @@ class _Capture:
         self.step_coins: StepCoins | None = None
         self.asks_rows = False  # the model asks for the number of rows, or goes through the places of a mask
         self.row_uses: RowUses | None = None  # where it matters which masks select rows
-        self.selected = Selected()  # rows of the run that goes on
+        self.selected = self.current = Selected()  # rows of the run that is captured, and of the one that goes on
         self.graphs, self.runs = list[fx.Graph](), list[RecordedCalls]()  # all of the capture's
         self.forks, self.resizing = forks, Resizing(earlier)
         self.model, self.loss_fn, self.train, self.lift, self.reads = model, loss_fn, train, lift, reads
@@ -397,7 +397,7 @@ class _Capture:
 
     def _start(self, mode: Raise, tracer: Tracer | None = None, sides: Sides | None = None) -> None:
         """A run begins. tracer, sides: as of `Coins.start`."""
-        mode.coins, mode.in_parts = self.coins, self.in_parts
+        mode.coins, mode.in_parts, self.current = self.coins, self.in_parts, mode.selected
         if self.draws is not None:
             if self.start is not None:
                 set_generators(self.start)
@@ -505,13 +505,16 @@ class _Capture:
 
     def _result(self, *args: Any, **kwargs: Any) -> Any:
         if self.loss_fn is None or not self.train:
-            return self.model(*args, **kwargs)
-        return self.loss_fn(self.model, *args, **kwargs)
+            result = self.model(*args, **kwargs)
+        else:
+            result = self.loss_fn(self.model, *args, **kwargs)
+        self.current.refresh(lambda function, *given: function(*given), self.left.tensors())
+        return result
 
     def _train_body(self, trainable: Trainable) -> Callable[..., Any]:
         def body(*args: Any, **kwargs: Any) -> list[Any]:
             with self.partners.watch(self.locator.stack):
-                loss, aux = split_result(self.selected.fresh(self._result(*args, **kwargs)), self.loss_fn)
+                loss, aux = split_result(self._result(*args, **kwargs), self.loss_fn)
             if self.coins.trail is not None:
                 loss, aux = self._joined(loss, aux)
             check_returned(loss)
@@ -544,7 +547,7 @@ class _Capture:
     def _forward_body(self, _: Trainable) -> Callable[..., Any]:
         def body(*args: Any, **kwargs: Any) -> list[Any]:
             with self.partners.watch(self.locator.stack):
-                result = self.selected.fresh(self._result(*args, **kwargs))
+                result = self._result(*args, **kwargs)
             if self.coins.trail is not None:
                 (result,) = self._joined(result)
             self.outputs = []

@@ -62,6 +62,14 @@ def written_where_it_is_of(m: Any, y: Tensor, x: Tensor) -> Tensor:
 
 
 @case
+def kept_by_a_buffer(m: Any, y: Tensor, x: Tensor) -> Tensor:
+    table, at = m.queue * 1, x[0].argmax() % 4
+    m.table = table[at : at + 4, at : at + 8]
+    table.mul_(2)
+    return y * table[:, 0]
+
+
+@case
 def moving_average(m: Any, y: Tensor, x: Tensor) -> Tensor:
     with torch.no_grad():
         for sample in range(3):

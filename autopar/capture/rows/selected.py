@@ -196,14 +196,10 @@ class Selected:
             self.draws.selected(None if mine is None else mine.valid)
 
     def refresh(self, run: Run, given: Any) -> None:
-        """Look up again what a call is given whose original was written since."""
+        """Look up again what a call is given whose original was written since. What the model returns is given to calls
+        in any case: it is asked for its form."""
         if self.views.are_stale:
             self.views.refresh(run, _tensors_in(given))
-
-    def fresh(self, result: Any) -> Any:
-        """What the model returned, all of it as it is at the end."""
-        self.refresh(lambda function, *args: function(*args), result)
-        return result
 
     def call(self, run: Run, function: Any, args: Any, kwargs: Any) -> Any:
         """A call that takes such rows. Raises CaptureError unless it takes each by itself."""
