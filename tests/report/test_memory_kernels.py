@@ -1,9 +1,11 @@
-"""Memory of generated kernels on a GPU: results, and the partial sums of programs that run at once."""
+"""Memory of generated kernels on a GPU: results, and the partial sums of programs that run at once. And what ops give
+that a report has called before."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,13 +16,16 @@ import autopar
 from autopar.compiled import Compiled
 from autopar.ir.plan import Fixed
 from autopar.machines.files import named
+from autopar.report.memory.known_results import KnownResults
 from autopar.report.memory.meta_kernels import ON_GPU, unlaunched
 from autopar.report.memory.track import Tracker
 from autopar.runtime.executor.run_fused import plain
 from autopar.runtime.kernels.dropout import dropout, dropout_inplace
 from autopar.runtime.kernels.random_kernels import random
+from autopar.torch_compat import OpOverload, TorchDispatchMode, storage_of
 
 META = torch.device("meta")
+aten = torch.ops.aten
 WIDTH, ROWS, FLOAT = 1024, 4096, 4
 
 
@@ -124,3 +129,84 @@ def test_the_launcher_allocates_them(tmp_path: Path) -> None:
             kernel(x, y)
         seen.append([event.total for event in tracker.events])
     assert seen[0] == seen[1] and max(seen[0]) > 2 * 8 * WIDTH * FLOAT
+
+
+# -- results that are known -------------------------------------------------------------------------------------------
+
+
+class Calls(TorchDispatchMode):
+    """The ops that run, in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[OpOverload] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def form(value: Any, operands: list[Tensor]) -> Any:
+    """All that a report sees of a result: sizes, and whose memory it is (in numbers of operands)."""
+    if isinstance(value, (list, tuple)):
+        return type(value), [form(each, operands) for each in value]
+    if value is None:
+        return None
+    shown = [at for at, each in enumerate(operands) if storage_of(each) == storage_of(value)]
+    place = value.shape, value.stride(), value.storage_offset(), value.untyped_storage().nbytes()
+    return type(value), place, value.dtype, value.device, shown
+
+
+X, WHOLE = torch.empty(4, 6, device=META), torch.empty(4, 6, dtype=torch.int64, device=META)
+COIN, ROW = torch.empty(4, 6, dtype=torch.bool, device=META), torch.empty(6, device=META)
+NORM = (X, X, [6], torch.empty(4, 1, device=META), torch.empty(4, 1, device=META), ROW, ROW)
+CALLS = [
+    (aten.add.Scalar, COIN, 1), (aten.add.Scalar, COIN, 1.0), (aten.add.Scalar, COIN, True),
+    (aten.add.Scalar, WHOLE, 1), (aten.add.Scalar, WHOLE, 1.0), (aten.add.Scalar, X, 1),
+    (aten.sum.dim_IntList, X, [0]), (aten.sum.dim_IntList, X, [1]), (aten.sum.dim_IntList, X, [0, 1]),
+    (aten.sum.dim_IntList, X, [0], True), (aten.sum.dim_IntList, X.t(), [0]), (aten.sum.dim_IntList, WHOLE, [0]),
+    (aten.clone.default, X), (aten.clone.default, X.t()), (aten.clone.default, X[1:]), (aten.clone.default, X[:, :1]),
+    (aten.mul.Tensor, X, X), (aten.mul.Tensor, X, ROW), (aten.mul.Tensor, WHOLE, X), (aten.mul.Tensor, X, 2),
+    (aten.topk.default, X, 2), (aten.topk.default, X, 3), (aten.native_layer_norm.default, X, [6], ROW, ROW, 1e-5),
+    (aten.native_layer_norm_backward.default, *NORM, [True, True, True]),
+    (aten.native_layer_norm_backward.default, *NORM, [True, False, False]),
+    (aten._foreach_sqrt.default, [X, ROW]), (aten.cat.default, [X, X]), (aten.cat.default, [X, X], 1),
+    (aten.view.default, X, [24]), (aten.slice.Tensor, X, 0, 1), (aten._unsafe_view.default, X, [24]),
+    (aten.unbind.int, X), (aten.add_.Tensor, X, ROW), (aten._foreach_add_.Scalar, [X, ROW], 1),
+]  # fmt: skip
+
+
+def test_a_known_result_is_what_the_op_gives() -> None:
+    """Whichever calls were before: scalars of another type, lists, views, several results, None, writes in place."""
+    known = KnownResults()
+    for func, *args in CALLS * 2:
+        operands = [each for each in args if isinstance(each, Tensor)]
+        result, plain = known.call(func, tuple(args), {}), func(*args)
+        assert form(result, operands) == form(plain, operands), (func, args)
+    assert known.call(aten.add_.Tensor, (X, ROW), {}) is X
+    assert known.call(aten.sum.default, (X,), {"dtype": torch.float64}).dtype == torch.float64
+    assert known.call(aten.sum.default, (X,), {"dtype": torch.float32}).dtype == torch.float32
+
+
+def test_a_known_op_does_not_run() -> None:
+    known = KnownResults()
+    with Calls() as calls:
+        made = [known.call(aten.mul.Tensor, (torch.empty(4, 6, device=META), X), {}) for _ in range(3)]
+    assert calls.ops.count(aten.mul.Tensor) == 1 and len({storage_of(each) for each in made}) == 3
+
+
+def test_calls_of_which_a_key_does_not_tell_all_run_each_time() -> None:
+    """The user's own ops may do anything, draws differ, tensors with data give data, and a result may lie in memory
+    that is larger than it."""
+    known, here = KnownResults(), torch.ones(2)
+    users, ours = torch.library.Library("known_results", "DEF"), torch.library.Library("autopar", "FRAGMENT")
+    for library, name, kernel in ((users, "twice", lambda x: x * 2), (ours, "a_corner", lambda x: (x * 2)[:2, :2])):
+        library.define(f"{name}(Tensor x) -> Tensor")
+        library.impl(name, kernel, "Meta")
+    twice, corner = torch.ops.known_results.twice.default, torch.ops.autopar.a_corner.default
+    for func, *args in ((twice, X), (corner, X), (aten.rand_like.default, X), (aten.mul.Tensor, here, here)):
+        with Calls() as calls:
+            for _ in range(3):
+                known.call(func, tuple(args), {})
+        assert calls.ops.count(func) == 3
+    assert known.call(aten.mul.Tensor, (here, 3), {}).tolist() == [3, 3]

@@ -35,6 +35,7 @@ _VALUES = frozenset(
     (float, bool, complex, str, NoneType, EllipsisType, torch.dtype, torch.device, torch.layout, torch.memory_format)
 )
 _MOST = 1 << 16  # calls that are remembered
+Form = tuple[Any, ...]  # of a tensor without data, or of a call: what its results follow from
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +58,50 @@ class _Results:
 
 
 @cache
-def _memory() -> dict[tuple[Any, ...], _Results]:
+def _memory() -> dict[Form, _Results]:
     """The results of every call so far: what follows from the form of its operands is the same in any capture."""
     return {}
 
 
 class _Unknown(Exception):
-    """An operand of which a form does not tell all."""
+    """An argument of which no form tells all."""
+
+
+def call_key(
+    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], form: Callable[[Any], Form | None]
+) -> tuple[Form, list[Any]] | None:
+    """Find the form of a call: the op, the forms of its tensors and the values of its other arguments; and beside it
+    these tensors. None if there are none, or an argument of which no form tells all.
+
+    form: that of a tensor; None for one of which it would not tell all, and for what is no tensor.
+    """
+    key, operands = [func, torch.get_default_dtype()], list[Any]()
+    try:
+        _add_forms(args, key, operands, form)
+        if kwargs:
+            key += kwargs
+            _add_forms(kwargs.values(), key, operands, form)
+    except _Unknown:
+        return None
+    return (tuple(key), operands) if operands else None
+
+
+def _add_forms(values: Any, key: list[Any], operands: list[Any], form: Callable[[Any], Form | None]) -> None:
+    for value in values:
+        kind = type(value)
+        if kind is int:
+            key.append(value)
+        elif kind in _VALUES:
+            key += (kind, value)
+        elif kind is list or kind is tuple or kind is torch.Size:
+            key += (kind, len(value))
+            _add_forms(value, key, operands, form)
+        else:
+            known = form(value)
+            if known is None:
+                raise _Unknown
+            key += known
+            operands.append(value)
 
 
 class Results:
@@ -92,29 +130,20 @@ class Results:
     def call(self, call: Callable[..., Any], func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """What `call(*args, **kwargs)` gives, where `call` infers the results of `func`. It runs if none is known,
         unseen by function modes."""
-        if not _is_decided(func):
-            with no_function_modes():
-                return call(*args, **kwargs)
-        operands: list[FakeTensor] = []
-        key: list[Any] = [func, torch.get_default_dtype()]
         with no_function_modes():
-            try:
-                self._add_forms(args, key, operands)
-                if kwargs:
-                    key += kwargs
-                    self._add_forms(kwargs.values(), key, operands)
-            except _Unknown:
-                operands = []
-            if operands:
-                known = self._memory.get(tuple(key))
-                if known is not None:
-                    made = [None if each is None else self._tensor(each, operands) for each in known.made]
-                    return made[0] if known.kind is None else known.kind(made)
-            return self._asked(call, args, kwargs, operands, tuple(key)) if operands else call(*args, **kwargs)
+            asked = call_key(func, args, kwargs, self._form_of) if is_decided(func) else None
+            if asked is None:
+                return call(*args, **kwargs)
+            key, operands = asked
+            known = self._memory.get(key)
+            if known is None:
+                return self._asked(call, args, kwargs, operands, key)
+            made = [None if each is None else self._tensor(each, operands) for each in known.made]
+            return made[0] if known.kind is None else known.kind(made)
 
     def _asked(
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], operands: list[FakeTensor],
-        key: tuple[Any, ...],
+        key: Form,
     ) -> Any:  # fmt: skip
         """What torch infers, without a look into its own memory."""
         before, self._fake.cache_enabled = self._fake.cache_enabled, False
@@ -129,23 +158,12 @@ class Results:
             self._memory[key] = results
         return result
 
-    def _add_forms(self, values: Any, key: list[Any], operands: list[FakeTensor]) -> None:
-        for value in values:
-            kind = type(value)
-            if kind is FakeTensor:
-                if value.fake_mode is not self._fake or value.constant is not None or not _is_plain(value):
-                    raise _Unknown
-                key += (value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device)
-                operands.append(value)
-            elif kind is int:
-                key.append(value)
-            elif kind in _VALUES:
-                key += (kind, value)
-            elif kind is list or kind is tuple or kind is torch.Size:
-                key += (kind, len(value))
-                self._add_forms(value, key, operands)
-            else:
-                raise _Unknown
+    def _form_of(self, value: Any) -> Form | None:
+        if type(value) is not FakeTensor or value.fake_mode is not self._fake or value.constant is not None:
+            return None
+        if not is_plain(value):
+            return None
+        return value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device
 
     def _results(self, result: Any, operands: list[FakeTensor]) -> _Results | None:
         """What is remembered of a result; None if that would not be all of it."""
@@ -160,7 +178,7 @@ class Results:
     def _form(self, tensor: Any, operands: list[FakeTensor]) -> _Form | None:
         if type(tensor) is not FakeTensor or tensor.fake_mode is not self._fake or tensor.constant is not None:
             return None
-        if tensor.requires_grad or not _is_plain(tensor) or any(tensor is operand for operand in operands):
+        if tensor.requires_grad or not is_plain(tensor) or any(tensor is operand for operand in operands):
             return None
         memory = storage_of(tensor)
         shown = [at for at, operand in enumerate(operands) if storage_of(operand) == memory]
@@ -176,13 +194,13 @@ class Results:
         return self._make(form.shape, form.stride, form.offset, form.dtype, form.device, shown)
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
     """True if shape, strides and place in memory tell all of what a tensor without data is."""
     return not (tensor.is_conj() or tensor.is_neg() or tensor.is_inference() or tensor.layout != torch.strided)
 
 
 @cache
-def _is_decided(func: OpOverload) -> bool:
+def is_decided(func: OpOverload) -> bool:
     """True for an op of torch's or ours whose results follow from the forms of its operands, and which writes none."""
     is_ours = func.namespace in _NAMESPACES and func._opname not in _LIFTS
     return is_ours and not schema_of(func).is_mutable and _TAGS.isdisjoint(func.tags)

@@ -15,6 +15,7 @@ from autopar.ir.ops.ops import AWAITED, TO_DEVICE, TO_HOST, is_collective
 from autopar.ir.ops.storage import is_view
 from autopar.ir.program import Program, is_getitem, record
 from autopar.report.memory.assumed_rows import RowCounts, routes_rows
+from autopar.report.memory.known_results import KnownResults
 from autopar.report.memory.position import BETWEEN, OPTIMIZER, RankPosition
 from autopar.report.memory.report import (
     ACTIVATIONS,
@@ -38,12 +39,13 @@ LARGEST = 12  # values of a report
 
 def memory_report(
     compiled: Lowered, rank: int = 0, optimizer: OptimizerMaker | None = None, device: str | None = None,
-    counts: RowCounts | None = None,
+    counts: RowCounts | None = None, known: KnownResults | None = None,
 ) -> MemoryReport:  # fmt: skip
     """What a rank holds, without running anything on data. Raises RankError for a rank that the mesh has not.
 
     optimizer: makes one from the parameters; AdamW if not given. device: "cpu" or "cuda"; by default that for which
     the program was compiled. counts: of the rows that go to experts; by default their mean, and beside it the worst.
+    known: results of ops, where several reports share them.
     """
     if not 0 <= rank < compiled.mesh.size:
         raise RankError(f"there is no rank {rank}: mesh '{compiled.mesh}' has ranks 0 to {compiled.mesh.size - 1}.")
@@ -51,12 +53,12 @@ def memory_report(
         device = CPU_DEVICE if compiled.plan.fixed.machine.is_host else GPU_DEVICE
     if device not in (CPU_DEVICE, GPU_DEVICE):
         raise PlanError(f"memory on device {device!r}: write {one_of((CPU_DEVICE, GPU_DEVICE))}.")
-    make = optimizer or torch.optim.AdamW
-    report = _report(compiled, rank, simulate(compiled, rank, make, device, counts=counts), device)
+    make, known = optimizer or torch.optim.AdamW, known or KnownResults()
+    report = _report(compiled, rank, simulate(compiled, rank, make, device, counts=counts, known=known), device)
     if counts is not None or not routes_rows(compiled.program):
         return report
     worst = RowCounts(compiled.plan.layout_mesh, compiled.mesh.coord(rank), worst=True)
-    trace = simulate(compiled, rank, make, device, counts=worst)
+    trace = simulate(compiled, rank, make, device, counts=worst, known=known)
     return replace(report, worst=max(report.peak, trace.tracker.peak_bytes(trace.start)))
 
 

@@ -23,6 +23,7 @@ from autopar.ir.layout import Layout, local_part, local_shape
 from autopar.ir.mesh import PIPELINE, Mesh
 from autopar.ir.program import PARTNER, Input, record
 from autopar.report.memory.assumed_rows import RowCounts
+from autopar.report.memory.known_results import KnownResults
 from autopar.report.memory.meta_kernels import ON_CPU, ON_GPU, unlaunched, value_read
 from autopar.report.memory.position import BETWEEN, OPTIMIZER, Position, RankPosition
 from autopar.report.memory.report import INPUTS, PARAMETERS, STATES
@@ -68,13 +69,15 @@ class Trace:
 
 def simulate(
     compiled: Lowered, rank: int, make: OptimizerMaker, device: str, grain: int | None = None,
-    counts: RowCounts | None = None,
+    counts: RowCounts | None = None, known: KnownResults | None = None,
 ) -> Trace:  # fmt: skip
     """The second step of a rank and of its optimizer, whose states are there by then. grain: to which bytes are
-    rounded up, that of the device's allocator if not given. counts: of the rows of experts, the mean if not given."""
+    rounded up, that of the device's allocator if not given. counts: of the rows of experts, the mean if not given.
+    known: results of ops, where several steps share them."""
     fake: AbstractContextManager[Any] = FakeTensorMode() if device == CPU_DEVICE else nullcontext()
     counts = counts or RowCounts(compiled.plan.layout_mesh, compiled.mesh.coord(rank))
-    study = _Rank(compiled, rank, "cpu" if device == CPU_DEVICE else "meta", grain or _GRAINS[device], counts)
+    place = "cpu" if device == CPU_DEVICE else "meta"
+    study = _Rank(compiled, rank, _Shapes(place, grain or _GRAINS[device], counts, known or KnownResults()))
     with fake, study.tracker:
         trace = study.run(make)
     if compiled.plan.offloads("parameters"):
@@ -89,11 +92,11 @@ def simulate(
 
 class _Shapes(Tracker):
     """Watches tensors without data, and makes those ops give something that would read data or another device.
-    counts: of the rows of experts."""
+    counts: of the rows of experts. known: what ops give on the meta device."""
 
-    def __init__(self, device: str, grain: int, counts: RowCounts) -> None:
+    def __init__(self, device: str, grain: int, counts: RowCounts, known: KnownResults) -> None:
         super().__init__(device, grain)
-        self.counts = counts
+        self.counts, self.known = counts, known
         self._reads: tuple[fx.Node | None, int] = (None, 0)  # the last node that read something, and how often
 
     def compute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -104,7 +107,7 @@ class _Shapes(Tracker):
             if counts is not None:
                 return counts
             return torch.full(args[0].shape, self._value(), dtype=args[0].dtype)  # `tolist` asks so
-        return func(*args, **kwargs)
+        return self.known.call(func, args, kwargs) if self.device == "meta" else func(*args, **kwargs)
 
     def _value(self) -> int:
         """What a kernel reads at the place where the program is."""
@@ -124,10 +127,11 @@ def _is_fake(tensor: torch.Tensor) -> bool:
 class _Rank:
     """A rank that takes its second step."""
 
-    def __init__(self, compiled: Lowered, rank: int, device: str, grain: int, counts: RowCounts) -> None:
+    def __init__(self, compiled: Lowered, rank: int, tracker: _Shapes) -> None:
+        device = tracker.device
         self.compiled, self.device = compiled, torch.device(device)
         self.coord = compiled.mesh.coord(rank)
-        self.tracker = _Shapes(device, grain, counts)
+        self.tracker = tracker
         self.position = Position(compiled, self.coord, self.tracker)
         self.trace = Trace(self.tracker, saved=self.position.saved)
         groups = fake_groups(compiled.mesh, rank, compiled.axes, copies=device == "cpu")

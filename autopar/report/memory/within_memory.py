@@ -23,6 +23,7 @@ from autopar.ir.program import given_of, is_gathered_input, record
 from autopar.passes.recompute.policies import policies_of
 from autopar.planning import step_time
 from autopar.report.memory.estimate import memory_report
+from autopar.report.memory.known_results import KnownResults
 from autopar.report.memory.report import ACTIVATIONS, MemoryReport
 
 ROUNDS = 3  # steps that are tried along one way, and so many more where layers stay gathered
@@ -115,6 +116,7 @@ class _Search:
     def __init__(self, plain: Lowered, memory: int | float) -> None:
         self.memory, plan = memory, plain.plan
         self.known: dict[str, _Tried | None] = {}
+        self.results = KnownResults()
         self.plain = self._emitted(plain, {})
         self.limit = int(memory * self.plain.peak) if isinstance(memory, float) else memory
         units = _units(plain)
@@ -153,7 +155,7 @@ class _Search:
         return self.known[key]
 
     def _emitted(self, lowered: Lowered, changes: Changes) -> _Tried:
-        reports = (memory_report(lowered, ranks[0]) for ranks in lowered.alike)
+        reports = (memory_report(lowered, ranks[0], known=self.results) for ranks in lowered.alike)
         return _Tried(lowered, max(reports, key=lambda one: one.peak), step_time(lowered).total, changes)
 
     def _best(self, steps: Iterable[_Tried | None]) -> _Tried | None:
