@@ -223,7 +223,8 @@ CASES: dict[str, tuple[Callable[..., None], tuple[Any, ...], str]] = {
         "    if int(out.sum()) > 0:  # the branch\n"
         "This line has a tensor as a Python integer (int(), range, an index or a size). Pass the number in as a Python "
         "int (each value compiles a program of its own), or use a fixed size and a mask; as a factor or a term leave "
-        "it a tensor, x.sum().long(); to look a value up, keep the list as a tensor: table[index]."
+        "it a tensor, x.sum().long(); to look a value up, keep the list as a tensor: table[index]; where it says only "
+        "at which place rows begin, queue[:, i : i + 8], read it by .item()."
     )),
     "bad shard patterns": (
         _step,
