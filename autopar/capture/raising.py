@@ -90,8 +90,7 @@ class Raise(TorchFunctionMode):
         self.statistics = "batch"  # of which samples norms take mean and variance: the option `batch_statistics`
         self.microbatches = 1  # of all data ranks, for `autopar.per_microbatch`
         self.plain_norm: Callable[..., Any] | None = None  # of the plain module, where it takes those of groups
-        self.items, self.forks, self.coins = Items(), Forks(), Coins()
-        self.plain = PlainDraws()  # of the plain module
+        self.items, self.forks, self.coins, self.plain = Items(), Forks(), Coins(), PlainDraws()
         self.hosts: HostInputs | None = None  # where numbers of the host are drawn
         self.ran = Ran()
         self.in_parts: InParts | None = None  # what lies in parts on ranks, and is none of the model's own
@@ -148,8 +147,7 @@ class Raise(TorchFunctionMode):
         if self.coins.trail is not None:
             self.coins.join(partial(self.made, torch.where))
         given = with_inputs((call.args, call.kwargs), self.inputs, self.in_parts, call.frame)
-        if self._computes():
-            self.selected.refresh(self.made, given)
+        self.selected.refresh(self.made, given if self._computes() else ())
         made, mode, cut = whole_value(call.function, given[0], call.frame), self.__torch_function__, self.selected.cut
         if made is NotImplemented and self.captures:
             made = cut(mode, call.function, given[0], given[1], call.line)
@@ -190,7 +188,10 @@ class Raise(TorchFunctionMode):
 
     def _show_cast(self, call: ModelCall) -> Any:
         if call.function in TO_WIDE:
+            is_itself, x = "copy" not in call.kwargs, call.args[0]
             call.function, call.args, call.kwargs = traced(call.function, call.args, call.kwargs)
+            if is_itself and "copy" in call.kwargs and self.captures and self.known.is_input(x):
+                return self.selected.views.copied(self.made, x)
         return NotImplemented
 
     def _lift(self, call: ModelCall) -> Any:
@@ -403,8 +404,7 @@ class Raise(TorchFunctionMode):
         self.selected.saw(func, args, kwargs, result, self._computes())
         written = [] if func in QUERIES else self.known.saw(func, args, kwargs, before, result, call.asked)
         self.selected.order.saw(func, args, kwargs, result, written)
-        if written and self._computes():
-            self.selected.views.wrote(self.made, written)
+        self.selected.views.wrote(self.made, written if self._computes() else ())
         self.known.saw_draws(func, args, result, self._drew)
         self._drew.clear()
         self.locator.adopt(result, call.place)

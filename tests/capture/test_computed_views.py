@@ -291,3 +291,32 @@ def test_rows_between_places_of_two_tensors_are_refused() -> None:
         CaptureError, match=r"a slice whose length a tensor decides\. Use bounds that are so many rows apart"
     ):
         verify(Net(use), "dp=1", loss_fn=squares, batch=torch.randn(4, 8))
+
+
+def buffers_cast(m: Any, y: Tensor, x: Tensor) -> Tensor:
+    row = m.table.float()[1]
+    row.add_(0.5)
+    table = m.table[2:].to(torch.float32)
+    m.table.mul_(0.5)
+    return y * m.table.mean(0) + table.sum()
+
+
+def parameter_cast(m: Any, y: Tensor, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        m.other.weight.float().mul_(0.5)
+    return m.other(y)
+
+
+def batch_cast(m: Any, y: Tensor, x: Tensor) -> Tensor:
+    x.float().mul_(3)
+    return m.other(x)
+
+
+@pytest.mark.parametrize("use", [buffers_cast, parameter_cast, batch_cast])
+def test_a_cast_to_their_own_dtype_is_what_is_given_itself(use: Any) -> None:
+    """Under mixed precision `x.float()` is a copy in the program, of what may be in another dtype by then."""
+    torch.manual_seed(0)
+    model = Net(use).float()
+    model.table.div_(32)
+    report = verify(model, "dp=2", loss_fn=squares, batch=torch.randn(4, 8), precision="bf16", steps=3)
+    assert report.ok, str(report)

@@ -71,6 +71,17 @@ class ComputedViews:
             self._made[own] = _View(made, read, write)
             self._of.setdefault(memory, []).append(self._made[own])
 
+    def copied(self, run: Run, x: Tensor) -> Tensor:
+        """A copy of what torch would give itself, kept alike with it."""
+
+        def copy(run: Run) -> Tensor:
+            made: Tensor = run(Tensor.to, x, x.dtype, copy=True)
+            return made
+
+        made = copy(run)
+        self.note(x, made, copy, lambda run: run(Tensor.copy_, x, made))
+        return made
+
     @property
     def are_stale(self) -> bool:
         return bool(self._stale)
