@@ -163,6 +163,13 @@ def crop_that_ends_outside(m: Any, y: Tensor, x: Tensor) -> Tensor:
 
 
 @case
+def drawn_arguments(m: Any, y: Tensor, x: Tensor) -> Tensor:
+    """Of which each is another program."""
+    size = torch.randint(1, 3, (1,)).item()
+    return y.roll(size, 1) + y.narrow(1, 2, size).sum()
+
+
+@case
 def crop_of_each(m: Any, y: Tensor, x: Tensor) -> Tensor:
     """VITS' random slices of segments."""
     places, made = (torch.rand(len(x)) * 5).long(), torch.zeros_like(y[:, :4])

@@ -228,6 +228,18 @@ def test_an_item_as_the_loss_is_refused() -> None:
         )
 
 
+def test_an_error_in_a_with_block_names_its_own_call() -> None:
+    def use(m: Any, y: Tensor, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            place = int(x[0].argmax())
+        return y[place]
+
+    with pytest.raises(
+        CaptureError, match=r"a tensor as a Python integer .* queue\[:, i : i \+ 8\], read it by \.item\(\)"
+    ):
+        verify(Item(use), "dp=1", loss_fn=squares, batch=torch.randn(12, 8))
+
+
 class LookedUp(nn.Module):
     """asteroid: the best permutation of each sample, by a loop over the numbers of the best."""
 

@@ -191,6 +191,7 @@ ARITHMETIC: dict[str, Callable[[Tensor, Tensor, Any], Tensor]] = {
     "like another": lambda out, y, beta: F.mse_loss(
         out, torch.full_like(y, beta) + y.new_full((8,), beta) * y.new_tensor(beta)
     ),
+    "full by name": lambda out, y, beta: F.mse_loss(out, torch.full(fill_value=beta, size=y.shape, dtype=y.dtype)),
     "isinstance": lambda out, y, beta: out.square().mean() * (beta if isinstance(beta, float) else 7.0),
 }
 

@@ -12,7 +12,7 @@ Spelling = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 _OF_DATA = (torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor, Tensor.new_tensor)
 _FILLED = (torch.full, torch.full_like, Tensor.new_full)
-_NAMES = {"size": 0, "input": 0, "fill_value": 1}  # of torch.full, full_like
+_GIVEN = ("size", "input", "data", "obj", "fill_value")  # by name, in the order of their places
 _OPTIONS = frozenset(("dtype", "device"))
 
 
@@ -28,18 +28,15 @@ def as_tensors(
 
     tensor: the tensor [] that stands for a number; anything else as it is. A dtype that is not said is that of Python's
     numbers in torch: int64, or the default one."""
-    dtype, device = kwargs.get("dtype"), kwargs.get("device")
-    if not _OPTIONS.issuperset(kwargs.keys() - _NAMES.keys() - {"data", "obj"}):
+    if not kwargs.keys() <= _OPTIONS | set(_GIVEN):
         return None
-    given = [*args, *(value for name, value in kwargs.items() if name not in _OPTIONS)]
-    if function is Tensor.new_tensor:
+    dtype, device = kwargs.get("dtype"), kwargs.get("device")
+    given = [*args, *(kwargs[name] for name in _GIVEN if name in kwargs)]
+    if function in (Tensor.new_tensor, Tensor.new_full):
         like, *given = given
         dtype, device = dtype or like.dtype, device or like.device
     if function in _OF_DATA:
         return _of_data(given[0], dtype, device, tensor) if len(given) == 1 else None
-    if function is Tensor.new_full:
-        like, *given = given
-        dtype, device = dtype or like.dtype, device or like.device
     if len(given) != 2:
         return None
     value = tensor(given[1])
@@ -54,11 +51,8 @@ def as_tensors(
 def _of_data(data: Any, dtype: Any, device: Any, tensor: Callable[[Any], Any]) -> Spelling | None:
     if not isinstance(data, (list, tuple)):
         value = tensor(data)
-        return (
-            Tensor.to,
-            (value,),
-            {"dtype": dtype or _dtype_of([value]), "device": device or value.device, "copy": True},
-        )
+        options = {"dtype": dtype or _dtype_of([value]), "device": device or value.device, "copy": True}
+        return Tensor.to, (value,), options
     values = [tensor(item) for item in data]
     if any(isinstance(value, (list, tuple)) or getattr(value, "ndim", 0) for value in values):
         return None

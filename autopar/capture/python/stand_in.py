@@ -335,7 +335,8 @@ def with_tensors(func: Any, args: Any, kwargs: Any) -> Spelling:
         is_any = bool(value) and not getattr(value[0], "ndim", 0)  # what is put there fits any number of rows
         args = (args[0], _index(args[1], is_any), *value)
     elif func in PLACED:
-        args, kwargs = tuple(map(_place, args)), {name: _place(value) for name, value in kwargs.items()}
+        args = (*map(_place, args[:3]), *args[3:])  # but the length of narrow(), which is no place
+        kwargs = {name: value if name == "length" else _place(value) for name, value in kwargs.items()}
     elif is_making(func) and _has_numbers((*args, *kwargs.values())):
         call = as_tensors(func, args, kwargs, _tensor)
         if call is not None:

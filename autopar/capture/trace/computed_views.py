@@ -161,7 +161,7 @@ def note_origin(function: Any, args: Any, kwargs: Any, result: Any) -> None:
 
 
 def origin(tensor: Tensor) -> Origin:
-    """What an integer was made of."""
+    """What an integer was made of, by ids of tensors that calls were given: these are held as long as the run lasts."""
     known: Origin = getattr(tensor, "autopar_origin", ((id(tensor), tensor._version), 0))
     return known
 
@@ -293,12 +293,9 @@ def _fill(part: Tensor, items: Sequence[Any], value: Any) -> None:
             start, stop = (_bound(bound, size, default) for bound, default in ((item.start, 0), (item.stop, size)))
             mine = (at >= start) & (at < stop)
         inside = inside & mine.reshape(size, *(1 for _ in part.shape[dim + 1 :]))
-    value = (
-        value.to(part.dtype)
-        if isinstance(value, Tensor)
-        else torch.full((), value, dtype=part.dtype, device=part.device)
-    )
-    part.copy_(torch.where(inside, value, part))
+    if not isinstance(value, Tensor):
+        value = torch.full((), value, dtype=part.dtype, device=part.device)
+    part.copy_(torch.where(inside, value.to(part.dtype), part))
 
 
 def _bound(bound: Any, size: int, default: int) -> Any:
