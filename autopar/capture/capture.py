@@ -91,8 +91,8 @@ def capture(
     """Trace one step of `model` on a batch (tensors and arrays in any containers; their values are not read).
 
     With `train`, the program returns the loss, the gradient of every parameter that has one, and the new buffers;
-    otherwise the model's output, without gradients. `loss_fn(model, *args, **kwargs)` gives the loss; None if the
-    module itself does. `lift`: the dtype that the model's own floating-point casts go to, if not their own.
+    otherwise the model's output, with gradients on or off as its caller has them. `loss_fn(model, *args, **kwargs)`
+    gives the loss; None if the module itself does. `lift`: the dtype that its own floating-point casts go to, if any.
     `specialize`: values that the model reads from tensors are taken from the batch, which then needs data.
     `precision`: with a short float the model's own casts stay in the program even where they change nothing yet, and
     with "fp16" the gradients are those of the loss times an input of kind "scale". `statistics`: of which samples norms
@@ -161,12 +161,12 @@ class _Capture:
         self.has_random_ops = self.has_items = self.may_specialize = False
         self.result: tuple[Form | None, tuple[Any, ...]] = (None, ())
         self.calls, self.calling, self.ran = RecordedCalls(), None, Ran()
-        self.asked = Trainable()  # tensors of the batch that get a gradient, by their numbers
+        self.asked: Callable[[], Trainable] = list  # tensors of the batch that get a gradient, by their numbers
         self.replaced, self.notes = dict[str, Any](), list[str]()
         self.untrained: dict[int, str] = {}  # names of plain attributes that require a gradient
         self.outside: Mapping[int, Outside] = {}
         self.fault: AutoparError | None = None
-        self.statistics, self.microbatches = "batch", 1
+        self.statistics, self.microbatches, self.has_grads = "batch", 1, train or torch.is_grad_enabled()
         self.scratch, self.scratch_fault = frozenset[str](), CaptureError("")  # buffers, and else what is wrong
 
     def run(self) -> Captured:
@@ -193,7 +193,7 @@ class _Capture:
                     is_plain = is_plain and self._is_plain(before, drawn)
                 told, way, hosts = self.notes, self.calls.way(), self.hosts[-1:]
                 check_collectives(traced, self.locator)
-                notes = told + check_writes(traced, inputs, self.locator)
+                notes = told + check_writes(traced, inputs, self._given(), self.locator)
                 notes += self._steady(fakes, before, drawn)
                 if self.fault is not None:  # what made that tensor, if the model did, is told first
                     raise self.fault
@@ -485,7 +485,7 @@ class _Capture:
     ) -> Any:  # fmt: skip
         """What `body` gives for the model on these inputs, with the plain attributes that an earlier run left."""
         entries, written = self.state.entries, self.left.written
-        given = give_tensors(entries, self.parts.leaves, inputs, mode.calls, self.train, self.in_parts, written)
+        given = give_tensors(entries, self.parts.leaves, inputs, mode.calls, self.has_grads, self.in_parts, written)
         self.untrained.update(given.untrained)
         mode.inputs.update(given.parameters)
         mode.outside.update(given.outside)
@@ -500,7 +500,7 @@ class _Capture:
         args, kwargs = put_together(self.parts.form, given.leaves)
         step = Step(self.model, self.partners.known.values(), body(given.trainable), replaced)
         state = attributes(step, constants, replaced), unmoved(tables.modules(step)), unsynced(tables.modules(step))
-        with mode, state[0], state[1], state[2], nullcontext() if self.train else torch.no_grad():
+        with mode, state[0], state[1], state[2], torch.set_grad_enabled(self.has_grads):
             return tables.functional_call(step, once_each(step, given.swapped), args, kwargs)
 
     def _result(self, *args: Any, **kwargs: Any) -> Any:
@@ -518,13 +518,14 @@ class _Capture:
             if self.coins.trail is not None:
                 loss, aux = self._joined(loss, aux)
             check_returned(loss)
-            sources = [*trainable, *self.asked]
+            asked = self.asked()
+            sources = [*trainable, *asked]
             check_loss(loss, self.loss_fn, trainable)
             self.fault = outside_fault(loss, {id(tensor) for _, tensor in sources}, self.untrained, self.outside)
             left = self.left.outputs(self.coins.joined, self.calls)
             self.outputs = [Output("loss", "loss")]
             self.outputs += [Output("gradient", name) for name, _ in trainable]
-            self.outputs += [Output(INPUT_GRADIENT, number) for number, _ in self.asked]
+            self.outputs += [Output(INPUT_GRADIENT, number) for number, _ in asked]
             self.outputs += [out for out, _ in left]
             # A module's own loss comes with logits that few read: who does says so with a loss function.
             is_left_out = self.loss_fn is None and aux is not None

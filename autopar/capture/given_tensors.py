@@ -22,8 +22,7 @@ class GivenTensors:
     """The tensors of a run. values: all of them, in order. swapped, constants: by path in the step. trainable: those
     that get a gradient, with their names. untrained: names of plain attributes that require one, by id; outside: where
     those in parts were met. parameters: by the id of what each stands for, with tensors in parts. leaves: of the batch.
-    asked: those of them that get a gradient as well, with their numbers. extra: what is behind it: the loss scale, the
-    seed."""
+    extra: what is behind it: the loss scale, the seed."""
 
     values: list[Tensor]
     leaves: list[Any]
@@ -33,20 +32,24 @@ class GivenTensors:
     untrained: dict[int, str] = field(default_factory=dict)
     outside: dict[int, Outside] = field(default_factory=dict)
     parameters: dict[int, Tensor] = field(default_factory=dict)
-    asked: list[tuple[str, Tensor]] = field(default_factory=list)
     extra: list[Tensor] = field(default_factory=list)
+
+    def asked(self) -> list[tuple[str, Tensor]]:
+        """The leaves that get a gradient, with their numbers: those too that a model makes so (requires_grad_)."""
+        leaves = ((str(i), leaf) for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor))
+        return [(number, leaf) for number, leaf in leaves if leaf.requires_grad and leaf.is_leaf]
 
 
 def give_tensors(
     entries: Sequence[tuple[Input, Tensor]], leaves: Sequence[Any], inputs: Sequence[Tensor], calls: RecordedCalls,
-    train: bool, in_parts: InParts, written: Container[str] = (),
+    has_grads: bool, in_parts: InParts, written: Container[str] = (),
 ) -> GivenTensors:  # fmt: skip
-    """The tensors of a run whose calls are recorded, for the model's own tensors and the leaves of the batch. written:
-    parameters that the step writes."""
+    """The tensors of a run whose calls are recorded, for the model's own tensors and the leaves of the batch.
+    has_grads: gradients are on. written: parameters that the step writes."""
     given, behind = GivenTensors(list(inputs), list(leaves)), list[int]()
     for position, (entry, tensor) in enumerate(entries):
         value, is_in_parts = inputs[position], entry.name.startswith(IN_PARTS)
-        if entry.kind in ("parameter", "constant") and tensor.requires_grad and train:
+        if entry.kind in ("parameter", "constant") and tensor.requires_grad and has_grads:
             value = value.detach().requires_grad_()
             if entry.kind == "parameter":
                 given.trainable.append((entry.name, value))
@@ -70,9 +73,8 @@ def give_tensors(
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
             value = inputs[position]
-            if leaf.requires_grad and train:
+            if leaf.requires_grad and has_grads:
                 value = given.values[position] = value.detach().requires_grad_()
-                given.asked.append((str(i), value))
             given.leaves[i] = value
             calls.values.given(value, "batch", leaf)
             position += 1

@@ -41,7 +41,8 @@ def train_step(
         _write(session, running, outputs)
     parameters, gradients = running.gradients(outputs, unused)
     own = outputs if is_whole and not running.asked else own_rows(outputs, running, given)
-    asked, of_batch = [given.parts.leaves[leaf] for _, leaf in running.asked], [own[at] for at, _ in running.asked]
+    of_batch = [own[at] for at, _ in running.asked]
+    asked = [given.parts.leaves[leaf].requires_grad_() for _, leaf in running.asked]  # as the model may have done
     if is_finite and session.scale is not None:
         is_finite = session.scale.take([*gradients, *of_batch], session.settings.device)
 

@@ -194,8 +194,12 @@ def begin_with(values: Values, parameters: Mapping[str, Tensor], buffers: Mappin
     with torch.no_grad():
         for kind, tensors in (("weight", parameters), ("buffer", buffers)):
             for name, tensor in tensors.items():
-                if (kind, name) in values:
+                if (kind, name) in values and not _is_expanded(tensor):  # into which torch writes nothing
                     tensor.copy_(values[kind, name])
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 class Side(Protocol):

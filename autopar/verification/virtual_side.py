@@ -188,9 +188,9 @@ class Virtual:
         self.optimizer.step()
         for name, parameter in self.parameters.items():
             values["weight", name] = parameter.detach().clone()
+        begin_with(values, {}, self.buffers)
         for name, tensor in self.buffers.items():
-            new = values.setdefault(("buffer", name), tensor.clone())
-            tensor.copy_(new)
+            values.setdefault(("buffer", name), tensor.clone())
         for name, kind in self.partner_kinds.items():
             self.partners[name] = values.setdefault((kind, name), self.partners[name]).clone()
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import autopar
+from autopar.errors import AutoparError
 
 
 class Named(nn.Parameter):
@@ -70,19 +71,27 @@ def _cached_buffer(model: nn.Sequential) -> None:
     model[0].register_buffer("cache", model[1].weight.data)
 
 
-def test_what_the_model_keeps_of_a_parameter_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    for cache in (_cached, _cached_buffer):
+def test_what_the_model_keeps_of_a_parameter_is_refused() -> None:
+    """It would follow where each rank has the whole parameter alone."""
+    for cache, what in ((_cached, "'0.cache', which the model keeps,"), (_cached_buffer, "the buffer '0.cache'")):
         model = net()
         cache(model)
-        model[1].bias = Named(model[1].bias.detach())
-        caplog.clear()
-        parallel(model)
-        assert caplog.messages == [
-            "'0.cache' of the model shares the memory of a parameter, and keeps the values of before "
-            "autopar.parallelize: compute it in forward.",
-            "'1.bias': what is parallel is no Named any more. It keeps its attributes, but not the methods of that "
-            "class.",
-        ]
+        with pytest.raises(AutoparError) as caught:
+            parallel(model)
+        assert str(caught.value) == (
+            f"{what} lies in the memory of the parameter '1.weight': of a parallel one it would keep the values of "
+            f"before the first step. Read the parameter itself in forward (1.weight.detach()); or, if the values of "
+            f"now are meant, keep a copy: .detach().clone()."
+        )
+
+
+def test_a_class_of_parameters_that_is_lost_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    model = net()
+    model[1].bias = Named(model[1].bias.detach())
+    parallel(model)
+    assert caplog.messages == [
+        "'1.bias': what is parallel is no Named any more. It keeps its attributes, but not the methods of that class."
+    ]
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

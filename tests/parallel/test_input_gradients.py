@@ -85,6 +85,17 @@ def test_they_are_those_of_one_device(mesh: str, options: dict[str, Any], loss: 
     assert report.ok and _asked(report) == ["0"] and batch[0].grad is None, report
 
 
+def asking(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return penalty(m, x.requires_grad_(), y)
+
+
+@pytest.mark.parametrize(("mesh", "options"), MESHES[::2])
+def test_a_step_asks_for_them_itself(mesh: str, options: dict[str, Any]) -> None:
+    batch = _random(0, 12, 6).float(), _labels(0)
+    report = autopar.verify(Net(), mesh, loss_fn=asking, batch=batch, steps=2, **options)
+    assert report.ok and _asked(report) == ["0"] and not batch[0].requires_grad, report
+
+
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [("cp=3,tp=2", {}), ("dp=2", {"microbatches": 2}), ("pp=2", {"schedule": "zb-h1", "microbatches": 2})],
@@ -216,3 +227,57 @@ def test_a_second_backward_pass_is_refused() -> None:
     loss.backward(retain_graph=True)
     with pytest.raises(AutoparError, match="for the second time"):
         loss.backward()
+
+
+class Forces(Net):
+    """An energy with its forces, as models of molecules have them, in training and behind it."""
+
+    def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+        energy = super().forward(x.requires_grad_()).square().sum(1)
+        (gradient,) = torch.autograd.grad(energy.sum(), x, create_graph=self.training)
+        return energy, -gradient, torch.is_grad_enabled()
+
+
+def _fit(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    energy, forces, _ = m(x)
+    return (energy - y).square().mean() + (forces - 1).square().mean()
+
+
+def _with_forces(rank: int, mesh: str) -> list[bool]:
+    plain_side = Forces().double()
+    model = autopar.parallelize(Forces().double(), mesh, loss_fn=_fit)
+    alike, sides = [], (plain_side, model)
+    optimizers = [torch.optim.SGD(side.parameters(), lr=0.01) for side in sides]
+    for at in range(3):
+        x, y = _random(at, 12, 6), _labels(at)
+        _fit(plain_side, own := x.clone(), y).backward()
+        model.training_loss(x, y).backward() if at == 1 else model.forward_backward(x, y)
+        alike.append(x.requires_grad and torch.allclose(x.grad, own.grad, rtol=1e-12, atol=1e-12))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    found = [side.eval()(_random(5, 12, 6)) for side in sides]
+    alike += [torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(found[0][:2], found[1][:2], strict=True)]
+    with torch.no_grad(), pytest.raises(AutoparError, match="does not require grad"):
+        model(_random(5, 12, 6))
+    return [*alike, found[1][2]]
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "tp=2"])
+def test_a_model_that_has_forces_has_them_in_evaluation(two: Ranks, mesh: str) -> None:
+    assert two.run(_with_forces, mesh) == [[True] * 6] * 2
+
+
+class Modes(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2 if torch.is_grad_enabled() else 3)
+
+
+def test_a_forward_has_gradients_on_or_off_as_its_caller_has() -> None:
+    model, other = autopar.parallelize(Modes().double(), "dp=1", loss_fn=plain), Modes().double()
+    x = _random(0, 12, 6)
+    for _ in range(2):
+        for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+            with mode():
+                assert torch.allclose(model(x), other(x), rtol=1e-12, atol=1e-12), mode
+    assert len(model.programs) == 2

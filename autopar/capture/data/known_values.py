@@ -7,6 +7,7 @@ such a tensor runs them on data, in their order, so that writes in place and vie
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -17,6 +18,9 @@ import numpy as np
 import torch
 
 from autopar.capture.python.stand_in import stands_for_number
+from autopar.capture.refusals.constructs import DATA_LEFT
+from autopar.capture.refusals.explain_failure import refusal
+from autopar.capture.refusals.location import user_frame
 from autopar.ir.ops.op_facts import form_argument, is_undecided, is_unwritten, moves_of, writes_first
 from autopar.torch_compat import FakeTensor, in_transform, on_data, storage_of
 
@@ -75,6 +79,7 @@ class Values:
         self._earlier = earlier
         self.outside: dict[int, Tensor] = dict(earlier.outside) if earlier else {}  # the user's, by their ids
         self.was_read: dict[int, Tensor] = {}  # those whose data decided a value that was read
+        self._left: dict[int, Tensor] = {}  # those that lay in memory which was parted since
         self._inputs, self._uses = set[int | None](), set[int]()  # the memory of inputs; what gradients go past, by id
 
     def given(self, tensor: Tensor, kind: str, original: Tensor | None = None) -> None:
@@ -97,10 +102,12 @@ class Values:
         known.original, known.seed = original if _has_data(original) else None, seed
 
     def operands(self, args: Any, kwargs: Any) -> Operands:
-        """What a call is about to be given."""
+        """What a call is about to be given. Raises CaptureError for a tensor that lay in memory which was parted."""
         operands = Operands()
         for leaf in leaves((args, kwargs)):
             if isinstance(leaf, Tensor):
+                if id(leaf) in self._left:
+                    raise refusal(DATA_LEFT, user_frame(sys._getframe(1)))
                 operands.tensors.append(leaf)
                 operands.versions.append(version_of(leaf))
                 known = self._entered(leaf)
@@ -154,6 +161,11 @@ class Values:
     def is_input(self, tensor: Tensor) -> bool:
         """True for a tensor in the memory of an input of the step."""
         return storage_of(tensor) in self._inputs
+
+    def parts(self, x: Tensor, data: Tensor) -> None:
+        """The memory of `x` is another one from now on, `data`'s, in place of which a program has a copy."""
+        alike = (known.tensor for tensor in (x, data) for known in self._stored.get(storage_of(tensor) or -1, ()))
+        self._left.update((id(tensor), tensor) for tensor in alike if tensor is not x)
 
     def is_used(self, tensor: Tensor) -> bool:
         """True for a tensor that a call was given whose backward pass may look at it again."""

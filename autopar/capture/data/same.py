@@ -55,3 +55,4 @@ def set_data(called: Callable[..., Any], known: Values, x: Tensor, data: Tensor)
         raise refusal(DATA_USED, line)
     with torch.no_grad():
         called(Tensor.copy_, (), tuple(called(Tensor.detach, (), (tensor,)) for tensor in (x, data)))
+    known.parts(x, data)

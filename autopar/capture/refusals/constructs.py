@@ -182,6 +182,11 @@ DATA_SHARED = Construct(
     "The two would share it from then on, which on ranks no two tensors do: give it a copy, "
     "x.data = y.detach().clone(), or copy the values, x.data.copy_(y).",
 )
+DATA_LEFT = Construct(
+    "a tensor that lay in the memory of x, or of y, before x.data = y",
+    "On one device such an assignment changes what shares memory with what; in a program x has a copy of y from then "
+    "on. Take what is used later as a copy before: .clone().",
+)
 DATA_USED = Construct(
     "an assignment to .data of a tensor that the backward pass may need as it was",
     "Whether gradients then see the old values or the new ones hangs on what torch kept. Assign before the first use "

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
+from autopar.capture.inputs.shared_memory import overlapping
 from autopar.capture.refusals.constructs import COLLECTIVE, Construct
 from autopar.capture.refusals.explain_failure import refusal
 from autopar.capture.refusals.location import Locator, place_of
@@ -19,6 +21,11 @@ _KEPT = (
     "a write to {}, a tensor that is neither a buffer nor a parameter",
     "It would be lost after the step: make it a buffer, self.register_buffer(name, tensor).",
 )
+_SHARED = (
+    "a write to {}, which lies in the memory of {} too",
+    "One device would see it there; in a program each is a value of its own. Give one of them memory of its own: "
+    ".clone().",
+)
 _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd")
 
 
@@ -29,9 +36,13 @@ def check_collectives(traced: Traced, locator: Locator) -> None:
             raise refusal(COLLECTIVE, locator.line(place_of(node)[2]))
 
 
-def check_writes(traced: Traced, inputs: Sequence[Input], locator: Locator) -> list[str]:
-    """Notes on writes to the batch. Raises CaptureError for those that a compiled step would lose."""
+def check_writes(
+    traced: Traced, inputs: Sequence[Input], given: Sequence[tuple[Input, Tensor | None]], locator: Locator
+) -> list[str]:
+    """Notes on writes to the batch. Raises CaptureError for those that a compiled step would lose. given: what the
+    inputs stand for."""
     entries, notes = _entries(traced.graph, inputs), dict[str, str]()
+    others = _sharing(given)
     for node, root in _writes(traced.graph):
         entry = entries.get(root)
         source = place_of(node)[2]
@@ -39,12 +50,39 @@ def check_writes(traced: Traced, inputs: Sequence[Input], locator: Locator) -> l
             name, instead = _KEPT
             what = f"'{entry.name}'" if entry else "a tensor from outside of the model"
             raise refusal(Construct(name.format(what), instead), locator.line(source))
+        for other in others.get(entry.name, ()):
+            if other.kind != "batch" or entry.kind != "batch" or _is_read(node, entries, other):
+                name, instead = _SHARED
+                raise refusal(Construct(name.format(_told(entry), _told(other)), instead), locator.line(source))
         if entry.kind == "batch":
             notes[entry.name] = (
                 f"the model writes into tensor {entry.name} of the batch, at {source or 'an unknown line'}: "
                 f"the caller's tensor stays as it is"
             )
     return list(notes.values())
+
+
+def _sharing(given: Sequence[tuple[Input, Tensor | None]]) -> Mapping[str, list[Input]]:
+    """The inputs that have elements of each one, by its name."""
+    found = defaultdict[str, list[Input]](list)
+    for (one, _), (other, _) in overlapping((entry, tensor) for entry, tensor in given if tensor is not None):
+        found[one.name].append(other)
+        found[other.name].append(one)
+    return found
+
+
+def _is_read(write: fx.Node, entries: Mapping[fx.Node, Input], other: Input) -> bool:
+    """Whether a step reads an input, or a view of it, behind a write."""
+    after, node = set[fx.Node](), write.next
+    while node.op != "root":
+        after.add(node)
+        node = node.next
+    (root,) = (node for node, entry in entries.items() if entry == other)
+    return any(_root(operand) is root for node in after for operand in node.all_input_nodes)
+
+
+def _told(entry: Input) -> str:
+    return f"tensor {entry.name} of the batch" if entry.kind == "batch" else f"'{entry.name}'"
 
 
 def written_inputs(graph: fx.Graph, inputs: Sequence[Input]) -> list[Input]:

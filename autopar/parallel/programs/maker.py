@@ -8,6 +8,8 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+import torch
+
 from autopar.capture import Captured, Earlier
 from autopar.capture.data.reads import Answers
 from autopar.capture.python.guards import Change, Guards
@@ -53,8 +55,8 @@ class Maker:
             self._cache = ProgramCache(session, session.settings.cache)
         elif session.settings.is_handed:
             self._cache = HandedPrograms(session)
-        # Captures of training steps, and of others, by the number of micro-batches that a loss may ask for.
-        self._earlier: dict[bool, defaultdict[int, Earlier]] = {True: defaultdict(Earlier), False: defaultdict(Earlier)}
+        # Captures of training steps, and of others, with gradients on or off; by the micro-batches that a loss may ask.
+        self._earlier = defaultdict[tuple[bool, bool], defaultdict[int, Earlier]](lambda: defaultdict(Earlier))
         self._sequence: dict[bool, bool] = {}  # of training steps, and of others: what "auto" was decided to mean
         self._joined = Joined(session.settings.device)
         self._groups: dict[str, Group] = {}
@@ -141,7 +143,7 @@ class Maker:
         answers = replace(answers, asks=not is_own and not settings.graphs)
         self._know_decided()
         options, fixed = self._fixed_for(given, is_first, train)
-        dealing = Dealing(mesh, options, fixed, given.dims, self._earlier[train])
+        dealing = Dealing(mesh, options, fixed, given.dims, self._earlier[train, torch.is_grad_enabled()])
         with scalars, naming_parts(given):
             args, kwargs = given.arguments(numbers)
             captured = capture_step(

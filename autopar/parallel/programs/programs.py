@@ -42,7 +42,7 @@ _FEW = 3  # programs of `model(x)` that are each told of
 _FIRST = "Python values as at first"
 _COMPARED, _REFUSED = "batch and modes", "arguments refused: "
 _training, _requires_grad = attrgetter("training"), attrgetter("requires_grad")
-Key = tuple[Any, ...]  # whether a step trains, arguments, modes; the last of it is the partners'
+Key = tuple[Any, ...]  # whether a step trains, arguments, whether gradients are on, modes; the last is the partners'
 T = TypeVar("T")
 
 
@@ -188,8 +188,9 @@ class Programs:
         with no_torch_function():  # or torch looks, at each, for a function of ours that it would ask
             wanted = tuple(map(_requires_grad, structure.parameters.values()))
         others = given.portion.sizes if given.portion is not None and given.is_unlike else ()
-        asked = tuple(i for i, tensor in given.parts.tensors() if train and tensor.requires_grad)
-        own = train, batches.signature_of(given.whole), flags, wanted, others, asked
+        has_grads = train or torch.is_grad_enabled()
+        asked = tuple(i for i, tensor in given.parts.tensors() if has_grads and tensor.requires_grad)
+        own = train, batches.signature_of(given.whole), has_grads, flags, wanted, others, asked
         return (*own, flags_of(self._partners.get(own, ())))
 
     def _agree(
@@ -252,9 +253,9 @@ class Programs:
             signature.lines[given.unlike] = lines + partners
         states = [f"{path} {text_of(number)}" for (_, path), number in self._numbers.items()]
         states += [f"random_state {session.random.state_dict()}"] + [str(session.scale)] * (session.scale is not None)
-        states += ["gradients off"] * (key[0] and not torch.is_grad_enabled()) + values
+        states += ["gradients off"] * (not torch.is_grad_enabled()) + values
         states += [f"{path} on a device" for path in batches.off_host(parts)]
-        states += [f"{parts.paths[i]} gets a gradient" for i, each in parts.tensors() if key[0] and each.requires_grad]
+        states += [f"{parts.paths[i]} gets a gradient" for i, each in parts.tensors() if key[2] and each.requires_grad]
         states += [portion.line()] if portion is not None else []
         at_once = is_new or (portion is not None and portion.is_agreed)  # a second comparison leaves nothing on its way
         digest = self._digests.vector(parts, at_once, given.shared)
@@ -289,7 +290,9 @@ class Programs:
         """Compile a program and keep it; forget the one unused longest. values: of the first of its reads."""
         self._tell(signature, given, train)
         self._made += 1  # also of one that fails: on all ranks
-        with torch.inference_mode(False), self._as_rank_0():  # what is made here is trained later
+        has_grads = signature.key[2]
+        # What is made here is trained later.
+        with torch.inference_mode(False), torch.set_grad_enabled(has_grads), self._as_rank_0():
             if self._drawn is not None:
                 set_generators(self._drawn.start)
             if signature.by_chance >= _WAYS:
@@ -346,7 +349,8 @@ class Programs:
 
 
 _BESIDE_ARGUMENTS = (  # what a key has behind the call and its arguments, and how it is told that this is another one
-    "modules are in another mode", "other parameters are frozen", "ranks have parts of other sizes",
+    "gradients are on or off, unlike before", "modules are in another mode", "other parameters are frozen",
+    "ranks have parts of other sizes",
     "other tensors of the batch require a gradient", "models that the loss calls are in another mode",
 )  # fmt: skip
 # What makes a token at a time (`generate`) has a new shape for each.

@@ -7,9 +7,8 @@ made. What cannot become another object is found before anything changes; what s
 from __future__ import annotations
 
 import logging
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from itertools import combinations
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence, Set
 
 import torch
 from torch import nn
@@ -18,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from autopar.capture.capture import state_of
 from autopar.capture.inputs import tables
 from autopar.capture.inputs.partners import Inlined
+from autopar.capture.inputs.shared_memory import overlapping
 from autopar.errors import AutoparError
 from autopar.ir.program import Input
 from autopar.parallel.tensors.parameter import ParameterTensor
@@ -43,18 +43,32 @@ def check_identity(model: nn.Module) -> list[str]:
     parameters = [(entry, tensor) for entry, tensor in entries if entry.kind == "parameter"]
     for entry, tensor in parameters:
         _check_one(entry.name, tensor)
-    for (entry, tensor), (other, its) in _overlapping(parameters):
-        if tensor.requires_grad or its.requires_grad:
-            raise AutoparError(
-                f"the parameters '{entry.name}' and '{other.name}' lie in the same memory, but are two objects: "
-                f"parallel ones would be two values. Tie them as one nn.Parameter, as in `b.weight = a.weight`; or "
-                f"give one of them memory of its own (`b.weight.data = b.weight.data.clone()`)."
-            )
+    check_memory(model)
     return [
         f"gradient of '{entry.name}' with digest {digest(tensor.grad):x}"
         for entry, tensor in parameters
         if tensor.grad is not None and tensor.grad.device.type != "meta"
     ]
+
+
+def check_memory(model: nn.Module) -> None:
+    """Raise AutoparError for a parameter that is trained in memory of which the model holds another tensor: the two
+    would be two values from then on."""
+    for (entry, tensor), (other, its) in overlapping(state_of(model).entries):
+        kinds = entry.kind, other.kind
+        if kinds == ("parameter", "parameter") and (tensor.requires_grad or its.requires_grad):
+            raise AutoparError(
+                f"the parameters '{entry.name}' and '{other.name}' lie in the same memory, but are two objects: "
+                f"parallel ones would be two values. Tie them as one nn.Parameter, as in `b.weight = a.weight`; or "
+                f"give one of them memory of its own (`b.weight.data = b.weight.data.clone()`)."
+            )
+        if kinds[0] == "parameter" != kinds[1] and tensor.requires_grad and not _is_computed(model, other.name):
+            what = f"the buffer '{other.name}'" if other.kind == "buffer" else f"'{other.name}', which the model keeps,"
+            raise AutoparError(
+                f"{what} lies in the memory of the parameter '{entry.name}': of a parallel one it would keep the "
+                f"values of before the first step. Read the parameter itself in forward ({entry.name}.detach()); or, "
+                f"if the values of now are meant, keep a copy: .detach().clone()."
+            )
 
 
 def _check_plain(model: nn.Module) -> None:
@@ -118,27 +132,6 @@ def _check_one(name: str, parameter: torch.Tensor) -> None:
             f"the parameter '{name}' has an attribute '{attribute}', a name that parallel parameters use for "
             f"themselves. Give it another name."
         )
-
-
-def _overlapping(entries: Entries) -> Iterator[tuple[tuple[Input, torch.Tensor], tuple[Input, torch.Tensor]]]:
-    """Pairs of tensors that have elements in common."""
-    by_storage: dict[int, list[tuple[Input, torch.Tensor]]] = defaultdict(list)
-    for entry, tensor in entries:
-        storage = storage_of(tensor)
-        if storage is not None and tensor.device.type != "meta" and tensor.numel():
-            by_storage[storage].append((entry, tensor))
-    for alike in by_storage.values():
-        for one, other in combinations(alike, 2):
-            (a, a_end), (b, b_end) = _range(one[1]), _range(other[1])
-            if a == b or (a < b_end and b < a_end and one[1].is_contiguous() and other[1].is_contiguous()):
-                yield one, other
-
-
-def _range(tensor: torch.Tensor) -> tuple[int, int]:
-    """The elements of its memory that a tensor lies within."""
-    start = int(tensor.storage_offset())
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + reach + 1
 
 
 # -- becoming -------------------------------------------------------------------------------------------------------
@@ -215,17 +208,6 @@ def tell_held(model: nn.Module) -> set[str]:
             "other tensors share the memory of %s (.data, .detach(), a view, a flat buffer, a state_dict()): they were "
             "made before autopar.parallelize, and keep the values of then. Hold parameters themselves, or take them "
             "after it.", _shown(held),
-        )  # fmt: skip
-    theirs = {storage_of(tensor) for _, tensor in parameters}
-    shown = [
-        entry.name
-        for entry, tensor in entries
-        if entry.kind != "parameter" and storage_of(tensor) in theirs and not _is_computed(model, entry.name)
-    ]
-    if shown:
-        _log.warning(
-            "%s of the model shares the memory of a parameter, and keeps the values of before autopar.parallelize: "
-            "compute it in forward.", _shown(shown),
         )  # fmt: skip
     for kind in dict.fromkeys(type(tensor) for _, tensor in parameters):
         if kind is not nn.Parameter:

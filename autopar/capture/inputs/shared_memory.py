@@ -1,0 +1,46 @@
+"""Find tensors that have elements in common: a write to one of them is seen in the other."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from itertools import combinations
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from autopar.ir.program import Input
+from autopar.torch_compat import storage_of
+
+Held = tuple[Input, torch.Tensor]
+
+
+def overlapping(entries: Iterable[Held]) -> Iterator[tuple[Held, Held]]:
+    """Give the pairs of tensors that have elements in common."""
+    by_storage: dict[int, list[Held]] = defaultdict(list)
+    for entry, tensor in entries:
+        storage = None if isinstance(tensor, DTensor) else storage_of(tensor)
+        if storage is not None and tensor.device.type != "meta" and tensor.numel():
+            by_storage[storage].append((entry, tensor))
+    for alike in by_storage.values():
+        yield from (pair for pair in combinations(alike, 2) if _meet(pair[0][1], pair[1][1]))
+
+
+def _meet(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors in one memory have an element in common."""
+    (start, end), (its_start, its_end) = _range(one), _range(other)
+    if start >= its_end or its_start >= end:
+        return False
+    are_dense = one.numel() * one.itemsize == end - start and other.numel() * other.itemsize == its_end - its_start
+    if are_dense or one.dtype != other.dtype:  # columns that lie between each other have one dtype
+        return True
+    taken = torch.zeros(max(end, its_end) // one.itemsize, dtype=torch.bool)
+    taken.as_strided(one.shape, one.stride(), int(one.storage_offset())).fill_(True)
+    return bool(taken.as_strided(other.shape, other.stride(), int(other.storage_offset())).any())
+
+
+def _range(tensor: torch.Tensor) -> tuple[int, int]:
+    """The bytes of its memory that a tensor lies within."""
+    start = int(tensor.storage_offset())
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start * tensor.itemsize, (start + reach + 1) * tensor.itemsize

@@ -1,0 +1,132 @@
+"""Tensors that lie in one memory: what is written into one is seen in the other, or it is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar import verify
+from autopar.errors import CaptureError
+
+Given = tuple[Tensor, Tensor]
+
+
+class Net(nn.Module):
+    """buffers: two rows of a table, and the row between them."""
+
+    def __init__(self, use: Any) -> None:
+        super().__init__()
+        self.inner, self.use = nn.Linear(8, 8), use
+        table = torch.arange(24.0, dtype=torch.float64).reshape(3, 8) / 9
+        self.register_buffer("rows", table[::2])
+        self.register_buffer("row", table[1])
+        self.register_buffer("part", self.rows[1, 4:])
+        self.register_buffer("expanded", torch.ones(1, dtype=torch.float64).expand(8))
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return self.use(self, x, y).square().mean()
+
+
+def rows_between(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    m.row.add_(1)
+    return m.inner(x) * m.row + m.rows.sum(0) * m.expanded
+
+
+def read_alone(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    return m.inner(x) * m.rows[1] + m.part.sum() * m.row
+
+
+def columns(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    x.mul_(2)
+    return m.inner(x) + y
+
+
+def read_before(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    z = m.inner(x + 1)
+    y[y < 0] = 0
+    return z * y
+
+
+def moved_once(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    m.row.data = m.row.data * 0.9 + m.rows.data[0] * 0.1
+    m.row.data = m.row.data.clone()
+    return m.inner(x) * m.row
+
+
+def in_columns() -> Given:
+    return torch.randn(4, 16, dtype=torch.float64).split(8, 1)  # type: ignore[return-value]
+
+
+def shifted() -> Given:
+    whole = torch.randn(4, 9, dtype=torch.float64)
+    return whole[:, :-1], whole[:, 1:]
+
+
+@pytest.mark.parametrize(
+    ("use", "given"),
+    [(rows_between, in_columns), (read_alone, shifted), (columns, in_columns), (read_before, shifted),
+     (moved_once, shifted)],
+)  # fmt: skip
+@pytest.mark.parametrize("mesh", ["dp=2", "tp=2"])
+def test_what_does_not_meet_is_right(mesh: str, use: Any, given: Callable[[], Given]) -> None:
+    torch.manual_seed(0)
+    report = verify(Net(use).double(), mesh, batch=given(), steps=3)
+    assert report.ok, str(report)
+
+
+def written_part(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    m.part.add_(1)
+    return m.inner(x) * m.rows[1]
+
+
+def written_whole(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    m.rows.add_(1)
+    return m.inner(x)
+
+
+def read_behind(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    y[y < 0] = 0
+    return m.inner(x) * y
+
+
+def swapped(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    one, other = m.row.clone(), m.row * 2
+    one.data, other.data = other.data, one.data
+    return m.inner(x) * one + other
+
+
+def joined(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    one, other = m.row.clone(), m.row * 2
+    one.data = other
+    other.mul_(3)
+    return m.inner(x) * one
+
+
+def left(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    one = m.row.clone()
+    flat = one.view(2, 4)
+    one.data = one.data * 2
+    return m.inner(x) * one + flat.sum()
+
+
+_DATA = r"This line has a tensor that lay in the memory of x, or of y, before x\.data = y\."
+_WRITE = (
+    r"This line has a write to {}, which lies in the memory of {} too\. .* Give one of them memory of its own: \.cl"
+)
+
+
+@pytest.mark.parametrize(
+    ("use", "line", "text"),
+    [(written_part, "m.part.add_", _WRITE.format("'part'", "'rows'")),
+     (written_whole, "m.rows.add_", _WRITE.format("'rows'", "'part'")),
+     (read_behind, "y[y < 0] = 0", _WRITE.format("tensor 1 of the batch", "tensor 0 of the batch")),
+     (swapped, "one.data, other.data", _DATA), (joined, "other.mul_(3)", _DATA), (left, "flat.sum()", _DATA)],
+)  # fmt: skip
+def test_what_would_be_seen_in_another_tensor_is_refused(use: Any, line: str, text: str) -> None:
+    with pytest.raises(CaptureError, match=text) as caught:
+        verify(Net(use).double(), "dp=1", batch=shifted())
+    assert line in str(caught.value)
