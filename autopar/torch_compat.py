@@ -342,12 +342,14 @@ def custom_function(node: Any) -> type[torch.autograd.Function] | None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep torch from writing its own tracebacks of shapes that do not fit."""
+    """Keep torch from writing its own tracebacks of shapes that do not fit, and from looking for nan where nothing has
+    data."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
-        yield
+        with torch.autograd.set_detect_anomaly(False):
+            yield
     finally:
         logger.setLevel(level)
 

@@ -155,10 +155,10 @@ class _Stale:
 def fixed_by(tensor: torch.Tensor) -> str | None:
     """Why a leaf cannot become a `SlotlessDTensor`: "class", "weak reference", "node hook", or None if it can."""
     try:
-        _CLASS.__set__(torch.Tensor._make_subclass(type(tensor), torch.empty(0)), SlotlessDTensor)
+        _CLASS.__set__(torch.Tensor._make_subclass(type(tensor), torch.empty(0, device="cpu")), SlotlessDTensor)
     except TypeError:
         return "class"
-    other = torch.empty(0)
+    other = torch.empty(0, device="cpu")
     try:
         torch._C._swap_tensor_impl(tensor, other)
     except RuntimeError:

@@ -167,7 +167,7 @@ def _check_state(state: Any, own: list[Any], tensors: Mapping[str, SavedTensor])
     def known(name: Any) -> torch.Tensor:
         if name not in tensors:
             raise ValueError(f"there is no tensor '{str(name)[:80]}'")
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")
 
     def read(trees: Any, give: Give = known) -> None:
         for tree in trees.values():

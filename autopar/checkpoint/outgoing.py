@@ -72,7 +72,7 @@ class Outgoing:
             return value.cpu().contiguous()
         kept = self.staging.get(key)
         if kept is None or kept.shape != value.shape or kept.dtype != value.dtype:
-            kept = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.device.type == "cuda")
+            kept = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.device.type == "cuda", device="cpu")
             self.staging[key] = kept
         if value.device.type != "cpu" or not value.is_contiguous():
             return kept.copy_(value)

@@ -121,7 +121,7 @@ class Reader:
         for name, saved in self.manifest.tensors.items():
             for block in saved.pieces:
                 self._check_block(name, saved, block)
-                if block.file in mine and checksum(bytes_of(self._file(block.file).get_tensor(block.key))) != block.sum:
+                if block.file in mine and checksum(bytes_of(self._read(block, []))) != block.sum:
                     why = f"the checksum of '{name[:80]}' in it is not that of what was saved"
                     raise CheckpointError(damaged(self.folder / block.file, why))
 
@@ -146,7 +146,7 @@ class Reader:
     def whole(self, name: str) -> torch.Tensor:
         """A whole tensor, in memory of its own on the host."""
         saved = self.manifest.tensors[name]
-        made = torch.empty(saved.shape, dtype=dtype_of(saved.dtype))
+        made = torch.empty(saved.shape, dtype=dtype_of(saved.dtype), device="cpu")
         self.fill(name, (0,) * made.ndim, made)
         return made
 
@@ -169,9 +169,10 @@ class Reader:
 
     def _read(self, piece: SavedBlock, region: list[slice]) -> torch.Tensor:
         file = self._file(piece.file)
-        if not region:
-            return file.get_tensor(piece.key)  # type: ignore[no-any-return]
-        return file.get_slice(piece.key)[tuple(region)]  # type: ignore[no-any-return]
+        with torch.device("cpu"):  # safetensors leaves it to torch's default device
+            if not region:
+                return file.get_tensor(piece.key)  # type: ignore[no-any-return]
+            return file.get_slice(piece.key)[tuple(region)]  # type: ignore[no-any-return]
 
     def _file(self, name: str) -> Any:
         if name not in self._open:

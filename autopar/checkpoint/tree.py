@@ -128,7 +128,11 @@ def inline(tensor: torch.Tensor, path: str) -> dict[str, Any]:
 def outline(of: Any) -> torch.Tensor:
     """The inverse of `inline`."""
     data = bytearray(base64.b64decode(of["data"], validate=True))
-    flat = torch.frombuffer(data, dtype=dtype_of(of["dtype"])) if data else torch.empty(0, dtype=dtype_of(of["dtype"]))
+    flat = (
+        torch.frombuffer(data, dtype=dtype_of(of["dtype"]))
+        if data
+        else torch.empty(0, dtype=dtype_of(of["dtype"]), device="cpu")
+    )
     return flat.reshape(of["shape"]).clone()
 
 

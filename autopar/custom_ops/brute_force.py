@@ -242,7 +242,7 @@ def with_halo(x: torch.Tensor, dim: int, runs: int, halo: Halo) -> torch.Tensor:
     """A dim as so many runs of consecutive rows, one behind the other, each with the rows before and after it."""
     long = x.shape[dim] // runs
     if halo.wrap:
-        rows = torch.arange(-halo.before, x.shape[dim] + halo.after) % x.shape[dim]
+        rows = torch.arange(-halo.before, x.shape[dim] + halo.after, device=x.device) % x.shape[dim]
         padded = x.index_select(dim, rows)
     else:
         padded = torch.constant_pad_nd(x, [*[0] * 2 * (x.ndim - 1 - dim), halo.before, halo.after])

@@ -162,10 +162,10 @@ def _operand(name: str, dims: Dims, sizes: Mapping[str, int], batch_dims: int, e
             raise RuleError(f"args: the function for '{name}' gave {what} for a tensor of shape {shape}.")
         return made.to(examples.device)
     if given.is_floating_point:
-        return (torch.rand(shape, dtype=torch.float64) * 2 - 1).to(examples.device, given)
+        return (torch.rand(shape, dtype=torch.float64, device="cpu") * 2 - 1).to(examples.device, given)
     if given.is_complex:
-        return torch.randn(shape, dtype=torch.complex128).to(examples.device, given)
-    return torch.randint(0, 2, shape).to(examples.device, given)
+        return torch.randn(shape, dtype=torch.complex128, device="cpu").to(examples.device, given)
+    return torch.randint(0, 2, shape, device="cpu").to(examples.device, given)
 
 
 def _check_fake(own: OwnRule, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], results: Tensors) -> None:

@@ -147,7 +147,7 @@ def holds(condition: Condition, values: Mapping[str, Tensor]) -> Tensor | None:
             either = [one for part in parts if (one := holds(part, values)) is not None]
             if len(either) < len(parts):
                 return None
-            return functools.reduce(operator.or_, either) if either else torch.tensor(False)
+            return functools.reduce(operator.or_, either) if either else torch.tensor(False, device="cpu")
 
 
 @functools.cache

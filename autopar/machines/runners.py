@@ -69,7 +69,7 @@ class HostRunner:
     def launch_us(self) -> float:
         """How much longer a small call takes after a product, which leaves little of torch's code and of the calls'
         operands in the caches, than after a call like itself."""
-        x, add, work = torch.ones(1), torch.ops.aten.add.Tensor, self._work()
+        x, add, work = torch.ones(1, device="cpu"), torch.ops.aten.add.Tensor, self._work()
         after = min(_host_us(lambda: add(x, x), LAUNCHES, work) for _ in range(BATCHES))
         return max(0.0, after - min(_host_us(lambda: add(x, x), LAUNCHES) for _ in range(BATCHES)))
 
@@ -108,7 +108,7 @@ class CudaRunner:
         """Time a copy to the host's memory and one back at once, as all ranks do, and an optimizer on the cores of this
         process: bytes a second of each."""
         here, there = (torch.empty(COPIED, dtype=torch.uint8, device=self.device) for _ in range(2))
-        out, back = (torch.empty(COPIED, dtype=torch.uint8, pin_memory=True) for _ in range(2))
+        out, back = (torch.empty(COPIED, dtype=torch.uint8, pin_memory=True, device="cpu") for _ in range(2))
         side = torch.cuda.Stream(self.device)
 
         def both() -> None:

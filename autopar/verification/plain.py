@@ -82,7 +82,7 @@ def values_of(aux: Any) -> Values:
 def numbered(leaves: Iterable[Any]) -> Values:
     """The tensors and numbers among leaves, named as a program's outputs are."""
     found = (
-        (i, torch.tensor(one, dtype=torch.float64) if type(one) in (int, float) else one)
+        (i, torch.tensor(one, dtype=torch.float64, device="cpu") if type(one) in (int, float) else one)
         for i, one in enumerate(leaves)
     )
     return {("aux", str(i)): one.detach().clone() for i, one in found if isinstance(one, torch.Tensor)}

@@ -82,7 +82,7 @@ def verify(
     lift, fixed = dtype if is_exact else None, Fixed(machine=machine_like(machine))
     with in_dtype(model, loss_fn, dtype) if is_exact else nullcontext():
         versions = Versions([], partial(programs_of, model, loss_fn, batches, parsed, chosen, lift, fixed))
-        first, *others = versions.of(torch.tensor([seed, 0]))
+        first, *others = versions.of(torch.tensor([seed, 0], device="cpu"))
         trial = Trial(
             model, *first, loss_fn, batches, steps, optimizer or descent, seed, others=tuple(others), versions=versions
         )

@@ -231,4 +231,4 @@ class _Trial:
         return [every[self._places().index(place)] for place in range(len(self.batches))]
 
     def _seeds(self) -> list[torch.Tensor]:
-        return [torch.tensor([self.seed, step]) for step in range(self.steps)]
+        return [torch.tensor([self.seed, step], device="cpu") for step in range(self.steps)]

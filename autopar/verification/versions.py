@@ -60,7 +60,9 @@ class Versions:
         known = [change(programs) for programs in self.known]
         if self.make is None:
             return Versions(known)
-        return Versions(known, lambda answers: change(self.of(torch.tensor(answers.seed), answers.values)))
+        return Versions(
+            known, lambda answers: change(self.of(torch.tensor(answers.seed, device="cpu"), answers.values))
+        )
 
     def run(self, seed: torch.Tensor, step: Callable[[list[Made]], None]) -> None:
         """Make a step with the programs that it asks for: again with others, where it finds other values."""

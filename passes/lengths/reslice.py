@@ -165,7 +165,11 @@ def _run(index: fx.Node, known: Known, shape: Sequence[int], dim: int) -> tuple[
         return None
     rows = value if value.ndim == 1 else value.movedim(dim, -1).flatten(0, -2)
     first, count = int(value.flatten()[0]), rows.shape[-1]
-    return (first, first + count) if first >= 0 and bool((rows == torch.arange(first, first + count)).all()) else None
+    return (
+        (first, first + count)
+        if first >= 0 and bool((rows == torch.arange(first, first + count, device="cpu")).all())
+        else None
+    )
 
 
 def _cut(x: fx.Node, pads: Sequence[int]) -> Rows | None:

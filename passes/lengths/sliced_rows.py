@@ -160,7 +160,9 @@ class SlicedRows:
             return known[0] if known[0] == 0 else None
         if not facts.pointwise or None in known or record(node).several or not known:
             return None
-        numbers = {o: torch.tensor(n, dtype=record(o).type.dtype) for o, n in zip(operands, known, strict=True)}
+        numbers = {
+            o: torch.tensor(n, dtype=record(o).type.dtype, device="cpu") for o, n in zip(operands, known, strict=True)
+        }
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), numbers.__getitem__)
         return node.target(*args, **kwargs).item()  # type: ignore[operator]
 

@@ -30,7 +30,7 @@ def _span(one: Comparison, vectors: Mapping[str, Vector], length: int, known: Kn
     columns, rows = (_elements(vectors[name], length, known) for name in (one.column, one.row))
     if columns is None or rows is None or not length or bool((columns.diff() < 0).any()):
         return None, None
-    place = torch.arange(length)
+    place = torch.arange(length, device="cpu")
     before = behind = None
     if one.sign in (">", ">=", "=="):
         before = int((place - torch.searchsorted(columns, rows, right=one.sign == ">")).max())
@@ -42,7 +42,7 @@ def _span(one: Comparison, vectors: Mapping[str, Vector], length: int, known: Kn
 def _elements(vector: Vector, length: int, known: Known) -> torch.Tensor | None:
     """Compute a vector of integers that hangs on no input and is the same for all samples and heads."""
     if vector.node is None:
-        return torch.arange(length) + vector.shift
+        return torch.arange(length, device="cpu") + vector.shift
     value = known.value(vector.node)
     if value is None or value.numel() != length or value.dtype.is_floating_point or max(value.shape) != length:
         return None

@@ -131,7 +131,7 @@ class MaskValues:
             return Cases(((first, TRUE),))
         if letter and "".join(vector.letters).count(letter) == 1:
             (dim,) = (i for i, one in enumerate(vector.letters) if letter in one)
-            counted = torch.arange(first, first + value.shape[dim], dtype=value.dtype)
+            counted = torch.arange(first, first + value.shape[dim], dtype=value.dtype, device="cpu")
             if vector.letters[dim] == letter and bool((value.movedim(dim, -1) == counted).all()):
                 return SignedSum(((1, Vector(None, (letter,), first)),))
         return SignedSum(((1, vector),))
@@ -162,7 +162,7 @@ class MaskValues:
             return None
         value = value.reshape(lengths)
         numbers = value[[0, -1]].unique().tolist()
-        far = torch.arange(lengths[0])[:, None] - torch.arange(lengths[1])
+        far = torch.arange(lengths[0], device="cpu")[:, None] - torch.arange(lengths[1], device="cpu")
         if len(numbers) > FEW or sum(int(value.eq(number).sum()) for number in numbers) < value.numel():
             return None
         bands = {number: _band(value == number, far) for number in numbers}
@@ -252,7 +252,7 @@ def _band(where: torch.Tensor, far: torch.Tensor) -> tuple[int, int] | None:
 def _fill(node: fx.Node) -> Any:
     """The number that a tensor has everywhere, if that is how it is made."""
     number, dtype = fill_of(node), record(node).type.dtype
-    return torch.tensor(number, dtype=dtype).item() if isinstance(number, (bool, int, float)) else None
+    return torch.tensor(number, dtype=dtype, device="cpu").item() if isinstance(number, (bool, int, float)) else None
 
 
 def _by_cases(node: fx.Node, values: Mapping[fx.Node, Cases]) -> Value:
@@ -277,7 +277,7 @@ def _by_cases(node: fx.Node, values: Mapping[fx.Node, Cases]) -> Value:
 
 def _computed(node: fx.Node, numbers: Mapping[fx.Node, Any]) -> Any:
     """What an op gives for one element."""
-    given = {one: torch.tensor(number, dtype=record(one).type.dtype) for one, number in numbers.items()}
+    given = {one: torch.tensor(number, dtype=record(one).type.dtype, device="cpu") for one, number in numbers.items()}
     kwargs = {name: value for name, value in node.kwargs.items() if name not in ("device", "layout", "pin_memory")}
     args, kwargs = fx.node.map_arg((node.args, kwargs), given.__getitem__)
     made = node.target(*args, **kwargs)  # type: ignore[operator]

@@ -90,7 +90,7 @@ class Known:
         value = self.value(node)
         for back in range(1, len(type_.shape) + 1) if value is not None else ():
             if type_.shape[-back] == size:
-                row = torch.arange(size).reshape(-1, *[1] * (back - 1))
+                row = torch.arange(size, device="cpu").reshape(-1, *[1] * (back - 1))
                 if torch.equal(value, row.expand(type_.shape)):  # type: ignore[arg-type]
                     return -back
         return 0

@@ -43,7 +43,7 @@ def axis_groups(mesh: Mesh, axis: str) -> list[tuple[int, ...]]:
     """The groups of all ranks along the axis (or axes), as of `axis_group`, sorted."""
     along = [mesh.names.index(name) for name in axes_of_group(axis)]
     others = [dim for dim in range(len(mesh.names)) if dim not in along]
-    ranks = torch.arange(mesh.size).view(mesh.shape).permute(*others, *along)
+    ranks = torch.arange(mesh.size, device="cpu").view(mesh.shape).permute(*others, *along)
     size = math.prod(mesh[name] for name in axes_of_group(axis))
     return sorted(map(tuple, ranks.reshape(-1, size).tolist()))
 

@@ -135,7 +135,7 @@ def mesh_over(mesh: Mesh, device_type: str, timeout: timedelta | None) -> Device
         return init_device_mesh(device_type, mesh.shape, mesh_dim_names=mesh.names)
     rank = dist.get_rank()  # init_device_mesh takes no timeout
     groups = [_new_group(mesh, axis, axis_group(mesh, rank, axis), timeout) for axis in mesh.names]
-    ranks = torch.arange(mesh.size).view(mesh.shape)
+    ranks = torch.arange(mesh.size, device="cpu").view(mesh.shape)
     return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=mesh.names)
 
 

@@ -89,7 +89,7 @@ def mapped(folder: Path, size: int) -> torch.Tensor:
     """So many bytes of a new file, which has no name. They are taken from the disk at once: a write that finds none
     later would end the process. Raises PlanError where there is no room."""
     if not size:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             os.posix_fallocate(file.fileno(), 0, size)

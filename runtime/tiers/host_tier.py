@@ -151,7 +151,7 @@ class HostPool:
         """Lend memory to a tensor of a user for as long as that lives; then it is lent again. So gradients of each step
         come into the memory of those before, and pinning it is done once."""
         if not size:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         known = self._lent[size]
         buffer = known.pop() if known else (self.lends or self.make)(size)
         if buffer is None:
@@ -349,8 +349,8 @@ def pinned(size: int) -> torch.Tensor:
             end = weakref.finalize(made.untyped_storage(), runtime.cudaHostUnregister, made.data_ptr())
             end.atexit = False  # the driver has ended by then, or ends with the process
             return made
-    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True, device="cpu")
 
 
 def _plain(size: int) -> torch.Tensor:
-    return torch.empty(size, dtype=torch.uint8)
+    return torch.empty(size, dtype=torch.uint8, device="cpu")

@@ -121,6 +121,24 @@ def test_no_file_asks_a_module_for_what_it_holds() -> None:
     assert found == []
 
 
+_MAKERS = {
+    "arange", "asarray", "as_tensor", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand", "randint",
+    "randn", "randperm", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros",
+}  # fmt: skip
+
+
+def test_what_is_made_says_on_which_device() -> None:
+    """A script may have a default device (`torch.set_default_device`), which is meant for its model alone."""
+    found = []
+    for name, path in sources().items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _MAKERS:
+                named = {keyword.arg for keyword in node.keywords}
+                if ast.unparse(node.func.value) == "torch" and not named & {"device", None}:
+                    found.append(f"{name}:{node.lineno} {ast.unparse(node)}")
+    assert not found, "\n".join(found)
+
+
 def test_no_files_import_each_other_in_a_circle() -> None:
     assert [sorted(files) for files in nx.strongly_connected_components(imports()) if len(files) > 1] == []
 

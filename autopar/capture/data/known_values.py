@@ -308,7 +308,7 @@ class Values:
         if known.value is None and known.original is not None:
             known.value = known.original.detach().clone()
         elif known.value is None and known.seed is not None:
-            numbers = torch.rand(tensor.shape, generator=torch.Generator().manual_seed(known.seed)) + 0.5
+            numbers = torch.rand(tensor.shape, generator=torch.Generator().manual_seed(known.seed), device="cpu") + 0.5
             known.value = numbers.to(tensor.device, tensor.dtype)
         return known.value
 

@@ -93,7 +93,7 @@ class HostInputs:
 
     def _input(self, value: float, line: Line | None) -> Scalar:
         with on_data(), no_function_modes():
-            tensor = torch.tensor(float(value), dtype=torch.float64)
+            tensor = torch.tensor(float(value), dtype=torch.float64, device="cpu")
         self.enter(tensor)
         self._values.add(float(value))
         return Scalar.of_tensor(tensor, _Drawn(True, line=line))

@@ -215,11 +215,11 @@ class Coins:
         if coin not in self.decided and self._tracer is not None:
             way = _way(self._tracer, [tensor]).forward  # called itself, a module with constants were another model
             with on_data(), no_function_modes():
-                self.decided[coin] = read(way(torch.tensor(self.seed))[0])
+                self.decided[coin] = read(way(torch.tensor(self.seed, device="cpu"))[0])
                 if read is float:
                     first, second = self.seed
                     seeds = ((first, second + step) for step in range(1, _VARIANTS + 1))
-                    self.others[coin] = [read(way(torch.tensor(seed))[0]) for seed in seeds]
+                    self.others[coin] = [read(way(torch.tensor(seed, device="cpu"))[0]) for seed in seeds]
         if self.variant and coin in self.others:
             return self.others[coin][self.variant % _VARIANTS]
         return self.decided.get(coin, read(0))

@@ -34,7 +34,7 @@ def _meet(one: torch.Tensor, other: torch.Tensor) -> bool:
     are_dense = one.numel() * one.itemsize == end - start and other.numel() * other.itemsize == its_end - its_start
     if are_dense or one.dtype != other.dtype:  # columns that lie between each other have one dtype
         return True
-    taken = torch.zeros(max(end, its_end) // one.itemsize, dtype=torch.bool)
+    taken = torch.zeros(max(end, its_end) // one.itemsize, dtype=torch.bool, device="cpu")
     taken.as_strided(one.shape, one.stride(), int(one.storage_offset())).fill_(True)
     return bool(taken.as_strided(other.shape, other.stride(), int(other.storage_offset())).any())
 

@@ -257,7 +257,7 @@ class PlainPacks:
 
     def _dropped(self, mode: PackingMode, rows: Tensor, batch_sizes: Tensor, dropout: float) -> Tensor:
         _, order, steps = self.known[id(batch_sizes)]
-        order = torch.arange(int(batch_sizes[0])) if order is None else order
+        order = torch.arange(int(batch_sizes[0]), device=rows.device) if order is None else order
         factor = mode.dropout(rows.new_ones(steps, len(order), rows.shape[1]), dropout)
         counts = batch_sizes.tolist()
         return rows * torch.cat([factor[step, order[:count]] for step, count in enumerate(counts)])

@@ -111,7 +111,7 @@ class Arithmetic:
         """What stands for the result of a step, which is `value` now: nothing of it is rounded."""
         if at not in self.tensors:
             with on_data(), no_function_modes():  # no call of the user's makes it
-                self.tensors[at] = torch.tensor(value, dtype=DTYPES[type(value)])
+                self.tensors[at] = torch.tensor(value, dtype=DTYPES[type(value)], device="cpu")
         return self.tensors[at]
 
     def numbers(self) -> dict[int, Number]:

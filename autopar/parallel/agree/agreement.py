@@ -246,7 +246,7 @@ class Agreement:
 
     def _highest(self, numbers: Sequence[int]) -> list[int]:
         """The highest of each number over all ranks."""
-        sent, since = torch.tensor(numbers, dtype=torch.int64), self.pace.waits.clock()
+        sent, since = torch.tensor(numbers, dtype=torch.int64, device="cpu"), self.pace.waits.clock()
         self.levels.highest(sent)
         self.pace.waits.seconds += self.pace.waits.clock() - since
         highest: list[int] = sent.tolist()

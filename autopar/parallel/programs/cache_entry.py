@@ -285,7 +285,7 @@ def _constant(where: Any, guards: Guards, own: Tensors) -> torch.Tensor:
         return value
     dtype, data = DTYPES[where["dtype"]], base64.b64decode(where["data"], validate=True)
     if not data:  # torch views no empty memory in another dtype
-        return torch.empty(where["shape"], dtype=dtype)
+        return torch.empty(where["shape"], dtype=dtype, device="cpu")
     return torch.from_numpy(np.frombuffer(data, np.uint8).copy()).view(dtype).reshape(where["shape"])
 
 

@@ -38,6 +38,10 @@ from autopar.runtime.ranks.process_groups import Group, connect, default_group, 
 
 _log = logging.getLogger("autopar")
 _CHANGES = 2  # of a number, after which it is expected to change again
+_ANOMALY = (
+    "torch's anomaly detection is on, and looks at nodes of autograd, of which a program has none: "
+    'parallelize(..., on_nonfinite="stop") names the first value that is not finite'
+)
 T = TypeVar("T")
 
 
@@ -91,7 +95,7 @@ class Maker:
             return built
 
         built = self._agreement.together("program", build)
-        self._say([*built.compiled.notes, *built.guards.notes])
+        self._say([*built.compiled.notes, *built.guards.notes, *[_ANOMALY] * torch.is_anomaly_enabled()])
         self._joined.add(built.captured.partners)
         return self._ready(built)
 

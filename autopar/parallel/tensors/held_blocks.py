@@ -62,6 +62,6 @@ def _runs(tensor: PlacedTensor, dim: int) -> list[PartRun]:
     """The blocks along one dim, from what a tensor of all its positions would leave here."""
     place = tensor.place
     along = place.world.place(Layout((place.layout.dims[dim],)), place.owner)
-    here = along.part(torch.arange(tensor.shape[dim])).tolist()
+    here = along.part(torch.arange(tensor.shape[dim], device="cpu")).tolist()
     starts = [i for i, at in enumerate(here) if i == 0 or at != here[i - 1] + 1]
     return [PartRun(here[a], a, b - a) for a, b in itertools.pairwise([*starts, len(here)])]

@@ -39,7 +39,7 @@ def _norms(tensors: Sequence[torch.Tensor], order: float) -> torch.Tensor:
         wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
         made = torch.stack(foreach_norm([tensors[i] for i in places], order, wide)).to(WIDE)
         found.update(zip(places, made.unbind(), strict=True))
-    return torch.stack([found[i] for i in range(len(tensors))]) if found else torch.zeros(0, dtype=WIDE)
+    return torch.stack([found[i] for i in range(len(tensors))]) if found else torch.zeros(0, dtype=WIDE, device="cpu")
 
 
 def _over_ranks(call: SplitCall, items: Sequence[Any], order: float) -> list[torch.Tensor]:

@@ -97,7 +97,7 @@ class World:
             return
         digests = [digest(tensor) for tensor in tensors]
         self.talk(what)
-        everyone = torch.stack(self.gather_bytes(torch.tensor(digests, dtype=torch.int64)))
+        everyone = torch.stack(self.gather_bytes(torch.tensor(digests, dtype=torch.int64, device="cpu")))
         different = (everyone != everyone[0]).any(1).nonzero().flatten().tolist()
         if different:
             mine = ", ".join(f"{list(tensor.shape)}" for tensor in tensors)
@@ -280,7 +280,7 @@ class Place:
     def _size_at(self, dim: int, size: int, coord: Mapping[str, int]) -> int:
         """How many of a dim's elements the rank at a coordinate has."""
         layout = Layout((self.layout.dims[dim],))
-        positions = padded_part(torch.arange(1, size + 1), layout, self.mesh, coord)
+        positions = padded_part(torch.arange(1, size + 1, device="cpu"), layout, self.mesh, coord)
         return int((positions > 0).sum())
 
 

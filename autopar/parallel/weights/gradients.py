@@ -183,7 +183,7 @@ class _Held(torch.autograd.Function):
         saved = ctx.saved_tensors if ctx.has_batch else ()  # which torch refuses a second time, in its own words
         of_batch = [None if each is None else each * gradient.to(each.device, each.dtype) for each in saved]
         if torch.is_grad_enabled():  # create_graph=True
-            source = torch.empty(0, requires_grad=True)
+            source = torch.empty(0, requires_grad=True, device="cpu")
             of_batch = [None if each is None else _NoBackward.apply(_DOUBLE, each, source) for each in of_batch]  # type: ignore[no-untyped-call]
         return None, None, gradient, *of_batch
 

@@ -274,7 +274,8 @@ class Weights:
         name = self._known(names)
         assert name is not None
         file = self.file_of[name]
-        part = file.get_slice(name)[_rows(place, like.shape)] if like.ndim else file.get_tensor(name)
+        with torch.device("cpu"):  # safetensors leaves it to torch's default device
+            part = file.get_slice(name)[_rows(place, like.shape)] if like.ndim else file.get_tensor(name)
         return part.to(like.dtype, copy=True, memory_format=torch.contiguous_format)  # else it would keep the file
 
     def _known(self, names: Sequence[str]) -> str | None:
@@ -285,7 +286,9 @@ def _rows(place: Place, shape: torch.Size) -> tuple[slice, ...]:
     """Where a part lies in the whole: one block, of what no integer splits."""
     rows = []
     for dim, size in enumerate(shape):
-        mine = padded_part(torch.arange(1, size + 1), Layout((place.layout.dims[dim],)), place.mesh, place.world.coord)
+        mine = padded_part(
+            torch.arange(1, size + 1, device="cpu"), Layout((place.layout.dims[dim],)), place.mesh, place.world.coord
+        )
         mine = mine[mine > 0]  # the rest is padding
         rows.append(slice(int(mine[0]) - 1, int(mine[-1])) if len(mine) else slice(0, 0))
     return tuple(rows)

@@ -108,7 +108,7 @@ def _twin(one: Unfiled) -> nn.Module:
     twin._buffers = dict(twin._buffers)
     for name, tensor in one.tensors.items():
         held = twin._buffers if name in twin._buffers else vars(twin)
-        held[name] = torch.full(tensor.shape, mark_of(tensor.dtype), dtype=tensor.dtype)
+        held[name] = torch.full(tensor.shape, mark_of(tensor.dtype), dtype=tensor.dtype, device="cpu")
     return twin
 
 

@@ -56,7 +56,7 @@ class RowCounts:
         known = self._table(source, operand_nodes(source)[0])
         rows, tokens = known[: shape[0]], known[shape[0] :] or [[]] * shape[0]
         told = [[*of[:1], *row] for of, row in zip(tokens, rows, strict=True)]
-        return torch.tensor([[*row, *[0] * (shape[1] - len(row))] for row in told])
+        return torch.tensor([[*row, *[0] * (shape[1] - len(row))] for row in told], device="cpu")
 
     def _table(self, node: fx.Node, value: fx.Node) -> Table:
         """The counts as `route` tells them, for a route itself or a call that reads it. value: of its rows, or of those

@@ -106,7 +106,7 @@ class _Shapes(Tracker):
             counts = self.counts.copied(self.place.node if self.place else None, args[0].shape)
             if counts is not None:
                 return counts
-            return torch.full(args[0].shape, self._value(), dtype=args[0].dtype)  # `tolist` asks so
+            return torch.full(args[0].shape, self._value(), dtype=args[0].dtype, device="cpu")  # `tolist` asks so
         return self.known.call(func, args, kwargs) if self.device == "meta" else func(*args, **kwargs)
 
     def _value(self) -> int:

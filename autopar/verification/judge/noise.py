@@ -207,5 +207,5 @@ def move_away(model: nn.Module, batch: Any, is_batch_fixed: bool = False) -> Any
 
 
 def _shrunk(leaf: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    shares = torch.rand(leaf.shape, generator=generator, dtype=torch.float64)
+    shares = torch.rand(leaf.shape, generator=generator, dtype=torch.float64, device="cpu")
     return leaf.detach() * (1 - AWAY * shares).to(leaf.device, leaf.dtype)

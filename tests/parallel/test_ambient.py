@@ -1,0 +1,82 @@
+"""What a script sets for all of torch: it holds for the model, and for nothing of autopar's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from processes import Ranks
+from torch import Tensor, nn
+
+import autopar
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 4)
+        self.drop = nn.Dropout(0.25)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.drop(F.gelu(self.up(x))))
+
+
+def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Any:
+    out = model(x)
+    return F.cross_entropy(out, y), {"right": (out.argmax(1) == y).sum().item()}
+
+
+def _trained(mesh: str, options: dict[str, Any], folder: Path) -> list[float]:
+    """The losses of a loop, and what is taken out of it."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(6, 6, generator=generator, device="cpu")
+    y = torch.randint(4, (6,), generator=generator, device="cpu")
+    with torch.device("cpu"):
+        module, other = Net(), Net()
+    model = autopar.parallelize(module, mesh, loss_fn=loss_fn, on_nonfinite="stop", seed=5, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    found: list[Tensor] = []
+    for step in range(3):
+        optimizer.zero_grad()
+        found.append(model.forward_backward(x, y))
+        found.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        optimizer.step()
+        autopar.save(folder, model, optimizer, step=step)
+    autopar.load(folder, model, optimizer)
+    found += [model.forward_backward(x, y), model.eval()(x)]
+    with model.gathered() as plain:
+        found.append(plain(x))
+    found += [*model.full_state_dict().values(), *map(torch.Tensor.detach, other.parameters())]
+    report = autopar.verify(other, "dp=2,tp=3", loss_fn=loss_fn, batch=(x, y), steps=1)
+    return [report.ok, *(float(value.square().sum()) for value in found)]
+
+
+def _with_and_without(rank: int, mesh: str, options: dict[str, Any], folder: Path) -> bool:
+    expected = _trained(mesh, options, folder / "usual")
+    with torch.device("meta"):
+        return _trained(mesh, options, folder / "meta") == expected and bool(expected[0])
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [("fsdp=2", {"batch": "local"}), ("tp=2", {}), ("pp=2", {"microbatches": 2, "precision": "bf16"})],
+)
+def test_a_default_device_is_for_what_the_model_makes(
+    two: Ranks, tmp_path: Path, mesh: str, options: dict[str, Any]
+) -> None:
+    """Here one on which nothing has data, so that all that autopar made there itself would be found."""
+    assert two.run(_with_and_without, mesh, options, tmp_path) == [True, True]
+
+
+def test_detection_of_anomalies_does_no_harm_and_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    x, y = torch.randn(6, 6), torch.arange(6) % 4
+    sides = [autopar.parallelize(Net().eval(), "dp=1", loss_fn=loss_fn) for _ in range(2)]
+    expected = sides[0].forward_backward(x, y)
+    caplog.clear()
+    with torch.autograd.set_detect_anomaly(True):
+        assert torch.equal(sides[1].forward_backward(x, y), expected) and torch.is_anomaly_enabled()
+    assert [line for line in caplog.messages if 'on_nonfinite="stop"' in line]
