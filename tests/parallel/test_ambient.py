@@ -12,6 +12,7 @@ from processes import Ranks
 from torch import Tensor, nn
 
 import autopar
+from autopar.errors import AutoparError
 
 
 class Net(nn.Module):
@@ -80,3 +81,15 @@ def test_detection_of_anomalies_does_no_harm_and_is_told(caplog: pytest.LogCaptu
     with torch.autograd.set_detect_anomaly(True):
         assert torch.equal(sides[1].forward_backward(x, y), expected) and torch.is_anomaly_enabled()
     assert [line for line in caplog.messages if 'on_nonfinite="stop"' in line]
+
+
+def test_a_transform_of_a_parallel_model_is_refused() -> None:
+    model = autopar.parallelize(Net().eval(), "dp=1", loss_fn=loss_fn)
+    x = torch.randn(6, 6)
+    for use in (
+        lambda: torch.vmap(model)(x),
+        lambda: torch.func.jacfwd(lambda x: model(x))(x),
+        lambda: torch.jit.trace(model, x),
+    ):
+        with pytest.raises(AutoparError, match=r"a parallel model inside of torch\.vmap, .* compiled program"):
+            use()

@@ -31,7 +31,7 @@ from autopar.parallel.session.session import Session
 from autopar.parallel.weights.gradients import check_enabled
 from autopar.parallel.weights.owners import describe, flags_of
 from autopar.runtime.ranks.process_groups import default_group
-from autopar.torch_compat import no_torch_function
+from autopar.torch_compat import in_transform, no_torch_function
 
 _log = logging.getLogger("autopar")
 VALUES = 8  # of one signature, for other values that the model reads from its tensors (specialize=True)
@@ -113,6 +113,8 @@ class Programs:
 
     def prepare(self, call: str, args: Any, kwargs: Any, train: bool) -> tuple[Running, Given]:
         """The program for a call of that name, compiled if there is none yet, and its arguments, taken apart."""
+        if in_transform() or torch.jit.is_tracing():
+            raise AutoparError(_TRANSFORMED)
         session, given = self._session, self._take(call, args, kwargs, train)
         self._drawn = None
         try:
@@ -348,6 +350,11 @@ class Programs:
             del self.signatures[signature.key]
 
 
+_TRANSFORMED = (
+    "a parallel model inside of torch.vmap, a transform of torch.func, or torch.jit.trace: its step is a compiled "
+    "program, which they cannot look into. Use them in the loss function, which becomes a part of the step, or on the "
+    "plain module before autopar.parallelize; `with model.gathered() as plain:` has the weights of now."
+)
 _BESIDE_ARGUMENTS = (  # what a key has behind the call and its arguments, and how it is told that this is another one
     "gradients are on or off, unlike before", "modules are in another mode", "other parameters are frozen",
     "ranks have parts of other sizes",
