@@ -143,6 +143,8 @@ def draw(
         options["written"] = True
     if dice.random() < 1 / 6:  # last, as well
         options["places"] = True
+    if dice.random() < 1 / 6:  # last, as well
+        options["asking"] = True
     if is_composed:
         name = composed.drawn(dice)
         for key in ("specialize", "per_microbatch", "expert_rows", "experts", *["slices"] * (dice.random() < 0.7)):
@@ -190,7 +192,7 @@ def run(name: str, mesh: str, options: Mapping[str, Any], rows: int) -> float:
     if "input_gradients" in options:
         tree_map(lambda leaf: leaf.requires_grad_(leaf.is_floating_point()), _leaves(batch))
     loss_fn = _of_parts if "per_microbatch" in options else loss_fn
-    for name_, wrapped in (("written", _writing), ("places", _with_places)):
+    for name_, wrapped in (("written", _writing), ("places", _with_places), ("asking", _asking)):
         loss_fn = partial(wrapped, loss_fn) if name_ in options else loss_fn
     options = {key: value for key, value in options.items() if key not in _OF_THE_LOSS}
     report = verify(model, mesh, loss_fn=loss_fn, batch=batch, **options)
@@ -225,7 +227,13 @@ def _with_places(loss_fn: LossFn | None, model: nn.Module, *args: Any, **batch: 
     return loss + 0.01 * ((table.tanh() * torch.arange(size)).square().mean() + part.sum())
 
 
-_OF_THE_LOSS = ("input_gradients", "per_microbatch", "written", "places")
+def _asking(loss_fn: LossFn | None, model: nn.Module, *args: Any, **batch: Any) -> Any:
+    """A loss that asks for the gradients of its batch itself."""
+    tree_map(lambda leaf: leaf.requires_grad_(leaf.is_floating_point()), _leaves((args, batch)))
+    return loss_of(model(*args, **batch)) if loss_fn is None else loss_fn(model, *args, **batch)
+
+
+_OF_THE_LOSS = ("input_gradients", "per_microbatch", "written", "places", "asking")
 
 
 def _of_parts(model: nn.Module, **batch: Any) -> torch.Tensor:

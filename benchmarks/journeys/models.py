@@ -226,6 +226,22 @@ class Queue(nn.Module):
         return x_BTD + self.inner(x_BTD) * (self.queue[at] + self.queue.mean(0))
 
 
+class Force(nn.Module):
+    """The gradient of an energy, where gradients are on: in training, and in evaluation as the caller has them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return 2 * x_BTD
+        at_BTD = x_BTD.detach().requires_grad_()
+        energy = torch.tanh(self.inner(at_BTD)).square().sum()
+        (force_BTD,) = torch.autograd.grad(energy, at_BTD, create_graph=self.training)
+        return x_BTD - 0.1 * force_BTD
+
+
 class Experts(nn.Module):
     """A loop over experts, each of which takes the rows that chose it. One without rows is left out: by a test, or as
     the loop goes over those that have some alone ("hit", as transformers' models have it, or "unique")."""
@@ -285,6 +301,7 @@ BLOCKS: Mapping[str, Callable[[int], nn.Module]] = {
     "average": Average,
     "momentum": Momentum,
     "queue": Queue,
+    "force": Force,
     "scale": Scale,
     "experts": lambda width: Experts(width, "all"),
     "experts hit": lambda width: Experts(width, "hit"),

@@ -253,8 +253,8 @@ def test_copies_and_conversions_are_refused() -> None:
             copied(model)
         assert str(caught.value) == (
             "a parallel model cannot be copied or pickled: it holds process groups and this rank's part of the "
-            "parameters. Save state_dict() (torch.distributed.checkpoint) or full_state_dict() instead; for a copy, "
-            "copy the plain module before autopar.parallelize."
+            "parameters. Save state_dict() (torch.distributed.checkpoint) or full_state_dict() instead; averages of "
+            "its weights are autopar.EMA(model); for another copy, copy the plain module before autopar.parallelize."
         )
     with pytest.raises(AutoparError) as refused:
         model.float()

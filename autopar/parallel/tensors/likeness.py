@@ -38,8 +38,8 @@ _TABLES = (
 _NOT_TAKEN = frozenset(f"__{name}__" for name in ("annotate", "class_getitem", "copy", "deepcopy", "del"))
 _COPIED = (
     "a parallel model cannot be copied or pickled: it holds process groups and this rank's part of the parameters. "
-    "Save state_dict() (torch.distributed.checkpoint) or full_state_dict() instead; for a copy, copy the plain module "
-    "before autopar.parallelize."
+    "Save state_dict() (torch.distributed.checkpoint) or full_state_dict() instead; averages of its weights are "
+    "autopar.EMA(model); for another copy, copy the plain module before autopar.parallelize."
 )
 
 
