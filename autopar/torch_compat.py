@@ -331,8 +331,12 @@ def is_of_lists(target: OpOverload) -> bool:
 
 
 def one_by_one(target: OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """What an op on lists gives, by calls of the op on one tensor."""
-    return target._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+    """What an op on lists gives, by calls of the op on one tensor. Inside of a dispatch mode torch forgets to count a
+    write to a list, and a view of the list would keep the gradient of before it."""
+    result = target._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+    if target._schema.is_mutable:
+        torch.autograd.graph.increment_version(args[0])
+    return result
 
 
 def custom_function(node: Any) -> type[torch.autograd.Function] | None:

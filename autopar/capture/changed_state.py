@@ -36,8 +36,9 @@ class ChangedState:
 
     def finds_writes(self, graph: fx.Graph, inputs: Sequence[Input]) -> bool:
         """True if a trace writes what was not known to be written: it is to be begun again."""
-        counted = {entry.name for entry, _, value, before in self._given if value._version != before}
+        counted = {entry.name: entry.kind for entry, _, value, before in self._given if value._version != before}
         kinds = {entry.name: entry.kind for entry in written_inputs(graph, inputs)}
+        kinds |= {name: kind for name, kind in counted.items() if kind == "parameter"}  # of another form, in its memory
         found = {n for n, kind in kinds.items() if kind == "parameter" or (kind == "buffer" and n not in counted)}
         is_new, self.written = not found <= self.written, self.written | found
         return is_new

@@ -48,9 +48,10 @@ def give_tensors(
     has_grads: gradients are on. written: parameters that the step writes."""
     given, behind = GivenTensors(list(inputs), list(leaves)), list[int]()
     for position, (entry, tensor) in enumerate(entries):
-        value, is_in_parts = inputs[position], entry.name.startswith(IN_PARTS)
+        # A form of its own, which a run may change (`x.unsqueeze_(0)`).
+        value, is_in_parts = inputs[position].detach(), entry.name.startswith(IN_PARTS)
         if entry.kind in ("parameter", "constant") and tensor.requires_grad and has_grads:
-            value = value.detach().requires_grad_()
+            value.requires_grad_()
             if entry.kind == "parameter":
                 given.trainable.append((entry.name, value))
             elif is_in_parts:
@@ -72,9 +73,9 @@ def give_tensors(
     position = len(entries)
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
-            value = inputs[position]
+            value = given.values[position] = inputs[position].detach()
             if leaf.requires_grad and has_grads:
-                value = given.values[position] = value.detach().requires_grad_()
+                value.requires_grad_()
             given.leaves[i] = value
             calls.values.given(value, "batch", leaf)
             position += 1

@@ -147,7 +147,7 @@ class Raise(TorchFunctionMode):
         if self.coins.trail is not None:
             self.coins.join(partial(self.made, torch.where))
         given = with_inputs((call.args, call.kwargs), self.inputs, self.in_parts, call.frame)
-        self.selected.refresh(self.made, given if self._computes() else ())
+        self.selected.refresh(self.made, given if self._computes() else (), call.function)
         made, mode, cut = whole_value(call.function, given[0], call.frame), self.__torch_function__, self.selected.cut
         if made is NotImplemented and self.captures:
             made = cut(mode, call.function, given[0], given[1], call.line)

@@ -48,7 +48,8 @@ class Einsum(Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, equation: str) -> Tensor:
         a, b = (_as_product(operand) for operand in (a, b))
-        ctx.save_for_backward(a, b)
+        need_a, need_b, _ = ctx.needs_input_grad  # what no gradient asks for may be written meanwhile, as in torch
+        ctx.save_for_backward(a if need_b else None, b if need_a else None)
         ctx.equation = equation
         return op("einsum")(a, b, equation)
 

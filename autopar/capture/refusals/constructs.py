@@ -192,6 +192,14 @@ DATA_USED = Construct(
     "Whether gradients then see the old values or the new ones hangs on what torch kept. Assign before the first use "
     "in the step, or copy the values, x.data.copy_(y), of which gradients see the new ones.",
 )
+FORM_IN_PLACE = Construct(
+    "a change of form, in place, of a view at a place that a tensor holds",
+    "Use the form without the underscore: x[i].unsqueeze(0) in place of x[i].unsqueeze_(0).",
+)
+STRIDES_OF_VIEW = Construct(
+    "as_strided of a view at a place that a tensor holds",
+    "It counts through memory that is not there in a program. Use slices, unfold or reshape.",
+)
 ALIASES = Construct(
     "copy.deepcopy of tensors that share memory (a tensor and a view of it)",
     "Copy each by itself: x.detach().clone().",

@@ -131,9 +131,8 @@ class Locator:
         """Charge the backward of all autograd nodes behind `result` that are new to `place`."""
         own = weakref.ref(self)  # C++ holds hooks: one that held the locator would keep all nodes for ever
         for item in result if isinstance(result, (tuple, list)) else (result,):
-            if not isinstance(item, torch.Tensor) or item.grad_fn is None:
-                continue
-            pending = [item.grad_fn]
+            history = _history(item) if isinstance(item, torch.Tensor) else None
+            pending = [history] if history is not None else []
             while pending:
                 grad_fn = pending.pop()
                 if grad_fn in self._known:
@@ -146,6 +145,15 @@ class Locator:
         """Charge what is made from now on to a line's backward. What a loss needs of a gradient is forward."""
         self._backward = place
         fx_traceback.set_stack_trace([_SEPARATOR.join((self.phase, *place))])
+
+
+def _history(tensor: torch.Tensor) -> Any:
+    """The autograd node of a tensor; None too for a view that was made and written under no_grad(), which torch refuses
+    where one is needed."""
+    try:
+        return tensor.grad_fn
+    except RuntimeError:
+        return None
 
 
 def _enter_backward(locator: weakref.ref[Locator], place: Place, _grads: Any) -> None:

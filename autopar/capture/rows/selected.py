@@ -47,7 +47,7 @@ from autopar.capture.rows.row_sides import lies_at
 from autopar.capture.rows.segments import Segments
 from autopar.capture.rows.selections import NONZERO, mask_of, selecting
 from autopar.capture.rows.turns import MaskOrder
-from autopar.capture.trace.computed_views import ComputedViews, note_origin
+from autopar.capture.trace.computed_views import STRIDED, ComputedViews, note_origin
 from autopar.capture.trace.tracer import Tracer
 from autopar.errors import CaptureError
 from autopar.ir.ops.op_facts import QUERIES, form_argument, writes_first
@@ -195,9 +195,11 @@ class Selected:
             mine = None if self.row_of(args[0]) else next(self.rows_in(result), None)
             self.draws.selected(None if mine is None else mine.valid)
 
-    def refresh(self, run: Run, given: Any) -> None:
+    def refresh(self, run: Run, given: Any, function: Any = None) -> None:
         """Look up again what a call is given whose original was written since. What the model returns is given to calls
         in any case: it is asked for its form."""
+        if function in STRIDED:
+            self.views.check_strides(_tensors_in(given))
         if self.views.are_stale:
             self.views.refresh(run, _tensors_in(given))
 

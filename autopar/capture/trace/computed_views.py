@@ -7,12 +7,16 @@ looked up again before it is used. Both are calls like the model's own, so that 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from autopar.capture.refusals.constructs import FORM_IN_PLACE, STRIDES_OF_VIEW
+from autopar.capture.refusals.explain_failure import refusal
+from autopar.capture.refusals.location import user_frame
 from autopar.ir.ops.ops import op
 from autopar.torch_compat import storage_of
 
@@ -26,6 +30,7 @@ _SUBTRACT = (Tensor.sub, Tensor.__sub__, torch.sub)
 _INDEXED = (Tensor.__getitem__, Tensor.__setitem__)
 _SELECTED = {torch.select: ("dim", "index"), Tensor.select: ("dim", "index"),
              torch.narrow: ("dim", "start", "length"), Tensor.narrow: ("dim", "start", "length")}  # fmt: skip
+STRIDED = (torch.as_strided, Tensor.as_strided, Tensor.as_strided_)
 PLACED = frozenset((*_INDEXED, *_SELECTED))  # functions that are given a place
 
 
@@ -53,6 +58,12 @@ class _View:
     made: Tensor
     read: Callable[[Run], Tensor]
     write: Callable[[Run], Any]
+    shape: torch.Size  # of `made`, which a call in place must not change
+
+    def check(self) -> None:
+        """Raise CaptureError where the copy took another form."""
+        if self.made.shape != self.shape:
+            raise refusal(FORM_IN_PLACE, user_frame(sys._getframe(1)))
 
 
 @dataclass(slots=True)
@@ -68,7 +79,7 @@ class ComputedViews:
         """Keep a copy of a part of `base` alike with it. read, write: as of `_View`."""
         memory, own = storage_of(base), storage_of(made)
         if memory is not None and own is not None:  # else they are of a transform, where nothing is written in place
-            self._made[own] = _View(made, read, write)
+            self._made[own] = _View(made, read, write, made.shape)
             self._of.setdefault(memory, []).append(self._made[own])
 
     def copied(self, run: Run, x: Tensor) -> Tensor:
@@ -91,10 +102,16 @@ class ComputedViews:
         for memory in dict.fromkeys(map(storage_of, tensors)):
             view = None if memory is None else self._stale.get(memory)
             if view is not None and memory is not None and view not in self._busy:
+                view.check()
                 self._busy.append(view)
                 run(Tensor.copy_, view.made, view.read(run))
                 self._busy.pop()
                 self._stale.pop(memory, None)
+
+    def check_strides(self, tensors: Iterable[Tensor]) -> None:
+        """Raise CaptureError for a copy, which lies in other memory than a view, with other strides."""
+        if any(storage_of(tensor) in self._made for tensor in tensors):
+            raise refusal(STRIDES_OF_VIEW, user_frame(sys._getframe(1)))
 
     def wrote(self, run: Run, tensors: Iterable[Tensor]) -> None:
         """Follow a call that wrote into some tensors."""
@@ -104,6 +121,7 @@ class ComputedViews:
             self._age(memory)
             view = self._made.get(memory)
             if view is not None and view not in self._busy:
+                view.check()
                 self._busy.append(view)
                 view.write(run)
                 self._busy.pop()

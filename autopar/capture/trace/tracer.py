@@ -149,8 +149,7 @@ class Tracer(DispatchMode):
         if func is aten.detach.default:  # torch itself does that to what it made from nothing
             self._nodes[id(result)] = result, given[0][0]
             return result
-        fresh = func is aten.lift_fresh.default  # of a list of the user's, which an op in place must not change
-        made = self.graph.create_node("call_function", aten.lift_fresh_copy.default if fresh else func, *given)
+        made = self.graph.create_node("call_function", _recorded(func), *given)
         self._made(made, result)
         return result
 
@@ -193,6 +192,29 @@ class Tracer(DispatchMode):
             for position, item in enumerate(value):
                 if isinstance(item, torch.Tensor):
                     self._made(self.graph.create_node("call_function", operator.getitem, (node, position)), item)
+
+
+@cache
+def _recorded(func: OpOverload) -> OpOverload:
+    """What stands in the graph for an op: of a view in place (`x.unsqueeze_(0)`) the view, for the tensor that has its
+    form from then on, and of a list of the user's a copy, which an op in place may change."""
+    if func is aten.lift_fresh.default:
+        return aten.lift_fresh_copy.default
+    if torch.Tag.inplace_view not in func.tags:
+        return func
+    views = getattr(aten, func._schema.name.removeprefix("aten::").removesuffix("_"), None)
+    found = (getattr(views, name) for name in (views.overloads() if views is not None else ()))
+    alike = (view for view in found if _arguments(view) == _arguments(func) and _is_view(view))
+    return next(alike, func)  # itself where it changes more than a form (`x.resize_(8)`)
+
+
+def _is_view(func: OpOverload) -> bool:
+    aliases = [returned.alias_info for returned in func._schema.returns]
+    return all(alias is not None and not alias.is_write for alias in aliases)
+
+
+def _arguments(func: OpOverload) -> list[tuple[str, str]]:
+    return [(argument.name, str(argument.type)) for argument in func._schema.arguments]
 
 
 @cache
