@@ -29,7 +29,7 @@ from autopar.passes.schedules import (
     with_transfers,
 )
 from autopar.planning.price.cost import Cost
-from autopar.planning.price.data_streams import Data, WeightSlot, slots_of
+from autopar.planning.price.data_streams import Data, MovingGraph, WeightSlot, slots_of
 from autopar.planning.price.held_messages import HeldMessages, held_messages
 from autopar.planning.price.layers import Layers
 from autopar.planning.price.moving import Known
@@ -236,9 +236,9 @@ def _stages(candidate: Candidate, layers: Layers) -> Sequence[Stage]:
     cost, data, shares = cost.in_stages(), data_of(candidate, layers), _shares(candidate, layers)
     sections = _sections(candidate, layers)
     slots = slots_of(sections, shares, layers.equal, candidate.ranges)
-    stages = []
+    stages, known = list[Stage](), dict[Hashable, MovingGraph]()
     for share, own in zip(shares, slots, strict=True):
-        graphs = data.graphs(share, own, cost)
+        graphs = data.graphs(share, own, cost, known)
         least = cost.on(share).us(share.time.layers, candidate.halves)
         us = {kind: max(graph.moving.streams.device, least[kind]) for kind, graph in graphs.items()}
         us = {kind: _loaded(kind, each, candidate, cost.on(share), share, data.machine) for kind, each in us.items()}
