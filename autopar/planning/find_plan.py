@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, count, groupby
 from operator import attrgetter
 
@@ -134,7 +135,7 @@ def search(
                     heapq.heappush(queue, (more, next(number), step + 1, each))
                     continue
                 else:
-                    _try(each[0], found_plans, layers, machine, limit, top, space.model.layers, slowest)
+                    _try(each[0], found_plans, bounds, limit, top, slowest)
             except AutoparError as error:
                 found_plans.counts[f"refused ({first_sentence(str(error))})"] += plans(each, step)
             near.keep([each])
@@ -266,10 +267,11 @@ def _parts(alike: Alike, step: int) -> Iterator[Alike]:
 
 
 def _try(
-    candidate: Candidate, found_plans: FoundPlans, layers: Layers, machine: Machine, limit: float, top: int, equal: int,
-    slowest: float,
+    candidate: Candidate, found_plans: FoundPlans, bounds: Bounds, limit: float, top: int, slowest: float
 ) -> None:  # fmt: skip
-    decided = with_fewest(candidate, layers, machine, limit, slowest, is_last=False)
+    layers, machine = bounds.layers, bounds.machine
+    least = partial(bounds.of_mix, candidate)
+    decided = with_fewest(candidate, layers, machine, limit, slowest, is_last=False, least_us=least)
     if decided is None:
         found_plans.counts[SAME] += 1
         return
