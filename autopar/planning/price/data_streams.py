@@ -136,10 +136,10 @@ def _gradients(
     candidate: Candidate, slots: Iterable[WeightSlot], over_data: bool, is_part: bool = False
 ) -> Iterator[Sum[ParameterPlace]]:
     """Yield the sums of a stage's gradients, chain by chain, as `sums_of` says."""
+    chain = sums_of(candidate, over_data, is_part)
     for slot in slots:
         if slot.weight is not None and slot.weight.gradient:
-            weight = slot.weight
-            yield from sums_of(candidate, slot.place(BACKWARD), weight.gradient, "", (), over_data, is_part)
+            yield from chain(slot.place(BACKWARD), slot.weight.gradient, "", ())
 
 
 class MovingGraph:

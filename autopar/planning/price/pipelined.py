@@ -30,7 +30,7 @@ from autopar.passes.schedules import (
 )
 from autopar.planning.price.cost import Cost
 from autopar.planning.price.data_streams import Data, MovingGraph, WeightSlot, slots_of
-from autopar.planning.price.held_messages import HeldMessages, held_messages
+from autopar.planning.price.held_messages import NO_MESSAGES, HeldMessages, held_messages
 from autopar.planning.price.layers import Layers
 from autopar.planning.price.moving import Known
 from autopar.planning.price.stage_copies import StageCopies
@@ -429,7 +429,7 @@ class Moments:
         for stage in stages:
             held[column[stage] + AHEAD] = 1
         for action in order:
-            at, now = column[action.stage], messages.get(action, HeldMessages())
+            at, now = column[action.stage], messages.get(action, NO_MESSAGES)
             if action.kind == "F":
                 held[at + SAVED] += 1
                 left[action.stage] -= 1
@@ -444,7 +444,7 @@ class Moments:
                 held[at + GRADIENTS] = 1
             held[at + (LATE if action.kind == "W" else SAVED)] -= 1
             held[at + LATE] += action.kind == "I"
-            rows[tuple(held), HeldMessages()] = None
+            rows[tuple(held), NO_MESSAGES] = None
         return cls(stages, *(np.array(list(columns), dtype=float) for columns in zip(*rows, strict=True)))
 
     def most(self, each: Sequence[tuple[float, float, float, float, float]], message: float = 0.0) -> float:
