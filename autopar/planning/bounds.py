@@ -175,12 +175,16 @@ class Bounds:
         for less, more in MIXES:
             least = self._of_cost(candidate, costs[less])
             if least < min(found, self.slowest) and math.isfinite(self.limit):
-                layer, count = self._least_again(candidate, costs, less, more, is_exact)
-                again = count * layer.longer if math.isfinite(count) else math.inf
-                took = self._of_cost(candidate, costs[less], again) if math.isfinite(count) else math.inf
-                least = max(least, min(self.slowest, took))
+                least = max(least, min(self.slowest, self.of_mix(candidate, less, more, is_exact)))
             found = min(found, least)
         return found
+
+    def of_mix(self, candidate: Candidate, less: str, more: str, is_exact: bool = True) -> float:
+        """us of a plan at least of which as few layers compute more again as its memory allows; infinite where it has
+        too few. is_exact: as of `_of_mixes`."""
+        costs = self._costs(candidate)
+        layer, count = self._least_again(candidate, costs, less, more, is_exact)
+        return self._of_cost(candidate, costs[less], count * layer.longer) if math.isfinite(count) else math.inf
 
     def _changes(
         self, candidate: Candidate, costs: Mapping[str, Cost], less: str, more: str

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, count, groupby
 from operator import attrgetter
 
@@ -44,6 +45,7 @@ ALIKE: Mapping[int, Callable[[Candidate], Hashable]] = {
     1: attrgetter(*(name for name in Candidate._fields if name not in (*SIZES, *OWN))),
     3: lambda candidate: candidate,
 }
+BY_MEMORY = 6  # the first step whose bound of the time reads what memory allows
 REFINED = 8  # the fastest pipelines that compute all layers again: it is tried if a part of these is enough
 SAME = "the same without recomputation"  # what became of candidates that need compute no layer again
 HOST = "the host's memory"
@@ -57,7 +59,8 @@ class FoundPlans:
     whose whole time is known. counts: of candidates, by what became of them: "simulated", "larger than the memory",
     "slower by a bound", "larger by a bound", SAME, or the first sentence of what refused them. refined: pipelines
     beside them that were tried with a part of their layers computed again. hosted: what came of plans with states, or
-    parameters, in the host's memory. again: what came of plans that compute stages again."""
+    parameters, in the host's memory. again: what came of plans that compute stages again. near: all candidates but
+    those that a bound says to be slower, whatever of them waits in the host's memory."""
 
     best: list[Prediction] = field(default_factory=list)
     least: Prediction | None = None
@@ -66,6 +69,7 @@ class FoundPlans:
     refined: int = 0
     hosted: str = ""
     again: str = ""
+    near: Sequence[Candidate] = ()
     least_host: Prediction | None = None  # of those that are larger than the host's memory, or the disk
 
     @property
@@ -103,7 +107,7 @@ def search(
     later: list[tuple[float, int, int, Alike]] = []  # plans with ulysses: the others say what they must be better than
     total = sum(plans(alike, 0) for alike in drawn)
     number = count(len(queue))  # of what has the same bound, what was there before comes first
-    larger: list[Candidate] = []
+    larger, near = list[Candidate](), _Near()
     heapq.heapify(queue)
     while queue or later:
         if not queue:
@@ -114,9 +118,11 @@ def search(
         if bound >= slowest:
             queue, slower = [], [(bound, 0, step, alike), *queue]
             found_plans.counts["slower by a bound"] += sum(plans(each, at - 1) for _, _, at, each in slower)
+            near.keep(each for _, _, at, each in slower if at > BY_MEMORY and each[0].again is not None)
             continue
         for shared in zip(*map(space.shared, alike), strict=True) if step == SHARED else ():
             later.append((bound, next(number), step + 1, shared))
+            near.origins.update(zip(shared, alike, strict=True))
         for each in _parts(alike, step):
             try:
                 if step in memories and all(memories[step](one) > limit for one in reversed(each)):
@@ -127,11 +133,14 @@ def search(
                 elif step <= last:
                     more = max(bound, steps[step](each[0]))
                     heapq.heappush(queue, (more, next(number), step + 1, each))
+                    continue
                 else:
-                    _try(each[0], found_plans, layers, machine, limit, top, space.model.layers, slowest)
+                    _try(each[0], found_plans, bounds, limit, top, slowest)
             except AutoparError as error:
                 found_plans.counts[f"refused ({first_sentence(str(error))})"] += plans(each, step)
+            near.keep([each])
         tell(found_plans.counts.total(), total)
+    found_plans.near = near.of(drawn)
     _refine(found_plans, space, layers, machine, limit, top)
     if not found_plans.best:
         every = [] if found_plans.least else chain.from_iterable(drawn)
@@ -143,6 +152,26 @@ def search(
                 if decided is not None:
                     _keep_least(found_plans, predict(decided, layers, machine))
     return found_plans
+
+
+class _Near:
+    """Candidates that are left out by no bound of time that also holds with states or activations in the host's memory:
+    there a step takes no less, and what memory allows is another thing. origins: by those with ulysses, the drawn ones
+    that they are made of."""
+
+    def __init__(self) -> None:
+        self.origins: dict[Candidate, Candidate] = {}
+        self.found: dict[Hashable, set[Candidate]] = defaultdict(set)
+
+    def keep(self, near: Iterable[Alike]) -> None:
+        for alike in near:
+            own = [self.origins[one] for one in alike] if alike[0] in self.origins else alike
+            self.found[ALIKE[0](own[0])].update(own)
+
+    def of(self, drawn: Iterable[Alike]) -> list[Candidate]:
+        """Choose these of groups, in the order of those."""
+        kept = ((alike, self.found[key]) for alike in drawn if (key := ALIKE[0](alike[0])) in self.found)
+        return [one for alike, own in kept for one in alike if one in own]
 
 
 def with_stages(
@@ -172,12 +201,13 @@ def with_host(
     """What was found, with plans that have states or activations in the host's memory, or parameters and all where
     nothing fits without; both where that is not enough, then files of the disk. Where something fits, of the first two
     the fastest one is taken that is faster."""
+    near, found_plans.near = found_plans.near, ()  # nobody else asks
     if not machine.host_memory or OFFLOAD in space.fixed:
         return found_plans
     is_open = "recompute" not in space.fixed  # `memory=` decides what is computed again
     if found_plans.best:
         for waits in (STATES, *(ACTIVATIONS,) * is_open):
-            there = replace(space, fixed={**space.fixed, OFFLOAD: waits})
+            there = replace(space, fixed={**space.fixed, OFFLOAD: waits}, among=near)
             (first,) = search(there, layers, work, machine, limit, 1, known=found_plans.best[:1]).best
             if first is not found_plans.best[0]:
                 found_plans.tried.append(first)
@@ -237,10 +267,11 @@ def _parts(alike: Alike, step: int) -> Iterator[Alike]:
 
 
 def _try(
-    candidate: Candidate, found_plans: FoundPlans, layers: Layers, machine: Machine, limit: float, top: int, equal: int,
-    slowest: float,
+    candidate: Candidate, found_plans: FoundPlans, bounds: Bounds, limit: float, top: int, slowest: float
 ) -> None:  # fmt: skip
-    decided = with_fewest(candidate, layers, machine, limit, slowest, is_last=False)
+    layers, machine = bounds.layers, bounds.machine
+    least = partial(bounds.of_mix, candidate)
+    decided = with_fewest(candidate, layers, machine, limit, slowest, is_last=False, least_us=least)
     if decided is None:
         found_plans.counts[SAME] += 1
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 from autopar.machines import Machine
@@ -23,26 +24,28 @@ def with_fewest(
     limit: float,
     slowest: float = math.inf,
     is_last: bool = True,
+    least_us: Callable[[str, str], float] = lambda less, more: 0.0,
 ) -> Candidate | None:
     """The fastest mix of two policies that holds at most `limit` bytes, or, where none is so small, the least one;
     the candidate itself if it has one policy for all layers. None if it fits with nothing computed again. slowest,
-    is_last: of a pipeline, as of `Trials.fewest`. Raises AutoparError as `Micros.local`."""
+    is_last: of a pipeline, as of `Trials.fewest`. least_us: of each mix, of a plan without one: what
+    cannot be faster than another one that fits is not tried. Raises AutoparError as `Micros.local`."""
     if candidate.memory:
         return _with_moved(candidate, layers, limit)
     if candidate.again is None:
         return candidate
     if _bytes(candidate, 0, layers) <= limit:
         return None
-    found = list[Prediction]()
-    for less, more in MIXES:
+    found, fastest = list[Prediction](), math.inf
+    for less, more in MIXES if candidate.pp > 1 else sorted(MIXES, key=lambda mix: least_us(*mix)):
         mix = candidate._replace(again=replace(candidate.again, less=less, more=more))
         if _bytes(mix, 0, layers) <= limit:
             continue
-        if mix.pp == 1:
+        if mix.pp > 1:
+            found.append(Trials(mix, layers, machine, limit).fewest(min(slowest, fastest), is_last))
+        elif least_us(less, more) <= fastest:
             found.append(predict(_fewest(mix, layers, limit), layers, machine))
-            continue
-        found.append(Trials(mix, layers, machine, limit).fewest(slowest, is_last))
-        slowest = min(slowest, found[-1].total if found[-1].memory <= limit else math.inf)
+        fastest = min((made.total for made in found if made.memory <= limit), default=math.inf)
     fitting = [made for made in found if made.memory <= limit]
     best = min(fitting, key=lambda made: made.total) if fitting else min(found, key=lambda made: made.memory)
     return best.candidate

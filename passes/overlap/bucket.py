@@ -110,6 +110,7 @@ class Buckets(Generic[T]):
         self.room = 0.0 if leaves else 2 * self.most
         self.open: dict[Hashable, Together[Sum[T]]] = {}
         self.started: list[Together[Sum[T]]] = []
+        self.scattered: list[Together[Sum[T]]] = []  # of these, few of many
 
     def add(self, coming: Sum[T]) -> Iterator[MovesNow[Sum[T]]]:
         """What to do when the operand of a sum is there."""
@@ -134,22 +135,26 @@ class Buckets(Generic[T]):
                 yield from self._finish(bucket)
 
     def _start(self, bucket: Together[Sum[T]]) -> Iterator[MovesNow[Sum[T]]]:
-        if bucket.members[0].kind == SCATTER and len(self.started) > 1:
-            yield from self._make_room(bucket)
+        if bucket.members[0].kind == SCATTER:
+            if len(self.scattered) > 1:
+                yield from self._make_room(bucket)
+            self.scattered.append(bucket)
         self.started.append(bucket)
         yield MovesNow(True, bucket)
 
     def _make_room(self, coming: Together[Sum[T]]) -> Iterator[MovesNow[Sum[T]]]:
         """Wait for the oldest sums that are scattered, until those that are left and those that come are few bytes."""
-        before = [bucket for bucket in self.started if bucket.members[0].kind == SCATTER]
+        before = list(self.scattered)
         left = coming.bytes_ + sum(bucket.bytes_ for bucket in before)
         for bucket in before[:-1]:
-            if bucket in self.started and left > self.room:
+            if bucket in self.scattered and left > self.room:
                 yield from self._finish(bucket)
             left -= bucket.bytes_
 
     def _finish(self, bucket: Together[Sum[T]]) -> Iterator[MovesNow[Sum[T]]]:
         self.started.remove(bucket)
+        if bucket.members[0].kind == SCATTER:
+            self.scattered.remove(bucket)
         yield MovesNow(False, bucket)
         for member in bucket.members:
             for follower in member.then:

@@ -17,8 +17,9 @@ import autopar
 from autopar.errors import PlanError
 from autopar.ir.ops.measure import human
 from autopar.machines import Machine, named
+from autopar.planning.find_plan import search
 from autopar.planning.jobs import layers_of
-from autopar.planning.planner import Asked, planned
+from autopar.planning.planner import Asked, planned, space_of
 from autopar.planning.price.layers import Layers
 from autopar.planning.price.predict import predict
 from autopar.planning.space.candidates import Candidate
@@ -95,6 +96,27 @@ def test_no_plan_is_slower_than_one_that_fits_without(link: float):
         there = [each for each in best if each.candidate.offload != "none"]
         assert all(each.total < plain[0].total for each in there) and len(there) < 2
         assert link > 1e5 or not there
+
+
+@pytest.mark.parametrize("part", [0.3, 0.6])
+def test_what_was_slower_without_is_not_looked_at_again(part: float):
+    """The search of plans with states, or activations, in the host's memory finds the same among fewer."""
+    machine = replace(LINK, ranks=2, to_host=1e9)
+    asked = Asked(4, 8, machine, math.inf, {"pp": 1, "tp": 1}, 2, may_offload=False)
+    made = planned(small(), asked)
+    most, least = (of(each.memory for each in made.found.tried) for of in (max, min))
+    limit = least + part * (most - least)
+    space = space_of(replace(asked, memory=limit), made.model)
+    found = search(space, small(), made.work, machine, limit, 2)
+    for waits in ("optimizer", "activations"):
+        every = replace(space, fixed={**asked.fixed, "offload": waits})
+        there = replace(every, among=found.near)
+        kept, drawn = set(there.drawn()), list(every.drawn())
+        assert [one for one in drawn if one in kept] == [*there.drawn()] and len(kept) < len(drawn)
+        few, all_ = (
+            search(each, small(), made.work, machine, limit, 1, known=found.best[:1]) for each in (there, every)
+        )
+        assert few.best == all_.best
 
 
 def test_a_pipeline_of_parameters_that_wait():

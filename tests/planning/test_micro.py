@@ -22,7 +22,7 @@ from autopar.planning.shallow.between import between
 from autopar.planning.shallow.captures import KEPT, LEAST_ROWS, Captures
 from autopar.planning.shallow.depth import Rest, Shallow, shallow
 from autopar.planning.shallow.sheets import Sheets
-from autopar.planning.shallow.stage_graphs import cut_at
+from autopar.planning.shallow.stage_graphs import Uncut
 from autopar.planning.space.micro import HIGH, LOW, Micros
 from autopar.planning.space.split import Split
 
@@ -79,7 +79,7 @@ def test_other_rows(split: Split, recompute: str) -> None:
     made = micros.micro(split, ROWS, recompute)
     assert (split, ROWS) not in micros._local, "it was compiled, and not made of others"
     local = micros.lowered(split, ROWS, like=micros.local(split, HIGH))
-    compiled = cut_at(local, recompute, micros.captures.shallow().border, halves=False)
+    compiled = Uncut.of(local, recompute, micros.captures.shallow().border).cut(halves=False)
     assert made.graphs.keys() == compiled.graphs.keys() and made.message == compiled.message and made.message.bytes_ > 0
     for kind, graph in compiled.graphs.items():
         assert list(lines(made.graphs[kind])) == list(lines(graph)), kind
@@ -89,7 +89,8 @@ def test_other_rows(split: Split, recompute: str) -> None:
 @pytest.mark.parametrize("split", SPLITS)
 def test_layouts_of_their_own_cost_the_same(split: Split) -> None:
     found = layers("llama")
-    micro = cut_at(found.micros.lowered(split, ROWS), "none", found.micros.captures.shallow().border, halves=False)
+    border = found.micros.captures.shallow().border
+    micro = Uncut.of(found.micros.lowered(split, ROWS), "none", border).cut(halves=False)
     made, own = found.cost(split, ROWS, "none"), found._cost(Sheets.of(micro, found._rest, {}), MACHINE)
     for name in ("forward", "backward", "saved"):
         assert getattr(made, name)(found.equal) == pytest.approx(getattr(own, name)(found.equal), rel=0.02), name

@@ -148,7 +148,7 @@ def test_pipelines_move_what_the_emitted_graphs_move() -> None:
             continue
         compared, cost, moves = compared + 1, cost_of(candidate, costs).in_stages(), dict[tuple[int, str], list[Any]]()
         for number, stage in enumerate(made.stages):
-            for kind, graph in data.graphs(stage.share, stage.slots, cost).items():
+            for kind, graph in data.graphs(stage.share, stage.slots, cost, {}).items():
                 moves[number, kind] = graph.moving.moves
         for number, rank in enumerate(made.ranks):
             beside = rank.cost.once(rank.share.time.layers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
@@ -79,9 +79,11 @@ class Data:
         gathered = reads * net.us(GATHER, weight.read, SHARDS) if reads else 0.0
         return gathered + (net.us(SCATTER, weight.gradient, SHARDS) if weight.gradient else 0.0)
 
-    def graphs(self, share: Share, slots: Sequence[WeightSlot], cost: Cost) -> dict[str, MovingGraph]:
+    def graphs(
+        self, share: Share, slots: Sequence[WeightSlot], cost: Cost, known: dict[Hashable, MovingGraph]
+    ) -> dict[str, MovingGraph]:  # fmt: skip
         """The graphs of a stage by kind, F and B or its halves I and W. A graph waits for all that it moves before it
-        ends. cost: of the whole model.
+        ends. cost: of the whole model. known: of the stages before it, of which many are alike.
 
         A parameter of ZeRO-3 is gathered while the layer before it computes (`passes/overlap/prefetch.py`), and with
         ZeRO-2 and ZeRO-3 gradients are scattered in buckets (`passes/overlap/bucket.py`).
@@ -91,8 +93,11 @@ class Data:
         for kind, pace in cost.paces(self.candidate.halves).items():
             is_read, is_left = self.candidate.gathers_again and kind != "W", self.is_each and kind in "BW"
             order = slots if is_read or is_left else merged(share)
-            graphs[kind] = MovingGraph(self, order if kind == "F" else order[::-1], is_read, is_left, kind != "F")
-            graphs[kind].run(pace, freed[kind])
+            key = kind, *alike(order)
+            if key not in known:
+                known[key] = MovingGraph(self, order if kind == "F" else order[::-1], is_read, is_left, kind != "F")
+                known[key].run(pace, freed[kind])
+            graphs[kind] = known[key]
         return graphs
 
     def first(self, slots: Sequence[WeightSlot], once: float) -> Moving:
@@ -131,10 +136,10 @@ def _gradients(
     candidate: Candidate, slots: Iterable[WeightSlot], over_data: bool, is_part: bool = False
 ) -> Iterator[Sum[ParameterPlace]]:
     """Yield the sums of a stage's gradients, chain by chain, as `sums_of` says."""
+    chain = sums_of(candidate, over_data, is_part)
     for slot in slots:
         if slot.weight is not None and slot.weight.gradient:
-            weight = slot.weight
-            yield from sums_of(candidate, slot.place(BACKWARD), weight.gradient, "", (), over_data, is_part)
+            yield from chain(slot.place(BACKWARD), slot.weight.gradient, "", ())
 
 
 class MovingGraph:
@@ -252,6 +257,12 @@ def few(slots: Sequence[WeightSlot], enough: float) -> tuple[Sequence[WeightSlot
     first = max(FIRST, math.ceil(enough / layer) + 1 if layer else 0)
     gone = frozenset(units[first:-LAST])
     return [slot for slot in slots if slot.unit not in gone], units[first - 1] if gone else -1, len(gone)
+
+
+def alike(slots: Sequence[WeightSlot]) -> Iterator[Hashable]:
+    """All that a graph of these slots follows from: where they lie in the model counts for nothing."""
+    for slot in slots:
+        yield slot.section, slot.unit - slots[0].unit, slot.share, slot.weight and slot.weight.name
 
 
 def merged(share: Share) -> tuple[WeightSlot, ...]:

@@ -18,6 +18,9 @@ class HeldMessages(NamedTuple):
     leaving: int = 0
 
 
+NO_MESSAGES = HeldMessages()
+
+
 def held_messages(orders: Orders, flow: Flow) -> Mapping[Action, HeldMessages]:
     """flow: of a pipeline whose actions read and write values of the micro-batch alone. As where no times are known."""
     lists = with_transfers(orders, flow, Costs(), prefetch=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -30,6 +30,8 @@ PART = "part"
 GOING = BEHIND + 1  # layers that begin until a gradient of one has gone to the host's memory
 LOSS, LOSS_BYTES = "loss", 4  # what leaves beside the gradients
 Known = dict[tuple[str, float, RankGroup], float]
+# Of the place of a gradient, its bytes, its dtype and the axes beside those of data over which it is a sum.
+Chain = Callable[[ParameterPlace, float, str, Sequence[str]], tuple[Sum[ParameterPlace], ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,22 +409,23 @@ def last_of(net: Net, sums: Sequence[Sum[ParameterPlace]]) -> Moving:
     return moving
 
 
-def sums_of(
-    candidate: Candidate, place: ParameterPlace, bytes_: float, dtype: str, over: Sequence[str], over_data: bool,
-    is_part: bool = False,
-) -> tuple[Sum[ParameterPlace], ...]:  # fmt: skip
-    """The sums by which a gradient leaves, as one chain; none if there are none. over: axes beside those of data.
-    over_data: False if it is scattered before. is_part: without what is done behind the last micro-batch."""
-    part = bytes_ / candidate.shards
-    kinds = [(SUM, axis, part) for axis in over] * (not is_part)
-    if candidate.zero and candidate.data > candidate.shards and not is_part:
-        kinds.insert(0, (SUM, COPIES, part))
-    if candidate.data > 1 and over_data:
-        kinds.insert(0, (SCATTER, SHARDS, bytes_) if candidate.zero else (SUM, COPIES, bytes_))
-    sums: tuple[Sum[ParameterPlace], ...] = ()
-    for kind, ranks, size in reversed(kinds):
-        sums = (Sum(place, kind, ranks, dtype, size, sums),)
-    return sums
+def sums_of(candidate: Candidate, over_data: bool, is_part: bool = False) -> Chain:
+    """What says by which sums a gradient leaves, as one chain; none if there are none. over_data: False if it is
+    scattered before. is_part: without what is done behind the last micro-batch."""
+    shards, is_split = candidate.shards, candidate.zero > 0
+    moves = candidate.data > 1 and over_data
+    is_copied = is_split and candidate.data > shards and not is_part
+    first = (SCATTER, SHARDS) if is_split else (SUM, COPIES)
+
+    def chain(place: ParameterPlace, bytes_: float, dtype: str, over: Sequence[str]) -> tuple[Sum[ParameterPlace], ...]:
+        sums: tuple[Sum[ParameterPlace], ...] = ()
+        for axis in reversed(over) if not is_part else ():
+            sums = (Sum(place, SUM, axis, dtype, bytes_ / shards, sums),)
+        if is_copied:
+            sums = (Sum(place, SUM, COPIES, dtype, bytes_ / shards, sums),)
+        return (Sum(place, *first, dtype, bytes_, sums),) if moves else sums
+
+    return chain
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,8 @@ from autopar.passes.schedules import (
     with_transfers,
 )
 from autopar.planning.price.cost import Cost
-from autopar.planning.price.data_streams import Data, WeightSlot, slots_of
-from autopar.planning.price.held_messages import HeldMessages, held_messages
+from autopar.planning.price.data_streams import Data, MovingGraph, WeightSlot, slots_of
+from autopar.planning.price.held_messages import NO_MESSAGES, HeldMessages, held_messages
 from autopar.planning.price.layers import Layers
 from autopar.planning.price.moving import Known
 from autopar.planning.price.stage_copies import StageCopies
@@ -236,9 +236,9 @@ def _stages(candidate: Candidate, layers: Layers) -> Sequence[Stage]:
     cost, data, shares = cost.in_stages(), data_of(candidate, layers), _shares(candidate, layers)
     sections = _sections(candidate, layers)
     slots = slots_of(sections, shares, layers.equal, candidate.ranges)
-    stages = []
+    stages, known = list[Stage](), dict[Hashable, MovingGraph]()
     for share, own in zip(shares, slots, strict=True):
-        graphs = data.graphs(share, own, cost)
+        graphs = data.graphs(share, own, cost, known)
         least = cost.on(share).us(share.time.layers, candidate.halves)
         us = {kind: max(graph.moving.streams.device, least[kind]) for kind, graph in graphs.items()}
         us = {kind: _loaded(kind, each, candidate, cost.on(share), share, data.machine) for kind, each in us.items()}
@@ -429,7 +429,7 @@ class Moments:
         for stage in stages:
             held[column[stage] + AHEAD] = 1
         for action in order:
-            at, now = column[action.stage], messages.get(action, HeldMessages())
+            at, now = column[action.stage], messages.get(action, NO_MESSAGES)
             if action.kind == "F":
                 held[at + SAVED] += 1
                 left[action.stage] -= 1
@@ -444,7 +444,7 @@ class Moments:
                 held[at + GRADIENTS] = 1
             held[at + (LATE if action.kind == "W" else SAVED)] -= 1
             held[at + LATE] += action.kind == "I"
-            rows[tuple(held), HeldMessages()] = None
+            rows[tuple(held), NO_MESSAGES] = None
         return cls(stages, *(np.array(list(columns), dtype=float) for columns in zip(*rows, strict=True)))
 
     def most(self, each: Sequence[tuple[float, float, float, float, float]], message: float = 0.0) -> float:

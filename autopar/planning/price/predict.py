@@ -107,11 +107,12 @@ def _ends(candidate: Candidate, layers: Layers, rank: Stage, machine: Machine) -
     if rank.step is not None:
         return rank.step.before + _middle(layers, rank), rank.step.after, optimizer
     data = data_of(candidate, layers)
-    place = candidate.split.near, candidate.recompute, candidate.chunks, rank.share
-    key = "once", *place, once, candidate.zero, candidate.gathers_again, data.groups
-    before, after = layers.kept(
-        key, lambda: tuple(moving.streams.device for moving in (data.first(rank.slots, once), data.last(rank.slots)))
-    )
+    first = rank.slots[0].unit if rank.slots else 0  # where a rank lies in the model counts for nothing
+    weights = tuple((one.section, one.unit - first, one.weight.name) for one in rank.slots if one.weight)
+    place = candidate.split.near, candidate.recompute, candidate.chunks, weights
+    key = *place, candidate.zero, candidate.gathers_again, data.groups
+    before = layers.kept(("first", once, *key), lambda: data.first(rank.slots, once).streams.device)
+    after = layers.kept(("last", *key), lambda: data.last(rank.slots).streams.device)
     return before + _middle(layers, rank), after, optimizer
 
 

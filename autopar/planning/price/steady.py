@@ -55,12 +55,12 @@ class Before:
         held: dict[Hashable, float] = {"level": moving.level, "alive": moving.alive, "gone": moving.gone}
         if moving.buckets is None:
             return cls(clocks, held, 0, len(moving.moves))
-        lasting, lies_in = _lasting(moving.buckets), moving.lies_in
-        held[SCATTER] = len(moving.buckets.started) - len(lasting)
+        lasting, lies_in = len(moving.buckets.started) - len(moving.buckets.scattered), moving.lies_in
+        held[SCATTER] = len(moving.buckets.scattered)
         for key, bucket in moving.buckets.open.items():
             held["bytes", key] = bucket.bytes_
             held["lies in", key] = sum(lies_in.get(each.of, each.bytes_) for each in bucket.members)
-        return cls(clocks, held, len(lasting), len(moving.moves))
+        return cls(clocks, held, lasting, len(moving.moves))
 
 
 def _lasting(buckets: Buckets[ParameterPlace]) -> list[Together[Sum[ParameterPlace]]]:

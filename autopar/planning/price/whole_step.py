@@ -80,9 +80,17 @@ def roads_of(
     """The passes of a micro-batch through the whole model, or a part of it with whole layers, by kind of graph. Where a
     stage is computed again, the backward graph is a forward pass that keeps what its gradients read, and these.
     is_short: as of `Road.of`."""
-    policy, more = candidate.policies
     all_ = part or Part(1.0, layers.equal, 1.0, candidate.again.count if candidate.again else 0)
     ends, counts = (all_.entry > 0, all_.behind > 0), (round(all_.layers), round(all_.again))
+    key = "roads", layers.place(split), candidate.rows, candidate.policies, candidate.adds, ends, counts, is_short
+    return layers.kept(key, lambda: _roads_of(candidate, layers, split, ends, counts, is_short))
+
+
+def _roads_of(
+    candidate: Candidate, layers: Layers, split: Split, ends: tuple[bool, bool], counts: tuple[int, int], is_short: bool
+) -> Mapping[str, Road]:  # fmt: skip
+    """counts: of the layers, and of those that compute more again."""
+    policy, more = candidate.policies
 
     def tracks(recompute: str) -> Mapping[str, Track]:
         machine, all_ = layers.micros.machine, layers.sheets(split, candidate.rows, recompute).sheets
@@ -240,8 +248,9 @@ class _Asked:
     def _sums(
         self, gradients: Iterable[tuple[ParameterPlace, Gradient]], over_data: bool, is_part: bool = False
     ) -> Iterator[Sum[ParameterPlace]]:
+        chain = sums_of(self.candidate, over_data, is_part)
         for place, one in gradients:
-            yield from sums_of(self.candidate, place, one.bytes_, one.dtype, one.over, over_data, is_part)
+            yield from chain(place, one.bytes_, one.dtype, one.over)
 
 
 def _left_out(road: Road, values: Iterable[tuple[ParameterPlace, float]]) -> float:

@@ -259,7 +259,8 @@ def _calls(
         if node in place:
             dying.setdefault(user, []).append(place[node])
     mine = [node for node, entry in program.entries if entry.kind == SAVED and entry.name in given]
-    over = {root_of(operand): node for node, operand in written_over(program.graph, mine).items()}
+    written = written_over(program.graph, mine) if mine else {}  # of other values nobody asks
+    over = {root_of(operand): node for node, operand in written.items()}
     kept = _kept(kind, program, rest, waited, last, over)
     sides = sides_of(kind, program, rest)
     terms, sums, layers = dict(terms_of(sides)), _sums(kind, program), rest.layers

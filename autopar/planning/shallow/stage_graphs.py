@@ -112,12 +112,26 @@ class Micro:
         return replace(self, program=moved(self.program), graphs=graphs)
 
 
-@uncollected()
-def cut_at(local: Lowered, recomputed: str, border: tuple[str, str], halves: bool) -> Micro:
-    """The graphs of a step on one stage, that computes again what it is told to. border: two neighbouring layers.
-    halves: gradients of weights apart from those of inputs."""
-    plan = replace(local.plan, options=replace(local.plan.options, recompute=recomputed))
-    program = recompute(dict(local.history)["recompute"], plan)  # passes of graphs come after the cut
-    one = Places((0,), split=halves, in_flight=(1,))
-    graphs = {kind: graph for (_, kind), graph in graphs_of_stages(program, plan, one).items()}
-    return Micro(plan, program, graphs, LayerMessage.of(program, border))
+@dataclass(frozen=True, slots=True)
+class Uncut:
+    """The step of a rank on one stage, that computes again what it is told to, before it is cut. message: that one
+    equal layer hands on."""
+
+    plan: Plan
+    program: Program
+    message: LayerMessage
+
+    @classmethod
+    @uncollected()
+    def of(cls, local: Lowered, recomputed: str, border: tuple[str, str]) -> Uncut:
+        """border: two neighbouring layers."""
+        plan = replace(local.plan, options=replace(local.plan.options, recompute=recomputed))
+        program = recompute(dict(local.history)["recompute"], plan)  # passes of graphs come after the cut
+        return cls(plan, program, LayerMessage.of(program, border))
+
+    @uncollected()
+    def cut(self, halves: bool) -> Micro:
+        """Its graphs. halves: gradients of weights apart from those of inputs."""
+        one = Places((0,), split=halves, in_flight=(1,))
+        graphs = {kind: graph for (_, kind), graph in graphs_of_stages(self.program, self.plan, one).items()}
+        return Micro(self.plan, self.program, graphs, self.message)

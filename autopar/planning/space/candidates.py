@@ -319,7 +319,8 @@ def _shared(context: int, tp: int, model: Model) -> tuple[tuple[int, int], ...]:
 @dataclass(frozen=True, slots=True)
 class Space:
     """What there is to choose from. batch: rows of a step. node: devices of one. fixed: sizes of axes and options that
-    are decided (`fixed.py`). limit: bytes that a rank may hold. folder: on the machine's disk."""
+    are decided (`fixed.py`). limit: bytes that a rank may hold. folder: on the machine's disk. among: candidates of the
+    space where nothing waits elsewhere: if they are said, no others are drawn here, where states or activations do."""
 
     gpus: int
     batch: int
@@ -328,6 +329,7 @@ class Space:
     fixed: Mapping[str, Any]
     limit: float = math.inf
     folder: str = ""
+    among: Sequence[Candidate] | None = None
 
     def candidates(self) -> Iterator[Candidate]:
         """All of them, in no order that means anything."""
@@ -344,6 +346,11 @@ class Space:
         A part of several rows is in no plan: where each of g ranks of cp has a part of g rows, it could as well have
         one of them whole, as a rank of dp, with the same work, the same memory, and no collective within a row.
         """
+        if self.among is not None:
+            offload, memory = self._offload, self._memory
+            allowed = (one for one in self.among if one.recompute != LAYERS or not memory)
+            yield from (one._replace(offload=offload, memory=memory) for one in allowed)
+            return
         asked: Sequence[str] = self.fixed.get("order", ())
         for sizes in self._sizes():
             for order in orders(sizes, self.node, asked):

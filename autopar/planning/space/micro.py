@@ -21,7 +21,7 @@ from autopar.passes.pipeline.cuts.assign import timed
 from autopar.passes.pipeline.cuts.coupling import check_middle
 from autopar.planning.shallow.between import between
 from autopar.planning.shallow.captures import LEAST_ROWS, Captures
-from autopar.planning.shallow.stage_graphs import Micro, cut_at
+from autopar.planning.shallow.stage_graphs import Micro, Uncut
 from autopar.planning.space.split import Split
 
 PARTS = 2  # micro-batches of a program: all of them are alike
@@ -38,6 +38,7 @@ class Micros:
         self._low: dict[Split, Lowered | None] = {}
         self._ends: dict[tuple[Split, str, bool], Micro] = {}
         self._known: dict[tuple[Split, int, str, bool], Micro] = {}
+        self._uncut: dict[tuple[Split, int, str, bool], Uncut] = {}
 
     @cached_property
     def coupled(self) -> str:
@@ -66,7 +67,7 @@ class Micros:
         """`coupled`, `waits` and `has_pairs`."""
         try:
             lowered = self._lowered(Split(), LOW, PARTS, waits=True)
-            made = cut_at(lowered, "none", self._border, halves=False)
+            made = Uncut.of(lowered, "none", self._border).cut(halves=False)
             coupling = timed(made.program, made.plan)[1].coupling
             if coupling is not None:
                 check_middle(made.graphs.get("M"), coupling)
@@ -140,8 +141,15 @@ class Micros:
             is_between = self.low <= rows < HIGH and (split.cp == 1 or rows > self.low)  # of cp few take more rows
             is_between &= not split.batch
             found = self._between(*key) if is_between else None
-            self._known[key] = found or cut_at(self.local(split, rows), recomputed, self._border, halves)
+            self._known[key] = found or self._cut(self.local(split, rows), *key)
         return self._known[key]
+
+    def _cut(self, local: Lowered, split: Split, rows: int, recomputed: str, halves: bool) -> Micro:
+        """local: of so many rows on these ranks."""
+        key = split, rows, recomputed, local is self._low.get(split)
+        if key not in self._uncut:
+            self._uncut[key] = Uncut.of(local, recomputed, self._border)
+        return self._uncut[key].cut(halves)
 
     def _between(self, split: Split, rows: int, recomputed: str, halves: bool) -> Micro | None:
         local = self._alike(split)
@@ -149,7 +157,7 @@ class Micros:
             return None
         key = split, recomputed, halves
         if key not in self._ends:
-            self._ends[key] = cut_at(local, recomputed, self._border, halves)
+            self._ends[key] = self._cut(local, split, self.low, recomputed, halves)
         low, share = self._ends[key], Fraction(rows - self.low, HIGH - self.low)
         if rows == self.low:
             return low
