@@ -49,6 +49,15 @@ def views_without_gradients(m: Any, y: Tensor, x: Tensor) -> Tensor:
     return y
 
 
+def place_seen_without_gradients(m: Any, y: Tensor, x: Tensor) -> Tensor:
+    row, first = y[x[0].argmax() % 4], y.narrow(0, x[1].argmax() % 3, 2)
+    y.mul_(m.other.bias)
+    with torch.no_grad():
+        scale = row.abs().sum() + first.mean()
+        row.mul_(2)
+    return torch.cat([row[None], first]) / scale
+
+
 def write_beside_a_view(m: Any, y: Tensor, x: Tensor) -> Tensor:
     row, first = y[x[0].argmax() % 4], y[0]
     with torch.no_grad():
@@ -93,8 +102,8 @@ def weight_behind_its_use(m: Any, y: Tensor, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("use", [
-    list_of_views, list_at_a_place, views_without_gradients, write_beside_a_view, form_of_the_batch,
-    form_of_what_is_detached, form_of_a_weight, forms_of_activations, weight_behind_its_use,
+    list_of_views, list_at_a_place, views_without_gradients, place_seen_without_gradients, write_beside_a_view,
+    form_of_the_batch, form_of_what_is_detached, form_of_a_weight, forms_of_activations, weight_behind_its_use,
 ])  # fmt: skip
 @pytest.mark.parametrize("mesh", ["dp=2", "tp=2"])
 def test_they_are_as_on_one_device(mesh: str, use: Any) -> None:

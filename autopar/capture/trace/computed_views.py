@@ -53,12 +53,14 @@ class _Place:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _View:
-    """A copy of a part of something. read: gives what the original has there now; write: puts the copy there."""
+    """A copy of a part of something. read: gives what the original has there now; write: puts the copy there.
+    has_grads: whether gradients were on, for a view then has those of its original, wherever it is used."""
 
     made: Tensor
     read: Callable[[Run], Tensor]
     write: Callable[[Run], Any]
     shape: torch.Size  # of `made`, which a call in place must not change
+    has_grads: bool
 
     def check(self) -> None:
         """Raise CaptureError where the copy took another form."""
@@ -79,7 +81,7 @@ class ComputedViews:
         """Keep a copy of a part of `base` alike with it. read, write: as of `_View`."""
         memory, own = storage_of(base), storage_of(made)
         if memory is not None and own is not None:  # else they are of a transform, where nothing is written in place
-            self._made[own] = _View(made, read, write, made.shape)
+            self._made[own] = _View(made, read, write, made.shape, torch.is_grad_enabled())
             self._of.setdefault(memory, []).append(self._made[own])
 
     def copied(self, run: Run, x: Tensor) -> Tensor:
@@ -104,7 +106,8 @@ class ComputedViews:
             if view is not None and memory is not None and view not in self._busy:
                 view.check()
                 self._busy.append(view)
-                run(Tensor.copy_, view.made, view.read(run))
+                with torch.set_grad_enabled(view.has_grads):
+                    run(Tensor.copy_, view.made, view.read(run))
                 self._busy.pop()
                 self._stale.pop(memory, None)
 
