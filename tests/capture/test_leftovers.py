@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import autopar
+from autopar.compiler.check_options import options_of
+from autopar.compiler.compile import batch_arguments, capture_step
 from autopar.errors import AutoparError, CaptureError
 from autopar.torch_compat import FakeTensor
 
@@ -274,3 +276,17 @@ def test_nothing_is_held_after_a_capture() -> None:
     before = fakes()
     compiled = autopar.compile(net(torch.tanh), "dp=2", loss_fn=loss_fn, batch=torch.randn(12, 8))
     assert fakes() == before and compiled is not None
+
+
+@pytest.mark.parametrize("lift", (None, torch.float64))
+def test_it_takes_no_look_for_garbage(lift: torch.dtype | None) -> None:
+    """Nothing that a capture makes holds itself with tensors of the trace: a look for circles walks all that lives."""
+    model, x, looks = net(torch.tanh).to(lift), torch.randn(12, 8, dtype=lift), list[str]()
+    batch, options = batch_arguments(x), options_of()
+    capture_step(model, loss_fn, *batch, options, lift=lift)  # torch keeps circles of its own at the first
+    gc.callbacks.append(look := lambda phase, _: looks.append(phase))
+    try:
+        capture_step(model, loss_fn, *batch, options, lift=lift)
+    finally:
+        gc.callbacks.remove(look)
+    assert not looks
