@@ -344,12 +344,11 @@ def custom_function(node: Any) -> type[torch.autograd.Function] | None:
 def quiet() -> Iterator[None]:
     """Keep torch from writing its own tracebacks of shapes that do not fit."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+    before, logger.disabled = logger.disabled, True  # another level would be told to every logger there is
     try:
         yield
     finally:
-        logger.setLevel(level)
+        logger.disabled = before
 
 
 @contextmanager
