@@ -349,13 +349,12 @@ def quiet() -> Iterator[None]:
     """Keep torch from writing its own tracebacks of shapes that do not fit, and from looking for nan where nothing has
     data."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+    before, logger.disabled = logger.disabled, True  # another level would be told to every logger there is
     try:
         with torch.autograd.set_detect_anomaly(False):
             yield
     finally:
-        logger.setLevel(level)
+        logger.disabled = before
 
 
 @contextmanager

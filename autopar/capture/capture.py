@@ -331,7 +331,7 @@ class _Capture:
             return True
 
         def run(has: Has) -> RowSides:
-            mode = self._on_shapes(fakes, before, None, partial(RowSides.of, has))
+            mode = self._on_shapes(fakes, before, None, RowSides.of(has))
             order = None if mode is None else mode.selected.order
             if order is None or order.sides is None or order.lines != self.selected.order.lines:
                 raise UnfitRows
@@ -387,7 +387,7 @@ class _Capture:
             self.calling, self.may_specialize = mode.culprit(), mode.may_specialize and mode.permitted is None
             self.notes, self.reads.so_far, self.reads.state = mode.told(), None, None
             self.ran.values = mode.values
-        self.has_random_ops, self.has_items = bool(mode.random_ops), bool(mode.items.found)
+        self.has_random_ops, self.has_items = bool(mode.random_ops), bool(mode.items.made)
         mode.items.close()
         mode.selected.check_leaving(result)
         mode.selected.check_counts()
@@ -403,7 +403,7 @@ class _Capture:
                 set_generators(self.start)
             mode.hosts = HostInputs(self.draws, mode.calls.floats, self.coins)
             self.hosts.append(mode.hosts.tensors)
-        self.coins.start(mode.inputs, mode.numbered, tracer, sides)
+        self.coins.start(mode.inputs, tracer, sides)
         self.forks.start()
         self.reads.start(*(() if tracer is None else SoFar.of(tracer, self._given())))
 
@@ -436,15 +436,14 @@ class _Capture:
         return plan(run, fixed)
 
     def _on_shapes(
-        self, inputs: list[torch.Tensor], before: Attributes, coins: Sides | None,
-        rows: Callable[[Callable[[], int]], RowSides] | None = None,
-    ) -> Raise | None:  # fmt: skip
+        self, inputs: list[torch.Tensor], before: Attributes, coins: Sides | None, rows: RowSides | None = None
+    ) -> Raise | None:
         """A run on shapes with other sides of its coins, or of its masks; None if it fails."""
         before.restore()
         reads = self.reads.anew(self.reads.known)  # another side may read other values
         with self.fake, Unseen(Results(self.fake)), redirect_stdout(io.StringIO()):
             mode = self._mode(Locator(), inputs, RecordedCalls(), reads, is_first=rows is None)
-            mode.selected.order.sides = None if rows is None else rows(mode.numbered)
+            mode.selected.order.sides = rows
             self._start(mode, None, coins)
             try:
                 self._run(inputs, mode, lambda _: partial(self._ended, mode.selected.order.sides), {}, {})

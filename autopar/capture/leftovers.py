@@ -18,7 +18,7 @@ import torch
 
 from autopar.capture.captured import Captured
 from autopar.capture.data.known_values import Values, leaves, mapped
-from autopar.capture.python.left_behind import LeftBehind
+from autopar.capture.python.left_behind import LeftBehind, outlives
 from autopar.errors import CaptureError
 from autopar.torch_compat import FakeTensor, fill_in, on_data
 
@@ -135,14 +135,9 @@ class Leftovers:
         dtypes: the one that floating-point tensors were captured in, and that which they have without it. is_over:
         no error holds tensors of the capture, so that whatever lives on is kept by the user.
         """
+        if is_over and not outlives(lambda: bool(self._living())):
+            return 0, 0
         living = self._living()
-        if living and is_over:
-            for generation in (0, 2):  # the last capture's cycles are young
-                del living
-                gc.collect(generation)
-                living = self._living()
-                if not living:
-                    return 0, 0
         kept = {key: tensor for key, tensor in living.items() if key in self.free}
         if not is_over:
             kept = kept if sum(tensor.numel() for tensor in kept.values()) <= _LARGE else {}

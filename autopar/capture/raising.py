@@ -24,6 +24,7 @@ from autopar.capture.data.specialised import specialised
 from autopar.capture.data_facts import DataFacts
 from autopar.capture.draws.host_inputs import HostInputs
 from autopar.capture.draws.step_coins import Coins
+from autopar.capture.draws.trail import FIRST, numbered
 from autopar.capture.forks import Forks
 from autopar.capture.inputs.arrays import FROM_ARRAY, BatchArray
 from autopar.capture.inputs.in_parts import InParts, whole_value, with_inputs
@@ -103,7 +104,7 @@ class Raise(TorchFunctionMode):
 
     def __enter__(self) -> Raise:
         self._fork.__enter__()
-        torch.default_generator.manual_seed(_FIRST)
+        torch.default_generator.manual_seed(FIRST)
         super().__enter__()
         return self
 
@@ -559,14 +560,10 @@ class Raise(TorchFunctionMode):
         value: Tensor = op("random")(self.seed, self._number(), kind, sizes, dtype, sizes, sizes, [0] * len(sizes))
         return value
 
-    def numbered(self) -> int:
-        """How many random ops there were so far."""
-        return torch.default_generator.initial_seed() - _FIRST
-
     def _number(self) -> int:
         """The number of a random op, which is its key."""
         assert self.seed is not None
-        number = self.plain.next(self.numbered() + 1, self.random_ops)
+        number = self.plain.next(numbered() + 1, self.random_ops)
         if not 0 < number <= len(self.random_ops) + 1:
             raise refusal(SEEDED, user_frame(sys._getframe(1)))
         if self.locator and self.locator.phase == "backward" and number not in self.random_ops:
@@ -575,11 +572,9 @@ class Raise(TorchFunctionMode):
                 "is computed again, and the gradients would be wrong: leave preserve_rng_state at True."
             )
         self.random_ops.add(number)
-        torch.default_generator.manual_seed(_FIRST + number)
+        torch.default_generator.manual_seed(FIRST + number)
         return number
 
-
-_FIRST = 1 << 40  # where numbers begin, so that a seed which the model sets is told from one of ours
 
 _TO_VALUES: frozenset[Any] = frozenset(
     (*READERS, Tensor.tolist, Tensor.__complex__, Tensor.__contains__, torch.equal, Tensor.equal)

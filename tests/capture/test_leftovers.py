@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import autopar
+from autopar.compiler.check_options import options_of
+from autopar.compiler.compile import batch_arguments, capture_step
 from autopar.errors import AutoparError, CaptureError
 from autopar.torch_compat import FakeTensor
 
@@ -274,3 +276,34 @@ def test_nothing_is_held_after_a_capture() -> None:
     before = fakes()
     compiled = autopar.compile(net(torch.tanh), "dp=2", loss_fn=loss_fn, batch=torch.randn(12, 8))
     assert fakes() == before and compiled is not None
+
+
+def _of_two_experts(x: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for i in range(2):
+        (row,) = torch.where(x.argmax(-1) % 2 == i)
+        if row.numel():
+            out.index_add_(0, row, x[row] * (i + 1))
+    return out
+
+
+UNHELD: dict[str, Callable[[Tensor], Tensor]] = {
+    "a call": torch.tanh,
+    "a number": lambda x: x * x.abs().max().item(),
+    "rows of a mask": _of_two_experts,
+}
+
+
+@pytest.mark.parametrize("name", UNHELD)
+@pytest.mark.parametrize("lift", (None, torch.float64))
+def test_it_takes_no_look_for_garbage(lift: torch.dtype | None, name: str) -> None:
+    """Nothing that a capture makes holds itself with tensors of the trace: a look for circles walks all that lives."""
+    model, x, looks = net(UNHELD[name]).to(lift), torch.randn(12, 8, dtype=lift), list[str]()
+    batch, options = batch_arguments(x), options_of()
+    capture_step(model, loss_fn, *batch, options, lift=lift)  # torch keeps circles of its own at the first
+    gc.callbacks.append(look := lambda phase, _: looks.append(phase))
+    try:
+        capture_step(model, loss_fn, *batch, options, lift=lift)
+    finally:
+        gc.callbacks.remove(look)
+    assert not looks

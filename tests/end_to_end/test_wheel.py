@@ -129,14 +129,17 @@ def test_its_command_runs_in_an_environment_of_its_own(installed: Environment, t
     assert "all equal" in installed.run("autopar", "verify", "small.py:job", "--mesh", "dp=2,tp=2", cwd=tmp_path)
 
 
+def check_out(folder: Path) -> None:
+    """Copy the sources, with what Python made of them, and write a job beside them."""
+    (folder / "small.py").write_text(JOB)
+    for name in SOURCES:
+        shutil.copytree(ROOT / name, folder / name)
+
+
 def test_it_runs_in_the_folder_of_a_checkout(installed: Environment, tmp_path: Path):
     """As after `pip install ./autopar` and `cd autopar`: `python -m autopar` finds the sources there, `autopar run` the
     installed ones, and every rank those of its launcher."""
-    (tmp_path / "small.py").write_text(JOB)
-    for name in SOURCES:
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    said = installed.run("python", "-m", "autopar", "verify", "small.py:job", "--mesh", "dp=2", cwd=tmp_path)
-    assert "all equal" in said
+    check_out(tmp_path)
     job = ("run", "small.py:job", "--mesh", "dp=2", "--steps", "1")
     assert "step 1/1" in installed.run("python", "-m", "autopar", *job, cwd=tmp_path)
     (tmp_path / "autopar" / "cli" / "launched.py").write_text("raise SystemExit('a rank of the checkout')")
@@ -145,9 +148,7 @@ def test_it_runs_in_the_folder_of_a_checkout(installed: Environment, tmp_path: P
 
 
 def test_a_checkout_that_is_not_installed_runs(installed: Environment, tmp_path: Path):
-    (tmp_path / "small.py").write_text(JOB)
-    for name in SOURCES:
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    check_out(tmp_path)
     bare = Environment(tmp_path / "bare", installed.wheel, installed.sdist)
     run(sys.executable, "-m", "venv", "--without-pip", str(bare.folder), cwd=tmp_path)
     shutil.copy(installed.site / "away.pth", bare.site)

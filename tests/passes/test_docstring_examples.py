@@ -44,6 +44,7 @@ from autopar.passes.schedules import SCHEDULES, parse_schedule, with_transfers
 
 _TWO = re.compile(r"((?:^    .*\n)+)becomes\n((?:^    .*\n?)+)", re.M)
 _PROGRAM = re.compile(rf"^    (?:{'|'.join(Level.__members__)}) program.*\n(?:^    .*\n?)+", re.M)
+_SHOWN = re.compile(r">>> |^ +%| program", re.M)  # in a file that may have an example
 _VALUE = re.compile(r" +%\w+.* = ")
 _ORDER = re.compile(
     r"(?:(\w+) stages on each of )?(\w+) ranks, (\w+) micro-batch(?:es)?:\n\n((?:^    .*\n)+)", re.M | re.I
@@ -68,9 +69,13 @@ class Doc:
 def docs_in(path: Path) -> Iterator[Doc]:
     words = path.relative_to(ROOT).with_suffix("").parts
     module = ".".join(("autopar", *words) if words[0] != "autopar" else words).removesuffix(".__init__")
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and (text := ast.get_docstring(node)):
-            yield Doc(module, getattr(node, "name", ""), text)
+    text = path.read_text()
+    open_: list[ast.AST] = [ast.parse(text)] if _SHOWN.search(text) else []
+    while open_:
+        node = open_.pop()
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and (said := ast.get_docstring(node)):
+            yield Doc(module, getattr(node, "name", ""), said)
+        open_ += [each for each in ast.iter_child_nodes(node) if not isinstance(each, ast.expr)]
 
 
 def unindented(block: str) -> str:

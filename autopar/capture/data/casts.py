@@ -61,16 +61,22 @@ def of_dtype(
         return args, kwargs
     wanted = {True: dtype.to_complex(), False: dtype}
 
-    def change(value: Any) -> Any:
-        if type(value) in (tuple, list):
-            return type(value)(map(change, value))
-        if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
-            return value
-        to = wanted[value.is_complex()]
-        return value if value.dtype is to else convert((value, to))
-
     first = args[:1] if writes_first(getattr(func, "__name__", "")) else ()
-    return (*first, *map(change, args[len(first) :])), {k: v if k == "out" else change(v) for k, v in kwargs.items()}
+    changed = (_converted(value, wanted, convert) for value in args[len(first) :])
+    kwargs = {key: value if key == "out" else _converted(value, wanted, convert) for key, value in kwargs.items()}
+    return (*first, *changed), kwargs
+
+
+def _converted(value: Any, wanted: dict[bool, torch.dtype], convert: Callable[[Any], Tensor]) -> Any:
+    """The value with its tensors of another dtype converted. wanted: the dtype of those that are complex, and of those
+    that are not. No function in a function: one that calls itself would keep the capture behind `convert`, with all its
+    tensors, until Python looks for garbage."""
+    if type(value) in (tuple, list):
+        return type(value)([_converted(each, wanted, convert) for each in value])
+    if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
+        return value
+    to = wanted[value.is_complex()]
+    return value if value.dtype is to else convert((value, to))
 
 
 def _is_inner(name: str) -> bool:

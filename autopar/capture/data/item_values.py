@@ -7,7 +7,6 @@ program as a tensor, and is a number again where the step ends.
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from autopar.capture.python.left_behind import outlives
 from autopar.capture.python.spans import CountSum
 from autopar.capture.python.stand_in import Misuse, Scalar
 from autopar.capture.refusals.constructs import READS, TOLIST, Construct
@@ -32,7 +32,7 @@ Take = Callable[[Tensor, Line | None, Callable[[Any], Any]], Any]
 
 @dataclass(slots=True)
 class _Item(Misuse):
-    """The numbers that come of one `.item()`, at a line."""
+    """The numbers that come of one `.item()`, at a line. made: the list of those of the run."""
 
     line: Line | None = None
     may_specialize: bool = False
@@ -72,9 +72,9 @@ def asker(frame: FrameType, line: Line | None) -> tuple[bool, bool]:
 
 @dataclass(slots=True)
 class Items:
-    """The numbers of a run."""
+    """The numbers of a run, none of which is held here: they hold the run, by what gives Python its values."""
 
-    found: list[_Item] = field(default_factory=list)
+    made: list[weakref.ref[Scalar]] = field(default_factory=list)
 
     def number(
         self, tensor: Tensor, line: Line | None, may_specialize: bool, take: Take | None = None,
@@ -86,8 +86,10 @@ class Items:
         if tensor.numel() != 1 or tensor.is_complex() or tensor.dtype == torch.bool:
             return NotImplemented
         construct = TOLIST if is_listed else READS[Tensor.item]
-        item = _Item(True, line=line, may_specialize=may_specialize, take=take, construct=construct, is_drawn=is_drawn)
-        self.found.append(item)
+        item = _Item(
+            True, line=line, may_specialize=may_specialize, made=self.made, take=take, construct=construct,
+            is_drawn=is_drawn,
+        )  # fmt: skip
         wide = torch.float64 if tensor.is_floating_point() else torch.int64
         read = tensor.detach().clone().reshape(()).to(wide)  # the model may write into it later
         return Scalar.of_tensor(read, item)
@@ -102,12 +104,9 @@ class Items:
 
     def close(self) -> None:
         """The run is over. Raises CaptureError for a number that somebody kept."""
-        if self.found:
-            gc.collect()
-        for item in self.found:
-            item.is_open = False
-            if any(number() is not None for number in item.made):
-                raise item.error("is kept from this step")
+        if outlives(lambda: any(number() is not None for number in self.made)):
+            first, *_ = [number.close() for number in (each() for each in self.made) if number is not None]
+            raise first
 
 
 def check_returned(loss: Any) -> None:

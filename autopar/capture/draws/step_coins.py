@@ -132,10 +132,7 @@ class Coins:
     _inputs: dict[int, Tensor] = field(default_factory=dict)
     _rounds: int = 0
 
-    def start(
-        self, inputs: dict[int, Tensor], draws: Callable[[], int], tracer: Tracer | None = None,
-        sides: Sides | None = None,
-    ) -> None:  # fmt: skip
+    def start(self, inputs: dict[int, Tensor], tracer: Tracer | None = None, sides: Sides | None = None) -> None:
         """A run begins. inputs: by the ids of tensors, what calls take in their place. tracer: of a trace. sides: those
         of a run that is compared with others."""
         self._tracer, self._inputs, self._pending = tracer, inputs, {}
@@ -143,7 +140,7 @@ class Coins:
             return
         if tracer is not None:
             self.decided, self.others = {}, {}
-        self.trail = Trail(self._side if sides is None else partial(_given, sides), draws)
+        self.trail = Trail(self._side if sides is None else partial(_given, sides))
         if sides is None and self.is_final:
             self._pending = {join.coin + 1: join for join in self.plan.joins.values()}
             pairs = [pair for join in self._pending.values() for pair in join.pairs]

@@ -22,6 +22,12 @@ Tensor = torch.Tensor
 Place = tuple[Any, ...]  # ("call", segment, number, result), ("input", number), ("outside", id), ("by", function, ...)
 _SAME = (torch.ops.aten.lift_fresh, torch.ops.aten.lift_fresh_copy, torch.ops.aten.detach, torch.ops.aten.alias)
 UNKNOWN: Place = ("unknown",)
+FIRST = 1 << 40  # where random ops are numbered from, so that a seed which the model sets is told from one of ours
+
+
+def numbered() -> int:
+    """How many random ops there were so far in the run: see `Raise`, which keeps the count in torch's generator."""
+    return torch.default_generator.initial_seed() - FIRST
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +43,10 @@ class TrailStep:
 
 @dataclass(slots=True)
 class Trail:
-    """One run. side: what is taken out of the coin of a number. draws: how many random ops there were so far.
+    """One run. side: what is taken out of the coin of a number.
     is_shapeless: it is compared with runs in which there are more rows, or fewer."""
 
     side: Callable[[int, Tensor, Callable[[Any], Any]], Any]
-    draws: Callable[[], int]
     segments: list[list[TrailStep]] = field(default_factory=lambda: [[]])
     coins: list[Tensor] = field(default_factory=list)
     lines: list[Line | None] = field(default_factory=list)
@@ -86,7 +91,7 @@ class Trail:
             self.coins.append(tensor)  # held, so that its id stays its own
             self.lines.append(line)
             self.reads.append(read)
-            self.met.append(self.draws())
+            self.met.append(numbered())
             self.sides.append(self._taken[key])
             self.segments.append([])
         return self._taken[key]
@@ -109,7 +114,7 @@ class Trail:
             return
         segment, number = self.at
         since = tuple(self._born.get(storage_of(tensor), UNKNOWN) for tensor in written)
-        step = TrailStep(hash((name, owner, key)), tuple(operands), since, self.draws())
+        step = TrailStep(hash((name, owner, key)), tuple(operands), since, numbered())
         self.segments[-1].append(step)
         changed = {id(tensor) for tensor in written}
         given = {id(leaf) for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)} - changed
@@ -120,7 +125,7 @@ class Trail:
     def leave(self, results: Iterable[Any]) -> None:
         """The end of the run: what it gives."""
         operands = tuple(self.place_of(leaf) for leaf in results if isinstance(leaf, Tensor))
-        self.segments[-1].append(TrailStep(0, operands, (), self.draws()))
+        self.segments[-1].append(TrailStep(0, operands, (), numbered()))
 
     def joined(self, tensor: Tensor, place: Place) -> None:
         """A tensor is used in place of what was at a place."""

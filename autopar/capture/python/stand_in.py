@@ -204,6 +204,11 @@ class Scalar:
         is_held = self._at is None and self._book[0].is_open
         return self._book[0].read(made(), function) if is_held else NotImplemented
 
+    def close(self) -> CaptureError:
+        """Stand for nothing from now on: the run is over, and what is said of a number that somebody kept."""
+        self._book[0].is_open = False
+        return self._book[0].error("is kept from this step")
+
     def held(self) -> Any:
         """The tensor of a number that a tensor holds; another number itself."""
         return self if self._at is not None else self.tensor()

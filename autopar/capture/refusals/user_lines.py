@@ -41,6 +41,7 @@ def lines_that_change(run: Callable[[], object], states: Sequence[Callable[[], o
             run()
     finally:
         sys.settrace(tracer)
+        last.clear()  # the frames hold `look`, and all that they computed
     return lines
 
 

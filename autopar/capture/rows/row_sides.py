@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from autopar.capture.draws.joins import CoinJoin, in_whole
-from autopar.capture.draws.trail import Place, Trail, TrailStep
+from autopar.capture.draws.trail import Place, Trail, TrailStep, numbered
 from autopar.capture.draws.uses import Uses
 from autopar.capture.rows.row_rules import puts_back
 from autopar.torch_compat import storage_of
@@ -61,8 +61,8 @@ class RowSides:
     _mask_of: dict[Any, tuple[Tensor, int]] = field(default_factory=dict)  # of places, by where they lie
 
     @staticmethod
-    def of(has: Has, draws: Callable[[], int]) -> RowSides:
-        return RowSides(has, Trail(lambda number, _, read: has(number), draws, is_shapeless=True))
+    def of(has: Has) -> RowSides:
+        return RowSides(has, Trail(lambda number, _, read: has(number), is_shapeless=True))
 
     def begin(self) -> tuple[int, bool]:
         """The number of the next mask, and whether it has rows."""
@@ -77,7 +77,7 @@ class RowSides:
     def cut(self) -> tuple[int, int]:
         """Rows are cut, which may be put together with others: keep a place for that among the calls of their mask."""
         at = self.trail.at
-        self.trail.segments[-1].append(TrailStep(hash("joined"), (), (), self.trail.draws()))
+        self.trail.segments[-1].append(TrailStep(hash("joined"), (), (), numbered()))
         return at
 
     def joined(self, places: Sequence[tuple[int, int]], pieces: Sequence[Tensor], whole: Tensor) -> None:
