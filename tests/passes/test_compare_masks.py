@@ -165,6 +165,9 @@ SHOWN: dict[str, Callable[[Tensor], Tensor]] = {
     "reshaped": lambda mask: mask.reshape(ROWS, TIME, TIME).view(ROWS, 1, TIME, TIME),
     "turned twice": lambda mask: mask.mT.movedim(-1, -2),
     "joined": lambda mask: mask.flatten(2).unflatten(2, (TIME, TIME)),
+    "joined, and something done to that": lambda mask: (~(~mask.flatten(2)).unsqueeze(1)).unflatten(3, (TIME, TIME))[
+        :, 0
+    ],
     "expanded": lambda mask: mask.expand(ROWS, 4, TIME, TIME),
 }
 
@@ -204,6 +207,9 @@ UNKNOWN: dict[str, Any] = {
     "a bias of the distance": lambda s, d, t: (places() - places()[:, None]).to(t) * 0.1,
     "of a product": lambda s, d, t: (s.to(t)[:, :, None] @ s.to(t)[:, None] > 0)[:, None] & causal(),
     "sums": lambda s, d, t: places()[:, None] + places() < 30,
+    "joined from dims of other lengths": lambda s, d, t: (
+        ~(torch.arange(TIME // 2)[:, None] > torch.arange(2 * TIME)).flatten()
+    ).unflatten(0, (TIME, TIME)),
     "of the keys alone": lambda s, d, t: s[:, None, None],
     "of each sample": lambda s, d, t: causal().expand(ROWS, 1, TIME, TIME).cumsum(0) > 1,
 }
