@@ -81,7 +81,7 @@ def may_split(rule: Rule, choice: Choice, size: int, taken: tuple[tuple[Choice, 
 def _is_inside(split: tuple[int, int], outer: int) -> bool:
     """True if each piece of a split (outer, size) has whole blocks of another `outer`; an even number, to mirror in."""
     block = abs(split[0]) * split[1]
-    return outer % (block if outer > 0 else 2 * block) == 0
+    return not outer % (block if outer > 0 else 2 * block)
 
 
 def strategies(
