@@ -139,8 +139,8 @@ def with_steps_of_terms(times: NodeTimes, stages: Stages) -> Stages:
     for join in times.reductions:
         part = join.all_input_nodes[0]
         for term, _ in paths_to_terms(part, sums_of(part)):
-            for step in steps_behind(term):
-                found[step] = found[start_of(term)]
+            if start_of(term) in found:  # the backward pass of a micro-batch alone is placed
+                found |= dict.fromkeys(steps_behind(term), found[start_of(term)])
     return found
 
 
