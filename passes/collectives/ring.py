@@ -208,13 +208,13 @@ class _Rings:
         return rest
 
     def _vector(self, mask: fx.Node) -> fx.Node:
-        """A mask [.., 1, t] as [b|1, h|1, t]."""
+        """A mask [.., 1, t], of which each rank has all keys, as [b|1, h|1, t]."""
         if mask not in self.vectors:
             known = record(mask)
             shape, dims = known.type.shape, known.layout.dims
             missing = 4 - len(shape)
             type_ = TensorType((*[1] * missing, *shape[:-2], shape[-1]), known.type.dtype)
-            layout = Layout((*[()] * missing, *dims[:-2], dims[-1]))
+            layout = Layout((*[()] * missing, *dims[:-2], ()))
             value, local = self.build.value[mask], list(local_shape(type_.shape, layout, self.program.mesh))
             self.vectors[mask] = self.build.lay(
                 torch.ops.aten.reshape.default, value, local, type_=type_, layout=layout, name="columns",

@@ -135,7 +135,7 @@ def _is_same(a: object, b: object) -> bool:
     if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
         return len(a) == len(b) and all(map(_is_same, a, b))
     if not (isinstance(a, fx.Node) and isinstance(b, fx.Node)) or a is b:
-        return a is b or a == b
+        return a == b
     is_call = a.op == b.op == "call_function" and a.target is b.target and not facts_of(a.target).random
     return is_call and a.kwargs == b.kwargs and _is_same(a.args, b.args)
 

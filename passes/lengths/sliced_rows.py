@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.ops.op_facts import facts_of, fill_of, made_of
+from autopar.ir.ops.op_facts import facts_of, fill_of
 from autopar.ir.ops.ops import op, op_name, semantic_of
 from autopar.ir.program import Program, TensorType, operand_nodes, record, source_of
 from autopar.passes.rules import call_of
@@ -149,8 +149,6 @@ class SlicedRows:
     def _rest(self, node: fx.Node) -> Any:
         """The number in the dropped rows of a call's result; None where it is not known."""
         operands, facts, is_sum = operand_nodes(node), facts_of(node.target), op_name(node.target) == "sum"
-        if made_of(node.target):
-            return fill_of(node)
         known = [self.number(operand) for operand in operands]
         if facts.moves in _VIEWS or node.target is op("checked_index"):
             return known[0]

@@ -77,20 +77,25 @@ def _seen(cases: Cases, values: MaskValues) -> Condition | None:
 
 
 def _sees_itself(condition: Condition, values: MaskValues) -> bool:
-    """True if it is certain that each query sees the key of its own position. What is not known counts as false, which
-    makes a condition, whose parts are never denied, false more often."""
-    vectors = values.vectors()
-    known = {name: one for name, vector in vectors.items() if (one := _elements(vector, values.known)) is not None}
-    if len({one.shape[-1] for one in known.values()}) > 1:
+    """True if it is certain that each query sees the key of its own position, which more queries than keys do not have.
+    What is not known counts as false, which makes a condition, whose parts are never denied, false more often."""
+    vectors, sizes = values.vectors(), values.sizes
+    if sizes["s"] > sizes["t"]:
         return False
-    found = holds(_certain(condition, vectors, frozenset(known), values.sizes), known)
+    known = {name: one for name, vector in vectors.items() if (one := _elements(vector, values)) is not None}
+    found = holds(_certain(condition, vectors, frozenset(known), sizes), known)
     return found is None or bool(found.all())
 
 
-def _elements(vector: Vector, known: Known) -> torch.Tensor | None:
-    """The elements of a vector of positions alone, if they hang on no input."""
-    found = None if vector.node is None else known.value(vector.node)
-    return None if found is None or found.numel() != max(found.shape, default=1) else found.flatten() + vector.shift
+def _elements(vector: Vector, values: MaskValues) -> torch.Tensor | None:
+    """The elements of a vector at the positions of queries, if they are of positions alone and hang on no input."""
+    if vector.node is None or not axes_of(record(vector.node).type.shape, vector.letters) <= {"s", "t"}:
+        return None
+    found = values.known.value(vector.node)
+    if found is None:
+        return None
+    found = found.flatten()[: values.sizes["s"]]
+    return found + vector.shift if vector.shift else found  # a sum with bools is no bool
 
 
 def _certain(

@@ -47,7 +47,7 @@ def under(node: fx.Node, letters: Letters, sizes: Mapping[str, int]) -> tuple[fx
         return None
     rule, of_name = pair[0], dict[str, str]()
     for dim, letter in zip(_larger(rule.results[0], rule), letters, strict=True):
-        parts = [letter] if len(dim) == 1 else [one for one in letter if sizes[one] > 1]
+        parts = [letter] if len(dim) == 1 else list(letter)
         if len(dim) > 1 and [rule.sizes[name] for name in dim] != [sizes[one] for one in parts]:
             return None  # dims of the mask that are joined here have other ends
         of_name.update(zip(dim, parts, strict=False))  # a dim of size 1 has no name

@@ -80,8 +80,8 @@ def may_split(rule: Rule, choice: Choice, size: int, taken: tuple[tuple[Choice, 
 
 def _is_inside(split: tuple[int, int], outer: int) -> bool:
     """True if each piece of a split (outer, size) has whole blocks of another `outer`; an even number, to mirror in."""
-    blocks, left = divmod(abs(outer), abs(split[0]) * split[1])
-    return not left and blocks > 0 and (outer > 0 or blocks % 2 == 0)
+    block = abs(split[0]) * split[1]
+    return not outer % (block if outer > 0 else 2 * block)
 
 
 def strategies(

@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import autopar
 from autopar.checkpoint import folder
 from autopar.checkpoint.manifest import Manifest
 from autopar.checkpoint.tensor_files import DTYPES, Reader, write_file
+from autopar.checkpoint.together import AllRanks
 from autopar.checkpoint.tree import decode, encode, inline, outline, tensors_of
 from autopar.errors import CheckpointError
 
@@ -548,3 +550,11 @@ def test_a_part_of_a_tensor_is_read(tmp_path: Path) -> None:
     reader.fill("model/count", (), count)
     assert torch.equal(part, model.weight[3:5, 1:3]) and count == 5
     assert torch.equal(reader.whole("model/bias"), model.bias)
+
+
+@pytest.mark.parametrize("ranks", [0, 1])
+def test_a_plain_module_of_one_process_has_nobody_to_agree_with(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the script made a group of one rank or none: one of NCCL cannot tell what is on the host."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: ranks > 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
+    assert AllRanks.of([nn.Linear(2, 2)]) == AllRanks(0, 1, None)

@@ -17,7 +17,9 @@ from conftest import ROOT
 from autopar.cli.arguments.command_options import FLAGS
 from autopar.compiler.check_options import options_of
 from autopar.errors import AutoparError
+from autopar.ir.mesh import parse_mesh
 from autopar.ir.options import StepKeywords, StepOptions, option_texts, short_text
+from autopar.ir.plan import Plan
 from autopar.job import Job
 from autopar.passes.schedules import SCHEDULES
 
@@ -174,3 +176,10 @@ def test_a_new_option_touches_one_file(tmp_path: Path) -> None:
     )
     assert found.returncode == 0, found.stderr
     assert "--parking" in found.stdout and "states that lie on the host" in found.stdout
+
+
+@pytest.mark.parametrize(
+    ("mesh", "asked", "stage"), [("dp=2,fsdp=2", None, 3), ("dp=2", None, 0), ("fsdp=2", 0, 0), ("dp=2", 2, 2)]
+)
+def test_an_axis_of_shards_asks_for_zero_3(mesh: str, asked: int | None, stage: int) -> None:
+    assert Plan(parse_mesh(mesh), {}, options=StepOptions(zero=asked)).zero == stage

@@ -20,6 +20,7 @@ from autopar.passes.masks import mask_values
 from autopar.runtime.attention import compared_blocks
 
 ROWS, TIME, WIDTH = 4, 24, 32
+LEAST = -3e38
 sdpa = F.scaled_dot_product_attention
 
 
@@ -164,6 +165,9 @@ SHOWN: dict[str, Callable[[Tensor], Tensor]] = {
     "reshaped": lambda mask: mask.reshape(ROWS, TIME, TIME).view(ROWS, 1, TIME, TIME),
     "turned twice": lambda mask: mask.mT.movedim(-1, -2),
     "joined": lambda mask: mask.flatten(2).unflatten(2, (TIME, TIME)),
+    "joined, and something done to that": lambda mask: (~(~mask.flatten(2)).unsqueeze(1)).unflatten(3, (TIME, TIME))[
+        :, 0
+    ],
     "expanded": lambda mask: mask.expand(ROWS, 4, TIME, TIME),
 }
 
@@ -196,10 +200,16 @@ UNKNOWN: dict[str, Any] = {
     "a finite number, which would hide nothing if a row saw nothing": lambda s, d, t: additive(
         causal() & (d >= 0)[:, None, None], t, torch.finfo(t).min
     ),
+    "a finite number, and a query whose only key is hidden": lambda s, d, t: additive(causal(), t, LEAST).masked_fill(
+        places() == 0, LEAST
+    ),
     "a small number": lambda s, d, t: additive(causal(), t, -1e4),
     "a bias of the distance": lambda s, d, t: (places() - places()[:, None]).to(t) * 0.1,
     "of a product": lambda s, d, t: (s.to(t)[:, :, None] @ s.to(t)[:, None] > 0)[:, None] & causal(),
     "sums": lambda s, d, t: places()[:, None] + places() < 30,
+    "joined from dims of other lengths": lambda s, d, t: (
+        ~(torch.arange(TIME // 2)[:, None] > torch.arange(2 * TIME)).flatten()
+    ).unflatten(0, (TIME, TIME)),
     "of the keys alone": lambda s, d, t: s[:, None, None],
     "of each sample": lambda s, d, t: causal().expand(ROWS, 1, TIME, TIME).cumsum(0) > 1,
 }
@@ -208,6 +218,35 @@ UNKNOWN: dict[str, Any] = {
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_other_masks_stay_tensors(name: str) -> None:
     _kept(UNKNOWN[name])
+
+
+class Crossing(nn.Module):
+    """Queries and keys of two lengths, and a mask of positions alone that hides by a finite number."""
+
+    def __init__(self, mask: Any) -> None:
+        super().__init__()
+        self.mask, self.project = mask, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        q, k = (self.project(one).unflatten(-1, (4, -1)).transpose(1, 2) for one in (x, y))
+        places = torch.arange(x.shape[1])[:, None], torch.arange(y.shape[1])
+        return sdpa(q, k, k, attn_mask=additive(self.mask(*places), x.dtype, LEAST)).square().mean()
+
+
+CROSSED: dict[str, Any] = {
+    "from the own on": lambda row, column: column >= row,
+    "known vectors": lambda row, column: (column <= row) | ((column % 3 < 2) & (row % 2 < 1)),
+}
+
+
+@pytest.mark.parametrize("name", CROSSED)
+@pytest.mark.parametrize(("queries", "keys"), [(8, 24), (24, 8)])
+def test_a_query_without_a_key_of_its_own_may_see_nothing(name: str, queries: int, keys: int) -> None:
+    """A finite number is known to hide where each query sees the key of its own position."""
+    given = torch.randn(ROWS, queries, WIDTH), torch.randn(ROWS, keys, WIDTH)
+    for _, found in verified(Crossing(CROSSED[name]), ("cp=2",), None, given, steps=1):
+        (node,) = attentions(found)
+        assert ("compared" in str(node.target)) is (queries < keys)
 
 
 @pytest.mark.parametrize(

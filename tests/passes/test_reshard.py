@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 import random
+import re
 
 import pytest
 import torch
+from test_golden import read
 from torch import Tensor, fx
 
 import autopar.runtime.executor.kernel_table  # noqa: F401  registers the kernels of our ops
+from autopar.errors import LayoutError
 from autopar.ir.check.check_levels import verify
 from autopar.ir.layout import Factor, Layout, combine, factor_sizes, fits, local_part, parse_layout, replica_error
 from autopar.ir.mesh import Mesh, parse_mesh
 from autopar.ir.ops.ops import is_collective, op
 from autopar.ir.plan import Plan
 from autopar.ir.program import Input, Level, Output, Program, Record, TensorType, record, set_record
+from autopar.ir.text.text import parse_program
 from autopar.passes.collectives.partition import partition
 from autopar.passes.collectives.reshard import moves, reshard
 from autopar.runtime.executor.executor import Executable
@@ -250,3 +254,30 @@ def test_reasons_name_value_user_and_layouts() -> None:
     (row,) = [record(node) for node in local.calls() if node.target is op("all_reduce")]
     assert row.reason == "%alias_default is [dp,-] partial(tp), but %alias_default_1 wants [dp,-]"
     assert (row.made_by, row.origin, row.source) == ("reshard", "alias", "model.py:1")
+
+
+INDEX, AGAIN = "remainder.Scalar(%remainder, 4)", "remainder.Scalar(%again, 4)"
+BATCH = '%batch_{0}: i64[8] [dp:ep] = batch "{0}"'
+OTHERS: dict[str, dict[str, str]] = {
+    "number": {AGAIN: "remainder.Scalar(%again, 3)"},
+    "operand": {INDEX: "add.Tensor(%remainder, 4)", AGAIN: "add.Tensor(%again, %remainder)"},
+    "op": {AGAIN: "fmod.Scalar(%again, 4)"},
+    "number of arguments": {INDEX: "clamp.default(%remainder, 0)", AGAIN: "clamp.default(%again, 0, 3)"},
+    "input": {BATCH.format(1): f"{BATCH.format(1)}\n{BATCH.format(2)}", AGAIN: "remainder.Scalar(%batch_2, 4)"},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_rows_go_to_their_experts_by_one_index(name: str) -> None:
+    """Of the two indices of a golden program, which are computed alike, one has another number, op, ..."""
+    case = read("reshard/accompanying")
+    text = case.given
+    for old, new in OTHERS[name].items():
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    message = (
+        "rows that went to their experts by %remainder_1 (model.py:3) are multiplied by those of %again_1 "
+        "(model.py:4), at model.py:6 in : one layer has one index. Use the same one for all matrices of an expert."
+    )
+    with pytest.raises(LayoutError, match=f"^{re.escape(message)}$"):
+        reshard(parse_program(text), case.plan)

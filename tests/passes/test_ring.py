@@ -248,6 +248,12 @@ def test_without_cp_nothing_changes() -> None:
     assert compiled("tp=2", attention="ring").text() == compiled("tp=2").text()
 
 
+def test_without_attention_nothing_changes() -> None:
+    found = autopar.compile(nn.Linear(4, 4), "cp=2", loss_fn=lambda m, x: m(x).mean(), batch=torch.zeros(2, 8, 4))
+    names, made = zip(*found.history, strict=True)
+    assert made[names.index("ring")] is made[names.index("ring") - 1]
+
+
 def test_the_time_of_a_ring_is_that_of_the_slower_side() -> None:
     found = compiled("cp=4", attention="ring").program
     node = next(node for node in found.calls() if node.target is RING_ATTENTION)

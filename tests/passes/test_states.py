@@ -23,8 +23,8 @@ def _rule(**how: object) -> Rule:
     return Rule(((("a", "b"), ()),), ((("a",), ("b",)),), SIZES, **how)  # type: ignore[arg-type]
 
 
-def _alone(**how: object) -> Rule:
-    return Rule(((("a",),), (("b",),)), ((("a",),),), SIZES, **how)  # type: ignore[arg-type]
+def _alone(sizes: dict[str, int] = SIZES, **how: object) -> Rule:
+    return Rule(((("a",),), (("b",),)), ((("a",),),), sizes, **how)  # type: ignore[arg-type]
 
 
 def _taken(rule: Rule, axes: str) -> Iterator[Taken]:
@@ -54,6 +54,9 @@ RULES = {
     "positional": _rule(positional=frozenset("a")), "reversed": _rule(reversed=frozenset("a")),
     "turns": _rule(turns="a"), "scan": _rule(scan=("a", False)), "alone": _alone(),
     "owned": _alone(owned=("a", "b"), indexed=frozenset("b")), "halo": _alone(halos=(Halo("a", 1, 1),)),
+    "few alone": _alone({"a": 4, "b": 12}),
+    "few rows": _alone({"a": 4, "b": 12}, owned=("a", "b"), indexed=frozenset("b")),
+    "few owners": _alone({"a": 24, "b": 6}, owned=("a", "b"), indexed=frozenset("b")),
 }  # fmt: skip
 
 
@@ -68,6 +71,9 @@ COUNTS = {
     "alone": [14, 12, 132, 145, 1064],
     "owned": [9, 7, 38, 46, 125],
     "halo": [13, 11, 95, 102, 459],
+    "few alone": [10, 6, 46, 74, 280],
+    "few rows": [5, 1, 3, 15, 3],
+    "few owners": [9, 7, 38, 45, 120],
 }
 
 

@@ -18,7 +18,7 @@ from verified import Once, verified
 
 import autopar
 from autopar.compiled import Compiled
-from autopar.errors import BatchError, MeshError, PlanError, ScheduleError
+from autopar.errors import BatchError, MeshError, PlanError, ScheduleError, VerificationError
 from autopar.ir.layout import local_part, parse_layout
 from autopar.ir.mesh import SLICE, Mesh, parse_mesh
 from autopar.ir.ops.measure import local_type
@@ -26,8 +26,10 @@ from autopar.ir.options import read_slices
 from autopar.ir.plan import Fixed
 from autopar.ir.program import Record, TensorType, record
 from autopar.ir.schedule import Action
+from autopar.ir.text.text import parse_program
 from autopar.machines import named
 from autopar.passes.collectives.sized import Sized
+from autopar.passes.pipeline.with_lengths import sized_graphs
 from autopar.passes.rules.rule import Reading, starts_of
 from autopar.report.inspection_pipeline import saved_bytes
 from autopar.report.timeline.show_timeline import picture_of
@@ -352,3 +354,41 @@ def test_only_what_is_sliced_costs_less_in_a_shorter_slice(layout: str, size: in
     known = Record((TensorType((8, 6), torch.float32),), layouts=(parse_layout(layout),), flops=100)
     found = sized.record(known, [frozenset({0}) if size == 4 else frozenset()])
     assert (found.type.shape, found.flops) == ((size, 6), flops)
+
+
+OF_EIGHT = """LOCAL program on sl=2
+%x: f32[8] of [16] [sl] = batch "0"
+%w: f32[5] [-] = parameter "w"
+%exp: f32[8] of [16] [sl] = aten.exp.default(%x)
+%neg: f32[5] [-] = aten.neg.default(%w)
+return value "y" = %exp
+return value "z" = %neg
+"""
+OF_FOUR = OF_EIGHT.replace("f32[8] of [16] [sl]", "f32[4] of [8] [sl]")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("", ""),
+        ("neg.default", "abs.default"),
+        ("%neg", "%other"),
+        ("f32[4] of [8] [sl] = batch", "f32[6] [-] = batch"),
+    ],
+)
+def test_what_has_no_slices_needs_no_twin(old: str, new: str) -> None:
+    """What lies whole in the program of slices of another length tells nothing of a slice."""
+    sized = Sized(4, 8, Mesh(((SLICE, 2),)), 4, 1, {}, frozenset())
+    (found,) = sized_graphs(
+        {(0, "F"): parse_program(OF_EIGHT)}, parse_program(OF_FOUR.replace(old, new)), sized
+    ).values()
+    assert [(node.name, record(node).type.shape) for node in found.graph.nodes if node.op != "output"] == [
+        ("x", (8,)), ("w", (5,)), ("exp", (8,)), ("neg", (5,)),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "new"), [("%exp", "%other"), ("exp.default", "sin.default")])
+def test_a_call_of_slices_without_a_twin_is_a_fault(old: str, new: str) -> None:
+    sized = Sized(4, 8, Mesh(((SLICE, 2),)), 4, 1, {}, frozenset())
+    with pytest.raises(VerificationError, match=r"^%exp \(aten.exp.default\) has no twin in the program of slices of"):
+        sized_graphs({(0, "F"): parse_program(OF_EIGHT)}, parse_program(OF_FOUR.replace(old, new)), sized)

@@ -147,7 +147,7 @@ class ForwardLine:
             if last > first and node not in renewed:  # every stage that uses it gathers it
                 time = machine.message_us(bytes_, self.ranks)
                 steps[first + 1] += time
-                steps[last + 1 if last + 1 <= count else count] -= time
+                steps[last + 1] -= time
             if any(user.op != "output" and record(user).is_backward for user in node.users):
                 saved[i] = bytes_
         return np.cumsum(steps), saved

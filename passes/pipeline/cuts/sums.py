@@ -12,7 +12,7 @@ from autopar.ir.ops.ops import is_collective, op
 from autopar.ir.pipeline import Join, Reduction
 from autopar.ir.program import Builder, Program, Record, record
 from autopar.passes.pipeline.cuts.cut import Stages
-from autopar.passes.pipeline.cuts.terms import ADD, is_sum, paths_to_terms, start_of, steps_behind, sums_of, terms_of
+from autopar.passes.pipeline.cuts.terms import ADD, is_sum, paths_to_terms, start_of, steps_behind, sums_of
 from autopar.passes.pipeline.cuts.when import NodeTimes, When, is_join, times_of
 
 
@@ -137,11 +137,10 @@ def with_steps_of_terms(times: NodeTimes, stages: Stages) -> Stages:
     micro-batch."""
     found = dict(stages)
     for join in times.reductions:
-        part = join.args[0]
-        for term in terms_of(sums_of(part)) if isinstance(part, fx.Node) else ():
-            steps = steps_behind(term)
-            made = steps[-1].all_input_nodes[0] if steps else term
-            found |= {step: found[made] for step in steps if step in found and made in found}
+        part = join.all_input_nodes[0]
+        for term, _ in paths_to_terms(part, sums_of(part)):
+            if start_of(term) in found:  # the backward pass of a micro-batch alone is placed
+                found |= dict.fromkeys(steps_behind(term), found[start_of(term)])
     return found
 
 
@@ -151,7 +150,7 @@ def _additions(node: fx.Node, stages: Stages) -> set[fx.Node]:
     if not is_sum(total):
         return set()
     found = {total}.union(*(_additions(arg, stages) for arg in total.all_input_nodes))
-    terms = terms_of(found)
+    terms = {term for term, _ in paths_to_terms(node, found)}
     return found if terms <= stages.keys() and len({stages[term] for term in terms}) > 1 else set()
 
 

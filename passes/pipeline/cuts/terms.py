@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator
-from collections.abc import Set as AbstractSet
 
 import torch
 from torch import fx
@@ -21,10 +20,6 @@ def sums_of(node: fx.Node) -> set[fx.Node]:
     """The sums of terms, that nothing but a join and one another reads, maybe step by step."""
     total = start_of(node)
     return {total}.union(*map(sums_of, total.all_input_nodes)) if is_sum(total) else set()
-
-
-def terms_of(sums: AbstractSet[fx.Node]) -> set[fx.Node]:
-    return {arg for one in sums for arg in one.all_input_nodes if start_of(arg) not in sums}
 
 
 def steps_behind(node: fx.Node) -> list[fx.Node]:
