@@ -37,8 +37,9 @@ VIEWS = (
 VALUES = (
     "{s} * {o}.mean()", "torch.tanh({s})", "{s}.clone()", "{s} + {o}.sum().item() * 0.01",
     "{s} / ({o}.abs().max().item() + 1)", "torch.where({s} > 0, {s}, 0.1)", "torch.stack([{s}, {s}])", "{s}.cumsum(0)",
-    "{s}.softmax(-1)", "torch.cat([{s}, {s}])", "self.k.weight.detach()[:2]", "copy.deepcopy({s}.detach())",
-    "{s}.new_zeros({s}.shape)", "{s}.index_select(0, {o}.flatten()[:2].abs().long() % {s}.shape[0])",
+    "{s}.softmax(-1)", "torch.cat([{s}, {s}])", "self.k.weight.detach()[:2]",
+    "copy.deepcopy({s}.detach().contiguous())", "{s}.new_zeros({s}.shape)",
+    "{s}.index_select(0, {o}.flatten()[:2].abs().long() % {s}.shape[0])",
 )  # fmt: skip
 WRITES = (
     "{s}.mul_(0.5)", "{s}.add_(1)", "{s}[0] = 2", "{s}[..., -1] = {s}[..., 0] * 0.3", "{s}.zero_()", "{s}.tanh_()",
@@ -110,7 +111,7 @@ def runs(model: nn.Module, x: Tensor) -> bool:
 
 
 def verdict(number: int) -> tuple[str, str]:
-    """What became of a program: "plain" (that PyTorch does not run), ok, refused, WRONG or BROKEN; and what was said."""
+    """What became of a program: "plain" (PyTorch does not run it), ok, refused, WRONG or BROKEN; and what was said."""
     model, source = made(number)
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
     if not runs(copy.deepcopy(model), x):

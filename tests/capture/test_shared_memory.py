@@ -113,6 +113,12 @@ def left(m: Any, x: Tensor, y: Tensor) -> Tensor:
     return m.inner(x) * one + flat.sum()
 
 
+def place_of_old(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    one = m.rows[x[0].argmax() % 2]
+    m.rows.data = m.rows.data * 2
+    return m.inner(x) * m.rows[0] + one
+
+
 _DATA = r"This line has a tensor that lay in the memory of x, or of y, before x\.data = y\."
 _WRITE = (
     r"This line has a write to {}, which lies in the memory of {} too\. .* Give one of them memory of its own: \.cl"
@@ -124,7 +130,8 @@ _WRITE = (
     [(written_part, "m.part.add_", _WRITE.format("'part'", "'rows'")),
      (written_whole, "m.rows.add_", _WRITE.format("'rows'", "'part'")),
      (read_behind, "y[y < 0] = 0", _WRITE.format("tensor 1 of the batch", "tensor 0 of the batch")),
-     (swapped, "one.data, other.data", _DATA), (joined, "other.mul_(3)", _DATA), (left, "flat.sum()", _DATA)],
+     (swapped, "one.data, other.data", _DATA), (joined, "other.mul_(3)", _DATA), (left, "flat.sum()", _DATA),
+     (place_of_old, "+ one", _DATA)],
 )  # fmt: skip
 def test_what_would_be_seen_in_another_tensor_is_refused(use: Any, line: str, text: str) -> None:
     with pytest.raises(CaptureError, match=text) as caught:

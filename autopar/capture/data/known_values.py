@@ -162,9 +162,10 @@ class Values:
         """True for a tensor in the memory of an input of the step."""
         return storage_of(tensor) in self._inputs
 
-    def parts(self, x: Tensor, data: Tensor) -> None:
-        """The memory of `x` is another one from now on, `data`'s, in place of which a program has a copy."""
-        alike = (known.tensor for tensor in (x, data) for known in self._stored.get(storage_of(tensor) or -1, ()))
+    def parts(self, x: Tensor, *others: Tensor) -> None:
+        """The memory of `x` is another one from now on, that of one of the others, in place of which a program has a
+        copy."""
+        alike = (known.tensor for tensor in (x, *others) for known in self._stored.get(storage_of(tensor) or -1, ()))
         self._left.update((id(tensor), tensor) for tensor in alike if tensor is not x)
 
     def is_used(self, tensor: Tensor) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -40,9 +40,11 @@ def compared(function: Any, args: Any) -> Any:
     return True if is_same(*args) else NotImplemented
 
 
-def set_data(called: Callable[..., Any], known: Values, x: Tensor, data: Tensor) -> None:
+def set_data(
+    called: Callable[..., Any], known: Values, copies: Callable[[Tensor], Iterable[Tensor]], x: Tensor, data: Tensor
+) -> None:
     """Write `x.data = data` as a copy into the memory of `x`, by a function that makes calls; nothing for what is there
-    already. Raises CaptureError where the two would not be the same."""
+    already. copies: those that stand for views of a tensor. Raises CaptureError where the two would not be the same."""
     if is_same(x.detach(), data):
         return
     line = user_frame(sys._getframe(1))
@@ -55,4 +57,4 @@ def set_data(called: Callable[..., Any], known: Values, x: Tensor, data: Tensor)
         raise refusal(DATA_USED, line)
     with torch.no_grad():
         called(Tensor.copy_, (), tuple(called(Tensor.detach, (), (tensor,)) for tensor in (x, data)))
-    known.parts(x, data)
+    known.parts(x, data, *copies(x), *copies(data))

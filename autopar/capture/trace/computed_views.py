@@ -111,6 +111,13 @@ class ComputedViews:
                 self._busy.pop()
                 self._stale.pop(memory, None)
 
+    def copies(self, tensor: Tensor) -> list[Tensor]:
+        """Those that stand for views of a tensor, and of these."""
+        found = list[Tensor]()
+        for view in self._of.get(storage_of(tensor) or -1, ()):
+            found += [view.made, *self.copies(view.made)]
+        return found
+
     def check_strides(self, tensors: Iterable[Tensor]) -> None:
         """Raise CaptureError for a copy, which lies in other memory than a view, with other strides."""
         if any(storage_of(tensor) in self._made for tensor in tensors):
