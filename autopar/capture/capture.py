@@ -36,6 +36,7 @@ from autopar.capture.inputs.module_state import (
     SCRATCH,
     State,
     Step,
+    as_given,
     attributes,
     check_buffers,
     device_of,
@@ -459,7 +460,7 @@ class _Capture:
 
     def _finds_scratch(self, inputs: list[torch.Tensor]) -> bool:
         """True if buffers may be scratch: unless the second run reads what the first left in them."""
-        self.scratch = scratch_among(self._old(inputs), self.left.buffers, self.partners.submodule)
+        self.scratch = scratch_among(as_given(self.state, inputs), self.left.buffers, self.partners.submodule)
         try:
             if self.scratch:
                 self._check_buffers(inputs)
@@ -467,12 +468,9 @@ class _Capture:
             self.scratch_fault = error
         return bool(self.scratch)
 
-    def _old(self, inputs: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {entry.name: tensor for (entry, _), tensor in zip(self.state.entries, inputs, strict=False)}
-
     def _check_buffers(self, inputs: list[torch.Tensor]) -> None:
         run = partial(self._again, inputs, RecordedCalls(), is_watched=False)
-        check_buffers(self._old(inputs), self.left.buffers, run, self._buffer)
+        check_buffers(as_given(self.state, inputs), self.left.buffers, run, self._buffer)
 
     def _buffer(self, name: str) -> torch.Tensor:
         path, _, attribute = name.rpartition(".")

@@ -48,10 +48,9 @@ def give_tensors(
     has_grads: gradients are on. written: parameters that the step writes."""
     given, behind = GivenTensors(list(inputs), list(leaves)), list[int]()
     for position, (entry, tensor) in enumerate(entries):
-        # A form of its own, which a run may change (`x.unsqueeze_(0)`).
-        value, is_in_parts = inputs[position].detach(), entry.name.startswith(IN_PARTS)
+        value, is_in_parts = inputs[position], entry.name.startswith(IN_PARTS)
         if entry.kind in ("parameter", "constant") and tensor.requires_grad and has_grads:
-            value.requires_grad_()
+            value = value.detach().requires_grad_()
             if entry.kind == "parameter":
                 given.trainable.append((entry.name, value))
             elif is_in_parts:
@@ -73,6 +72,7 @@ def give_tensors(
     position = len(entries)
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
+            # Of a form of its own, which a run may change (`x.unsqueeze_(0)`).
             value = given.values[position] = inputs[position].detach()
             if leaf.requires_grad and has_grads:
                 value.requires_grad_()

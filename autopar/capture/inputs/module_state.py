@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -189,6 +189,12 @@ def name_if_trained(entry: Input, tensor: torch.Tensor | None) -> str | None:
 
 
 # Check what a step leaves in the buffers of a module.
+
+
+def as_given(state: State, inputs: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What stands for the tensors of a state in a run, by their names, in the form that they had before it."""
+    pairs = zip(state.entries, inputs, strict=False)
+    return {entry.name: one if one.shape == held.shape else one.new_empty(held.shape) for (entry, held), one in pairs}
 
 
 def check_buffers(

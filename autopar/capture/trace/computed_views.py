@@ -112,7 +112,7 @@ class ComputedViews:
                 self._stale.pop(memory, None)
 
     def copies(self, tensor: Tensor) -> list[Tensor]:
-        """Those that stand for views of a tensor, and of these."""
+        """Find those that stand for views of a tensor, and of these."""
         found = list[Tensor]()
         for view in self._of.get(storage_of(tensor) or -1, ()):
             found += [view.made, *self.copies(view.made)]
