@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -10,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from autopar import verify
+from autopar.capture.inputs.shared_memory import overlapping
 from autopar.errors import CaptureError
+from autopar.ir.program import Input
 
 Given = tuple[Tensor, Tensor]
 
@@ -137,3 +141,27 @@ def test_what_would_be_seen_in_another_tensor_is_refused(use: Any, line: str, te
     with pytest.raises(CaptureError, match=text) as caught:
         verify(Net(use).double(), "dp=1", batch=shifted())
     assert line in str(caught.value)
+
+
+def _view(dice: random.Random, view: Tensor) -> Tensor:
+    for _ in range(dice.randint(0, 3)):
+        first = dice.randrange(view.shape[0])
+        view = dice.choice([view[first:], view[: first + 1], view[:: 1 + first % 3], view.t(), view[:, -1:]])
+    return view
+
+
+def _places(view: Tensor) -> set[int]:
+    return set(torch.arange(144).as_strided(view.shape, view.stride(), int(view.storage_offset())).flatten().tolist())
+
+
+def test_tensors_that_meet_are_found() -> None:
+    dice = random.Random(0)
+    for _ in range(60):
+        base = torch.zeros(12, 12)
+        views = [_view(dice, base) for _ in range(6)]
+        found = {
+            (a.name, b.name)
+            for (a, _), (b, _) in overlapping((Input("buffer", (str(i),)), v) for i, v in enumerate(views))
+        }
+        meeting = ((i, j) for i, j in combinations(range(6), 2) if _places(views[i]) & _places(views[j]))
+        assert found == {(str(i), str(j)) for i, j in meeting}

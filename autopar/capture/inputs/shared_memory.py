@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from itertools import combinations
+from itertools import takewhile
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -23,14 +23,16 @@ def overlapping(entries: Iterable[Held]) -> Iterator[tuple[Held, Held]]:
         if storage is not None and tensor.device.type != "meta" and tensor.numel():
             by_storage[storage].append((entry, tensor))
     for alike in by_storage.values():
-        yield from (pair for pair in combinations(alike, 2) if _meet(pair[0][1], pair[1][1]))
+        ranges = sorted((*_range(tensor), at) for at, (_, tensor) in enumerate(alike))
+        for i, (_, end, at) in enumerate(ranges):  # of thousands of parts of one memory few lie in each other
+            near = takewhile(lambda other, end=end: other[0] < end, ranges[i + 1 :])  # type: ignore[misc]
+            pairs = (sorted((at, its)) for _, _, its in near)
+            yield from ((alike[a], alike[b]) for a, b in pairs if _meet(alike[a][1], alike[b][1]))
 
 
 def _meet(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors in one memory have an element in common."""
+    """Whether two tensors that lie in one range of a memory have an element in common."""
     (start, end), (its_start, its_end) = _range(one), _range(other)
-    if start >= its_end or its_start >= end:
-        return False
     are_dense = one.numel() * one.itemsize == end - start and other.numel() * other.itemsize == its_end - its_start
     if are_dense or one.dtype != other.dtype:  # columns that lie between each other have one dtype
         return True
