@@ -150,6 +150,51 @@ def test_a_number_is_that_of_the_moment_when_it_was_read(use: Any) -> None:
     assert report.ok and report.max_error < 1e-10, str(report)
 
 
+def quotients(m: Any, y: Tensor, x: Tensor) -> Tensor:
+    up, down, mean = (y > 0).sum().item(), (x > -9).sum().item(), y.mean().item()
+    return y * (up / down) + y.square() * (up % down) + y.sin() / (1 + mean / (down - 0.5)) + down // max(up, 1)
+
+
+def rounded(m: Any, y: Tensor, x: Tensor) -> Tensor:
+    high, half = y.max().item() * 3, (x > 0).sum().item() / 2
+    return y * round(half) + y.square() * math.floor(high) - math.ceil(high) * y.sin() + math.trunc(-high) + round(3.0)
+
+
+def larger(m: Any, y: Tensor, x: Tensor) -> Tensor:
+    up, down = (y > 0).sum().item(), (x > 0).sum().item()
+    return y * max(up, down) + (2 if y.mean().item() < x.mean().item() else 3) * y.square()
+
+
+@pytest.mark.parametrize(("use", "programs"), [(quotients, 1), (rounded, 1), (larger, 4)])
+def test_numbers_are_divided_rounded_and_compared(use: Any, programs: int) -> None:
+    """What Python refuses, or decides by, is looked at in each step."""
+    torch.manual_seed(0)
+    plain = Item(use).double()
+    parallel = parallelize(copy.deepcopy(plain), "dp=1", loss_fn=squares)
+    for x in torch.randn(8, 12, 8, dtype=torch.float64):
+        plain.zero_grad()
+        parallel.zero_grad()
+        expected = squares(plain, x)
+        expected.backward()
+        torch.testing.assert_close(parallel.forward_backward(x), expected)
+        for mine, its in zip(parallel.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad.full_tensor(), its.grad)
+    assert 1 <= len(parallel.programs) <= programs
+    report = verify(plain, "dp=2,tp=2", loss_fn=squares, batch=torch.randn(12, 8, dtype=torch.float64), steps=3)
+    assert report.ok, str(report)
+
+
+def test_a_divisor_that_comes_to_be_zero_is_pythons_error() -> None:
+    model = parallelize(Item(lambda m, y, x: y * (1 / (x > 0).sum().item())).double(), "dp=1", loss_fn=squares)
+    x = torch.ones(12, 8, dtype=torch.float64)
+    model.forward_backward(x)
+    before = [p.grad.full_tensor().clone() for p in model.parameters()]
+    with pytest.raises(ZeroDivisionError, match=r"division by zero\n.*test_items\.py:\d+ .* Nothing was changed"):
+        model.forward_backward(-x)
+    assert all(torch.equal(p.grad.full_tensor(), was) for p, was in zip(model.parameters(), before, strict=True))
+    model.forward_backward(x)
+
+
 def caught(m: Item, y: Tensor, x: Tensor) -> Tensor:
     m.last = y.mean().item()
     return y

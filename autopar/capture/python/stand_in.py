@@ -93,7 +93,9 @@ def _comparison(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
         if isinstance(other, Tensor):
             return _of_two(function, self, other)
         value = _compared(function, self, other)
-        if value is NotImplemented and type(other) in DTYPES:
+        if value is NotImplemented and type(other) is Scalar and other._at is None:
+            value = self.read(lambda: function(self.tensor(), other.tensor()), bool)
+        elif value is NotImplemented and type(other) in DTYPES:
             value = self.read(lambda: function(self.tensor(), other), bool)
         return self.refuse(f"is compared ({function.__name__})") if value is NotImplemented else value
 
@@ -440,19 +442,41 @@ def _of_tensors(function: Callable[..., Any], *numbers: Any) -> Any:
         return Scalar(
             known._book, span=span, addends=tuple(part for number in held for part in number._addends or (number,))
         )
-    if function is operator.truediv and not (type(right) in DTYPES and right != 0):
+    if function in _ROUNDED and len(numbers) == 1 and _rounds(left):
+        is_whole = isinstance(left, int)
+        return left if is_whole else Scalar(left._book, _ROUNDED[function](left.tensor()).to(torch.int64))
+    is_remainder = function in _REMAINDERS
+    if (function is operator.truediv or is_remainder) and not _divides(function, left, right):
         return _of_drawn(_DIVIDES, function, *numbers)
     if function is operator.pow and not ((type(right) is int and right >= 0) or (type(left) is float and left > 0)):
         return _of_drawn(_RAISES, function, *numbers)
-    is_remainder = function in _REMAINDERS and type(right) in DTYPES and right != 0
     if function not in _OF_TENSORS and not is_remainder:
-        how = f"is used by Python itself ({_SIGNS.get(function, function.__name__)})"
-        return _of_drawn(how, function, *numbers)
+        return _of_drawn(f"is used by Python itself ({function.__name__})", function, *numbers)
     is_float = function is operator.truediv or any(isinstance(number, float) for number in numbers)
     dtype = torch.float64 if is_float else torch.int64
     tensors = [number._as(dtype) if type(number) is Scalar else number for number in numbers]
     places = frozenset(place for number in numbers if type(number) is Scalar for place in number._book[1])
     return Scalar((known._book[0], places), _REMAINDERS.get(function, function)(*tensors))
+
+
+def _divides(function: Callable[..., Any], left: Any, right: Any) -> bool:
+    """Whether a program can divide by a number: one that is not zero, which each step looks at where a tensor holds it.
+    Raises ZeroDivisionError as Python does where it is zero in this step."""
+    if type(right) is not Scalar:
+        return type(right) in DTYPES and right != 0
+    if right._book[0].is_drawn:
+        return False
+    is_zero = right.read(lambda: right.tensor() == 0, bool)
+    if is_zero is True:
+        function(1.0 if isinstance(left, float) else 1, 0.0 if isinstance(right, float) else 0)
+    return is_zero is False
+
+
+def _rounds(number: Scalar) -> bool:
+    """Whether a program can round a number to an integer of 64 bits, which each step looks at."""
+    if isinstance(number, int):
+        return True
+    return not number._book[0].is_drawn and number.read(lambda: number.tensor().abs() < 1 << 63, bool) is True
 
 
 def _of_drawn(how: str, function: Callable[..., Any], *numbers: Any) -> Any:
@@ -462,8 +486,10 @@ def _of_drawn(how: str, function: Callable[..., Any], *numbers: Any) -> Any:
 
 
 _OF_TENSORS = (operator.neg, operator.abs, operator.add, operator.sub, operator.mul, operator.truediv, operator.pow)
+_ROUNDED: dict[Any, Callable[..., Any]] = {
+    round: torch.round, math.trunc: torch.trunc, math.floor: torch.floor, math.ceil: torch.ceil,
+}  # fmt: skip
 _REMAINDERS: dict[Any, Callable[..., Any]] = {operator.mod: torch.remainder, operator.floordiv: torch.floor_divide}
-_SIGNS: dict[Any, str] = {operator.mod: "%", operator.floordiv: "//"}
 
 
 _OPTIONS = ("alpha", "rounding_mode", "out")

@@ -65,9 +65,10 @@ def count_asked(truth: fx.Node) -> tuple[fx.Node, int | None, bool] | None:
 
 def _later(node: fx.Node) -> fx.Node | None:
     """The end of a group, of which the end of the group before it is subtracted: how many rows it has."""
-    if node.target is not aten.sub.Tensor or node.kwargs:
+    operands = [one for one in node.args if isinstance(one, fx.Node)]
+    if node.target is not aten.sub.Tensor or node.kwargs or len(operands) < 2:
         return None
-    last, first = (_bare(one) for one in node.args)  # type: ignore[arg-type]
+    last, first = map(_bare, operands)
     if not (last.target is first.target is aten.select.int) or last.args[:2] != first.args[:2]:
         return None
     return last if last.args[2] == first.args[2] + 1 else None  # type: ignore[operator]
