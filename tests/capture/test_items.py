@@ -165,6 +165,20 @@ def larger(m: Any, y: Tensor, x: Tensor) -> Tensor:
     return y * max(up, down) + (2 if y.mean().item() < x.mean().item() else 3) * y.square()
 
 
+def against_a_draw(m: Any, y: Tensor, x: Tensor) -> Tensor:
+    """What data and a draw decide, data do."""
+    draw, mean = torch.rand(()).item() - 0.5, x.mean().item() * 9
+    return y * max(draw, mean, 0.01) * (2 if draw < mean else 3)
+
+
+def test_a_draw_is_compared_with_a_number() -> None:
+    torch.manual_seed(0)
+    model = Item(against_a_draw).double()
+    for x in torch.randn(3, 12, 8, dtype=torch.float64):
+        report = verify(model, "dp=2", loss_fn=squares, batch=x, steps=4)
+        assert report.ok, str(report)
+
+
 @pytest.mark.parametrize(("use", "programs"), [(quotients, 1), (rounded, 1), (larger, 4)])
 def test_numbers_are_divided_rounded_and_compared(use: Any, programs: int) -> None:
     """What Python refuses, or decides by, is looked at in each step."""

@@ -94,7 +94,8 @@ def _comparison(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
             return _of_two(function, self, other)
         value = _compared(function, self, other)
         if value is NotImplemented and type(other) is Scalar and other._at is None:
-            value = self.read(lambda: function(self.tensor(), other.tensor()), bool)
+            known = min((other, *[self] * (self._at is None)), key=lambda number: number._book[0].is_drawn)
+            value = known.read(lambda: function(self.tensor(), other.tensor()), bool)  # of data, where one is
         elif value is NotImplemented and type(other) in DTYPES:
             value = self.read(lambda: function(self.tensor(), other), bool)
         return self.refuse(f"is compared ({function.__name__})") if value is NotImplemented else value
