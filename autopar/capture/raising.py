@@ -169,12 +169,9 @@ class Raise(TorchFunctionMode):
         return NotImplemented
 
     def _set_data(self, call: ModelCall) -> Any:
-        is_set = self.captures and call.function == SET_DATA and isinstance(call.args[1], Tensor)
-        return (
-            set_data(self.__torch_function__, self.known, self.selected.views.copies, *call.args)
-            if is_set
-            else NotImplemented
-        )
+        if not (self.captures and call.function == SET_DATA and isinstance(call.args[1], Tensor)):
+            return NotImplemented
+        return set_data(self.__torch_function__, self.known, self.selected.views.copies, *call.args)
 
     def _run_partner(self, call: ModelCall) -> Any:
         if call.function is not inlined:

@@ -456,6 +456,8 @@ def _of_tensors(function: Callable[..., Any], *numbers: Any) -> Any:
     is_float = function is operator.truediv or any(isinstance(number, float) for number in numbers)
     dtype = torch.float64 if is_float else torch.int64
     tensors = [number._as(dtype) if type(number) is Scalar else number for number in numbers]
+    if is_remainder and type(right) is Scalar:  # kernels of integers end the step that is to say that it is zero
+        tensors[-1] = torch.where(tensors[-1] == 0, 1, tensors[-1])
     places = frozenset(place for number in numbers if type(number) is Scalar for place in number._book[1])
     return Scalar((known._book[0], places), _REMAINDERS.get(function, function)(*tensors))
 
