@@ -202,19 +202,19 @@ def _recorded(func: OpOverload) -> OpOverload:
         return aten.lift_fresh_copy.default
     if torch.Tag.inplace_view not in func.tags:
         return func
-    views = getattr(aten, func._schema.name.removeprefix("aten::").removesuffix("_"), None)
+    views = getattr(aten, schema_of(func).name.removeprefix("aten::").removesuffix("_"), None)
     found = (getattr(views, name) for name in (views.overloads() if views is not None else ()))
     alike = (view for view in found if _arguments(view) == _arguments(func) and _is_view(view))
     return next(alike, func)  # itself where it changes more than a form (`x.resize_(8)`)
 
 
 def _is_view(func: OpOverload) -> bool:
-    aliases = [returned.alias_info for returned in func._schema.returns]
+    aliases = [returned.alias_info for returned in schema_of(func).returns]
     return all(alias is not None and not alias.is_write for alias in aliases)
 
 
 def _arguments(func: OpOverload) -> list[tuple[str, str]]:
-    return [(argument.name, str(argument.type)) for argument in func._schema.arguments]
+    return [(argument.name, str(argument.type)) for argument in schema_of(func).arguments]
 
 
 @cache

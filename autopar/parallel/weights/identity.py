@@ -43,7 +43,7 @@ def check_identity(model: nn.Module) -> list[str]:
     parameters = [(entry, tensor) for entry, tensor in entries if entry.kind == "parameter"]
     for entry, tensor in parameters:
         _check_one(entry.name, tensor)
-    check_memory(model)
+    _check_memory(model)
     return [
         f"gradient of '{entry.name}' with digest {digest(tensor.grad):x}"
         for entry, tensor in parameters
@@ -51,7 +51,7 @@ def check_identity(model: nn.Module) -> list[str]:
     ]
 
 
-def check_memory(model: nn.Module) -> None:
+def _check_memory(model: nn.Module) -> None:
     """Raise AutoparError for a parameter that is trained in memory of which the model holds another tensor: the two
     would be two values from then on."""
     for (entry, tensor), (other, its) in overlapping(state_of(model).entries):
