@@ -225,8 +225,9 @@ def test_the_command_line_shows_the_message_alone(
     assert said == (
         f"autopar: the program depends on the values in a tensor at {file}:8\n"
         "    return super().forward(x) * float(x.max())\n"
-        "This line has float() of a tensor. Leave it a tensor: sums, products and comparisons work alike. A value "
-        "for a log is read after the step; one that is known before it is passed in as a Python number.\n"
+        "This line has float() of a tensor. Leave it a tensor: sums, products and comparisons work alike, "
+        "torch.exp(t) is math.exp(t), and what .item() gives may be in arithmetic (n ** 0.5, max(n, 1)). A value for a "
+        "log is read after the step; one that is known before it is passed in as a Python number.\n"
         "Or specialize=True takes the value from the example batch, and checks at each step that it still holds.\n"
     )
 

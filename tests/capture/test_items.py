@@ -161,6 +161,15 @@ def rounded(m: Any, y: Tensor, x: Tensor) -> Tensor:
     return y * round(half) + y.square() * math.floor(high) - math.ceil(high) * y.sin() + math.trunc(-high) + round(3.0)
 
 
+def raised(m: Any, y: Tensor, x: Tensor) -> Tensor:
+    up, norm = (x > -9).sum().item(), x.norm().item()
+    whole, rest = divmod(up + norm, 7)
+    return (
+        y * up**0.5 + y.sin() * norm**-1.5 + y.square() / 2 ** (up // 40) + (-norm) ** 2.0 * up**-2 * y.cos()
+        + y * norm ** (1 / up) * (up - up) ** 0.25 - y.abs() * whole * rest
+    )  # fmt: skip
+
+
 def larger(m: Any, y: Tensor, x: Tensor) -> Tensor:
     up, down = (y > 0).sum().item(), (x > 0).sum().item()
     return y * max(up, down) + (2 if y.mean().item() < x.mean().item() else 3) * y.square()
@@ -180,8 +189,8 @@ def test_a_draw_is_compared_with_a_number() -> None:
         assert report.ok, str(report)
 
 
-@pytest.mark.parametrize(("use", "programs"), [(quotients, 1), (rounded, 1), (larger, 4)])
-def test_numbers_are_divided_rounded_and_compared(use: Any, programs: int) -> None:
+@pytest.mark.parametrize(("use", "programs"), [(quotients, 1), (rounded, 1), (raised, 1), (larger, 4)])
+def test_numbers_are_divided_rounded_raised_and_compared(use: Any, programs: int) -> None:
     """What Python refuses, or decides by, is looked at in each step."""
     torch.manual_seed(0)
     plain = Item(use).double()
@@ -199,7 +208,11 @@ def test_numbers_are_divided_rounded_and_compared(use: Any, programs: int) -> No
     assert report.ok, str(report)
 
 
-@pytest.mark.parametrize("divide", [operator.truediv, operator.mod, operator.floordiv])
+def to_the_power(number: float, zero: Any) -> Any:
+    return zero**-number
+
+
+@pytest.mark.parametrize("divide", [operator.truediv, operator.mod, operator.floordiv, to_the_power])
 @pytest.mark.parametrize("number", [7, 7.5])
 def test_a_divisor_that_comes_to_be_zero_is_pythons_error(divide: Any, number: float) -> None:
     """Also where torch has an error of its own: for integers on a CPU."""
@@ -209,7 +222,9 @@ def test_a_divisor_that_comes_to_be_zero_is_pythons_error(divide: Any, number: f
     x = torch.ones(12, 8, dtype=torch.float64)
     model.forward_backward(x)
     before = [p.grad.full_tensor().clone() for p in model.parameters()]
-    with pytest.raises(ZeroDivisionError, match=r"(by zero|float modulo)\n.*test_items\.py:\d+ .* Nothing was changed"):
+    with pytest.raises(
+        ZeroDivisionError, match=r"(by zero|float modulo|negative power)\n.*test_items\.py:\d+ .* Nothing was changed"
+    ):
         model.forward_backward(-x)
     assert all(torch.equal(p.grad.full_tensor(), was) for p, was in zip(model.parameters(), before, strict=True))
     model.forward_backward(x)
@@ -227,6 +242,7 @@ ITEMS_REFUSED: dict[str, tuple[Any, str]] = {
     "a log": (lambda m, y, x: KEPT.append(y.mean().item()) or y, "The number is kept from this step"),
     "an attribute": (caught, "The number is kept from this step"),
     "an option": (lambda m, y, x: nn.functional.dropout(y, y[0, 0].item()), r"is an argument of dropout\(\)"),
+    "a root": (lambda m, y, x: y * abs((-y.abs().sum().item()) ** 0.5), "is in a power of numbers"),
     "math": (lambda m, y, x: y * math.exp(y.mean().item()), r"Python itself \(float\)"),
 }
 

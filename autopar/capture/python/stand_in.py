@@ -316,6 +316,12 @@ class Scalar:
     def __rmod__(self, other: Any) -> Any:
         return _of_two(operator.mod, other, self)
 
+    def __divmod__(self, other: Any) -> Any:
+        return self // other, self % other
+
+    def __rdivmod__(self, other: Any) -> Any:
+        return other // self, other % self
+
     def __round__(self, digits: int | None = None) -> Any:
         return _of_numbers(round, self) if digits is None else _of_numbers(round, self, digits)
 
@@ -333,7 +339,7 @@ class Scalar:
     __eq__, __ne__ = map(_comparison, (operator.eq, operator.ne))
     __lt__, __le__, __gt__, __ge__ = map(_comparison, (operator.lt, operator.le, operator.gt, operator.ge))
     __hash__, __str__, __repr__, __format__ = map(_refusal, ("hash", "str", "repr", "format"))
-    __divmod__, __rdivmod__, __reduce_ex__ = map(_refusal, ("divmod", "divmod", "pickle"))
+    __reduce_ex__ = _refusal("pickle")
 
 
 def with_tensors(func: Any, args: Any, kwargs: Any) -> Spelling:
@@ -449,11 +455,12 @@ def _of_tensors(function: Callable[..., Any], *numbers: Any) -> Any:
     is_remainder = function in _REMAINDERS
     if (function is operator.truediv or is_remainder) and not _divides(function, left, right):
         return _of_drawn(_DIVIDES, function, *numbers)
-    if function is operator.pow and not ((type(right) is int and right >= 0) or (type(left) is float and left > 0)):
+    if function is operator.pow and not _raises(left, right):
         return _of_drawn(_RAISES, function, *numbers)
     if function not in _OF_TENSORS and not is_remainder:
         return _of_drawn(f"is used by Python itself ({function.__name__})", function, *numbers)
     is_float = function is operator.truediv or any(isinstance(number, float) for number in numbers)
+    is_float |= function is operator.pow and type(right) is int and right < 0
     dtype = torch.float64 if is_float else torch.int64
     tensors = [number._as(dtype) if type(number) is Scalar else number for number in numbers]
     if is_remainder and type(right) is Scalar:  # kernels of integers end the step that is to say that it is zero
@@ -477,9 +484,28 @@ def _divides(function: Callable[..., Any], left: Any, right: Any) -> bool:
 
 def _rounds(number: Scalar) -> bool:
     """Whether a program can round a number to an integer of 64 bits, which each step looks at."""
-    if isinstance(number, int):
+    return isinstance(number, int) or _holds(number, lambda value: abs(value) < 1 << 63)
+
+
+def _raises(base: Any, exponent: Any) -> bool:
+    """Whether a program can raise a number to a power: to one that is a number of the same type in every step, which
+    each step looks at. Raises ZeroDivisionError as Python does where zero has no such power in this step."""
+    is_known = type(exponent) in DTYPES
+    if is_known and exponent < 0 and not _divides(lambda _, zero: zero**exponent, 1, base):
+        return False
+    if is_known and float(exponent).is_integer():
         return True
-    return not number._book[0].is_drawn and number.read(lambda: number.tensor().abs() < 1 << 63, bool) is True
+    if isinstance(base, int) and isinstance(exponent, int):
+        return _holds(exponent, lambda value: value >= 0)  # an integer; a float otherwise
+    least = operator.ge if is_known else operator.gt
+    return _holds(base, lambda value: least(value, 0))  # of negative numbers it is complex
+
+
+def _holds(number: Any, test: Callable[[Any], Any]) -> bool:
+    """Whether a test is true of a number: of one that a tensor holds, in this step and in all others."""
+    if type(number) is not Scalar:
+        return bool(test(number))
+    return not number._book[0].is_drawn and number.read(lambda: test(number.tensor()), bool) is True
 
 
 def _of_drawn(how: str, function: Callable[..., Any], *numbers: Any) -> Any:

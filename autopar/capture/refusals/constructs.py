@@ -53,8 +53,9 @@ _NUMPY = Construct(
 )
 _NUMBER = Construct(
     "{} of a tensor",
-    "Leave it a tensor: sums, products and comparisons work alike. A value for a log is read after the step; "
-    "one that is known before it is passed in as a Python number.",
+    "Leave it a tensor: sums, products and comparisons work alike, torch.exp(t) is math.exp(t), and what .item() gives "
+    "may be in arithmetic (n ** 0.5, max(n, 1)). A value for a log is read after the step; one "
+    "that is known before it is passed in as a Python number.",
 )
 INTEGER = Construct(
     "a tensor as a Python integer (int(), range, an index or a size)",
