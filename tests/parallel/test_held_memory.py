@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -71,13 +72,18 @@ def _cached_buffer(model: nn.Sequential) -> None:
     model[0].register_buffer("cache", model[1].weight.data)
 
 
+def verified(model: nn.Sequential) -> None:
+    autopar.verify(model, "dp=2", loss_fn=loss_fn, batch=X)
+
+
 def test_what_the_model_keeps_of_a_parameter_is_refused() -> None:
-    """It would follow where each rank has the whole parameter alone."""
-    for cache, what in ((_cached, "'0.cache', which the model keeps,"), (_cached_buffer, "the buffer '0.cache'")):
+    """It would follow where each rank has the whole parameter alone. verify refused none of it before."""
+    cases = (_cached, "'0.cache', which the model keeps,"), (_cached_buffer, "the buffer '0.cache'")
+    for (cache, what), use in itertools.product(cases, (parallel, verified)):
         model = net()
         cache(model)
         with pytest.raises(AutoparError) as caught:
-            parallel(model)
+            use(model)
         assert str(caught.value) == (
             f"{what} lies in the memory of the parameter '1.weight': of a parallel one it would keep the values of "
             f"before the first step. Read the parameter itself in forward (1.weight.detach()); or, if the values of "

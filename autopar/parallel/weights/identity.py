@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 from autopar.capture.capture import state_of
 from autopar.capture.inputs import tables
 from autopar.capture.inputs.partners import Inlined
-from autopar.capture.inputs.shared_memory import overlapping
 from autopar.errors import AutoparError
 from autopar.ir.program import Input
 from autopar.parallel.tensors.parameter import ParameterTensor
@@ -35,40 +34,18 @@ _TAKEN = frozenset({"place", "_local_tensor", "_spec", *dir(ParameterTensor)}) -
 def check_identity(model: nn.Module) -> list[str]:
     """What ranks compare of the parameters that become parallel: gradients that are there already.
 
-    Raises AutoparError for a parameter that is parallel already, that cannot become another object, or that another one
-    shares memory with.
+    Raises AutoparError for a parameter that is parallel already, or that cannot become another object.
     """
     _check_plain(model)
     entries = state_of(model).entries
     parameters = [(entry, tensor) for entry, tensor in entries if entry.kind == "parameter"]
     for entry, tensor in parameters:
         _check_one(entry.name, tensor)
-    _check_memory(model)
     return [
         f"gradient of '{entry.name}' with digest {digest(tensor.grad):x}"
         for entry, tensor in parameters
         if tensor.grad is not None and tensor.grad.device.type != "meta"
     ]
-
-
-def _check_memory(model: nn.Module) -> None:
-    """Raise AutoparError for a parameter that is trained in memory of which the model holds another tensor: the two
-    would be two values from then on."""
-    for (entry, tensor), (other, its) in overlapping(state_of(model).entries):
-        kinds = entry.kind, other.kind
-        if kinds == ("parameter", "parameter") and (tensor.requires_grad or its.requires_grad):
-            raise AutoparError(
-                f"the parameters '{entry.name}' and '{other.name}' lie in the same memory, but are two objects: "
-                f"parallel ones would be two values. Tie them as one nn.Parameter, as in `b.weight = a.weight`; or "
-                f"give one of them memory of its own (`b.weight.data = b.weight.data.clone()`)."
-            )
-        if kinds[0] == "parameter" != kinds[1] and tensor.requires_grad and not _is_computed(model, other.name):
-            what = f"the buffer '{other.name}'" if other.kind == "buffer" else f"'{other.name}', which the model keeps,"
-            raise AutoparError(
-                f"{what} lies in the memory of the parameter '{entry.name}': of a parallel one it would keep the "
-                f"values of before the first step. Read the parameter itself in forward ({entry.name}.detach()); or, "
-                f"if the values of now are meant, keep a copy: .detach().clone()."
-            )
 
 
 def _check_plain(model: nn.Module) -> None:
@@ -229,13 +206,6 @@ def tell_moved(parameters: Mapping[str, nn.Parameter], known: Set[str]) -> None:
             "parameters was decided, and keep the values of then. Hold parameters themselves, or take them after the "
             "first step, or after prepare().", _shown(held),
         )  # fmt: skip
-
-
-def _is_computed(model: nn.Module, name: str) -> bool:
-    """Whether a hook computes a plain attribute before each forward, as that of torch.nn.utils.spectral_norm."""
-    path, _, attribute = name.rpartition(".")
-    hooks = tables.submodule(model, path)._forward_pre_hooks.values()
-    return any(getattr(hook, "name", None) == attribute for hook in hooks)
 
 
 def _shown(names: Sequence[str]) -> str:
