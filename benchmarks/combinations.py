@@ -219,7 +219,7 @@ def _with_places(loss_fn: LossFn | None, model: nn.Module, *args: Any, **batch: 
     loss = loss_of(model(*args, **batch)) if loss_fn is None else loss_fn(model, *args, **batch)
     table = torch.stack([parameter.float().mean() for parameter in model.parameters()] * 2) * 1.0
     size = len(table)
-    drawn, counted = torch.randint(0, size - 2, ()), (table.detach() > 0).sum() % (size - 1)
+    drawn, counted = torch.randint(0, size - 2, ()), (table.detach() > 1e-3).sum() % (size - 1)
     part = table[counted : counted + 2]
     table[drawn : drawn + 3].mul_(0.5)
     table[counted.item()] += 1

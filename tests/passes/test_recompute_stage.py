@@ -99,6 +99,27 @@ class Counting(nn.Module):
         return self.down(F.dropout(h.relu(), 0.3))
 
 
+def of_weights(model: nn.Module, x: Tensor) -> Tensor:
+    """A term of the weights alone, some of which their own values choose."""
+    table = torch.stack([parameter.mean() for parameter in model.parameters()])
+    first = (table.detach() > 0.05).sum() % 4
+    return model(x).square().mean() + table[first : first + 3].tanh().square().mean() + table[first].sin()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "options", [{"zero": 3}, {"zero": 2, "offload": "parameters"}, {"zero": 3, "schedule": "zb-h1"}]
+)
+def test_terms_of_weights_alone(options: dict[str, Any], policy: str) -> None:
+    """Red before: a KeyError, where micro-batches gather weights anew and read what is computed of these again."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
+    report = autopar.verify(
+        model, "pp=2,dp=2", loss_fn=of_weights, batch=torch.randn(8, 8), microbatches=2, recompute=policy, **options
+    )
+    assert report.ok and report.max_error < 1e-10, str(report)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("mesh", ["dp=2", "pp=2"])
 def test_buffers_change_once(mesh: str, policy: str) -> None:

@@ -26,7 +26,8 @@ def place_backward(program: Program, times: NodeTimes, stages: Stages, count: in
     goes where less is sent.
 
     Gradients flow towards the first stage only. Any stage that keeps to that is right; this one moves least. What is
-    computed again is where its original is, and counts as that for all that reads it.
+    computed again is where its original is, and counts as that for all that reads it; what has an original that no
+    micro-batch waits for (of weights that each one gathers anew) is where it is read.
     """
     original = originals(program)
     present = _present(program, times, stages)
@@ -34,7 +35,7 @@ def place_backward(program: Program, times: NodeTimes, stages: Stages, count: in
     owners = _owners(program, stages, present, original) | _carriers(program, stages)
     found: Stages = {}
     for node in backward_nodes(program, times):
-        if node in original:
+        if original.get(node) in stages:
             continue
         source = node.args[0] if is_getitem(node) else None
         if isinstance(source, fx.Node) and source in found:
