@@ -514,6 +514,11 @@ def current_pass() -> int | None:
     return None if number == -1 else number
 
 
+def is_in_pass(node: Any) -> bool:
+    """Whether the backward pass that runs goes through a node of the graph, which is no leaf."""
+    return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]
+
+
 def at_end_of_pass(callback: Callable[[], None]) -> None:
     """Call a function at the end of the backward pass that runs, unless that fails."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]

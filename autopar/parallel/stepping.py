@@ -21,8 +21,8 @@ from autopar.parallel.programs.own_batch import means, of_all_places, seed_of
 from autopar.parallel.programs.portions import Given
 from autopar.parallel.programs.running import Running
 from autopar.parallel.session.session import Session
-from autopar.parallel.tensors.parameter import accumulate, drop_gradients
-from autopar.parallel.weights.gradients import Added, OfBatch, added_up, finished, guarded, held, multiply
+from autopar.parallel.tensors.parameter import accumulate, as_gradient, drop_gradients
+from autopar.parallel.weights.gradients import Added, OfBatch, added_up, finished, guarded, held
 from autopar.runtime.executor.inputs import StepInputs
 from autopar.runtime.kernels import host
 from autopar.runtime.ranks.process_groups import default_group
@@ -49,14 +49,11 @@ def train_step(
     batch = OfBatch(asked, of_batch if is_finite else [None] * len(asked))
     mine = Added(parameters, gradients) if is_finite else Added(list(running.parameters().values()), None)
 
-    def later(scale: torch.Tensor) -> None:
-        multiply(mine.gradients or (), scale)
-        session.sums.add(mine, partial(_add, session, is_held=True))
-
     (loss,) = (outputs[at] for at in running.losses)
     if is_held:
         session.sums.forget()
-        return held(loss, later, batch), outputs if is_whole else own
+        later = partial(session.sums.add, take=partial(_add, session, is_held=True))
+        return held(loss, later, batch, mine, as_gradient), outputs if is_whole else own
     _add(session, [mine], is_held=False)
     batch.add()
     return finished(loss), outputs if is_whole else own

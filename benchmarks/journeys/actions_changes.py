@@ -51,9 +51,12 @@ def anneal_beta(side: Side, value: float) -> list[Tensor]:
 
 @action("ready", which=WHICH)
 def set_anchors(side: Side, which: int) -> Tensor:
-    """Copies of parameters in the closure of the loss, as elastic weight consolidation has them: of some or of all."""
+    """Copies of parameters in the closure of the loss, as elastic weight consolidation has them: of some or of all, a
+    part of them in a tuple with what they count."""
     named = list(side.model.named_parameters())
-    side.built.anchors.update({name: p.detach().clone() for name, p in named[which % len(named) :]})
+    for i, (name, p) in enumerate(named[which % len(named) :]):
+        copy = p.detach().clone()
+        side.built.anchors[name] = copy if i % 3 else (copy, copy.abs())
     return side.forward_backward(*side.batch(ROWS, 2))
 
 
@@ -62,10 +65,12 @@ def move_anchors(side: Side) -> Tensor:
     """The same, as an average that follows the weights: in place, or bound anew."""
     known = dict(side.model.named_parameters())
     for i, (name, anchor) in enumerate(side.built.anchors.items()):
+        at, *counts = anchor if isinstance(anchor, tuple) else (anchor,)
         if i % 2:
-            anchor.lerp_(known[name].detach(), 0.25)
-        else:
-            side.built.anchors[name] = 0.75 * anchor + 0.25 * known[name].detach()
+            at.lerp_(known[name].detach(), 0.25)
+            continue
+        moved = 0.75 * at + 0.25 * known[name].detach()
+        side.built.anchors[name] = (moved, 0.5 * counts[0]) if counts else moved
     return side.forward_backward(*side.batch(ROWS, 3))
 
 

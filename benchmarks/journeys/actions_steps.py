@@ -77,6 +77,15 @@ def backward_by_hand(side: Side, seed: int) -> Tensor:
     return side.forward_backward(*side.batch(ROWS, seed), by_hand=True)
 
 
+@action("ready", "exact", seed=SEEDS)
+def ask_for_gradients(side: Side, seed: int) -> list[Tensor]:
+    """Gradients by themselves, of a loss beside a penalty, as methods that weigh tasks take them."""
+    trained = [p for p in side.parameters() if p.requires_grad]
+    loss = side.loss(*side.batch(ROWS, seed)) + 0.1 * trained[0].abs().sum()
+    found = torch.autograd.grad(loss, trained, allow_unused=True)
+    return [loss.detach(), *(torch.zeros_like(p) if g is None else g for p, g in zip(trained, found, strict=True))]
+
+
 @action("ready", seed=SEEDS, by_hand=st.booleans())
 def gradients_of_the_batch(side: Side, seed: int, by_hand: bool) -> list[Tensor]:
     """A step on what a script computed or perturbs: adversarial samples, a net in front, a prompt that is trained."""

@@ -349,6 +349,9 @@ class Chain(nn.Module):
         return len(self.blocks) + 2
 
 
+Anchor = Tensor | tuple[Tensor, Tensor]  # beside its values how much each of them counts
+
+
 @dataclass
 class Built:
     """A plain model with its loss. `set_beta` changes the number in the loss's closure, and anchors are tensors in it,
@@ -360,7 +363,7 @@ class Built:
     critics: list[nn.Module]  # of a GAN one, which the loss calls
     generators: list[nn.Module]  # what the loss of the critic calls
     critic_loss: Callable[..., Tensor]
-    anchors: dict[str, Tensor]
+    anchors: dict[str, Anchor]
 
 
 def _llama() -> nn.Module:
@@ -437,7 +440,8 @@ def build(setup: Values) -> Built:
         if weight is not None:
             loss = loss + weight * out.mean()
         for name, anchor in anchors.items():
-            loss = loss + 0.02 * (module.get_parameter(name) - anchor).abs().square().sum()
+            at, importance = anchor if isinstance(anchor, tuple) else (anchor, 1.0)
+            loss = loss + 0.02 * (importance * (module.get_parameter(name) - at).abs().square()).sum()
         for critic in critics:
             loss = loss - 0.1 * critic(out).mean()
         return (loss, {"error": error.detach(), "out": out.detach()}) if auxiliary else loss
@@ -450,7 +454,7 @@ def build(setup: Values) -> Built:
         made = generators[0](x).detach()
         return (critic(y) - 1).pow(2).mean() + critic(made).pow(2).mean()
 
-    critics, anchors = list[nn.Module](), dict[str, Tensor]()
+    critics, anchors = list[nn.Module](), dict[str, Anchor]()
     generators = [model]
     if setup.get("gan"):
         critics.append(nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1)).double())

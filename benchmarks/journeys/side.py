@@ -179,6 +179,16 @@ class Side:
         self.steps += 1
         return loss.detach()
 
+    def loss(self, *batch: Any) -> Tensor:
+        """The loss of a step, whose gradients a loop asks for itself."""
+        self.mark()
+        with contextlib.nullcontext() if self.is_parallel else self.drawing():
+            loss: Tensor = self.model.training_loss(*batch) if self.is_parallel else self._loss(batch)
+        if self.is_parallel:
+            self.aux = self.model.last_aux if self.setup.get("aux") else None
+        self.steps += 1
+        return loss
+
     def forward(self, x: Tensor) -> Tensor:
         """This rank's output of the model, which draws its masks as autopar does."""
         if self.is_parallel:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -76,6 +78,47 @@ def test_a_tensor_in_a_dict_that_is_replaced_is_read_in_the_new_one() -> None:
         table = {"mask": MASK * 3}
 
     train_beside(loss_fn, change, again=1)
+
+
+class Pair(NamedTuple):
+    mask: Tensor
+    others: tuple[Tensor, ...]
+
+
+TUPLES: dict[str, Callable[[float], Any]] = {
+    "a tuple": lambda factor: (MASK * factor, (MASK.cos() * factor,)),
+    "a named tuple": lambda factor: Pair(MASK * factor, (MASK.cos(), MASK)),
+    "one tensor twice, then two": lambda factor: (MASK, (MASK if factor == 1 else MASK.cos(),)),
+    "two that change places": lambda factor: (MASK, (MASK.cos(),)) if factor == 1 else (MASK.cos(), (MASK,)),
+}
+
+
+@pytest.mark.parametrize("name", TUPLES)
+def test_tensors_in_a_tuple_that_is_replaced_are_read_in_the_new_one(name: str) -> None:
+    """As the state of a recurrent layer, or pairs of a dict, that a loop binds anew after each step."""
+    held = {"pair": TUPLES[name](1)}
+
+    def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        mask, others = held["pair"]
+        return F.mse_loss(model(x) * mask, y) * others[0].sum()
+
+    train_beside(loss_fn, lambda _: held.update(pair=TUPLES[name](3)), lambda _: held.update(pair=TUPLES[name](1)))
+
+
+def test_a_tensor_in_a_tuple_beside_a_number_that_changes_too() -> None:
+    held = {"pair": (MASK, 1.0)}
+
+    def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        mask, factor = held["pair"]
+        return F.mse_loss(model(x) * mask, y) * factor
+
+    plain = nn.Linear(8, 8).double()
+    model = autopar.parallelize(copy.deepcopy(plain), "dp=1", loss_fn=loss_fn, device="cpu")
+    x, y = torch.randn(4, 8).double(), torch.randn(4, 8).double()
+    for factor in (1.0, 2.0, 3.0, 4.0, 5.0):
+        held["pair"] = (MASK * factor, factor)
+        torch.testing.assert_close(model.forward_backward(x, y), loss_fn(plain, x, y).detach())
+    assert len(model.programs) == 3, "the number is an input of the third"
 
 
 def test_a_tensor_of_the_enclosing_function_that_requires_a_gradient_is_refused() -> None:

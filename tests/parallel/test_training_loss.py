@@ -70,7 +70,31 @@ def _scaled(model: Any, optimizer: Any, scaler: Any, at: int) -> Tensor:
     return loss
 
 
-LOOPS = {loop.__name__: loop for loop in (_accumulated, _zeroed_between, _sum_of_losses, _left_out, _scaled)}
+def _penalised(model: Any, optimizer: Any, scaler: Any, at: int) -> Tensor:
+    """With a term of the parameters beside it, and as its factor."""
+    loss = _of(model, _batch(at))
+    (loss + 0.1 * sum(parameter.abs().sum() for parameter in model.parameters())).backward()
+    (_of(model, _batch(at + 1)) * next(model.parameters()).norm()).backward()
+    return loss
+
+
+def _asked_for(model: Any, optimizer: Any, scaler: Any, at: int) -> Tensor:
+    """Some or all gradients by themselves, as of tasks that are weighed against each other; with a term in front."""
+    parameters = list(model.parameters())
+    for i in range(2):
+        loss = _of(model, _batch(at + i)) + 0.1 * parameters[0].square().sum()
+        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            parameter.grad = gradient if i == 0 else parameter.grad + 0.5 * gradient
+    _of(model, _batch(at)).backward(inputs=parameters[:3])
+    (gradient,) = torch.autograd.grad(2 * _of(model, _batch(at + 1)), [parameters[3]], allow_unused=True)
+    parameters[3].grad.add_(gradient)
+    return loss
+
+
+LOOPS = {
+    loop.__name__: loop
+    for loop in (_accumulated, _zeroed_between, _sum_of_losses, _left_out, _scaled, _penalised, _asked_for)
+}
 OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("dp=2", {}), ("tp=2", {}), ("pp=2", {}), ("dp=2", {"zero": 3}), ("dp=2", {"zero": 2, "microbatches": 2}),
 )  # fmt: skip
@@ -277,6 +301,16 @@ def test_a_backward_pass_that_fails_adds_nothing_then_or_later() -> None:
     model.training_loss(_batch(2)).backward()
     _loss(plain, _batch(2)).backward()
     torch.testing.assert_close(model.full_gradients(), {n: p.grad for n, p in plain.named_parameters()})
+
+
+def test_a_backward_pass_through_gradients_that_were_asked_for_is_refused() -> None:
+    model = autopar.parallelize(_net(), "dp=1", loss_fn=_loss)
+    parameters = list(model.parameters())
+    for way in (lambda norm: norm.backward(), lambda norm: torch.autograd.grad(norm, parameters, allow_unused=True)):
+        gradients = torch.autograd.grad(model.training_loss(_batch(0)), parameters, create_graph=True)
+        with pytest.raises(AutoparError, match="a step has the gradients of its batch and parameters"):
+            way(sum(gradient.square().sum() for gradient in gradients))
+    assert all(parameter.grad is None for parameter in parameters)
 
 
 @pytest.mark.parametrize("is_first", [True, False])

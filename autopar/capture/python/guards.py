@@ -166,7 +166,7 @@ class Guards:
                 and list(map(len, self._sized)) == self._sizes
                 and all(map(is_, chain.from_iterable(starmap(call, self._getters)), self._kept))
                 and all(read() == was for read, was in self._contents)
-                and all(_equal(self._fixed(key, spot.read()), was) for key, spot, was in self._inputs)
+                and all(_equal(self._fixed(key, spot.read()), was, exact=True) for key, spot, was in self._inputs)
             )
         except GONE:
             return False

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from autopar.capture.python.arithmetic import DTYPES, Number
-from autopar.capture.python.spots import Spot, SpotKey
+from autopar.capture.python.spots import PLAIN, Spot, SpotKey
 from autopar.capture.python.stand_in import Misuse, Scalar
 from autopar.errors import CaptureError
 
@@ -49,8 +49,15 @@ def places_of(key: SpotKey, old: Spot | None, new: Spot | None) -> list[NumberPl
     found: list[tuple[int | None, Any, Any]] = [(None, was, now)]
     if type(was) is type(now) is tuple and len(was) == len(now):
         pairs = enumerate(zip(was, now, strict=True))
-        found = [(i, a, b) for i, (a, b) in pairs if a is not b and not (type(a) is type(b) and a == b)]
+        found = [(i, a, b) for i, (a, b) in pairs if not _stays(a, b)]
     return [NumberPlace(key, i) for i, *_ in found] if all(type(a) is type(b) in DTYPES for _, a, b in found) else []
+
+
+def _stays(old: Any, new: Any) -> bool:
+    """Whether an item of a tuple is the same, or a tensor, which has a spot of its own."""
+    if isinstance(old, PLAIN):
+        return type(old) is type(new) and bool(old == new)
+    return old is new or (isinstance(old, Tensor) and isinstance(new, Tensor))
 
 
 class Scalars:

@@ -49,7 +49,7 @@ _WRAPPERS = (property, classmethod, staticmethod, functools.cached_property, fun
              FunctionType, type(functools.cache(len)))  # fmt: skip
 
 
-BY_ITEM = (dict, *Sequenced, types.MappingProxyType)  # holders whose values are read by `holder[key]`
+BY_ITEM = (dict, *Sequenced, tuple, types.MappingProxyType)  # holders whose values are read by `holder[key]`
 Numbers = dict[tuple[int, str], float]  # among the arguments of a call: by the place among its leaves, and its name
 SpotKey = tuple[str, str, int]  # the name and where it is read; which one, of functions that share their code
 
@@ -185,7 +185,9 @@ class SpotWalk:
         elif isinstance(value, (dict, *Sequenced)):
             self._items(name, where, value, depth)
         elif isinstance(value, tuple):
-            for position, item in enumerate(value):
+            for position, item in enumerate(value):  # its numbers belong to the spot at which it stands: it is bound
+                if isinstance(item, torch.Tensor):
+                    self.spots.append(Spot(f"{name}[{position}]", where, value, position, item))
                 self._inside(f"{name}[{position}]", where, item, depth - 1)
         elif isinstance(value, NAMESPACES) or not is_library(type(value).__module__):
             self._object(name, where, value, depth)

@@ -283,20 +283,28 @@ def drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
         parameter.grad = None
 
 
+def as_gradient(parameter: nn.Parameter, value: torch.Tensor | None, is_added: bool = False) -> torch.Tensor:
+    """The gradient of a parameter, of this rank's part; None is that of what lies on other ranks. is_added: autograd is
+    to add it to `.grad`."""
+    if not isinstance(parameter, ParameterTensor):  # of a plain module in the loss
+        assert value is not None
+        return value
+    part = torch.zeros_like(local_of(parameter)) if value is None else value
+    held: Any = parameter
+    made = PlacedTensor.make(ParameterTensor, part, held.place, spec_of(held))
+    if is_added and parameter.grad is None:  # else autograd would make one, of another class
+        parameter.grad = torch.zeros_like(made)
+    return made
+
+
 def _add_to_gradient(parameter: nn.Parameter, value: torch.Tensor | None) -> Iterator[tuple[Any, torch.Tensor]]:
     """Where the user has hooks on a parameter autograd does it, with what this gives: it runs them once, on this
     backward pass's gradient."""
-    if not isinstance(parameter, ParameterTensor):  # of a plain module in the loss
-        assert value is not None
-        yield parameter, value
-        return
-    part = torch.zeros_like(local_of(parameter)) if value is None else value
+    is_hooked = any(hooks_of(parameter)) or not isinstance(parameter, ParameterTensor)
+    made = as_gradient(parameter, value, is_added=is_hooked)
     held: Any = parameter
     grad: Any = parameter.grad
-    made = PlacedTensor.make(ParameterTensor, part, held.place, spec_of(held))
-    if any(hooks_of(parameter)):
-        if grad is None:  # else autograd would make one, of another class
-            parameter.grad = torch.zeros_like(made)
+    if is_hooked:
         yield parameter, made
     elif grad is None:
         parameter.grad = made

@@ -11,13 +11,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import compress
+from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
-from autopar.torch_compat import at_end_of_pass, current_pass
+from autopar.torch_compat import at_end_of_pass, current_pass, hooks_of, is_in_pass
+
+Reach = Callable[[torch.Tensor, bool], list[torch.Tensor | None]]
+
+
+class AsGradient(Protocol):
+    """Makes the gradient of a parameter of this rank's part. is_added: autograd is to add it to `.grad`."""
+
+    def __call__(self, parameter: nn.Parameter, value: torch.Tensor | None, is_added: bool = False) -> torch.Tensor: ...
 
 
 def check_enabled(call: str) -> None:
@@ -43,18 +53,33 @@ def finished(loss: torch.Tensor) -> torch.Tensor:
     return _NoBackward.apply(_LOSS, loss, torch.empty(0, device=loss.device, requires_grad=True))  # type: ignore[no-untyped-call, no-any-return]
 
 
-def held(loss: torch.Tensor, add: Callable[[torch.Tensor], None], batch: OfBatch) -> torch.Tensor:
+def held(
+    loss: torch.Tensor, add: Callable[[Added], None], batch: OfBatch, step: Added, as_gradient: AsGradient
+) -> torch.Tensor:
     """The loss of a step whose gradients wait: its backward pass has them added, by the gradient of the loss, and goes
-    on to what the batch was computed from. One that is asked for gradients of the batch alone adds nothing."""
-    parameters = torch.zeros_like(loss, requires_grad=True)  # stands for all of them
-    waiting = [add]
+    on to what the batch was computed from. One that is asked for some gradients (`torch.autograd.grad(loss, weights)`,
+    `backward(inputs=...)`) has these, and adds nothing. as_gradient: of a parameter, of this rank's part."""
+    waiting = [step]
+    each = step.parameters if step.gradients is not None else ()
 
-    def reach(gradient: torch.Tensor) -> None:
+    def reach(gradient: torch.Tensor, is_all: bool) -> list[torch.Tensor | None]:
+        """What autograd goes on with, to the parameters: in a pass for all of them, which is the last, to those that
+        have hooks of the user's."""
         if not waiting:
             raise AutoparError(_AGAIN)
-        waiting.pop()(gradient)
+        if not is_all:
+            return _once([as_gradient(p, _times(value, gradient)) for p, value in step.pairs()], *each)
+        multiply(waiting.pop().gradients or (), gradient)
+        hooked = list(map(any, map(hooks_of, each)))
+        if not any(hooked):
+            add(step)
+            return [None] * len(each)
+        add(step.where([not is_hooked for is_hooked in hooked]))
+        pairs = zip(step.pairs(), hooked, strict=True)
+        return [as_gradient(*pair, is_added=True) if is_hooked else None for pair, is_hooked in pairs]
 
-    parameters.register_hook(reach)
+    every = torch.zeros_like(loss, requires_grad=True).clone()  # a pass that is asked for some leaves it out
+    parameters = _OfParameters.apply(reach, every, *each)  # type: ignore[no-untyped-call]
     return _Held.apply(batch.gradients, loss, parameters, *batch.tensors)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -85,6 +110,14 @@ class Added:
 
     parameters: Sequence[nn.Parameter]
     gradients: list[torch.Tensor | None] | None
+
+    def pairs(self) -> list[tuple[nn.Parameter, torch.Tensor | None]]:
+        """Each parameter with its gradient."""
+        return list(zip(self.parameters, self.gradients or (), strict=self.gradients is not None))
+
+    def where(self, chosen: Sequence[bool]) -> Added:
+        """A part of it."""
+        return Added(list(compress(self.parameters, chosen)), list(compress(self.gradients or (), chosen)))
 
 
 class Sums:
@@ -133,6 +166,18 @@ def multiply(gradients: Sequence[torch.Tensor | None], scale: torch.Tensor | Non
             gradient.mul_(scale.to(gradient.device))
 
 
+def _times(value: torch.Tensor | None, scale: torch.Tensor) -> torch.Tensor | None:
+    return None if value is None else value * scale.to(value.device, value.dtype)
+
+
+def _once(gradients: list[torch.Tensor | None], *sources: torch.Tensor) -> list[torch.Tensor | None]:
+    """Gradients which refuse a backward pass, to what they hang on too, where one may be asked for (create_graph)."""
+    if not torch.is_grad_enabled():
+        return gradients
+    sources = sources or (torch.empty(0, requires_grad=True, device="cpu"),)
+    return [None if each is None else _NoBackward.apply(_DOUBLE, each, *sources) for each in gradients]  # type: ignore[no-untyped-call]
+
+
 _OUTPUT = (
     "backward() through the output of a parallel model: model(*batch) computes no gradients. Give the loss to "
     "autopar.parallelize(..., loss_fn=...) and call model.forward_backward(*batch), which adds to .grad and "
@@ -146,8 +191,8 @@ _LOSS = (
     "backward() itself there is model.training_loss(*batch)."
 )
 _DOUBLE = (
-    "a backward pass through a gradient of training_loss(): a step has the gradients of its batch, and not those of "
-    "these. Compute what needs them in loss_fn: `g, = torch.autograd.grad(loss, x, create_graph=True)`."
+    "a backward pass through a gradient of training_loss(): a step has the gradients of its batch and parameters, and "
+    "not those of these. Compute what needs them in loss_fn: `g, = torch.autograd.grad(loss, x, create_graph=True)`."
 )
 _AGAIN = (
     "backward() of what training_loss() returned, for the second time: its gradients were added to .grad by the first."
@@ -167,6 +212,19 @@ class _NoBackward(torch.autograd.Function):
         raise AutoparError(ctx.message)
 
 
+class _OfParameters(torch.autograd.Function):
+    """A number with a history that leads to parameters, and to what stands for all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, reach: Reach, every: torch.Tensor, *parameters: nn.Parameter) -> torch.Tensor:  # type: ignore[override]
+        ctx.reach, ctx.every = reach, every.grad_fn
+        return torch.zeros_like(every)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return None, None, *ctx.reach(gradient, is_in_pass(ctx.every))
+
+
 class _Held(torch.autograd.Function):
     """The same memory, with a history that leads to the parameters, as one, and to the batch."""
 
@@ -181,11 +239,9 @@ class _Held(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
         saved = ctx.saved_tensors if ctx.has_batch else ()  # which torch refuses a second time, in its own words
-        of_batch = [None if each is None else each * gradient.to(each.device, each.dtype) for each in saved]
-        if torch.is_grad_enabled():  # create_graph=True
-            source = torch.empty(0, requires_grad=True, device="cpu")
-            of_batch = [None if each is None else _NoBackward.apply(_DOUBLE, each, source) for each in of_batch]  # type: ignore[no-untyped-call]
-        return None, None, gradient, *of_batch
+        if isinstance(gradient, DTensor):  # of a sum with what was computed of parameters
+            gradient = gradient.full_tensor()
+        return None, None, gradient, *_once([_times(each, gradient) for each in saved])
 
 
 def _requires(leaf: Any) -> bool:
