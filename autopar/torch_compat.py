@@ -130,6 +130,7 @@ __all__ = [
     "TreeSpec",
     "assert_async",
     "backward",
+    "backward_in_mode",
     "before_steps",
     "change_in_place",
     "coalesced",
@@ -274,6 +275,29 @@ def backward(loss: torch.Tensor) -> None:
     _run_backward(loss, None)
 
 
+@contextmanager
+def _in_mode(mode: TorchFunctionMode) -> Iterator[None]:
+    """Turn a torch function mode on again in its own `__torch_function__`."""
+    TorchFunctionMode.__enter__(mode)
+    try:
+        yield
+    finally:
+        TorchFunctionMode.__exit__(mode, None, None, None)
+
+
+def backward_in_mode(
+    mode: TorchFunctionMode, outputs: tuple[Any, ...], *, grad_tensors: Any, retain_graph: bool | None,
+    create_graph: bool, inputs: tuple[Any, ...] | None,
+) -> None:  # fmt: skip
+    """Call `torch.autograd.backward`, as a reentrant checkpoint does, under a mode that met this call and is off."""
+    given = _make_grads(outputs, _tensor_or_tensors_to_tuple(grad_tensors, len(outputs)), is_grads_batched=False)
+    keep = create_graph if retain_graph is None else retain_graph
+    with _in_mode(mode):
+        _engine_run_backward(
+            outputs, given, keep, create_graph, inputs or (), allow_unreachable=True, accumulate_grad=True
+        )
+
+
 def gradients_in_mode(
     mode: TorchFunctionMode, outputs: tuple[Any, ...], inputs: tuple[Any, ...], **options: Any
 ) -> tuple[torch.Tensor | None, ...]:
@@ -283,16 +307,13 @@ def gradients_in_mode(
     given: Any = _make_grads(outputs, _tensor_or_tensors_to_tuple(options["grad_outputs"], len(outputs)), is_many)
     rows = list(zip(*(g.unbind() for g in given), strict=True)) if is_many else [given]
     keep = has_graph if options["retain_graph"] is None else options["retain_graph"]
-    TorchFunctionMode.__enter__(mode)
-    try:
+    with _in_mode(mode):
         each = [
             _engine_run_backward(
                 outputs, row, keep or at < len(rows), has_graph, inputs, options["allow_unused"], accumulate_grad=False
             )
             for at, row in enumerate(rows, 1)
         ]
-    finally:
-        TorchFunctionMode.__exit__(mode, None, None, None)
     found = list[torch.Tensor | None]()
     for x, one in zip(inputs, zip(*each, strict=True), strict=True):
         made = torch.stack(one) if is_many and one[0] is not None else one[0]

@@ -538,7 +538,7 @@ class _Capture:
             scaled = loss if self.scale is None else loss * self.scale
             tensors = [tensor for _, tensor in sources]
             with self.backward.watch():
-                grads = gradients(scaled, tensors, has_own_backward(loss))
+                grads = gradients(scaled, tensors, self.calls.has_hooks or has_own_backward(loss))
             left = self.left.outputs(self.coins.joined, self.calls)  # hooks may bind buffers anew
             values = [value.detach() for value in values]
             return [loss.detach(), *grads, *(tensor for _, tensor in left), *values, *self._guards()]

@@ -57,6 +57,23 @@ def gradient_through_checkpoint(model: Model, x: Tensor) -> Tensor:
     return slope(lambda a: checkpoint(body, a, use_reentrant=False), model.up(x))
 
 
+def checkpoint_in_reentrant(model: Model, x: Tensor) -> Tensor:
+    """The inner one runs again inside of the backward pass that the outer one runs."""
+    h = model.up(x)
+    inner = checkpoint(lambda a: checkpoint(model.down, a, use_reentrant=False), h, use_reentrant=True)
+    return inner + checkpoint(model.down, h, use_reentrant=False)
+
+
+def hook_that_leads_to_no_parameter(model: Model, x: Tensor) -> Tensor:
+    def hook(g: Tensor) -> None:
+        model.count.add_(g.detach().sum())
+
+    leaf = x.detach().requires_grad_()
+    h = leaf * 2
+    h.register_hook(hook)
+    return model.down(h.sin()) + model.up(x)
+
+
 def gradient_with_a_hook(model: Model, x: Tensor) -> Tensor:
     h = model.up(x)
     h.register_hook(lambda g: F.dropout(F.linear(g, model.down.weight), 0.5))
@@ -88,7 +105,7 @@ def square(model: nn.Module, x: Tensor) -> Tensor:
 
 BODIES = (
     norm_in_checkpoint, gradient_in_checkpoint, gradient_through_checkpoint, gradient_with_a_hook, many_gradients,
-    jacobian, no_gradient,
+    jacobian, no_gradient, checkpoint_in_reentrant, hook_that_leads_to_no_parameter,
 )  # fmt: skip
 
 

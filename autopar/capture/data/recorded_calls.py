@@ -74,6 +74,7 @@ class RecordedCalls:
         self.draws: Callable[[], float] = lambda: MIDDLE  # what a draw is that the model makes a float of
         self.has_floats = False  # it does
         self.has_any = False  # and one of those may be any number
+        self.has_hooks = False  # it registers some on gradients, which may lead to no parameter
         self.floats: list[HostFloat] = []  # that calls were given, where the model draws on the host
         self._of_rows: set[int] = set(earlier._of_rows) if earlier else set()  # calls on forms that are data
         self._kept: dict[int, torch.Tensor] = {}  # buffers, by their places among the inputs
@@ -148,6 +149,7 @@ class RecordedCalls:
         """A call with what it returned, and those of its arguments that it wrote into. rows: the ids of tensors whose
         form is data, how many rows a mask selects."""
         name = getattr(function, "__name__", "")
+        self.has_hooks |= function is torch.Tensor.register_hook
         owner = getattr(getattr(function, "__self__", None), "__name__", "") if name == "__get__" else ""
         results = result if isinstance(result, (tuple, list)) else (result,)
         made = [(i, item) for i, item in enumerate(results) if isinstance(item, torch.Tensor)]

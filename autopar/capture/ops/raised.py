@@ -51,7 +51,7 @@ from autopar.capture.ops.raised_products import (
 from autopar.capture.ops.raised_random import RANDOM
 from autopar.capture.ops.raised_recurrent import RECURRENT
 from autopar.capture.ops.raised_windows import as_strided, average_pool_of, istft, stft
-from autopar.torch_compat import GROUPED_MM, gradients_in_mode
+from autopar.torch_compat import GROUPED_MM, backward_in_mode, gradients_in_mode
 
 Tensor = torch.Tensor
 
@@ -64,6 +64,7 @@ ALWAYS: dict[Any, Callable[..., Any]] = {
     F.multi_head_attention_forward: multi_head_attention,
     GROUPED_MM: grouped_mm,
     torch.autograd.grad: gradients_in_mode,
+    torch.autograd.backward: backward_in_mode,
 }
 
 RAISED: dict[Any, Callable[..., Any]] = {
