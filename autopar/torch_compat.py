@@ -286,16 +286,17 @@ def _in_mode(mode: TorchFunctionMode) -> Iterator[None]:
 
 
 def backward_in_mode(
-    mode: TorchFunctionMode, outputs: tuple[Any, ...], *, grad_tensors: Any, retain_graph: bool | None,
-    create_graph: bool, inputs: tuple[Any, ...] | None,
+    mode: TorchFunctionMode, outputs: Any, gradient: Any = None, retain_graph: bool | None = None,
+    create_graph: bool = False, inputs: Any = None, grad_tensors: Any = None,
 ) -> None:  # fmt: skip
-    """Call `torch.autograd.backward`, as a reentrant checkpoint does, under a mode that met this call and is off."""
-    given = _make_grads(outputs, _tensor_or_tensors_to_tuple(grad_tensors, len(outputs)), is_grads_batched=False)
-    keep = create_graph if retain_graph is None else retain_graph
+    """Call `torch.autograd.backward`, as a reentrant checkpoint does, or `Tensor.backward` under a mode that met this
+    call and is off for it."""
+    tensors, ends = (tuple(x) if isinstance(x, (tuple, list)) else (x,) for x in (outputs, inputs))
+    grads = _tensor_or_tensors_to_tuple(gradient if grad_tensors is None else grad_tensors, len(tensors))
+    given = _make_grads(tensors, grads, is_grads_batched=False)
+    keep, ends = create_graph if retain_graph is None else retain_graph, () if inputs is None else ends
     with _in_mode(mode):
-        _engine_run_backward(
-            outputs, given, keep, create_graph, inputs or (), allow_unreachable=True, accumulate_grad=True
-        )
+        _engine_run_backward(tensors, given, keep, create_graph, ends, allow_unreachable=True, accumulate_grad=True)
 
 
 def gradients_in_mode(

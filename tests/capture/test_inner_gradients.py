@@ -30,6 +30,7 @@ class Model(nn.Module):
     def __init__(self, body: Callable[[Model, Tensor], Tensor]) -> None:
         super().__init__()
         self.up, self.down, self.norm = nn.Linear(6, 6), nn.Linear(6, 6), nn.BatchNorm1d(6)
+        self.each = nn.InstanceNorm1d(2, affine=True, track_running_stats=True)
         self.register_buffer("count", torch.zeros(()))
         self.body = body
 
@@ -43,6 +44,28 @@ def slope(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 def norm_in_checkpoint(model: Model, x: Tensor) -> Tensor:
     return model.down(checkpoint(lambda a: model.norm(model.up(a)), x, use_reentrant=False))
+
+
+def instance_norm_in_checkpoint(model: Model, x: Tensor) -> Tensor:
+    return checkpoint(lambda a: model.each(model.up(a).view(-1, 2, 3)).view(-1, 6), x, use_reentrant=False)
+
+
+def backward_in_a_function(model: Model, x: Tensor) -> Tensor:
+    class Reversed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return model.up(x).tanh()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            inner = ctx.saved_tensors[0].detach().requires_grad_()
+            with torch.enable_grad():
+                y = checkpoint(lambda a: model.up(a).tanh(), inner, use_reentrant=False)
+            y.backward(grads[0])
+            return inner.grad
+
+    return Reversed.apply(model.down(x))
 
 
 def gradient_in_checkpoint(model: Model, x: Tensor) -> Tensor:
@@ -104,8 +127,9 @@ def square(model: nn.Module, x: Tensor) -> Tensor:
 
 
 BODIES = (
-    norm_in_checkpoint, gradient_in_checkpoint, gradient_through_checkpoint, gradient_with_a_hook, many_gradients,
-    jacobian, no_gradient, checkpoint_in_reentrant, hook_that_leads_to_no_parameter,
+    norm_in_checkpoint, instance_norm_in_checkpoint, backward_in_a_function, gradient_in_checkpoint,
+    gradient_through_checkpoint, checkpoint_in_reentrant, hook_that_leads_to_no_parameter, gradient_with_a_hook,
+    many_gradients, jacobian, no_gradient,
 )  # fmt: skip
 
 
@@ -115,4 +139,12 @@ def test_steps_are_as_on_one_device(body: Callable[[Model, Tensor], Tensor], mes
     torch.manual_seed(0)
     model, x = Model(body).double(), torch.randn(4, 6, dtype=torch.float64)
     report = autopar.verify(model, mesh, loss_fn=square, batch=x)
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("body", [norm_in_checkpoint, instance_norm_in_checkpoint])
+def test_statistics_of_ranks_in_a_checkpoint_are_those_of_each_rank(body: Callable[[Model, Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    model, x = Model(body).double(), torch.randn(4, 6, dtype=torch.float64)
+    report = autopar.verify(model, "dp=2", loss_fn=square, batch=x, batch_statistics="rank")
     assert report.ok, report

@@ -64,7 +64,7 @@ ALWAYS: dict[Any, Callable[..., Any]] = {
     F.multi_head_attention_forward: multi_head_attention,
     GROUPED_MM: grouped_mm,
     torch.autograd.grad: gradients_in_mode,
-    torch.autograd.backward: backward_in_mode,
+    **dict.fromkeys((torch.autograd.backward, Tensor.backward), backward_in_mode),
 }
 
 RAISED: dict[Any, Callable[..., Any]] = {

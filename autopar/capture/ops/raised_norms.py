@@ -87,12 +87,12 @@ class Norm:
         wide = widened(input)
         mean = wide.sum(inner, keepdim=True) / count
         variance = (wide - mean).square().sum(inner, keepdim=True) / count
-        # torch keeps the mean over the batch of what each instance would keep
-        self._move(running_mean, self._over_samples(mean.flatten(1)), momentum)
-        self._move(running_var, self._over_samples(variance.flatten(1), count / (count - 1)), momentum)
         shape = [input.shape[1], *(1 for _ in inner)]
         y = (wide - mean) * (variance + eps).rsqrt()
         y = y if weight is None else y * weight.reshape(shape)
+        # torch keeps the mean over the batch of what each instance would keep; last, where a checkpoint has ended
+        self._move(running_mean, self._over_samples(mean.flatten(1)), momentum)
+        self._move(running_var, self._over_samples(variance.flatten(1), count / (count - 1)), momentum)
         return (y if bias is None else y + bias.reshape(shape)).to(input.dtype)
 
     def _over_samples(self, values: Tensor, factor: float = 1.0) -> Tensor:
