@@ -118,6 +118,12 @@ def jacobian(model: Model, x: Tensor) -> Tensor:
     return model.down(found.sum(0))
 
 
+def gradient_of_each_row(model: Model, x: Tensor) -> Tensor:
+    """With a view of a weight that the transform has made before the model does."""
+    each = torch.func.vmap(torch.func.grad(lambda a: model.up(a).pow(3).sum()))(x)
+    return each.clone() + x @ model.up.weight.t()
+
+
 def no_gradient(model: Model, x: Tensor) -> Tensor:
     return model.down(x) + Nothing.apply(model.up(x))
 
@@ -129,7 +135,7 @@ def square(model: nn.Module, x: Tensor) -> Tensor:
 BODIES = (
     norm_in_checkpoint, instance_norm_in_checkpoint, backward_in_a_function, gradient_in_checkpoint,
     gradient_through_checkpoint, checkpoint_in_reentrant, hook_that_leads_to_no_parameter, gradient_with_a_hook,
-    many_gradients, jacobian, no_gradient,
+    many_gradients, jacobian, gradient_of_each_row, no_gradient,
 )  # fmt: skip
 
 

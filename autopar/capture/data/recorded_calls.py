@@ -85,7 +85,11 @@ class RecordedCalls:
         self._lying: dict[Any, _Key] = dict(earlier._lying) if earlier else {}  # by the memory that they show
 
     def given(self, tensors: Iterable[torch.Tensor], behind: Iterable[int]) -> None:
-        """The inputs of the step, with their bits."""
+        """The inputs of the step, with their bits. What an earlier run knew of their memory is not known yet."""
+        tensors = list(tensors)
+        own = {storage_of(tensor) for tensor in tensors}
+        known = self._lying.items()
+        self._lying = {memory: at for memory, at in known if not (isinstance(memory, tuple) and memory[0] in own)}
         for position, (tensor, bit) in enumerate(zip(tensors, behind, strict=True)):
             self._inputs.add(id(tensor))
             self._enter(tensor, hash(("input", position)), bit, is_new=True)
