@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -44,14 +45,12 @@ class Attributes:
     def __init__(self, model: nn.Module) -> None:
         self.kept: dict[int, _Kept] = {}
         self.hooks: list[tuple[str, dict[Any, Any], set[Any]]] = []  # with the name of each table
-        self.roots: list[tuple[nn.Module, str]] = []
         self.books: list[tuple[dict[str, Any], str, list[Any], list[Any]]] = []  # of torch's modules, each with a copy
         self.modes: list[tuple[str, nn.Module, bool]] = []  # which modules train
         self.add(model)
 
     def add(self, model: nn.Module, prefix: str = "") -> None:
         """Remember those of another model too."""
-        self.roots.append((model, prefix))
         for path, module in tables.named_modules(model, prefix=prefix):
             values = vars(module)
             self.hooks += [(_joined(path, name), table, set(table)) for name, table in _hooks_of(module)]
@@ -77,10 +76,10 @@ class Attributes:
                 self._keep(_name(kept, key), item, depth - 1)
 
     def anew(self) -> Attributes:
-        """Remember those of the same models as they are now."""
-        found = Attributes(self.roots[0][0])
-        for model, prefix in self.roots[1:]:
-            found.add(model, prefix)
+        """Remember the same as it is now."""
+        found = copy(self)
+        found.kept = {key: replace(kept, items=kept.holder.copy()) for key, kept in self.kept.items()}
+        found.modes = [(name, module, module.training) for name, module, _ in self.modes]
         return found
 
     def hooked(self) -> list[str]:
