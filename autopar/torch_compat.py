@@ -49,8 +49,9 @@ versions of torch that they were tried with.
 - `Tensor._backward_hooks`, `_post_accumulate_grad_hooks`: whether the user hooked something to a gradient, and the
   way to keep it where a parameter takes another layout.
 - `torch.nn.modules.module._global_forward_hooks` and the like: whether hooks for all modules came or went.
-- `torch.autograd.graph._engine_run_backward`: `torch.autograd.grad` is itself a torch function, so that a mode is off
-  while it runs, and what `torch.utils.checkpoint` computes again in the backward pass would not be raised.
+- `torch.autograd.graph._engine_run_backward`, `torch.autograd._make_grads`, `_tensor_or_tensors_to_tuple`:
+  `torch.autograd.grad` is itself a torch function, so that a mode is off while it runs, and what
+  `torch.utils.checkpoint` computes again in the backward pass would not be raised.
 - `BackwardCFunction._forward_cls`: the custom autograd function that a node of the autograd graph belongs to.
 - `torch._C._dispatch_get_all_op_names`: the names of all ops; an error says which are near one that is not there.
 - `torch._ops.OpOverload`: the type of the targets of a traced graph; it has no public name.
@@ -97,6 +98,7 @@ import torch
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import _make_grads, _tensor_or_tensors_to_tuple
 from torch.autograd.graph import _engine_run_backward
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
@@ -106,6 +108,7 @@ from torch.fx import _symbolic_trace
 from torch.nn.modules import module as _modules
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.optim.optimizer import _foreach_supported_types as _optim_lists
+from torch.overrides import TorchFunctionMode
 from torch.utils._foreach_utils import _foreach_supported_types as _util_lists
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
@@ -127,6 +130,7 @@ __all__ = [
     "TreeSpec",
     "assert_async",
     "backward",
+    "backward_in_mode",
     "before_steps",
     "change_in_place",
     "coalesced",
@@ -142,6 +146,7 @@ __all__ = [
     "fx_tracing",
     "global_module_hooks",
     "gradients",
+    "gradients_in_mode",
     "has_cpp_compiler",
     "has_hooks",
     "holds_for",
@@ -254,14 +259,68 @@ def as_parameter(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def gradients(loss: torch.Tensor, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
-    """Call `torch.autograd.grad(loss, tensors, allow_unused=True)` under the torch function modes that are on."""
+def gradients(
+    loss: torch.Tensor, tensors: Sequence[torch.Tensor], is_whole: bool = False
+) -> tuple[torch.Tensor | None, ...]:
+    """Call `torch.autograd.grad(loss, tensors, allow_unused=True)` under the torch function modes that are on.
+    is_whole: by `loss.backward()`, which goes through all of the graph."""
+    if is_whole:
+        backward(loss)
+        return tuple(tensor.grad for tensor in tensors)
     return _run_backward(loss, tuple(tensors)) if tensors else ()
 
 
 def backward(loss: torch.Tensor) -> None:
     """Call `loss.backward()` under the torch function modes that are on."""
     _run_backward(loss, None)
+
+
+@contextmanager
+def _in_mode(mode: TorchFunctionMode) -> Iterator[None]:
+    """Turn a torch function mode on again in its own `__torch_function__`."""
+    TorchFunctionMode.__enter__(mode)
+    try:
+        yield
+    finally:
+        TorchFunctionMode.__exit__(mode, None, None, None)
+
+
+def backward_in_mode(
+    mode: TorchFunctionMode, outputs: Any, gradient: Any = None, retain_graph: bool | None = None,
+    create_graph: bool = False, inputs: Any = None, grad_tensors: Any = None,
+) -> None:  # fmt: skip
+    """Call `torch.autograd.backward`, as a reentrant checkpoint does, or `Tensor.backward` under a mode that met this
+    call and is off for it."""
+    tensors, ends = (tuple(x) if isinstance(x, (tuple, list)) else (x,) for x in (outputs, inputs))
+    grads = _tensor_or_tensors_to_tuple(gradient if grad_tensors is None else grad_tensors, len(tensors))
+    given = _make_grads(tensors, grads, is_grads_batched=False)
+    keep, ends = create_graph if retain_graph is None else retain_graph, () if inputs is None else ends
+    with _in_mode(mode):
+        _engine_run_backward(tensors, given, keep, create_graph, ends, allow_unreachable=True, accumulate_grad=True)
+
+
+def gradients_in_mode(
+    mode: TorchFunctionMode, outputs: tuple[Any, ...], inputs: tuple[Any, ...], **options: Any
+) -> tuple[torch.Tensor | None, ...]:
+    """Call `torch.autograd.grad` under a torch function mode that met this call, and is off for it. options: all that
+    are its. Many gradients at once are taken one by one."""
+    is_many, has_graph = options["is_grads_batched"], options["create_graph"]
+    given: Any = _make_grads(outputs, _tensor_or_tensors_to_tuple(options["grad_outputs"], len(outputs)), is_many)
+    rows = list(zip(*(g.unbind() for g in given), strict=True)) if is_many else [given]
+    keep = has_graph if options["retain_graph"] is None else options["retain_graph"]
+    with _in_mode(mode):
+        each = [
+            _engine_run_backward(
+                outputs, row, keep or at < len(rows), has_graph, inputs, options["allow_unused"], accumulate_grad=False
+            )
+            for at, row in enumerate(rows, 1)
+        ]
+    found = list[torch.Tensor | None]()
+    for x, one in zip(inputs, zip(*each, strict=True), strict=True):
+        made = torch.stack(one) if is_many and one[0] is not None else one[0]
+        is_zero = made is None and options["materialize_grads"]
+        found.append(torch.zeros_like(x, requires_grad=has_graph) if is_zero else made)
+    return tuple(found)
 
 
 def _run_backward(loss: torch.Tensor, tensors: tuple[torch.Tensor, ...] | None) -> tuple[torch.Tensor | None, ...]:

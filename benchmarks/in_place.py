@@ -15,7 +15,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -125,8 +125,9 @@ def verdict(number: int) -> tuple[str, str]:
     return ("ok", "") if report.ok else ("WRONG", f"{report}\n{source}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def search(verdict: Callable[[int], tuple[str, str]], doc: str | None) -> None:
+    """Draw programs for some seconds, print those that are wrong, and end the process. doc: what is said of it."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
@@ -147,4 +148,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    search(verdict, __doc__)

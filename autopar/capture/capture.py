@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from autopar.capture.backward_changes import BackwardChanges
 from autopar.capture.captured import Captured, leaf_of
 from autopar.capture.changed_state import ChangedState
 from autopar.capture.data.casts import default_dtype, idle_autocast
@@ -69,7 +70,7 @@ from autopar.capture.trace.tracer import Traced, Tracer, Unseen
 from autopar.capture.trace.writes import check_collectives, check_writes
 from autopar.errors import AutoparError, CaptureError
 from autopar.ir.program import INPUT_GRADIENT, Input, Output, Program
-from autopar.torch_compat import FakeTensorMode, backward, gradients, quiet
+from autopar.torch_compat import FakeTensorMode, gradients, quiet
 
 __all__ = ["Captured", "LossFn", "capture", "fake_like", "loss_of", "state_of"]
 
@@ -154,7 +155,8 @@ class _Capture:
         self.selects = (False, False)  # rows, by a mask; and they could be taken by their number
         self.unknown: Unknown | UnknownPartner | CoinFound | None = None
         self.partners = Partners(model, loss_fn)
-        self.left = ChangedState(self.partners)
+        self.left, self.before = ChangedState(self.partners), Attributes(model)
+        self.backward = BackwardChanges(self.before)
         self.parts = take_call_apart(args, kwargs)
         self.state = state_of(model)
         self.fake, self.device = FakeTensorMode(allow_non_fake_inputs=True), device_of(model)
@@ -163,7 +165,7 @@ class _Capture:
         self.result: tuple[Form | None, tuple[Any, ...]] = (None, ())
         self.calls, self.calling, self.ran = RecordedCalls(), None, Ran()
         self.asked: Callable[[], Trainable] = list  # tensors of the batch that get a gradient, by their numbers
-        self.replaced, self.notes = dict[str, Any](), list[str]()
+        self.replaced, self.carried, self.notes = dict[str, Any](), dict[str, Any](), list[str]()
         self.untrained: dict[int, str] = {}  # names of plain attributes that require a gradient
         self.outside: Mapping[int, Outside] = {}
         self.fault: AutoparError | None = None
@@ -171,7 +173,7 @@ class _Capture:
         self.scratch, self.scratch_fault = frozenset[str](), CaptureError("")  # buffers, and else what is wrong
 
     def run(self) -> Captured:
-        before, drawn = Attributes(self.model), foreign_state()
+        before, drawn = self.before, foreign_state()
         try:
             autocast = idle_autocast(self.device.type) if self.keeps_casts else nullcontext()
             with quiet(), default_dtype(self.lift), autocast:
@@ -240,7 +242,7 @@ class _Capture:
             args, kwargs = put_together(form, leaves)
             again = reads.anew(reads.known)
             step = _Capture(*given, args, kwargs, train, lift, again, None, Forks(), None, plan())
-            before, step.keeps_casts, step.partners = Attributes(given[0]), keeps_casts, partners
+            before, step.keeps_casts, step.partners = step.before, keeps_casts, partners
             step.state, step.draws, step.in_parts = state, draws, in_parts
             step.coins.decided.update({} if coins is None else coins.floats(seed))
             calls, way = RecordedCalls(), 0
@@ -280,6 +282,7 @@ class _Capture:
             if self.scratch and not isinstance(error, HostDrawsFound):
                 raise self.scratch_fault from None
             raise
+        self.backward.check(steady, partial(self._trace, fakes))
         if self.start is not None:
             start, self.start = self.start, None
             steady.check_floats_of_host()
@@ -349,8 +352,9 @@ class _Capture:
         given += [(Input("scale", ("loss_scale",)), None)] * self.is_scaled
         return [*given, (Input("seed", ("seed",)), None)]
 
-    def _trace(self, fakes: list[torch.Tensor]) -> Traced:
-        """The whole step, or all of it before what is not known yet (`self.unknown`)."""
+    def _trace(self, fakes: list[torch.Tensor], is_next: bool = False) -> Traced:
+        """The whole step, or all of it before what is not known yet (`self.unknown`). is_next: after the last one."""
+        self.carried = self.replaced if is_next else {}
         self.calls, self.replaced, self.unknown, self.locator.phase = RecordedCalls(), {}, None, "forward"
         self.tracer = Tracer(fakes, decompositions(), Results(self.fake))
         self.graphs.append(self.tracer.graph)
@@ -380,7 +384,7 @@ class _Capture:
         body = self._train_body if self.train else self._forward_body
         try:
             with self.resizing.watching(self.ran):
-                result = self._run(inputs, mode, body, self.replaced, {})
+                result = self._run(inputs, mode, body, self.replaced, self.carried)
         except (Unknown, UnknownPartner, CoinFound) as found:
             self.unknown = found
             return (found.tensor if isinstance(found, Unknown) else inputs[-1],)
@@ -487,6 +491,7 @@ class _Capture:
         mode.inputs.update(given.parameters)
         mode.outside.update(given.outside)
         self.asked, self.scale = given.asked, given.extra[0] if self.is_scaled else None
+        self.backward.trainable = given.trainable
         if self.coins.trail is not None:
             self.coins.trail.given(given.values)
         if mode.selected.order.sides is not None:
@@ -532,11 +537,9 @@ class _Capture:
             self.locator.phase, self.tracer.is_unseen = "backward", True  # torch's own ops: none of the user's casts
             scaled = loss if self.scale is None else loss * self.scale
             tensors = [tensor for _, tensor in sources]
-            if has_own_backward(loss):
-                backward(scaled)
-                grads = tuple(tensor.grad for tensor in tensors)
-            else:
-                grads = gradients(scaled, tensors)
+            with self.backward.watch():
+                grads = gradients(scaled, tensors, self.calls.has_hooks or has_own_backward(loss))
+            left = self.left.outputs(self.coins.joined, self.calls)  # hooks may bind buffers anew
             values = [value.detach() for value in values]
             return [loss.detach(), *grads, *(tensor for _, tensor in left), *values, *self._guards()]
 

@@ -567,7 +567,7 @@ class Raise(TorchFunctionMode):
         number = self.plain.next(numbered() + 1, self.random_ops)
         if not 0 < number <= len(self.random_ops) + 1:
             raise refusal(SEEDED, user_frame(sys._getframe(1)))
-        if self.locator and self.locator.phase == "backward" and number not in self.random_ops:
+        if self.locator and not self._is_forward() and self._computes() and number not in self.random_ops:
             raise CaptureError(
                 "a random op inside torch.utils.checkpoint(preserve_rng_state=False) would draw other numbers when it "
                 "is computed again, and the gradients would be wrong: leave preserve_rng_state at True."

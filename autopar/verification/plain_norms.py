@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -68,7 +68,7 @@ class PlainNorms:
             return NotImplemented
         kept = {name: given[name] for name in ("weight", "bias", "eps")}
         if func is not F.instance_norm:
-            norm: Callable[..., Tensor] = partial(F.batch_norm, training=True, **kept)
+            norm: partial[Tensor] = partial(F.batch_norm, training=True, **kept)
         elif None in running:
             return NotImplemented  # each sample by itself
         else:
@@ -77,25 +77,37 @@ class PlainNorms:
         return self._each(norm, module, given["input"], running, given["momentum"])
 
     def _each(
-        self, norm: Callable[..., Tensor], module: nn.Module | None, input: Tensor, running: Running, momentum: float
+        self, norm: partial[Tensor], module: nn.Module | None, input: Tensor, running: Running, momentum: float
     ) -> Tensor:
         dealt = self.groups[self._calls % len(self.groups)]
         self._calls += 1
         before, count = dealt.sizes
         rows = input.reshape(before, count, -1, *input.shape[1:]).transpose(0, 1)
-        results, values = [], []
-        for group in rows.flatten(1, 2):
-            kept = [None if one is None else torch.zeros_like(one) for one in running]
-            results.append(norm(group, *kept, momentum=1.0))  # so that what is kept is the statistic itself
-            values.append(kept)
+        kept = [[None if one is None else torch.zeros_like(one) for one in running] for _ in range(count)]
+        write = partial(self._write, module, running, kept, dealt, momentum)
+        try:
+            results = [  # of a momentum of 1, so that what is kept is the statistic itself
+                norm(group, *values, momentum=1.0) for group, values in zip(rows.flatten(1, 2), kept, strict=True)
+            ]
+        except Exception:  # a checkpoint that computes this again ends in the last group, where batch norm has written
+            if norm.func is not F.instance_norm:
+                write()
+            raise
+        write()
+        return torch.stack(results).reshape(rows.shape).transpose(0, 1).reshape(input.shape)
+
+    def _write(
+        self, module: nn.Module | None, running: Running, kept: Sequence[Sequence[Tensor | None]], dealt: SampleGroups,
+        momentum: float,
+    ) -> None:  # fmt: skip
+        """Note the statistics of a call, in the order of the groups."""
         for i, one in enumerate(running):
             if one is not None:
-                found = torch.stack([kept[i] for kept in values])  # type: ignore[misc]
+                found = torch.stack([values[i] for values in kept])  # type: ignore[misc]
                 written = self._written.setdefault(id(one), _Written(module, one))
                 written.calls.append((found.reshape(dealt.ranks, dealt.parts, -1), momentum))
         if module is not None and running[0] is not None and module.num_batches_tracked is not None:
             self._counts.setdefault(module, int(module.num_batches_tracked) - 1)  # type: ignore[arg-type]
-        return torch.stack(results).reshape(rows.shape).transpose(0, 1).reshape(input.shape)
 
     def finish(self) -> None:
         """Write the running statistics of a step, and how many updates they had."""

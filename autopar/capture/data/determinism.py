@@ -113,15 +113,15 @@ class Steady:
         if error is not None:
             if changes and self._fresh()[1] is None:
                 text = next(iter(str(error).splitlines()), "")
-                raise self._carried(changes, line_of(error), f": {type(error).__name__}: {text}")
+                raise self.carried(changes, line_of(error), f": {type(error).__name__}: {text}")
             return self._notes(changes)
         difference = first_difference(self.first, second)
         if difference is not None and drawn:
-            raise self._draws(drawn[0])
+            raise self.draws(drawn[0])
         if difference is not None and not (changes and self._settles(second, changes)):
             if changes and first_difference(self.first, self._fresh()[0]) is None:
                 call = difference[1] or difference[0]
-                raise self._carried(changes, call.line if call else None, "")
+                raise self.carried(changes, call.line if call else None, "")
             raise self._unsteady(difference)
         outside = self._check_counters(changes)
         return self._notes(changes) + outside
@@ -132,7 +132,7 @@ class Steady:
         found = self.counters(any(type(c.new) in (int, float) for c in changes), lambda: self._made(RecordedCalls()))
         if found.iterators:
             raise CaptureError(_ITERATOR.format(found.iterators[0]))
-        line = found.deciding(self._start_anew, self._does_other)
+        line = found.deciding(self.start_anew, self._does_other)
         if line is not None:
             names = ", ".join(map(str, [*found.spots, *(each.spot for each in found.lists)][:_NAMED]))
             raise CaptureError(_COUNTED.format(names, f", at {quoted(line)}" if line[0] else ". "))
@@ -145,7 +145,8 @@ class Steady:
         calls, error = self._second()
         return error is not None or first_difference(self.first, calls) is not None
 
-    def _draws(self, name: str) -> HostDrawsFound:
+    def draws(self, name: str) -> HostDrawsFound:
+        """The error for numbers of a generator."""
         (line,) = self._again(partial(_state_of, name))
         where = f", at {quoted(line)}" if line else ". "
         return HostDrawsFound(f"the model draws numbers from {name} while it runs{where}{_DRAWN}")
@@ -154,11 +155,11 @@ class Steady:
         """A note on numbers that decide nothing. Raises CaptureError if they do."""
         before: RecordedCalls | None = None
         for _ in settings():
-            self._start_anew()
+            self.start_anew()
             calls, error = self._second(shows_data=True)
             is_other = before is not None and calls.way() != before.way()
             if error is not None or is_other or len(calls.made) != len(self.first.made):
-                raise self._draws(name)
+                raise self.draws(name)
             before = calls
         return f"the model draws numbers from {name} while it runs, and whatever they are, it computes the same"
 
@@ -166,7 +167,7 @@ class Steady:
         """Raise HostDrawsFound where it matters what a draw is that the model makes a float of."""
         matters = self.first.has_any
         for draws in numbers_drawn() if self.first.has_floats and not matters else ():
-            self._start_anew()
+            self.start_anew()
             calls, error = self._second(draws)
             matters = matters or error is not None or first_difference(self.first, calls) is not None
         if matters:
@@ -192,7 +193,7 @@ class Steady:
         were made. What runs here ran before, and nothing more is noted of it."""
         if not self._stays(changes) and self._made(RecordedCalls(second), second) is None:
             return False
-        self._start_anew()
+        self.start_anew()
         first = self._made(self.first.by_values())
         if first is None:
             return False
@@ -201,7 +202,7 @@ class Steady:
         if theirs is None:
             return False
         held = theirs.held()
-        self._start_anew()
+        self.start_anew()
         ours = self._made(anew(), theirs)  # as the program: none of the attributes in Python, and the buffers
         return ours is not None and ours.held() == held
 
@@ -224,13 +225,14 @@ class Steady:
             return None
         return calls if like is None or first_difference(like, calls) is None else None
 
-    def _start_anew(self) -> None:
+    def start_anew(self) -> None:
+        """Put back what runs have changed."""
         self.attributes.restore()
         self.replaced.clear()
 
     def _fresh(self) -> tuple[RecordedCalls, Exception | None]:
         """Another run, from what the model was at first."""
-        self._start_anew()
+        self.start_anew()
         return self._second()
 
     def check_floats_of_host(self) -> None:
@@ -250,7 +252,7 @@ class Steady:
 
     def _again(self, *states: Callable[[], object]) -> list[Line | None]:
         """For each state the line that changes it, from another run."""
-        self._start_anew()
+        self.start_anew()
         return lines_that_change(lambda: self.run(RecordedCalls(), is_watched=False), states) if states else []
 
     def _lines_of(self, changes: Iterable[AttributeChange]) -> list[tuple[AttributeChange, Line | None]]:
@@ -265,7 +267,8 @@ class Steady:
             return lambda: id(getattr(self.find(owner), name, None))
         return self.attributes.watch(change.name)
 
-    def _carried(self, changes: list[AttributeChange], line: Line | None, rest: str) -> CaptureError:
+    def carried(self, changes: list[AttributeChange], line: Line | None, rest: str) -> CaptureError:
+        """The error for a step that depends on what the step before it changed. rest: what came of it."""
         found = self._lines_of(changes)
         names = ", ".join(f"'{change.name}'{f' ({_short(at)})' if at else ''}" for change, at in found)
         where = f"at {quoted(line or next((at for _, at in found if at), None) or ('an unknown line', 0))}"

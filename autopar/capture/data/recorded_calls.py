@@ -74,6 +74,7 @@ class RecordedCalls:
         self.draws: Callable[[], float] = lambda: MIDDLE  # what a draw is that the model makes a float of
         self.has_floats = False  # it does
         self.has_any = False  # and one of those may be any number
+        self.has_hooks = False  # it registers some on gradients, which may lead to no parameter
         self.floats: list[HostFloat] = []  # that calls were given, where the model draws on the host
         self._of_rows: set[int] = set(earlier._of_rows) if earlier else set()  # calls on forms that are data
         self._kept: dict[int, torch.Tensor] = {}  # buffers, by their places among the inputs
@@ -84,7 +85,11 @@ class RecordedCalls:
         self._lying: dict[Any, _Key] = dict(earlier._lying) if earlier else {}  # by the memory that they show
 
     def given(self, tensors: Iterable[torch.Tensor], behind: Iterable[int]) -> None:
-        """The inputs of the step, with their bits."""
+        """The inputs of the step, with their bits. What an earlier run knew of their memory is not known yet."""
+        tensors = list(tensors)
+        own = {storage_of(tensor) for tensor in tensors}
+        known = self._lying.items()
+        self._lying = {memory: at for memory, at in known if not (isinstance(memory, tuple) and memory[0] in own)}
         for position, (tensor, bit) in enumerate(zip(tensors, behind, strict=True)):
             self._inputs.add(id(tensor))
             self._enter(tensor, hash(("input", position)), bit, is_new=True)
@@ -148,6 +153,7 @@ class RecordedCalls:
         """A call with what it returned, and those of its arguments that it wrote into. rows: the ids of tensors whose
         form is data, how many rows a mask selects."""
         name = getattr(function, "__name__", "")
+        self.has_hooks |= function is torch.Tensor.register_hook
         owner = getattr(getattr(function, "__self__", None), "__name__", "") if name == "__get__" else ""
         results = result if isinstance(result, (tuple, list)) else (result,)
         made = [(i, item) for i, item in enumerate(results) if isinstance(item, torch.Tensor)]

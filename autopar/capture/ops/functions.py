@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from autopar.capture.refusals.location import user_frame
 from autopar.ir.ops.ops import op
 
 Tensor = torch.Tensor
+Move = Callable[[Tensor, Tensor], None]  # writes running statistics: mean and variance
 
 
 _CAST_BY_AUTOCAST = (torch.float32, torch.float16, torch.bfloat16)
@@ -42,7 +44,25 @@ def _as_product(operand: Tensor) -> Tensor:
     return operand.to(torch.get_autocast_dtype(kind))
 
 
-class Einsum(Function):
+class OneResult(Function):
+    """A function of one result. Where no gradient comes to it, as from a Function of the user's that gives None, none
+    goes on, as of torch's own functions: zeros would be a gradient, by which an optimizer steps."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        forward, backward = cls.forward, cls.backward
+
+        def forward_alone(ctx: Any, *args: Any) -> Any:
+            ctx.set_materialize_grads(False)
+            return forward(ctx, *args)
+
+        def backward_if_any(ctx: Any, *grads: Any) -> Any:
+            return backward(ctx, *grads) if grads[0] is not None else (None,) * len(ctx.needs_input_grad)
+
+        cls.forward, cls.backward = staticmethod(forward_alone), staticmethod(backward_if_any)  # type: ignore[method-assign]
+
+
+class Einsum(OneResult):
     """Einsum of two operands; every name stands in at least two of the three tensors."""
 
     @staticmethod
@@ -66,7 +86,7 @@ class Einsum(Function):
         return grad_a, grad_b, None
 
 
-class Attention(Function):
+class Attention(OneResult):
     """softmax(q k^T scale + mask) v (Vaswani et al. 2017) with the logsumexp kept for the backward."""
 
     @staticmethod
@@ -85,7 +105,7 @@ class Attention(Function):
         return grad_q, grad_k, grad_v, None, None, None
 
 
-class DroppedAttention(Function):
+class DroppedAttention(OneResult):
     """Attention with dropout of its probabilities, by a mask that is drawn again for the backward."""
 
     @staticmethod
@@ -107,7 +127,7 @@ class DroppedAttention(Function):
         return grad_q, grad_k, grad_v, None, None, None, None, None, None
 
 
-class CrossEntropy(Function):
+class CrossEntropy(OneResult):
     """-log softmax(x)[index] over the last dim: logsumexp(x) - x[index], both partial if the classes are split
     (vocabulary-parallel loss, arXiv 1909.08053 section 3)."""
 
@@ -125,7 +145,7 @@ class CrossEntropy(Function):
         return op("cross_entropy_backward")(grad, x, lse, index), None
 
 
-class SmoothedCrossEntropy(Function):
+class SmoothedCrossEntropy(OneResult):
     """-sum_c q_c log softmax(x)_c over the last dim, where q = near * onehot(index) + share * w (arXiv 1512.00567).
 
     w is one if None. All that is summed over the classes is partial if they are split, and one value a row.
@@ -157,7 +177,7 @@ class SmoothedCrossEntropy(Function):
         return grad_x - (spread if w is None else spread * w), None, None, None, None
 
 
-class Pick(Function):
+class Pick(OneResult):
     """x[index] over the last dim."""
 
     @staticmethod
@@ -174,7 +194,7 @@ class Pick(Function):
         return op("pick_backward")(grad, index, ctx.size), None
 
 
-class LogSoftmax(Function):
+class LogSoftmax(OneResult):
     """x - logsumexp(x) over the last dim, which may be split."""
 
     @staticmethod
@@ -192,7 +212,7 @@ class LogSoftmax(Function):
         return grad - y.exp() * grad.sum(-1, keepdim=True)
 
 
-class Embedding(Function):
+class Embedding(OneResult):
     """weight[index]; the gradient of row `padding` is left out if padding >= 0."""
 
     @staticmethod
@@ -209,7 +229,7 @@ class Embedding(Function):
         return op("embedding_backward")(grad, index, ctx.rows, ctx.padding), None, None
 
 
-class ExpertMM(Function):
+class ExpertMM(OneResult):
     """Row i of x [s,k] times matrix index[i] of w [g,k,n]."""
 
     @staticmethod
@@ -232,7 +252,7 @@ class ExpertMM(Function):
         return grad_x, grad_w.transpose(1, 2) if is_turned else grad_w, None
 
 
-class CTCLoss(Function):
+class CTCLoss(OneResult):
     """-log p of each target; with `zero_infinity`, one that cannot be has no gradient."""
 
     @staticmethod
@@ -250,7 +270,7 @@ class CTCLoss(Function):
         return grad_x, None, None, None, None, None
 
 
-class Dropout(Function):
+class Dropout(OneResult):
     """x * keep / (1 - p), keep a function of (seed, key, index of the element) alone."""
 
     @staticmethod
@@ -271,7 +291,7 @@ def _dropout(x: Tensor, seed: Tensor, key: int, p: float) -> Tensor:
     return op("dropout")(x, seed, key, p, shape, shape, [0] * len(shape))
 
 
-class RMSNorm(Function):
+class RMSNorm(OneResult):
     """x / sqrt(mean(x^2) + eps) * weight over the dims of the weight (arXiv 1910.07467)."""
 
     @staticmethod
@@ -294,16 +314,17 @@ class RMSNorm(Function):
         return grad_x, (grad * normal).sum(rows) if rows else grad * normal, None
 
 
-class BatchNorm(Function):
+class BatchNorm(OneResult):
     """Normalisation over all dims but 1 with the statistics of the whole batch (arXiv 1502.03167).
 
-    Returns (y, mean, biased variance). Sums and element counts are apart, so that a split batch sums right. Short
-    floats are computed in float32 and rounded once, as torch's kernels do: a sum of many would overflow in float16,
-    and one rounded mean is an error of the same sign in all rows.
+    Sums and element counts are apart, so that a split batch sums right. Short floats are computed in float32 and
+    rounded once, as torch's kernels do: a sum of many would overflow in float16, and one rounded mean is an error of
+    the same sign in all rows. move: takes mean and biased variance, before anything is saved: there a checkpoint that
+    computes this again may end, and torch's kernels have written running statistics by then.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Any:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, move: Move) -> Tensor:
         dims, shape, count = _per_channel(x)
         wide = widened(x)
         mean = wide.sum(dims) / count
@@ -316,11 +337,11 @@ class BatchNorm(Function):
             y = y * weight.reshape(shape)
         if bias is not None:
             y = y + bias.reshape(shape)
+        move(mean, variance)
         # What is kept of a short float is short.
         ctx.save_for_backward(*((x, mean) if x.dtype != wide.dtype else (normal, None)), rstd, weight)
         ctx.has_bias = bias is not None
-        ctx.mark_non_differentiable(mean, variance)
-        return y.to(x.dtype), mean, variance
+        return y.to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -335,20 +356,22 @@ class BatchNorm(Function):
         inner = grad - (grad_bias / count).reshape(shape) - normal * (grad_weight / count).reshape(shape)
         grad_x = (inner * scale.reshape(shape)).to(grads[0].dtype) if ctx.needs_input_grad[0] else None
         if weight is None:
-            return grad_x, None, None, None
+            return grad_x, None, None, None, None
         grad_weight = grad_weight.to(weight.dtype)
-        return grad_x, grad_weight, grad_bias.to(weight.dtype) if ctx.has_bias else None, None
+        return grad_x, grad_weight, grad_bias.to(weight.dtype) if ctx.has_bias else None, None, None
 
 
-class GroupedBatchNorm(Function):
+class GroupedBatchNorm(OneResult):
     """Normalisation with statistics of each group of samples, as those of a micro-batch.
 
-    Returns (y, mean, unbiased variance), the statistics with the dims of `in_groups`, of which synced is an
-    argument. The counts that sums are divided by are those of a batch that is one group.
+    The counts that sums are divided by are those of a batch that is one group. synced: as of `in_groups`. move: as of
+    `BatchNorm`, of mean and unbiased variance with the dims of `in_groups`.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, synced: bool) -> Any:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, synced: bool, move: Move
+    ) -> Tensor:
         grouped = op("in_groups")(widened(x), synced)
         dims, shape, count = _per_channel_of_group(grouped)
         mean = grouped.sum(dims, keepdim=True) / count
@@ -361,12 +384,11 @@ class GroupedBatchNorm(Function):
             y = y * weight.reshape(shape)
         if bias is not None:
             y = y + bias.reshape(shape)
+        move(mean, unbiased)
         kept = normal if x.dtype == grouped.dtype else x  # of a short float what is short
         ctx.save_for_backward(kept, grouped, mean, rstd, weight)
         ctx.has_bias, ctx.synced, ctx.shape = bias is not None, synced, list(x.shape)
-        ctx.mark_non_differentiable(mean, unbiased)
-        whole = y.reshape(x.shape).to(x.dtype, copy=True)  # no view: an activation may write into it
-        return whole, mean, unbiased
+        return y.reshape(x.shape).to(x.dtype, copy=True)  # no view: an activation may write into it
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -381,13 +403,13 @@ class GroupedBatchNorm(Function):
         inner = (grad - total / count - normal * (along / count)) * scale
         grad_x = inner.reshape(ctx.shape).to(grads[0].dtype) if ctx.needs_input_grad[0] else None
         if weight is None:
-            return grad_x, None, None, None, None
+            return grad_x, None, None, None, None, None
         others = [dim for dim in range(grouped.ndim) if dim != _CHANNEL]
         grad_weight, grad_bias = along.sum(others).to(weight.dtype), total.sum(others).to(weight.dtype)
-        return grad_x, grad_weight, grad_bias if ctx.has_bias else None, None, None
+        return grad_x, grad_weight, grad_bias if ctx.has_bias else None, None, None, None
 
 
-class InMicrobatches(Function):
+class InMicrobatches(OneResult):
     """The rows of a tensor as [count, rows of each micro-batch, ...]."""
 
     @staticmethod

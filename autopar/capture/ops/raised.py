@@ -51,18 +51,20 @@ from autopar.capture.ops.raised_products import (
 from autopar.capture.ops.raised_random import RANDOM
 from autopar.capture.ops.raised_recurrent import RECURRENT
 from autopar.capture.ops.raised_windows import as_strided, average_pool_of, istft, stft
-from autopar.torch_compat import GROUPED_MM
+from autopar.torch_compat import GROUPED_MM, backward_in_mode, gradients_in_mode
 
 Tensor = torch.Tensor
 
-# Raised also where the plain module is run for comparison: what draws random numbers, or may, and what torch cannot
-# compute in float64.
+# Raised also where the plain module is run for comparison: what draws random numbers, or may, as a checkpoint that runs
+# again inside of a gradient, and what torch cannot compute in float64.
 ALWAYS: dict[Any, Callable[..., Any]] = {
     **RANDOM,
     **RECURRENT,
     F.scaled_dot_product_attention: attention,
     F.multi_head_attention_forward: multi_head_attention,
     GROUPED_MM: grouped_mm,
+    torch.autograd.grad: gradients_in_mode,
+    **dict.fromkeys((torch.autograd.backward, Tensor.backward), backward_in_mode),
 }
 
 RAISED: dict[Any, Callable[..., Any]] = {

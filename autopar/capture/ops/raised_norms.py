@@ -61,15 +61,15 @@ class Norm:
         count = input.numel() // input.shape[1]
         if count == 1:
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.shape}")
+
+        def move(mean: Tensor, variance: Tensor) -> None:
+            if running_mean is not None and running_var is not None:
+                self._move(running_mean, mean, momentum)
+                self._move(running_var, variance if self.has_groups else variance * (count / (count - 1)), momentum)
+
         if self.has_groups:
-            y, mean, unbiased = GroupedBatchNorm.apply(input, weight, bias, eps, self.is_synced)
-        else:
-            y, mean, variance = BatchNorm.apply(input, weight, bias, eps)
-            unbiased = variance * (count / (count - 1)) if running_var is not None else None
-        if running_mean is not None and running_var is not None:
-            self._move(running_mean, mean, momentum)
-            self._move(running_var, unbiased, momentum)
-        return y
+            return GroupedBatchNorm.apply(input, weight, bias, eps, self.is_synced, move)
+        return BatchNorm.apply(input, weight, bias, eps, move)
 
     def instance_norm(
         self, input: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None,
@@ -87,12 +87,12 @@ class Norm:
         wide = widened(input)
         mean = wide.sum(inner, keepdim=True) / count
         variance = (wide - mean).square().sum(inner, keepdim=True) / count
-        # torch keeps the mean over the batch of what each instance would keep
-        self._move(running_mean, self._over_samples(mean.flatten(1)), momentum)
-        self._move(running_var, self._over_samples(variance.flatten(1), count / (count - 1)), momentum)
         shape = [input.shape[1], *(1 for _ in inner)]
         y = (wide - mean) * (variance + eps).rsqrt()
         y = y if weight is None else y * weight.reshape(shape)
+        # torch keeps the mean over the batch of what each instance would keep; last, where a checkpoint has ended
+        self._move(running_mean, self._over_samples(mean.flatten(1)), momentum)
+        self._move(running_var, self._over_samples(variance.flatten(1), count / (count - 1)), momentum)
         return (y if bias is None else y + bias.reshape(shape)).to(input.dtype)
 
     def _over_samples(self, values: Tensor, factor: float = 1.0) -> Tensor:

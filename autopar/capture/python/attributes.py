@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -43,16 +44,16 @@ class Attributes:
 
     def __init__(self, model: nn.Module) -> None:
         self.kept: dict[int, _Kept] = {}
-        self.hooks: list[tuple[dict[Any, Any], set[Any]]] = []
+        self.hooks: list[tuple[str, dict[Any, Any], set[Any]]] = []  # with the name of each table
         self.books: list[tuple[dict[str, Any], str, list[Any], list[Any]]] = []  # of torch's modules, each with a copy
         self.modes: list[tuple[str, nn.Module, bool]] = []  # which modules train
         self.add(model)
 
     def add(self, model: nn.Module, prefix: str = "") -> None:
         """Remember those of another model too."""
-        self.hooks += [(table, set(table)) for module in tables.modules(model) for table in _hooks_of(module)]
         for path, module in tables.named_modules(model, prefix=prefix):
             values = vars(module)
+            self.hooks += [(_joined(path, name), table, set(table)) for name, table in _hooks_of(module)]
             self.modes.append((_joined(path, "training"), module, module.training))
             if type(module).__module__.startswith("torch.nn."):  # its own books (an RNN's _flat_weights) are no state
                 self.books += [(values, name, v, v.copy()) for name, v in values.items() if type(v) is list]
@@ -73,6 +74,18 @@ class Attributes:
         if not isinstance(holder, set):
             for key, item in _items(holder):
                 self._keep(_name(kept, key), item, depth - 1)
+
+    def anew(self) -> Attributes:
+        """Remember the same as it is now."""
+        found = copy(self)
+        found.kept = {key: replace(kept, items=kept.holder.copy()) for key, kept in self.kept.items()}
+        found.modes = [(name, module, module.training) for name, module, _ in self.modes]
+        return found
+
+    def hooked(self) -> list[str]:
+        """The paths of the modules that have backward hooks which they did not have."""
+        found = [name for name, table, names in self.hooks if not names.issuperset(table)]
+        return [name.rpartition(".")[0] for name in found if "backward" in name]
 
     def changes(self) -> list[AttributeChange]:
         """What is not as it was."""
@@ -96,7 +109,7 @@ class Attributes:
 
     def restore(self) -> None:
         """Put everything back. Hooks too: a flag that says they are in place and the hooks go together."""
-        for table, names in self.hooks:
+        for _, table, names in self.hooks:
             for name in set(table) - names:
                 del table[name]
         for _, module, mode in self.modes:
@@ -119,9 +132,9 @@ class Attributes:
                 kept.holder.update(kept.items)
 
 
-def _hooks_of(module: nn.Module) -> Iterator[dict[Any, Any]]:
-    """The tables of hooks that torch keeps in a module."""
-    return (value for name, value in vars(module).items() if "_hooks" in name and isinstance(value, dict))
+def _hooks_of(module: nn.Module) -> Iterator[tuple[str, dict[Any, Any]]]:
+    """The tables of hooks that torch keeps in a module, with their names."""
+    return ((name, value) for name, value in vars(module).items() if "_hooks" in name and isinstance(value, dict))
 
 
 def _owner(kept: _Kept) -> str:
