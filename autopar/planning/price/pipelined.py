@@ -238,10 +238,10 @@ def _stages(candidate: Candidate, layers: Layers) -> Sequence[Stage]:
     slots = slots_of(sections, shares, layers.equal, candidate.ranges)
     stages, known = list[Stage](), dict[Hashable, MovingGraph]()
     for share, own in zip(shares, slots, strict=True):
-        graphs = data.graphs(share, own, cost, known)
-        least = cost.on(share).us(share.time.layers, candidate.halves)
+        graphs, there = data.graphs(share, own, cost, known), cost.on(share)
+        least = there.us(share.time.layers, candidate.halves)
         us = {kind: max(graph.moving.streams.device, least[kind]) for kind, graph in graphs.items()}
-        us = {kind: _loaded(kind, each, candidate, cost.on(share), share, data.machine) for kind, each in us.items()}
+        us = {kind: _loaded(kind, each, candidate, there, share, data.machine) for kind, each in us.items()}
         backward = (graph.alive for kind, graph in graphs.items() if kind != "F")
         stages.append(Stage(share, cost, us, own, tuple(map(max, zip(*backward, strict=True)))))
     return stages
