@@ -2,8 +2,9 @@
 
 - `Tensor._make_subclass`, `torch._C._set_throw_on_mutable_data_ptr`, `torch._C._DisableTorchDispatch`: what the
   constructor of FakeTensor does, which costs as much as all else together that a capture does for an op.
-- `Graph._graph_namespace`, `_insert`, `_find_nodes_lookup_table`, `_len`: what `Graph.node_copy` does for a node under
-  a name that is free, in a third of its time: it takes names and arguments apart again, which it has made itself.
+- `Graph._graph_namespace`, `_insert`, `_find_nodes_lookup_table`, `_len`, `_target_to_str`: what `Graph.node_copy` does
+  for a node under a name that is free, in a third of its time: it takes names and arguments apart again, which it has
+  made itself.
   And what `Graph.create_node` does, which looks into all arguments for symbols from torch 2.13 on.
 - `torch._C._increment_version`: what `torch.autograd.graph.increment_version` calls, behind checks that take longer.
 - `torch._foreach_copy_`: many small tensors copied in one launch, as optimizers do; there is no public way.
@@ -45,12 +46,12 @@ def copy_node(graph: fx.Graph, node: fx.Node, operand: Callable[[fx.Node], Any])
 
 
 def add_call(
-    graph: fx.Graph, name: str, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    graph: fx.Graph, name: str | None, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> fx.Node:
     """Add a call as `graph.create_node("call_function", target, args, kwargs, name)` does, to a graph without a module,
     of arguments among which no size is a symbol: it would look for these."""
     names = graph._graph_namespace
-    chosen = names.create_name(name, None)
+    chosen = names.create_name(name or graph._target_to_str(target), None)
     made = fx.Node(graph, chosen, "call_function", target, args, kwargs)
     names.associate_name_with_obj(chosen, made)
     graph._insert(made)

@@ -6,6 +6,7 @@ import difflib
 import fnmatch
 import re
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 from torch import fx
 
@@ -57,6 +58,7 @@ def unknown_pattern(pattern: str, paths: Sequence[str]) -> str:
     return f"the pattern '{pattern}' names no module{which}. Nearest names: {near}."
 
 
+@lru_cache(1 << 14)  # each pass asks of each node
 def layer_of(path: str) -> str:
     """The outermost member of a list of modules on a path: `blocks.3` of `blocks.3.mlp.0`; "" if there is none."""
     words = path.split(".")

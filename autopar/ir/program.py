@@ -13,7 +13,7 @@ from torch import fx
 
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
-from autopar.torch_shortcuts import copy_node
+from autopar.torch_shortcuts import add_call, copy_node
 
 HOST = "host"  # the tier of memory beside the device's
 PARTNER = "@"  # begins the names of other models' tensors: `@teacher.up.weight`
@@ -318,7 +318,7 @@ class Builder:
 
     def call(self, target: Callable[..., Any], *args: Any, like: Record, name: str = "", **kwargs: Any) -> fx.Node:
         """Add a call made by this pass. `like` is its record, but for `made_by`."""
-        made = self.graph.create_node("call_function", target, args, kwargs, name=name or None)
+        made = add_call(self.graph, name, target, args, kwargs)
         set_record(made, like.with_(made_by=self.made_by))
         return made
 
@@ -328,7 +328,7 @@ class Builder:
     ) -> fx.Node:  # fmt: skip
         """Add a call to an EXPLICIT program, which takes its operands as they lie. type_, layout: of its result, where
         they are not those of `like`."""
-        made = self.graph.create_node("call_function", target, args, kwargs, name=name or None)
+        made = add_call(self.graph, name, target, args, kwargs)
         types = {} if type_ is None else {"types": (type_,), "several": False}
         layouts = {} if layout is None else {"layouts": (layout,)}
         operands = tuple(record(operand).layout for operand in operand_nodes(made))

@@ -34,10 +34,9 @@ class Curve:
     points: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
 
     def __call__(self, size: float) -> float:
-        sizes = [point[0] for point in self.points]
-        i = bisect(sizes, size)
-        if i == 0 or i == len(sizes):
-            return self.points[min(i, len(sizes) - 1)][1]
+        i = bisect(self.points, (size, math.inf))
+        if i in (0, len(self.points)):
+            return self.points[max(0, i - 1)][1]
         (low, first), (high, last) = self.points[i - 1 : i + 1]
         return first + (last - first) * math.log(size / low) / math.log(high / low)
 

@@ -139,7 +139,7 @@ def search(
             except AutoparError as error:
                 found_plans.counts[f"refused ({first_sentence(str(error))})"] += plans(each, step)
             near.keep([each])
-        tell(found_plans.counts.total(), total)
+            tell(found_plans.counts.total(), total)
     found_plans.near = near.of(drawn)
     _refine(found_plans, space, layers, machine, limit, top)
     if not found_plans.best:

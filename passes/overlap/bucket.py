@@ -75,7 +75,7 @@ def bucket_limit(total: float, machine: Machine, kind: str, group: RankGroup, as
     return asked or min(max(BUCKET_BYTES, machine.half_bytes(kind, group)), max(total // FEWEST, LEAST_BYTES))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # as of `Gather`
 class Sum(Generic[T]):
     """A sum of gradients as a bucket takes it. of: whose. over: of which ranks. alike: what those that move together
     have in common beside kind and ranks. bytes_: of its operand. then: sums of its result over other ranks."""
@@ -119,7 +119,9 @@ class Buckets(Generic[T]):
             yield from self._start(Together([coming], coming.bytes_))
             return
         key = coming.kind, coming.over, coming.alike
-        bucket = self.open.setdefault(key, Together())
+        bucket = self.open.get(key)
+        if bucket is None:
+            bucket = self.open[key] = Together()
         bucket.add(coming, coming.bytes_)
         if bucket.bytes_ >= limit:
             del self.open[key]

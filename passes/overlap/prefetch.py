@@ -63,7 +63,7 @@ def small_limit(machine: Machine, group: RankGroup, asked: int | None) -> float:
     return asked or machine.start_us("all_gather", group) * machine.device.bandwidth / 2e6
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # frozen ones take twice as long to make, and a search of plans makes a million
 class Gather(Generic[T]):
     """A gather of a parameter as `Ahead` takes it. of: whose. layer: what starts with it. over: of which ranks. alike:
     what those that move together have in common beside that. bytes_: of its result. alone: True if it moves with none.
@@ -96,7 +96,7 @@ class Ahead(Generic[T]):
                 is_alone = gather.alone or gather.bytes_ >= limits[gather.over]
                 bundle = None if is_alone else open_.get(key)
                 if bundle is None:
-                    bundle = Together[Gather[T]]()
+                    bundle = Together()
                     bundles.append(bundle)
                     if not is_alone:
                         open_[key] = bundle

@@ -48,7 +48,7 @@ class ResultTypes:
         )
 
     def _dtypes(self, node: fx.Node) -> tuple[torch.dtype | None, ...]:
-        key = str(node.target), repr(fx.node.map_arg((node.args, dict(node.kwargs)), _types_of))
+        key = node.target, repr(fx.node.map_arg((node.args, dict(node.kwargs)), _types_of))
         if key not in self._known:
             args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), _empty)
             target: Any = node.target
@@ -59,7 +59,7 @@ class ResultTypes:
 
 
 def _types_of(node: fx.Node) -> Any:
-    return record(node).types
+    return [type_ and (type_.shape, type_.dtype) for type_ in record(node).types]
 
 
 def _empty(node: fx.Node) -> Any:

@@ -163,8 +163,10 @@ class Intent:
     def is_last_resort(self, source: State, target: State) -> bool:
         """True for a move that must not pay for itself by whatever else it saves: over dp the gather of a split value.
         A whole batch on every rank would save all gradients' reductions, and be data parallel no more."""
+        if not (self.batch_split and isinstance(source, tuple)):
+            return False
         source, target = homes(source, target)
-        return self.batch_split and isinstance(source, tuple) and source != target
+        return source != target
 
     def gradient_factor(self, source: State, target: State, to_gradient: bool, is_once: bool) -> float | None:
         """Price a move of what is, or adds up to, the gradient of a weight (see `factor`): over tp it is made where the
@@ -181,11 +183,17 @@ class Intent:
 
 def homes(source: State, target: State) -> tuple[State, State]:
     """The states of a move without owners: rows go to these as they lie, and come back so."""
+    if not (_is_owned(source) or _is_owned(target)):
+        return source, target
     return _at_home(source, target), _at_home(target, source)
 
 
+def _is_owned(state: State) -> bool:
+    return isinstance(state, tuple) and state[1] == OWNED
+
+
 def _at_home(state: State, other: State) -> State:
-    if not (isinstance(state, tuple) and state[1] == OWNED):
+    if not isinstance(state, tuple) or state[1] != OWNED:
         return state
     is_as_it_lies = isinstance(other, tuple) and other[0] == state[0] and other[1] != OWNED
     return other if is_as_it_lies else (state[0], 1)

@@ -377,30 +377,30 @@ def problem_of(
         move_cost("sum", None, _bytes(item.types[result], item.states[result], sizes) * item.count, size)
         for item, result in ((classes.items[source], result) for source, result, _ in classes.gradients)
     )
-
     sequences = sequences_of(classes, intent)
 
     def add(
         source: int, result: int, user: int, wanted: tuple[State, ...], to_gradient: bool = False, position: int = -1,
         leaves: bool = False,
     ) -> None:  # fmt: skip
-        given = tuple(states[result] for states in results[source])
-        item = classes.items[source]
+        given, item = tuple(states[result] for states in results[source]), classes.items[source]
         bytes_ = _bytes(item.types[result], item.states[result], sizes) * item.count
         attends = _is_at_attention(classes, intent, (source, result), (user, position))
         joins = _moves_in_time(classes, (source, result), (user, position))
         move = {}
         for s in dict.fromkeys(given):
             for t in dict.fromkeys(wanted):
+                if strict and intent.only_positions and not attends and s == "sum" and joins not in (None, s != t):
+                    continue  # over all axes in time at once: what one of them alone adds up is nothing to go on with
+                if s == t:  # nobody forbids that, and it costs nothing
+                    move[s, t] = 0.0
+                    continue
                 splits = {state for state in (s, t) if isinstance(state, tuple)}
                 heads = {state for state in splits if attends and intent.heads and state[0] == 1}
                 along = bool(splits) and splits <= sequences.get((source, result), set()) | heads
-                if s != t and _are_rows_unmoved(classes, (source, result), (user, position), splits, strict):
-                    continue
-                if s == "sum" and s != t and classes.is_unlike_sums(source, result, user, to_gradient):
+                is_unlike = s == "sum" and classes.is_unlike_sums(source, result, user, to_gradient)
+                if is_unlike or _are_rows_unmoved(classes, (source, result), (user, position), splits, strict):
                     continue  # the terms of a gradient are summed between their casts
-                if strict and intent.only_positions and not attends and s == "sum" and joins not in (None, s != t):
-                    continue  # over all axes in time at once: what one of them alone adds up is nothing to go on with
                 is_free = not strict or (leaves and intent.divides_products and isinstance(s, tuple))
                 factor = 1.0 if is_free else _factor(classes, intent, source, s, t, to_gradient, along, attends)
                 if factor is not None:

@@ -27,6 +27,7 @@ from autopar.ir.ops.op_facts import facts_of
 from autopar.ir.ops.ops import op
 from autopar.ir.program import Input, Output, Program, Record, TensorType, erase_unused, record, set_record
 from autopar.torch_compat import FakeTensorMode, OpOverload
+from autopar.torch_shortcuts import add_call
 
 aten = torch.ops.aten
 
@@ -187,7 +188,7 @@ class _Normaliser:
     def _of_type(self, type_: TensorType, node: fx.Node, target: Any, args: Any) -> fx.Node:
         """A call with one result of a type, which stands before `node`."""
         phase, module, source = place_of(node)
-        made = self.graph.create_node("call_function", target, args, {}, name=target._opname)
+        made = add_call(self.graph, target._opname, target, args, {})
         set_record(made, Record((type_,), module=module, source=source, phase=phase, origin=made.name))
         return made
 
@@ -221,7 +222,7 @@ class _Normaliser:
 
     def _make(self, typed: fx.Node, target: Any, args: Any, kwargs: Any, *, like: fx.Node) -> fx.Node:
         """A call whose results have the types of `typed`, in the place of `like`."""
-        made = self.graph.create_node("call_function", target, args, kwargs, name=getattr(target, "_opname", None))
+        made = add_call(self.graph, getattr(target, "_opname", None), target, args, kwargs)
         several = isinstance(typed.meta.get("val"), (tuple, list))
         phase, module, source = place_of(like)
         made_here = Record(_types(typed), several, (), (), module, source, phase, "capture", made.name)

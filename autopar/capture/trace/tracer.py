@@ -31,7 +31,7 @@ from autopar.torch_compat import (
     packs_saved_tensors,
     schema_of,
 )
-from autopar.torch_shortcuts import DispatchMode
+from autopar.torch_shortcuts import DispatchMode, add_call
 
 aten = torch.ops.aten
 _KNOWN = (torch.Tensor, nn.Parameter, FakeTensor)  # other classes take their ops apart themselves
@@ -149,7 +149,7 @@ class Tracer(DispatchMode):
         if func is aten.detach.default:  # torch itself does that to what it made from nothing
             self._nodes[id(result)] = result, given[0][0]
             return result
-        made = self.graph.create_node("call_function", _recorded(func), *given)
+        made = add_call(self.graph, None, _recorded(func), *given)
         self._made(made, result)
         return result
 
@@ -191,7 +191,7 @@ class Tracer(DispatchMode):
         elif isinstance(value, (tuple, list)):
             for position, item in enumerate(value):
                 if isinstance(item, torch.Tensor):
-                    self._made(self.graph.create_node("call_function", operator.getitem, (node, position)), item)
+                    self._made(add_call(self.graph, None, operator.getitem, (node, position), {}), item)
 
 
 @cache

@@ -82,7 +82,7 @@ class _Line:
     def __init__(self, roads: Mapping[str, Road], machine: Machine) -> None:
         self.roads, self.machine = roads, machine
         self.middle = len(roads[FORWARD].steps)
-        steps = [step for kind in (FORWARD, BACKWARD) for _, step in roads[kind].steps]
+        steps = [each.step for kind in (FORWARD, BACKWARD) for each in roads[kind].steps]
         self.clock = list(accumulate((step.busy + step.waits for step in steps), initial=0.0))
         self.begun = [*_begun(roads[FORWARD]), *_begun(roads[BACKWARD])]
         self.end = len(steps)
@@ -94,7 +94,7 @@ class _Line:
             uses.setdefault(layer, self.middle + place)
         for layer, run in groupby(range(self.middle), key=forward.layers.__getitem__):
             own = list(run)
-            levels = list(accumulate(forward.steps[place][1].left for place in own))
+            levels = list(accumulate(forward.steps[place].step.left for place in own))
             stays = [0.0, *(max(0.0, min(levels[i:])) for i in range(len(levels)))]  # the rest dies in the layer
             for place, (before, now) in zip(own, pairwise(stays), strict=True):
                 reader = layer + (place == own[-1])  # what a layer gives, or stands before all, is the next one's
@@ -132,9 +132,9 @@ def _begun(road: Road) -> list[int]:
     """How many layers have begun at each step of a pass; what lies outside of the equal ones are others, by what reads
     parameters there."""
     seen, found, unit = set[tuple[int, str]](), list[int](), ""
-    for layer, (_, step) in zip(road.layers, road.steps, strict=True):
-        reads = step.events.reads if layer == OUTSIDE else ()
-        unit = reads[-1].unit if reads else unit
+    for layer, step in zip(road.layers, road.steps, strict=True):
+        if layer == OUTSIDE and step.reads:
+            unit = step.reads[-1][1].unit
         seen.add((layer, unit if layer == OUTSIDE else ""))
         found.append(len(seen))
     return found

@@ -118,8 +118,12 @@ class Data:
 
     def last(self, slots: Sequence[WeightSlot]) -> Moving:
         """What a rank does behind the last micro-batch: sums of gradients, and that of the loss."""
-        kept = [slot for slot in slots[::-1] if slot.weight and not slot.weight.lent]
-        return last_of(self.net, list(_gradients(self.candidate, kept, not self.is_each)))
+        return last_of(self.net, list(self.sums_behind(slots)))
+
+    def sums_behind(self, slots: Sequence[WeightSlot]) -> Iterator[Sum[ParameterPlace]]:
+        """The sums of gradients of these."""
+        kept = (slot for slot in slots[::-1] if slot.weight and not slot.weight.lent)
+        return _gradients(self.candidate, kept, not self.is_each)
 
 
 def _gathers(

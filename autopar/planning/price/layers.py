@@ -20,7 +20,7 @@ from autopar.planning.shallow.depth import Rest
 from autopar.planning.shallow.floor import Floor, rank_flops
 from autopar.planning.shallow.sheets import Known, Sheets
 from autopar.planning.space.candidates import Candidate
-from autopar.planning.space.deal import Ranges, Sections, Share
+from autopar.planning.space.deal import Sections
 from autopar.planning.space.micro import HIGH, Micros
 from autopar.planning.space.split import Split
 
@@ -39,7 +39,6 @@ class Layers:
         self._places: dict[Split, Place] = {}
         self._known: dict[tuple[Place, int, str, bool], Cost] = {}
         self._sections: dict[tuple[Split, int, str, bool], Sections] = {}
-        self._stages: dict[Hashable, tuple[Share, ...]] = {}
         self._sheets: dict[tuple[Place, str, bool], dict[int, Sheets]] = {}  # by rows
         self._apart: set[Split] = set()  # whose sheets of the fewest and the most rows have none between them
         self._once: Known = {}
@@ -201,20 +200,9 @@ class Layers:
     def _line(self, whole: float, less: float, entry: float = 0.0) -> Linear:
         return Linear.of(KEPT, whole, less, entry) if self.equal else Linear(whole, 0.0)
 
-    def stages(
-        self, split: Split, rows: int, recompute: str, mesh: Mesh, count: int, more: str = "", ranges: Ranges = ()
-    ) -> tuple[Share, ...]:
-        """What each of so many stages of a pipeline has (`Sections.stages`), by the times of so many rows: of few, what
-        each call takes by itself weighs more. mesh: that says over which links stages send. ranges: of the layers that
-        have the policy `more`."""
-        key = split.near, rows, recompute, self._near(mesh), count, more, ranges
-        if key not in self._stages:
-            sections = self.sections(split, rows, recompute, mesh, more)
-            self._stages[key] = tuple(sections.stages(self.equal, count, ranges=ranges))
-        return self._stages[key]
-
     def sections(self, split: Split, rows: int, recompute: str, mesh: Mesh, more: str = "") -> Sections:
-        """The sections of so many rows, as of `stages`."""
+        """The sections of so many rows: of few, what each call takes by itself weighs more. mesh: that says over which
+        links stages send. more: the policy of the layers that compute more again, if there are such."""
         if more:
             own, again = (self.sections(split, rows, policy, mesh) for policy in (recompute, more))
             return replace(own, again=again.layer)

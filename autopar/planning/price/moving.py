@@ -20,7 +20,7 @@ from autopar.passes.overlap.prefetch import Ahead, Gather, small_limit
 from autopar.planning.price.activation_copies import Copies
 from autopar.planning.price.steady import Before, leave_out
 from autopar.planning.shallow.events import OUTSIDE
-from autopar.planning.shallow.graph_track import BACKWARD, FORWARD, ParameterPlace, Road, place_of
+from autopar.planning.shallow.graph_track import BACKWARD, FORWARD, ParameterPlace, Road
 from autopar.planning.space.candidates import Candidate
 
 ALONE = RankGroup(1)
@@ -136,7 +136,7 @@ class Moving:
         if self.kind == BACKWARD:
             self._bring(self.ahead.begun if self.ahead is not None else 0)
         left_out, layers = [(begin, each) for each in road.left_out for begin in each.begins], list[Before]()
-        for at, (number, step) in enumerate(road.steps):
+        for at, (step, reads, gives, ends) in enumerate(road.steps):
             if left_out and left_out[0][0] == at:
                 each = left_out.pop(0)[1]
                 layers.append(Before.of(self))
@@ -145,30 +145,28 @@ class Moving:
                     layers = []
             if self.copies is not None:
                 self._copies(self.copies, road.kind, at)
-            for read in step.events.reads:
-                place = place_of(road.kind, number, read.own)
+            for place, read in reads:
                 if self.leaves:
                     self.begin(place, read.unit)
                 if self.ahead is not None and place in self.gathers:
                     self.use(self.gathers[place])
                 elif is_whole and read.is_cast and place._replace(kind=FORWARD) not in self.held:
                     self._hold(place, read.bytes_)
-            given = [place_of(road.kind, number, each.own) for each in step.events.gives]
-            for place in given if self.leaves else ():
+            for place, _ in gives if self.leaves else ():
                 self.begin(place, unit_of(place.name.rpartition(".")[0]))
             self._mark(step.most)
-            if given and (is_whole or any(place in self.sums for place in given)):
+            if gives and (is_whole or any(place in self.sums for place, _ in gives)):
                 # else the last call adds to a gradient that is there
-                self._mark(step.last + sum(each.bytes_ for each in step.events.gives if not each.holds))
+                self._mark(step.last + sum(each.bytes_ for _, each in gives if not each.holds))
             elif is_whole:
                 self._mark(step.last)
             self.level += step.left
             if step.launched or step.busy:
                 self.streams.compute(step.busy, step.launched)
                 self.streams.device += step.waits
-            for own in step.events.ends:
-                self.let_go(place_of(road.kind, number, own), keeps)
-            for place, gradient in zip(given, step.events.gives, strict=True):
+            for place in ends:
+                self.let_go(place, keeps)
+            for place, gradient in gives:
                 if place in self.sums:
                     self.turned |= {place} if gradient.is_turned else set()
                     self.give(self.sums[place], gradient.alive)

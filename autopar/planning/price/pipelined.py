@@ -130,17 +130,18 @@ def with_least_memory(candidate: Candidate, layers: Layers) -> Pipelined:
     and cp lie.
     Raises AutoparError as `Micros.local`."""
     near, (policy, more) = candidate.split.near, candidate.policies
-    key = "least memory", near, *_model(candidate, layers), *_order(candidate)
+    model = "least memory", near, *_model(candidate, layers)
 
-    def make() -> Pipelined:
+    def stages() -> Sequence[Stage]:
         cost = layers.kept(
             ("kept", near, candidate.rows, policy, more),
             lambda: layers.cost(near, candidate.rows, policy, more=more).kept.in_stages(),
         )
-        stages = [Stage(share, cost, {}) for share in _shares(candidate, layers)]
-        return _pipelined(candidate, stages, layers)
+        return [Stage(share, cost, {}) for share in _shares(candidate, layers)]
 
-    kept: Pipelined = layers.kept(key, make)
+    kept: Pipelined = layers.kept(
+        (*model, *_order(candidate)), lambda: _pipelined(candidate, layers.kept(model, stages), layers)
+    )
     return kept
 
 
@@ -238,10 +239,10 @@ def _stages(candidate: Candidate, layers: Layers) -> Sequence[Stage]:
     slots = slots_of(sections, shares, layers.equal, candidate.ranges)
     stages, known = list[Stage](), dict[Hashable, MovingGraph]()
     for share, own in zip(shares, slots, strict=True):
-        graphs = data.graphs(share, own, cost, known)
-        least = cost.on(share).us(share.time.layers, candidate.halves)
+        graphs, there = data.graphs(share, own, cost, known), cost.on(share)
+        least = there.us(share.time.layers, candidate.halves)
         us = {kind: max(graph.moving.streams.device, least[kind]) for kind, graph in graphs.items()}
-        us = {kind: _loaded(kind, each, candidate, cost.on(share), share, data.machine) for kind, each in us.items()}
+        us = {kind: _loaded(kind, each, candidate, there, share, data.machine) for kind, each in us.items()}
         backward = (graph.alive for kind, graph in graphs.items() if kind != "F")
         stages.append(Stage(share, cost, us, own, tuple(map(max, zip(*backward, strict=True)))))
     return stages
@@ -261,16 +262,12 @@ def _loaded(kind: str, us: float, candidate: Candidate, cost: Cost, share: Share
 
 def _shares(candidate: Candidate, layers: Layers) -> Sequence[Share]:
     """What each stage of a pipeline has of the model: with ZeRO-2 and ZeRO-3 stages are cut by what they move too."""
-    near, mesh, count = candidate.split.near, Mesh(candidate.axes), candidate.pp * candidate.chunks
-    (policy, more), ranges, data = candidate.policies, candidate.ranges, data_of(candidate, layers)
-    if not data.is_each:
-        return layers.stages(near, candidate.rows, policy, mesh, count, more, ranges)
-
-    def make() -> Sequence[Share]:
-        sections = _sections(candidate, layers)
-        return sections.stages(layers.equal, count, data.moved_us(sections), ranges)
-
-    kept: Sequence[Share] = layers.kept(("shares", near, *_model(candidate, layers)), make)
+    near, count, ranges = candidate.split.near, candidate.pp * candidate.chunks, candidate.ranges
+    sections, data = _sections(candidate, layers), data_of(candidate, layers)
+    moved = data.moved_us(sections) if data.is_each else ()
+    is_near = _is_near(candidate.axes, layers.micros.machine.ranks)
+    key = "shares", near, candidate.rows, candidate.policies, is_near, count, ranges, moved
+    kept: Sequence[Share] = layers.kept(key, lambda: sections.stages(layers.equal, count, moved, ranges))
     return kept
 
 

@@ -110,9 +110,11 @@ def _ends(candidate: Candidate, layers: Layers, rank: Stage, machine: Machine) -
     first = rank.slots[0].unit if rank.slots else 0  # where a rank lies in the model counts for nothing
     weights = tuple((one.section, one.unit - first, one.weight.name) for one in rank.slots if one.weight)
     place = candidate.split.near, candidate.recompute, candidate.chunks, weights
-    key = *place, candidate.zero, candidate.gathers_again, data.groups
-    before = layers.kept(("first", once, *key), lambda: data.first(rank.slots, once).streams.device)
-    after = layers.kept(("last", *key), lambda: data.last(rank.slots).streams.device)
+    key = "first", once, *place, candidate.zero, candidate.gathers_again, data.groups
+    before = layers.kept(key, lambda: data.first(rank.slots, once).streams.device)
+    sums = tuple(each.bytes_ for each in data.sums_behind(rank.slots))
+    last = "last", sums, candidate.zero > 0, data.is_each, data.groups
+    after = layers.kept(last, lambda: data.last(rank.slots).streams.device)
     return before + _middle(layers, rank), after, optimizer
 
 

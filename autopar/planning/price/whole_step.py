@@ -57,7 +57,8 @@ class WholeStep:
         roads = roads_of(candidate, layers, split)
         copies = Copies.of(roads, candidate.moved, net.machine) if candidate.moved else None
         for kinds in _short(candidate):
-            short = {**roads, **{kind: roads_of(candidate, layers, split, is_short=True)[kind] for kind in kinds}}
+            fewer = roads_of(candidate, layers, split, is_short=True)
+            short = {**roads, **{kind: fewer[kind] for kind in kinds}}
             with suppress(UnsteadyError):
                 return _Asked(candidate, roads, short, net, copies).made(once)
         made = _Asked(candidate, roads, roads, net, copies).made(once)
@@ -104,12 +105,8 @@ def _roads_of(
 
     if policy in BY_STAGE:
         own, inner = known(policy), known(BY_STAGE[policy])
-        back = inner[BACKWARD]
-        forward, once_more = (
-            Road.of(FORWARD, each, each, *counts, ends, is_short) for each in (own[FORWARD], inner[FORWARD])
-        )
-        backward = Road.of(BACKWARD, back, back, *counts, ends, is_short)
-        return {FORWARD: forward, AGAIN: replace(once_more, kind=AGAIN), BACKWARD: backward}
+        passes = {FORWARD: own[FORWARD], AGAIN: inner[FORWARD], BACKWARD: inner[BACKWARD]}
+        return {kind: Road.of(kind, each, each, *counts, ends, is_short) for kind, each in passes.items()}
     most, some = known(policy), known(more or policy)
     return {kind: Road.of(kind, most[kind], some[kind], *counts, ends, is_short) for kind in most}
 
@@ -226,12 +223,12 @@ class _Asked:
         self, roads: Mapping[str, Road], *kinds: str
     ) -> Iterator[tuple[Gather[ParameterPlace], ParameterRead]]:
         """What graphs gather of the parameters that ZeRO splits, each value once; or what comes from the host."""
-        candidate, seen = self.candidate, set[ParameterPlace]()
+        candidate, seen = self.candidate, set[tuple[int, str]]()
         if (not candidate.zero or candidate.data == 1) and not candidate.is_hosted:
             return
         for kind in kinds:
             for place, read in roads[kind].reads():
-                one = place._replace(kind="")
+                one = place[1:]
                 if (read.trained or candidate.zero == 3 or candidate.is_hosted) and one not in seen:
                     seen.add(one)
                     layer = kind, place.layer, read.unit if place.layer == OUTSIDE else ""

@@ -6,6 +6,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import NamedTuple
 
 from autopar.ir.ops.measure import PIECE_BYTES
@@ -42,6 +43,27 @@ class ParameterPlace(NamedTuple):
     kind: str
     layer: int
     name: str
+
+
+class RoadStep(NamedTuple):
+    """A step of a graph of the whole model. reads, gives, ends: where that is in the model."""
+
+    step: TrackStep
+    reads: tuple[tuple[ParameterPlace, ParameterRead], ...] = ()
+    gives: tuple[tuple[ParameterPlace, Gradient], ...] = ()
+    ends: tuple[ParameterPlace, ...] = ()
+
+    @classmethod
+    def of(cls, kind: str, number: int, step: TrackStep) -> RoadStep:
+        """number: that the first of the equal layers of its program has in the model."""
+
+        def place(own: Own) -> ParameterPlace:
+            return ParameterPlace(kind, OUTSIDE if own.layer == OUTSIDE else number + own.layer, own.name)
+
+        events = step.events
+        reads = tuple((place(read.own), read) for read in events.reads)
+        gives = tuple((place(gradient.own), gradient) for gradient in events.gives)
+        return cls(step, reads, gives, tuple(map(place, events.ends)))
 
 
 Steps = tuple[TrackStep, ...]
@@ -162,12 +184,11 @@ class LeftOut(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Road:
-    """The steps of the graph of a whole model, each with the number that the first of the equal layers of its program
-    has in the model. layers: the equal layer of each step. left_out: of a road that is shorter than the model; its
-    layers are numbered as those of a model without these."""
+    """The steps of the graph of a whole model. layers: the equal layer of each step. left_out: of a road that is
+    shorter than the model; its layers are numbered as those of a model without these."""
 
     kind: str
-    steps: tuple[tuple[int, TrackStep], ...]
+    steps: tuple[RoadStep, ...]
     layers: tuple[int, ...]
     left_out: tuple[LeftOut, ...] = ()
 
@@ -181,7 +202,7 @@ class Road:
         is_short: leave out the inner ones of many layers that are alike."""
         gone = [_too_many(again), _too_many(layers - again)] if is_short else [0, 0]
         layers, again = layers - sum(gone), again - gone[0]
-        is_forward, last = kind == FORWARD, max(layers - KEPT, 0)
+        is_forward, last = kind != BACKWARD, max(layers - KEPT, 0)
         has_first, has_last = ends if is_forward else ends[::-1]
         found = [(0 if is_forward else last, step) for step in less.outer[0] if has_first]
         numbers, begins = [OUTSIDE] * len(found), list[int]()
@@ -195,24 +216,21 @@ class Road:
         behind = tuple((last if is_forward else 0, step) for step in less.outer[1] if has_last)
         alike = list(zip((again, layers - again), gone, strict=True))
         left_out = tuple(_left_out(begins, numbers, alike if is_forward else alike[::-1]))
-        return cls(kind, (*found, *behind), (*numbers, *[OUTSIDE] * len(behind)), left_out)
+        steps = tuple(RoadStep.of(kind, *each) for each in (*found, *behind))
+        return cls(kind, steps, (*numbers, *[OUTSIDE] * len(behind)), left_out)
 
     def with_piece(self, layer: int) -> Road:
         """With a piece of a layer that the forward pass comes to last, too small to take time or bytes."""
-        step, number = (0, TrackStep(NO_EVENTS, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)), (layer,)
+        step, number = RoadStep(TrackStep(NO_EVENTS, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)), (layer,)
         if self.kind == FORWARD:
             return replace(self, steps=(*self.steps, step), layers=(*self.layers, *number))
         return replace(self, steps=(step, *self.steps), layers=(*number, *self.layers))
 
     def reads(self) -> Iterator[tuple[ParameterPlace, ParameterRead]]:
-        for number, step in self.steps:
-            for read in step.events.reads:
-                yield place_of(self.kind, number, read.own), read
+        return chain.from_iterable(step.reads for step in self.steps)
 
     def gives(self) -> Iterator[tuple[ParameterPlace, Gradient]]:
-        for number, step in self.steps:
-            for gradient in step.events.gives:
-                yield place_of(self.kind, number, gradient.own), gradient
+        return chain.from_iterable(step.gives for step in self.steps)
 
 
 def _too_many(layers: int) -> int:
@@ -230,8 +248,3 @@ def _left_out(begins: Sequence[int], numbers: Sequence[int], alike: Iterable[tup
         if count:
             at = end - ENDING
             yield LeftOut(tuple(begins[at - STARTING : at + 1]), numbers[begins[at - 1]], count)
-
-
-def place_of(kind: str, number: int, own: Own) -> ParameterPlace:
-    """number: that the first of the program's layers has in the model."""
-    return ParameterPlace(kind, OUTSIDE if own.layer == OUTSIDE else number + own.layer, own.name)

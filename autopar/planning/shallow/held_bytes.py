@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from autopar.ir.ops.measure import local_bytes
@@ -62,32 +62,33 @@ class Stored:
     casts: Mapping[str, int]
 
     @classmethod
-    def of(cls, program: Program, rest: Rest) -> Stored:
-        """Count what a LOCAL program stores, and what it would with all of its equal layers."""
-        mesh = program.mesh
-
-        def names(found: Collection[str]) -> frozenset[str]:
-            return frozenset(one for name in found for one in rest.names(name))
-
-        def all_(bytes_: Mapping[str, int]) -> dict[str, int]:
-            return {one: size for name, size in bytes_.items() for one in rest.names(name)}
-
-        stored = {entry.name: local_bytes(node, mesh) for node, entry in program.parameters() if rest.has(entry.name)}
-        gradients = {
-            out.name: local_bytes(node, mesh)
-            for node, out in program.leaving
-            if out.kind == "gradient" and node is not None and rest.has(out.name)
-        }
-        readers, (first, last) = _readers(program), _ends(program, rest)
-        own = [name for name, read in readers.items() if min(read.all) < first]
-        entry = [name for name, read in readers.items() if read.direct and max(read.direct) < first]
-        tied = [name for name in own if max(readers[name].all) > last]
+    def of(cls, program: Program, rest: Rest) -> tuple[Stored, Stored]:
+        """Count what a LOCAL program stores, as it would with all of its equal layers, and without the one left out."""
+        mesh, readers, (first, last) = program.mesh, _readers(program), _ends(program, rest)
+        stored = {entry.name: local_bytes(node, mesh) for node, entry in program.parameters()}
+        leaving = ((node, out) for node, out in program.leaving if out.kind == "gradient" and node is not None)
+        gradients = {out.name: local_bytes(node, mesh) for node, out in leaving}
         casts = {
             source.name: sum(local_bytes(user, mesh) for user in node.users if user.target is CAST)
             for node, source in program.parameters()
-            if source.name in stored.keys() - gradients.keys()
+            if source.name not in gradients
         }
-        return cls(all_(stored), all_(gradients), names(own), names(entry), names(tied), all_(casts))
+        own = [name for name, read in readers.items() if min(read.all) < first]
+        entry = [name for name, read in readers.items() if read.direct and max(read.direct) < first]
+        tied = [name for name in own if max(readers[name].all) > last]
+        read = {
+            kind: frozenset(one for name in each for one in rest.names(name))
+            for kind, each in (("first", own), ("entry", entry), ("tied", tied))
+        }
+
+        def counted(bytes_: Mapping[str, int], counts: Callable[[str], bool]) -> dict[str, int]:
+            return {one: size for name, size in bytes_.items() if counts(name) for one in rest.names(name)}
+
+        whole, less = (
+            cls(counted(stored, counts), counted(gradients, counts), casts=counted(casts, counts), **read)
+            for counts in (bool, rest.has)
+        )
+        return whole, less
 
     @property
     def frozen(self) -> frozenset[str]:

@@ -44,8 +44,7 @@ class Sheets:
             sheets[kind] = known.get(key) or _both(micro, kind, rest, named, given)
             if key is not None:
                 known[key] = sheets[kind]
-        stored = Stored.of(micro.program, replace(rest, path="")), Stored.of(micro.program, rest)
-        return cls(sheets, stored, micro.message)
+        return cls(sheets, Stored.of(micro.program, rest), micro.message)
 
     def on(self, mesh: Mesh) -> Sheets:
         """With the collectives over the groups of another mesh."""
