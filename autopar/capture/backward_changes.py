@@ -7,14 +7,17 @@ compared (see `determinism.py`) have no backward pass, so a step that changes so
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
+from types import CodeType
 
 import torch
 
 from autopar.capture.data.determinism import Steady
 from autopar.capture.data.foreign import foreign_state
 from autopar.capture.python.attributes import AttributeChange, Attributes
+from autopar.capture.python.ran import Ran
 from autopar.capture.refusals.constructs import Construct
 from autopar.capture.refusals.explain_failure import refusal
 from autopar.capture.refusals.user_lines import line_that_changes
@@ -39,12 +42,17 @@ class BackwardChanges:
         self._attributes = list[AttributeChange]()  # without what they hold, which is of the trace
         self._drawn = list[str]()  # the generators that it moved on
         self._hooked, self._is_hooked = list[str](), False  # what holds hooks of the step's own; if parameters do
+        self._code = list[CodeType]()  # of the user's that no other run has run
 
     @contextmanager
-    def watch(self) -> Iterator[None]:
-        """Note what changes as long as the context lasts. Buffers leave the program as they are behind it."""
-        forward, drawn = self._before.anew(), foreign_state()
-        yield
+    def watch(self, ran: Ran, runs_code: bool) -> Iterator[None]:
+        """Note what changes as long as the context lasts. Buffers leave the program as they are behind it. runs_code:
+        of the user's, which is added to what `ran`."""
+        forward, drawn, own = self._before.anew(), foreign_state(), Ran()
+        with own.watch() if runs_code else nullcontext():
+            yield
+        self._code = own.own_code_beside(ran)
+        ran.include(own)
         found = (change for change in forward.changes() if change.kind != "buffer")
         self._attributes = [replace(change, new=None) for change in found]
         self._drawn = [name for name, state in foreign_state().items() if state != drawn[name]]
@@ -58,7 +66,7 @@ class BackwardChanges:
         if drawn:
             raise whole.draws(drawn[0])
         if not attributes and not hooked:
-            return
+            return self._check_code(whole, partial(trace, False))
         whole.start_anew()
         if not self._is_hooked and _is_same(trace(False), trace(True)):
             return
@@ -67,6 +75,19 @@ class BackwardChanges:
         whole.start_anew()
         line = line_that_changes(lambda: trace(False), self._holders)
         raise refusal(Construct(_ADDED[0].format(hooked[0]), _ADDED[1]), line)
+
+    def _check_code(self, whole: Steady, trace: Callable[[], Traced]) -> None:
+        """Raise CaptureError if code that runs in the backward pass alone does something else the next time: by what it
+        reads outside of the modules, a clock, or a number that it changes there."""
+        if not self._code:
+            return
+        made, line = list[Traced](), (self._code[0].co_filename, self._code[0].co_firstlineno)
+        found = whole.counters(True, lambda: made.append(trace()))
+        if not _is_same(made[0], trace()):
+            raise found.error(line) if found.unfollowed else whole.unsteady((None, None), line)
+        decides = found.deciding(whole.start_anew, lambda: not _is_same(made[0], trace()))
+        if decides is not None:
+            raise found.error(decides)
 
     def _holders(self) -> list[str]:
         """What holds hooks that the step has registered."""
@@ -79,4 +100,9 @@ def _is_same(one: Traced, other: Traced) -> bool:
     if str(one.graph) != str(other.graph):
         return False
     pairs = ((vars(one.root)[name], value) for name, value in vars(other.root).items() if name.startswith("constant"))
-    return all(torch.equal(a, b) for a, b in pairs if type(a) is type(b) is torch.Tensor)
+    return all(_is_equal(a, b) for a, b in pairs if type(a) is type(b) is torch.Tensor)
+
+
+def _is_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have the same elements; nan is itself."""
+    return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())

@@ -535,10 +535,10 @@ class _Capture:
             if self.fault is None and self._ends([loss, *(tensor for _, tensor in left), *values], sources):
                 return []
             self.locator.phase, self.tracer.is_unseen = "backward", True  # torch's own ops: none of the user's casts
-            scaled = loss if self.scale is None else loss * self.scale
-            tensors = [tensor for _, tensor in sources]
-            with self.backward.watch():
-                grads = gradients(scaled, tensors, self.calls.has_hooks or has_own_backward(loss))
+            scaled, tensors = loss if self.scale is None else loss * self.scale, [tensor for _, tensor in sources]
+            is_own = self.calls.has_hooks or has_own_backward(loss)
+            with self.backward.watch(self.ran, is_own):
+                grads = gradients(scaled, tensors, is_whole=is_own)
             left = self.left.outputs(self.coins.joined, self.calls)  # hooks may bind buffers anew
             values = [value.detach() for value in values]
             return [loss.detach(), *grads, *(tensor for _, tensor in left), *values, *self._guards()]

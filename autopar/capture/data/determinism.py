@@ -22,6 +22,7 @@ from autopar.capture.data.foreign import foreign_state, kept, settings
 from autopar.capture.data.recorded_calls import HostFloat, RecordedCall, RecordedCalls, first_difference
 from autopar.capture.python.attributes import AttributeChange, Attributes
 from autopar.capture.python.counters import CountedNumbers
+from autopar.capture.python.ran import LIBRARIES
 from autopar.capture.refusals.constructs import FIRST_CALL, UNSTEADY, Construct
 from autopar.capture.refusals.explain_failure import SPECIALIZE, line_of, refusal
 from autopar.capture.refusals.user_lines import Line, lines_that_change, quoted
@@ -29,7 +30,6 @@ from autopar.errors import AutoparError, CaptureError
 
 _PLAIN = (int, float, bool, str, type(None))
 _NAMED = 3  # changes that a message names
-_LIBRARIES = "site-packages"
 _MADE = {
     "parameter": Construct(
         "a parameter '{}' that is made or replaced while the model runs",
@@ -47,12 +47,6 @@ _ITERATOR = (
     "later step would take one: take it before the step, and pass it in with the batch."
 )
 _UNFOLLOWED = ". Whether a later step would do something else was not found out: keep it in an attribute of an object"
-_COUNTED = (
-    "what a step does hangs on what changes while it runs: {}{}Python runs only at the capture, so every "
-    "later step would do what the first does. Decide outside of the step, by a flag that is set before it "
-    "(model.is_late = step > 1000) and has a program for each of its values; or count in a buffer, and choose by "
-    "torch.where."
-)
 _DRAWN = (
     "A compiled step would keep those of its capture for ever: draw them outside of the model and pass them in, "
     "or use torch.rand (see docs/random.md)."
@@ -122,7 +116,7 @@ class Steady:
             if changes and first_difference(self.first, self._fresh()[0]) is None:
                 call = difference[1] or difference[0]
                 raise self.carried(changes, call.line if call else None, "")
-            raise self._unsteady(difference)
+            raise self.unsteady(difference)
         outside = self._check_counters(changes)
         return self._notes(changes) + outside
 
@@ -134,8 +128,7 @@ class Steady:
             raise CaptureError(_ITERATOR.format(found.iterators[0]))
         line = found.deciding(self.start_anew, self._does_other)
         if line is not None:
-            names = ", ".join(map(str, [*found.spots, *(each.spot for each in found.lists)][:_NAMED]))
-            raise CaptureError(_COUNTED.format(names, f", at {quoted(line)}" if line[0] else ". "))
+            raise found.error(line)
         known = {change.name for change in changes}
         spots = [*found.spots, *(each.spot for each in found.lists if not each.has_tensors)]
         told = [f"{spot} is changed while the model runs{_STAYS}" for spot in spots if spot.name not in known]
@@ -277,10 +270,13 @@ class Steady:
             f"It depends on what the model itself changed in the step before: {names}. {_STATE} {FIRST_CALL}"
         )
 
-    def _unsteady(self, difference: tuple[RecordedCall | None, RecordedCall | None]) -> CaptureError:
+    def unsteady(
+        self, difference: tuple[RecordedCall | None, RecordedCall | None], line: Line | None = None
+    ) -> CaptureError:
+        """The error for a number that is another one in each run. line: of what computes with it, if no call does."""
         one, other = difference
         call = one or other
-        line = call.line if call else None
+        line = call.line if call else line
         text = linecache.getline(*line) if line else ""
         source = next((name for pattern, name in UNSTEADY if pattern.search(text)), "")
         numbers = ""
@@ -308,7 +304,7 @@ class Steady:
         return [
             f"'{change.name}' is changed at {_short(line)} while the model runs{_STAYS}"
             for change, line in self._lines_of(c for c in told if not self._is_of_library(c))
-            if line and _LIBRARIES not in line[0]
+            if line and LIBRARIES not in line[0]
         ]
 
     def _is_of_library(self, change: AttributeChange) -> bool:
@@ -319,7 +315,7 @@ class Steady:
             with suppress(KeyError):  # an attribute of what a module holds
                 found = self.find(path)
         home = "torch." if found is None else type(found).__module__
-        return not home.startswith("torch.") and _LIBRARIES in str(getattr(sys.modules[home], "__file__", ""))
+        return not home.startswith("torch.") and LIBRARIES in str(getattr(sys.modules[home], "__file__", ""))
 
     def _is_constant(self, value: Any) -> bool:
         return hasattr(value, "grad_fn") and not self.first.comes_from_input(value)

@@ -24,19 +24,26 @@ from torch import nn
 
 from autopar.capture.python.guards import Guards
 from autopar.capture.python.library_state import Sequenced
-from autopar.capture.python.ran import Ran, Root, own_roots, with_nested
+from autopar.capture.python.ran import LIBRARIES, Ran, Root, own_roots, with_nested
 from autopar.capture.python.scalars import GONE
 from autopar.capture.python.spots import Spot
 from autopar.capture.refusals.location import user_frame
-from autopar.capture.refusals.user_lines import Line
+from autopar.capture.refusals.user_lines import Line, quoted
+from autopar.errors import CaptureError
 
 MOST = 16  # comparisons of which both compared are tried
 _FAR = 1009  # how much later a number is tried: what it chooses without a comparison (`table[calls // 100]`)
-_LIBRARIES = "site-packages"
 _WRITES = frozenset(("STORE_ATTR", "STORE_SUBSCR", "STORE_GLOBAL"))
 _CALLS = frozenset(  # names of what changes an object
     ("append", "appendleft", "extend", "insert", "next", "pop", "popleft", "remove", "clear")
 )
+_COUNTED = (
+    "what a step does hangs on what changes while it runs: {}{}Python runs only at the capture, so every "
+    "later step would do what the first does. Decide outside of the step, by a flag that is set before it "
+    "(model.is_late = step > 1000) and has a program for each of its values; or count in a buffer, and choose by "
+    "torch.where."
+)
+_NAMED = 3  # numbers that a message names
 _ARITHMETIC = (
     "__add__", "__sub__", "__mul__", "__truediv__", "__floordiv__", "__mod__", "__pow__", "__radd__", "__rsub__",
     "__rmul__", "__rtruediv__", "__rfloordiv__", "__rmod__", "__rpow__", "__neg__", "__pos__", "__abs__",
@@ -217,6 +224,11 @@ class CountedNumbers:
                 settings += [*others, (Comparisons(), _FAR)]
         return None
 
+    def error(self, line: Line) -> CaptureError:
+        """What is said where they decide at a line, of no file where it is not known."""
+        names = ", ".join(map(str, [*self.spots, *(each.spot for each in self.lists), *self.unfollowed][:_NAMED]))
+        return CaptureError(_COUNTED.format(names, f", at {quoted(line)}" if line[0] else ". "))
+
     def _put_back(self) -> None:
         for spot, _ in _there(self.spots):
             spot.put(spot.value)
@@ -247,7 +259,7 @@ def _is_free(spot: Spot) -> bool:
 def _own_code(ran: Ran) -> Iterator[CodeType]:
     """The code of the user's own files: what libraries keep is theirs."""
     for outer, _ in ran.codes:
-        if _LIBRARIES not in outer.co_filename:
+        if LIBRARIES not in outer.co_filename:
             yield from (code for code in with_nested(outer) if code.co_name != "__init__")
 
 

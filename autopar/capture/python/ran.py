@@ -37,6 +37,7 @@ from autopar.torch_compat import FakeTensor, OpOverload, dispatch_modes, packs_s
 # Tell the calls of torch functions that run none of the user's code, whatever torch does inside of them.
 
 _NAMESPACES = ("aten", "prims", "prim", "autopar")  # those of other ops may be written in Python
+LIBRARIES = "site-packages"
 _TENSORS = (torch.Tensor, nn.Parameter, FakeTensor)  # a subclass of the user's has functions of its own
 _BUILT_IN = (BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType)
 # FurtherLayers may have methods that torch calls (`__index__`), or be functions.
@@ -205,6 +206,11 @@ class Ran:
     def codes(self) -> tuple[tuple[CodeType, dict[str, Any]], ...]:
         """The code that ran, each with the globals that it reads."""
         return tuple(self._codes.values())
+
+    def own_code_beside(self, other: Ran) -> list[CodeType]:
+        """The code of the user's own files that ran here and not there: what libraries keep is theirs."""
+        codes = (code for key, (code, _) in self._codes.items() if key not in other._codes)
+        return [code for code in codes if LIBRARIES not in code.co_filename]
 
     def take(self, codes: Iterable[tuple[CodeType, dict[str, Any]]]) -> None:
         """Take code for what ran: with it each function that has it."""
