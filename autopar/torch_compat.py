@@ -38,8 +38,8 @@ versions of torch that they were tried with.
   which is the user's mistake and told in one message.
 - `Tensor._is_param`: by which torch takes a tensor that is no `nn.Parameter` for one in `isinstance`, as one of a
   subclass. What stands for a parameter while a model is captured is asked that by a penalty, and by `get_parameter`.
-- `torch._C._functorch.peek_interpreter_stack`: whether `torch.func` or `torch.vmap` runs, which our autograd functions
-  cannot pass.
+- `torch._C._functorch.peek_interpreter_stack`, `torch.autograd.forward_ad._current_level`: whether `torch.func` or
+  `torch.vmap` runs, or forward-mode AD, which our autograd functions cannot pass.
 - `torch.utils._python_dispatch._disable_current_modes`: the way to data, of what hangs on no input while
   a step is captured.
 - `torch._C._current_graph_task_id`, `Variable._execution_engine.queue_callback`: which backward pass runs, and what is
@@ -98,7 +98,7 @@ import torch
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import _make_grads, _tensor_or_tensors_to_tuple
+from torch.autograd import _make_grads, _tensor_or_tensors_to_tuple, forward_ad
 from torch.autograd.graph import _engine_run_backward
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
@@ -432,8 +432,8 @@ def storage_of(tensor: torch.Tensor) -> int | None:
 
 
 def in_transform() -> bool:
-    """True inside of a function that `torch.func` or `torch.vmap` transforms."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    """True inside of a function that `torch.func` or `torch.vmap` transforms, or that forward-mode AD follows."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 # How many dispatch modes are on.

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import autopar
@@ -124,6 +125,13 @@ def gradient_of_each_row(model: Model, x: Tensor) -> Tensor:
     return each.clone() + x @ model.up.weight.t()
 
 
+def forward_mode(model: Model, x: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        found = forward_ad.unpack_dual(model.down(model.up(dual).tanh()))
+    return found.primal + found.tangent.sin()
+
+
 def no_gradient(model: Model, x: Tensor) -> Tensor:
     return model.down(x) + Nothing.apply(model.up(x))
 
@@ -135,7 +143,7 @@ def square(model: nn.Module, x: Tensor) -> Tensor:
 BODIES = (
     norm_in_checkpoint, instance_norm_in_checkpoint, backward_in_a_function, gradient_in_checkpoint,
     gradient_through_checkpoint, checkpoint_in_reentrant, hook_that_leads_to_no_parameter, gradient_with_a_hook,
-    many_gradients, jacobian, gradient_of_each_row, no_gradient,
+    many_gradients, jacobian, gradient_of_each_row, forward_mode, no_gradient,
 )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -249,3 +249,31 @@ def test_stages_have_no_place_for_what_a_loss_trains() -> None:
         check_partners(captured, student, Mesh((("pp", 2),)), StepOptions())
     with pytest.raises(CaptureError, match="give verify a loss function of plain modules"):
         autopar.verify(student, "dp=2", loss_fn=lambda m, x: d(m(x)).mean(), batch=torch.randn(8, 4))
+
+
+def of_a_new_class(holds: str) -> Callable[[nn.Module, Tensor], Tensor]:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        class Shift(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                if holds == "buffer":
+                    self.register_buffer("by", torch.ones(4, dtype=torch.float64))
+                else:
+                    self.by = nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+            def forward(self, y: Tensor) -> Tensor:
+                return y + self.by
+
+        shifted: Tensor = Shift()(model(x))
+        return shifted.square().mean()
+
+    return loss
+
+
+def test_a_module_of_a_class_that_each_step_makes() -> None:
+    """Red before: each trace met another one, without an end."""
+    net, x = nn.Linear(4, 4).double(), torch.ones(4, 4, dtype=torch.float64)
+    report = autopar.verify(net, "dp=2", loss_fn=of_a_new_class("buffer"), batch=x)
+    assert report.ok, str(report)
+    with pytest.raises(CaptureError, match=r"a module \(Shift\) with parameters that is made in the loss function"):
+        autopar.verify(net, "dp=2", loss_fn=of_a_new_class("parameter"), batch=x)

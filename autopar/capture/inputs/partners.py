@@ -101,10 +101,10 @@ class Partners:
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
         self.model, self.loss_fn = model, loss_fn
         self.known: dict[str, Partner] = {}
-        self._lines: dict[str, tuple[type, Line | None]] = {}
+        self._lines: dict[str, tuple[str, Line | None]] = {}
         self._inside = {id(module) for module in tables.modules(model)}
         self._own = {id(parameter) for _, parameter in tables.named_parameters(model)}  # which a plain module may share
-        self._passing: set[tuple[type, Line | None]] = set()  # modules that the loss function makes at each call
+        self._passing: set[tuple[str, Line | None]] = set()  # modules that the loss function makes at each call
         self._met: set[int] = set()
         self._gone: list[Partner] = []
         self._running: Sequence[str] = ("",)
@@ -139,12 +139,12 @@ class Partners:
 
     def add(self, found: UnknownPartner) -> Partner | None:
         """A new partner; None for a module that is made at each call and holds nothing to train."""
-        key = (type(found.module), found.line)
+        key = _kind(found.module), found.line
         before = [p for p in self.known.values() if self._lines[p.name] == key and id(p.module) not in self._met]
         if before:  # it was called here when the trace came by last, and now there is another one
             if any(parameter.requires_grad for parameter in tables.parameters(found.module)):
                 made = _MADE_IN_FORWARD if found.is_in_forward else _MADE
-                raise refusal(Construct(made.name.format(key[0].__name__), made.instead), found.line)
+                raise refusal(Construct(made.name.format(type(found.module).__name__), made.instead), found.line)
             self._passing.add(key)
             self._gone.append(self.known.pop(before[0].name))  # held, so that its id stays its own
             return None
@@ -167,7 +167,7 @@ class Partners:
         new = [part for part in tables.modules(module) if id(part) not in self._inside]
         tensors = [tensor for part in new for tensor in (*tables.parameters(part, False), *tables.buffers(part, False))]
         line = user_frame(sys._getframe(1))
-        if not tensors or (type(module), line) in self._passing:
+        if not tensors or (_kind(module), line) in self._passing:
             return  # it holds nothing, or it is a new container of the model's own parts
         if any(module is made for made in tables.modules(self.model)):
             return  # it was made while the model runs, which is refused after the trace
@@ -192,6 +192,12 @@ def check_plain(parallel: Inlined) -> None:
         f"the loss function calls a parallel model ({type(parallel.original).__name__}) where a plain step runs beside "
         f"the programs: give verify a loss function of plain modules."
     )
+
+
+def _kind(module: nn.Module) -> str:
+    """The name of its class: a step that makes a class, as torch.fx does for each GraphModule, makes another one each
+    time."""
+    return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 def variables(function: Any) -> Iterator[tuple[str, Any]]:
