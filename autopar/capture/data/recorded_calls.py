@@ -211,7 +211,10 @@ class RecordedCalls:
             known = self._known.get(id(value)) or self._lying.get(_memory_of(value))
             if known is None and self.shows_data and type(value) is torch.Tensor and value.device.type != "meta":
                 return hash((tuple(value.shape), value.detach().cpu().numpy().tobytes())), _NOTHING
-            return (known[1], known[2]) if known else (hash((tuple(value.shape), str(value.dtype))), _NOTHING)
+            if known is None:  # entered, or another run would take it for a view of it that this one makes first
+                known = value, hash((tuple(value.shape), str(value.dtype))), _NOTHING
+                self._enter(*known, is_new=False)
+            return known[1], known[2]
         if isinstance(value, (tuple, list)):
             parts = [self._key(item, numbers) for item in value]
         elif isinstance(value, dict):

@@ -93,16 +93,47 @@ class Attention(OneResult):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
         out, lse = op("attention")(q, k, v, mask, causal, scale)
         ctx.save_for_backward(q, k, v, mask, out, lse)
-        ctx.rest = (causal, scale)
+        ctx.rest, ctx.mask = (causal, scale), mask
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        _once("attention")
         (grad,) = grads
         q, k, v, mask, out, lse = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return *_attention_backward(grad, q, k, v, ctx.mask, *ctx.rest), None, None, None  # a constant as it is
         grad_q, grad_k, grad_v = op("attention_backward")(grad, q, k, v, mask, out, lse, *ctx.rest)
         return grad_q, grad_k, grad_v, None, None, None
+
+
+def _attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of attention with its probabilities [b,h,s,t] written out, of which a second derivative is taken.
+    Shapes: as of the op."""
+    each = k.shape[1], q.shape[1] // k.shape[1]  # heads that share keys
+    qs, ks, vs, grads = widened(q).unflatten(1, each), widened(k), widened(v), widened(grad).unflatten(1, each)
+    scores = Einsum.apply(qs, ks, "bngsd,bntd->bngst") * scale
+    kept: Any = True
+    if mask is not None:
+        mask = mask[(None,) * (4 - mask.ndim)]
+        mask = mask.unsqueeze(2) if mask.shape[1] == 1 else mask.unflatten(1, each)
+        kept, scores = (mask, scores) if mask.dtype == torch.bool else (mask != -math.inf, scores + mask)
+    if causal:
+        s, t = (torch.arange(x.shape[2], device=x.device) for x in (q, k))
+        kept = (s.unsqueeze(1) >= t) & kept
+    if kept is not True:  # a row of which nothing is kept has no share of anything
+        scores = torch.where(kept, scores, torch.finfo(scores.dtype).min)
+    p = LogSoftmax.apply(scores).exp()
+    p = p if kept is True else torch.where(kept, p, 0.0)
+    by_share = Einsum.apply(grads, vs, "bngse,bnte->bngst")
+    by_score = p * (by_share - (by_share * p).sum(-1, keepdim=True)) * scale
+    found = (
+        Einsum.apply(by_score, ks, "bngst,bntd->bngsd").flatten(1, 2),
+        Einsum.apply(by_score, qs, "bngst,bngsd->bntd"), Einsum.apply(p, grads, "bngst,bngse->bnte"),
+    )  # fmt: skip
+    grad_q, grad_k, grad_v = (one.to(x.dtype) for one, x in zip(found, (q, k, v), strict=True))
+    return grad_q, grad_k, grad_v
 
 
 class DroppedAttention(OneResult):
@@ -139,10 +170,9 @@ class CrossEntropy(OneResult):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        _once("cross entropy")
         (grad,) = grads
         x, lse, index = ctx.saved_tensors
-        return op("cross_entropy_backward")(grad, x, lse, index), None
+        return _cross_entropy_backward(grad, x, lse, index, grad), None
 
 
 class SmoothedCrossEntropy(OneResult):
@@ -168,13 +198,22 @@ class SmoothedCrossEntropy(OneResult):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        _once("cross entropy")
         (grad,) = grads
         x, lse, index, w, *scales = ctx.saved_tensors
         near, both = scales or (ctx.near, ctx.both)
-        grad_x = op("cross_entropy_backward")(grad * both, x, lse, index, grad * near)
+        grad_x = _cross_entropy_backward(grad * both, x, lse, index, grad * near)
         spread = (grad * ctx.share).unsqueeze(-1)
         return grad_x - (spread if w is None else spread * w), None, None, None, None
+
+
+def _cross_entropy_backward(grad: Tensor, x: Tensor, lse: Tensor, index: Tensor, near: Tensor) -> Tensor:
+    """grad * softmax(x) - near * onehot(index), of which a second derivative is taken where gradients are enabled."""
+    if not torch.is_grad_enabled():
+        given = (grad, x, lse, index) if near is grad else (grad, x, lse, index, near)
+        found: Tensor = op("cross_entropy_backward")(*given)
+        return found
+    spread = grad.unsqueeze(-1) * LogSoftmax.apply(widened(x)).exp()
+    return (spread - PickBackward.apply(near, index, x.shape[-1])).to(x.dtype)
 
 
 class Pick(OneResult):
@@ -188,10 +227,23 @@ class Pick(OneResult):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        _once("nll_loss")
         (grad,) = grads
         (index,) = ctx.saved_tensors
-        return op("pick_backward")(grad, index, ctx.size), None
+        return PickBackward.apply(grad, index, ctx.size), None
+
+
+class PickBackward(OneResult):
+    """The gradient of `Pick`: each value in the place of its index, among zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, index: Tensor, size: int) -> Tensor:
+        ctx.save_for_backward(index)
+        found: Tensor = op("pick_backward")(grad, index, size)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return Pick.apply(grads[0], *ctx.saved_tensors), None, None
 
 
 class LogSoftmax(OneResult):
@@ -223,10 +275,31 @@ class Embedding(OneResult):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        _once("an embedding")
         (grad,) = grads
         (index,) = ctx.saved_tensors
-        return op("embedding_backward")(grad, index, ctx.rows, ctx.padding), None, None
+        return EmbeddingBackward.apply(grad, index, ctx.rows, ctx.padding), None, None
+
+
+class EmbeddingBackward(OneResult):
+    """The gradient of `Embedding`: the sums of the rows of each index."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, index: Tensor, rows: int, padding: int) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.padding = padding
+        found: Tensor = op("embedding_backward")(grad, index, rows, padding)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (index,) = ctx.saved_tensors
+        rows = Embedding.apply(grads[0], index, -1)
+        return (
+            torch.where((index == ctx.padding).unsqueeze(-1), 0.0, rows) if ctx.padding >= 0 else rows,
+            None,
+            None,
+            None,
+        )
 
 
 class ExpertMM(OneResult):
@@ -325,13 +398,8 @@ class BatchNorm(OneResult):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, move: Move) -> Tensor:
-        dims, shape, count = _per_channel(x)
-        wide = widened(x)
-        mean = wide.sum(dims) / count
-        centred = wide - mean.reshape(shape)
-        variance = (centred * centred).sum(dims) / count
-        rstd = (variance + eps).rsqrt()
-        normal = centred * rstd.reshape(shape)
+        shape, wide = _per_channel(x)[1], widened(x)
+        mean, variance, rstd, normal = _normalised(wide, eps)
         y = normal
         if weight is not None:
             y = y * weight.reshape(shape)
@@ -339,17 +407,19 @@ class BatchNorm(OneResult):
             y = y + bias.reshape(shape)
         move(mean, variance)
         # What is kept of a short float is short.
-        ctx.save_for_backward(*((x, mean) if x.dtype != wide.dtype else (normal, None)), rstd, weight)
-        ctx.has_bias = bias is not None
+        ctx.save_for_backward(*((x, mean) if x.dtype != wide.dtype else (normal, None)), rstd, weight, x)
+        ctx.has_bias, ctx.eps = bias is not None, eps
         return y.to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        _once("batch norm")
-        kept, mean, rstd, weight = ctx.saved_tensors
-        dims, shape, count = _per_channel(kept)
+        kept, mean, rstd, weight, x = ctx.saved_tensors
+        dims, shape, count = _per_channel(x)
         grad = widened(grads[0])
-        normal = kept if mean is None else (widened(kept) - mean.reshape(shape)) * rstd.reshape(shape)
+        if torch.is_grad_enabled():
+            *_, rstd, normal = _normalised(widened(x), ctx.eps)  # hang on x
+        else:
+            normal = kept if mean is None else (widened(kept) - mean.reshape(shape)) * rstd.reshape(shape)
         grad_bias = grad.sum(dims)
         grad_weight = (grad * normal).sum(dims)
         scale = rstd if weight is None else rstd * weight
@@ -432,6 +502,16 @@ def _per_channel(x: Tensor) -> tuple[list[int], list[int], int]:
     dims = [dim for dim in range(x.ndim) if dim != 1]
     shape = [x.shape[1] if dim == 1 else 1 for dim in range(x.ndim)]
     return dims, shape, x.numel() // x.shape[1]
+
+
+def _normalised(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The mean, the biased variance and the reciprocal of the deviation of each channel, and what is normalised."""
+    dims, shape, count = _per_channel(x)
+    mean = x.sum(dims) / count
+    centred = x - mean.reshape(shape)
+    variance = (centred * centred).sum(dims) / count
+    rstd = (variance + eps).rsqrt()
+    return mean, variance, rstd, centred * rstd.reshape(shape)
 
 
 _CHANNEL = 3  # behind the dims of `in_groups`

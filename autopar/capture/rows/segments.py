@@ -178,7 +178,7 @@ class Segments:
         return tuple(self._take(selected, run, x, groups, place) for place in range(len(pieces) + 1))
 
     def _sliced(self, selected: CutRows, run: Run, function: Any, x: Any, key: Any, *value: Any) -> Any:
-        first, *rest = key if isinstance(key, tuple) else (key,)
+        first, *rest = (key if isinstance(key, tuple) else (key,)) or (slice(None),)
         if type(first) is not slice or type(first.stop) is not Scalar or first.step is not None:
             return NotImplemented
         if not isinstance(x, Tensor) or any(item != slice(None) for item in rest):
