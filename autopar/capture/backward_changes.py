@@ -1,7 +1,8 @@
 """What hooks and autograd Functions of the user's change in Python while the backward pass of a trace runs.
 
 A compiled step runs none of that code: the next backward pass must do what this one did. The runs on shapes that are
-compared (see `determinism.py`) have no backward pass, so a step that changes something in it is traced twice more.
+compared (see `determinism.py`) have no backward pass, so a step that runs code or changes something in it alone is
+traced twice more.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class BackwardChanges:
         forward, drawn, own = self._before.anew(), foreign_state(), Ran()
         with own.watch() if runs_code else nullcontext():
             yield
-        self._code = own.own_code_beside(ran)
+        self._code += own.own_code_beside(ran)  # of all traces: a step is traced again for what a trace has found
         ran.include(own)
         found = (change for change in forward.changes() if change.kind != "buffer")
         self._attributes = [replace(change, new=None) for change in found]

@@ -124,6 +124,22 @@ def test_what_a_backward_pass_counts_and_uses_is_refused(change: Any, name: str,
     assert str(caught.value).startswith(f"what a step does hangs on what changes while it runs: {name} (")
 
 
+class Shrinking(Between):
+    """Its step writes a parameter, for which it is traced once more."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.up.weight.mul_(0.9)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("wrapped", [with_backward, with_hook])
+def test_a_step_that_is_traced_again_is_looked_at_too(wrapped: Any) -> None:
+    """Red before: the code of the first trace's backward pass was no new one in the second."""
+    with pytest.raises(CaptureError, match="what a step does hangs on what changes while it runs: 'COUNT'"):
+        autopar.verify(Shrinking(wrapped(by_global)).double(), "dp=2", loss_fn=loss_fn, batch=batch(), steps=3)
+
+
 def of_a_variable() -> Callable[[Tensor], Tensor]:
     count = 0
 
