@@ -294,12 +294,9 @@ class EmbeddingBackward(OneResult):
     def backward(ctx: Any, *grads: Any) -> Any:
         (index,) = ctx.saved_tensors
         rows = Embedding.apply(grads[0], index, -1)
-        return (
-            torch.where((index == ctx.padding).unsqueeze(-1), 0.0, rows) if ctx.padding >= 0 else rows,
-            None,
-            None,
-            None,
-        )
+        if ctx.padding >= 0:
+            rows = torch.where((index == ctx.padding).unsqueeze(-1), 0.0, rows)
+        return rows, None, None, None
 
 
 class ExpertMM(OneResult):
