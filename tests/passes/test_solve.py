@@ -105,6 +105,19 @@ def test_shared_items_get_the_optimum_of_the_plain_programme(seed: int):
             assert cost(problem, choice.strategies) == pytest.approx(best, rel=1e-9) and choice.above == 0
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_a_large_programme_is_narrowed_to_what_holds_the_optimum(seed: int, monkeypatch: pytest.MonkeyPatch):
+    """Red with `SAME = -300_000`: what is a little cheaper than the known plan is closed too."""
+    monkeypatch.setattr(programme, "LARGE", 0)
+    for problem in (random_problem(seed, 14, 0.9), *(recurrent_problem(seed, weights, 12) for weights in (1, 3))):
+        best, choice, whole = least_cost(problem), solve(problem), programme_of(problem)[0]
+        found = whole.solve()
+        assert (best is None) == (choice is None) == (found is None)
+        if best is not None and choice is not None and found is not None:
+            assert cost(problem, choice.strategies) == pytest.approx(best, rel=1e-9) and choice.above == 0
+            assert cost(problem, whole.choice(found)) == pytest.approx(best, rel=1e-9)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_a_part_never_promises_more_than_the_whole_costs(seed: int):
     """Take a strategy for each of some items; whatever other strategies these get, no plan is cheaper than the parts
@@ -194,6 +207,7 @@ def test_recurrent_models_take_a_few_relaxations(
             return original(self, closed)  # type: ignore[operator]
 
         monkeypatch.setattr(Programme, method, counted)
+    monkeypatch.setattr(programme, "LARGE", size)  # what narrows a programme is not counted
     assert solve(problem) is not None
     assert calls.count("relax") <= relaxations
     assert calls.count("solve") <= programmes

@@ -33,6 +33,10 @@ LARGEST = 1e6  # the largest cost, as HiGHS sees it
 # Variables that are to be whole in one programme. HiGHS has limits of time and of nodes alone, and works for half a
 # minute on the first node of some that have more. They are then decided some at a time, PIECE variables each.
 MOST, PIECE = 300, 100
+# A programme of more variables is narrowed before it is solved, as HiGHS works for many seconds on the first node of
+# some. So many relaxations may be tried for a first plan; an item follows them where they take more than SURE of one
+# strategy. Plans whose costs differ by no more than SAME are equal (of costs up to LARGEST).
+LARGE, DIVES, SURE, SAME = 2_000, 20, 0.7, 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,7 @@ class Programme:
         Once that would be more than MOST variables, what was whole stays as it came out, and the plan may cost more
         than its `bound`."""
         whole, least = set(self.deciding), None
+        closed = self._narrowed(closed) if len(self.costs) > LARGE else closed
         solution = self._milp(whole, closed)
         while solution is not None and (divided := sorted(self.divided(solution) - whole)):
             most = MOST if least is None else PIECE
@@ -109,6 +114,33 @@ class Programme:
         if least is None:
             return solution
         return replace(solution, bound=least.cost) if solution else replace(least, cost=np.inf)
+
+    def _narrowed(self, closed: Collection[int]) -> Collection[int]:
+        """Close each strategy and move with which a plan is dearer than one that is known: by its reduced cost, the
+        relaxation would grow beyond that plan (Dantzig, Fulkerson and Johnson 1954). Of a move a plan has all or
+        nothing, too."""
+        relaxed = self.relax(closed)
+        plan = relaxed and self._dived(relaxed, closed)
+        if not relaxed or not plan:
+            return closed
+        reduced = self.costs - self.matrix.T @ relaxed.prices
+        return {*closed, *np.flatnonzero(reduced > plan.cost - relaxed.cost + SAME).tolist()}
+
+    def _dived(self, relaxed: ProgrammeSolution, closed: Collection[int]) -> ProgrammeSolution | None:
+        """Find a plan near a relaxation, or None: what it divides takes what it prefers, the deciding items first, and
+        of them the surest."""
+        solution: ProgrammeSolution | None = relaxed
+        for _ in range(DIVES):
+            divided = self.divided(solution) if solution else set()
+            if not solution or not divided:
+                return solution
+            first = sorted(divided & self.deciding or divided)
+            most = {item: solution.shares[self.chosen[item]].max() for item in first}
+            for item in [item for item in most if most[item] > SURE] or [max(most, key=most.__getitem__)]:
+                preferred = self.preferred(item, solution)
+                closed = {*closed, *(variable for variable in self.chosen[item].tolist() if variable != preferred)}
+            solution = self.relax(closed)
+        return None
 
     def _size(self, items: Collection[int]) -> int:
         """The number of their variables."""
