@@ -486,7 +486,7 @@ class _Capture:
     ) -> Any:  # fmt: skip
         """What `body` gives for the model on these inputs, with the plain attributes that an earlier run left."""
         entries, written = self.state.entries, self.left.written
-        given = give_tensors(entries, self.parts.leaves, inputs, mode.calls, self.has_grads, self.in_parts, written)
+        given = give_tensors(entries, self.parts.leaves, inputs, mode.calls, self.in_parts, written)
         self.untrained.update(given.untrained)
         mode.inputs.update(given.parameters)
         mode.outside.update(given.outside)
