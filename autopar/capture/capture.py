@@ -266,7 +266,7 @@ class _Capture:
         reads, partners = tuple(self.reads.known), tuple(self.partners.known.values())
         return Captured(
             program, {**kept, **constants}, *self.result, reads, self.state.frozen, partners, self.ran,
-            coins=self.step_coins, row_uses=self.row_uses, row_draws=self.selected.draws.found,
+            None, self.step_coins, self.row_uses, self.selected.draws.found, rebound=self.left.rebound,
         )  # fmt: skip
 
     def _steady(self, fakes: list[torch.Tensor], before: Attributes, drawn: Mapping[str, Any]) -> list[str]:

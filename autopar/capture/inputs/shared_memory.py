@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import takewhile
+from typing import TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from autopar.ir.program import Input
 from autopar.torch_compat import storage_of
 
-Held = tuple[Input, torch.Tensor]
+Told = TypeVar("Told")  # what is said of a tensor
 
 
-def overlapping(entries: Iterable[Held]) -> Iterator[tuple[Held, Held]]:
+def overlapping(
+    entries: Iterable[tuple[Told, torch.Tensor]],
+) -> Iterator[tuple[tuple[Told, torch.Tensor], tuple[Told, torch.Tensor]]]:
     """Give the pairs of tensors that have elements in common."""
-    by_storage: dict[int, list[Held]] = defaultdict(list)
+    by_storage: dict[int, list[tuple[Told, torch.Tensor]]] = defaultdict(list)
     for entry, tensor in entries:
         storage = None if isinstance(tensor, DTensor) else storage_of(tensor)
         if storage is not None and tensor.device.type != "meta" and tensor.numel():

@@ -67,6 +67,9 @@ class PlainStore:
         with torch.no_grad():
             tables.buffer(self.model, name).copy_(value)
 
+    def bind_buffer(self, name: str, value: torch.Tensor) -> None:
+        tables.bind_buffer(self.model, name, value)
+
     def set_parameter(self, name: str, value: torch.Tensor) -> None:
         with torch.no_grad():
             tables.parameter(self.model, name).copy_(value)
@@ -115,6 +118,11 @@ class Owners:
     def set_buffer(self, name: str, value: torch.Tensor) -> None:
         store, own = self.find(name)
         store.set_buffer(own, value)
+
+    def bind_buffer(self, name: str, value: torch.Tensor) -> None:
+        """Put another tensor in a buffer's place."""
+        store, own = self.find(name)
+        store.bind_buffer(own, value)
 
     def set_parameter(self, name: str, value: torch.Tensor) -> None:
         """Write what a program gives for a parameter into this rank's part of it."""
