@@ -24,7 +24,7 @@ def overlapping(
         storage = None if isinstance(tensor, DTensor) else storage_of(tensor)
         if storage is not None and tensor.device.type != "meta" and tensor.numel():
             by_storage[storage].append((entry, tensor))
-    for alike in by_storage.values():
+    for alike in (tensors for tensors in by_storage.values() if len(tensors) > 1):
         ranges = sorted((*_range(tensor), at) for at, (_, tensor) in enumerate(alike))
         for i, (_, end, at) in enumerate(ranges):  # of thousands of parts of one memory few lie in each other
             near = takewhile(lambda other, end=end: other[0] < end, ranges[i + 1 :])  # type: ignore[misc]

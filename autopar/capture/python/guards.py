@@ -179,12 +179,14 @@ class Guards:
         """True if all that differs is tensors of the form that they had, and what they share with others is what it
         was: those that a step binds to its buffers. They are the ones to look at from now on."""
         now, index = list(self._now()), dict(self.index)
-        for key, value in zip(self._places, now, strict=True):
+        others = (
+            (key, value) for key, value, was in zip(self._places, now, self._kept, strict=True) if value is not was
+        )
+        for key, value in others:
             spot = index[key]
-            if value is not spot.value:
-                if not isinstance(value, torch.Tensor) or not _equal(spot.value, value, spot.exact):
-                    return False
-                index[key] = replace(spot, value=value)
+            if not isinstance(value, torch.Tensor) or not _equal(spot.value, value, spot.exact):
+                return False
+            index[key] = replace(spot, value=value)
         if _shared(index) != self._shared:
             return False
         self.index, self._kept = index, now
