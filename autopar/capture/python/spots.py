@@ -279,7 +279,7 @@ class SpotWalk:
                 self._class(name, where, type(cls))
             self.seen.add((id(cls), "class"))
             holder = vars(cls)
-            self.sized.append(holder)
+            self.contents.append((holder.__len__, len(holder)))
             for key, item in list(holder.items()):
                 if (key in self.names and not key.startswith("__")) or key in ran:
                     self._spot(f"{cls.__name__}.{key}", where, holder, key, item, 1)
