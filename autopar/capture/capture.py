@@ -266,7 +266,7 @@ class _Capture:
         reads, partners = tuple(self.reads.known), tuple(self.partners.known.values())
         return Captured(
             program, {**kept, **constants}, *self.result, reads, self.state.frozen, partners, self.ran,
-            coins=self.step_coins, row_uses=self.row_uses, row_draws=self.selected.draws.found,
+            None, self.step_coins, self.row_uses, self.selected.draws.found, rebound=self.left.rebound,
         )  # fmt: skip
 
     def _steady(self, fakes: list[torch.Tensor], before: Attributes, drawn: Mapping[str, Any]) -> list[str]:
@@ -486,7 +486,7 @@ class _Capture:
     ) -> Any:  # fmt: skip
         """What `body` gives for the model on these inputs, with the plain attributes that an earlier run left."""
         entries, written = self.state.entries, self.left.written
-        given = give_tensors(entries, self.parts.leaves, inputs, mode.calls, self.has_grads, self.in_parts, written)
+        given = give_tensors(entries, self.parts.leaves, inputs, mode.calls, self.in_parts, written)
         self.untrained.update(given.untrained)
         mode.inputs.update(given.parameters)
         mode.outside.update(given.outside)

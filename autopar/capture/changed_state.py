@@ -20,12 +20,14 @@ class ChangedState:
 
     written: the first names of parameters that the step writes (a momentum encoder, a weight that is kept short), and
     of buffers that it writes where torch does not count it (`buffer.data.mul_(0.9)`): as a trace before has shown.
-    buffers: as the last trace left them.
+    buffers: as the last trace left them. rebound: the names of those that a run bound to another tensor
+    (`self.mean = 0.9 * self.mean + x`), each with a name whose tensor that is: its own, or another buffer's.
     """
 
     def __init__(self, partners: Partners) -> None:
         self.written = frozenset[str]()
         self.buffers: list[tuple[str, Tensor]] = []
+        self.rebound: dict[str, str] = {}
         self._partners = partners
         self._given: list[tuple[Input, Tensor, Tensor, int]] = []  # what it stands for, and what torch counted at first
 
@@ -50,13 +52,22 @@ class ChangedState:
     def outputs(self, joined: Callable[[Tensor], Tensor], calls: RecordedCalls) -> list[tuple[Output, Tensor]]:
         """What leaves the program, and where it goes; the calls of the run are told. joined: gives what is used in
         place of a tensor."""
-        found = {name: joined(tensor) for name, tensor in self._partners.all_buffers()}
-        known = {entry.name for entry, *_ in self._given if entry.kind == "buffer"}
-        self.buffers = [(name, tensor) for name, tensor in found.items() if name in known]
+        now = dict(self._partners.all_buffers())
+        found = {name: joined(tensor) for name, tensor in now.items()}
+        given = {name: value for entry, _, value, _ in self._given if entry.kind == "buffer" for name in entry.names}
+        bound = [name for name, value in given.items() if name in now and now[name] is not value]
+        holders = {
+            id(now[name]): name for name in (*reversed(bound), *(n for n in given if n in now and n not in bound))
+        }
+        self.rebound |= {name: holders[id(now[name])] for name in bound}
+        self.buffers = []
         for position, (entry, tensor, value, version) in enumerate(self._given):
-            is_replaced = entry.kind == "buffer" and found.get(entry.name) is not value
+            is_buffer = entry.kind == "buffer"
+            names = [name for name in entry.names if name in found] if is_buffer else []
+            is_replaced = any(found[name] is not value for name in names)
+            self.buffers += [(name, found[name]) for name in (names if is_replaced else names[:1])]
             is_written = value._version != version or entry.name in self.written
-            if is_replaced or (entry.kind == "buffer" and is_written):
+            if is_replaced or (is_buffer and is_written):
                 calls.wrote(behind_of(position, entry, tensor), is_replaced)
         left = [(Output("buffer", name), tensor) for name, tensor in self.buffers]
         return left + [(Output("weight", name), joined(value)) for name, value in self._weights()]

@@ -42,14 +42,15 @@ class GivenTensors:
 
 def give_tensors(
     entries: Sequence[tuple[Input, Tensor]], leaves: Sequence[Any], inputs: Sequence[Tensor], calls: RecordedCalls,
-    has_grads: bool, in_parts: InParts, written: Container[str] = (),
+    in_parts: InParts, written: Container[str] = (),
 ) -> GivenTensors:  # fmt: skip
-    """The tensors of a run whose calls are recorded, for the model's own tensors and the leaves of the batch.
-    has_grads: gradients are on. written: parameters that the step writes."""
+    """The tensors of a run whose calls are recorded, for the model's own tensors and the leaves of the batch: with
+    gradients off they say as well as with gradients on whether they require one. written: parameters that the step
+    writes."""
     given, behind = GivenTensors(list(inputs), list(leaves)), list[int]()
     for position, (entry, tensor) in enumerate(entries):
         value, is_in_parts = inputs[position], entry.name.startswith(IN_PARTS)
-        if entry.kind in ("parameter", "constant") and tensor.requires_grad and has_grads:
+        if entry.kind in ("parameter", "constant") and tensor.requires_grad:
             value = value.detach().requires_grad_()
             if entry.kind == "parameter":
                 given.trainable.append((entry.name, value))
@@ -74,7 +75,7 @@ def give_tensors(
         if isinstance(leaf, Tensor):
             # Of a form of its own, which a run may change (`x.unsqueeze_(0)`).
             value = given.values[position] = inputs[position].detach()
-            if leaf.requires_grad and has_grads:
+            if leaf.requires_grad:
                 value.requires_grad_()
             given.leaves[i] = value
             calls.values.given(value, "batch", leaf)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -134,12 +134,26 @@ def run_step(session: Session, running: Running, given: Given, is_step: bool) ->
             raise BatchError(f"{given.parts.paths[i]} {where}: only prepare() can take it.")
     lift = session.settings.lift
     explaining = explaining_memory(running.compiled, default_group().rank(), session.settings.device)
-    with explaining, default_dtype(lift) if lift is not None else nullcontext():
+    with explaining, _own_dtypes(session.settings.device.type, lift):
         outputs = running.run(_inputs(session, running, given, is_step))
     _check(session, running, outputs)
     if running.is_bounded:
         check_rows(running, session)
     return means(outputs, running.together, session.world) if session.settings.is_own else outputs
+
+
+def _own_dtypes(kind: str, lift: torch.dtype | None) -> AbstractContextManager[None]:
+    """Let kernels compute in the dtypes that the program says: it has the casts of torch.autocast in it, and its
+    kernels would cast once more where the caller has autocast on. lift: the dtype that all is computed in, if any."""
+    own = default_dtype(lift) if lift is not None else nullcontext()
+    return _without_autocast(kind, own) if torch.is_autocast_enabled(kind) else own
+
+
+@contextmanager
+def _without_autocast(kind: str, own: AbstractContextManager[None]) -> Iterator[None]:
+    """Turn the caller's autocast off, around another context."""
+    with torch.autocast(kind, enabled=False), own:
+        yield
 
 
 def _check(session: Session, running: Running, outputs: tuple[torch.Tensor, ...]) -> None:

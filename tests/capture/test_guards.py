@@ -374,3 +374,30 @@ def test_another_method_on_the_object_and_on_its_class(monkeypatch: pytest.Monke
     model.forward_backward(x, y)
     monkeypatch.setattr(Model, "forward", tanh_forward)
     torch.testing.assert_close(model.forward_backward(x, y), plain_loss(plain, x, y).detach())
+
+
+class Inherits(nn.Linear):
+    """Computes what its base does."""
+
+
+class Doubles(Inherits):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class Tripled(Doubles):
+    """Inherits a method that a loop overrides later."""
+
+
+def test_a_class_that_comes_to_override_a_method() -> None:
+    """Red where only those methods were looked at that had run."""
+    torch.manual_seed(0)
+    plain, x = Tripled(4, 4).double(), torch.randn(4, 4, dtype=torch.float64)
+    model = autopar.parallelize(copy.deepcopy(plain), "dp=1", loss_fn=lambda m, x: m(x).square().mean())
+    try:
+        for _ in range(2):
+            assert torch.allclose(model.forward_backward(x), plain(x).square().mean())
+            Tripled.forward = lambda self, x: 3 * Doubles.forward(self, x)  # type: ignore[method-assign]
+    finally:
+        del Tripled.forward
+    assert torch.allclose(model.forward_backward(x), plain(x).square().mean())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from itertools import combinations
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import autopar
 from autopar import verify
 from autopar.capture.inputs.shared_memory import overlapping
 from autopar.errors import CaptureError
@@ -165,3 +167,97 @@ def test_tensors_that_meet_are_found() -> None:
         }
         meeting = ((i, j) for i, j in combinations(range(6), 2) if _places(views[i]) & _places(views[j]))
         assert found == {(str(i), str(j)) for i, j in meeting}
+
+
+class Kept(nn.Module):
+    """Writes a buffer in place, or binds some anew, and reads another one, an attribute and a list."""
+
+    p: Tensor
+    q: Tensor
+
+    def __init__(self, step: Callable[[Any, Tensor], None], is_tied: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.step = nn.Linear(4, 4).double(), step
+        self.register_buffer("p", torch.ones(4, dtype=torch.float64))
+        self.register_buffer("q", self.p if is_tied else self.p + 1)
+        self.table, self.listed = self.p + 2, [self.p + 3]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.step(self, x.detach().mean(0))
+        return self.layer(x) * self.q * self.table * self.listed[0] + self.p
+
+
+def add(m: Any, x: Tensor) -> None:
+    m.p.add_(x)
+
+
+COMES = {
+    "the same attribute": lambda m: setattr(m, "table", m.p),
+    "the same buffer": lambda m: setattr(m, "q", m.p),
+    "a view": lambda m: setattr(m, "table", m.p[:]),
+    "a view as a buffer": lambda m: setattr(m, "q", m.p[:]),
+    "in a list": lambda m: m.listed.__setitem__(0, m.p),
+    "a view in a list": lambda m: m.listed.__setitem__(0, m.p[:]),
+}
+
+
+@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize("how", list(COMES))
+def test_tensors_that_come_to_share_memory_between_steps(how: str, first: int) -> None:
+    """Red where a program went on for which they had memory of their own: what a step writes to one of them is seen in
+    the other. It is so, or refused."""
+    plain = Kept(add)
+    model = autopar.parallelize(copy.deepcopy(plain), "dp=1", loss_fn=lambda m, x: m(x).square().mean())
+    for step in range(4):
+        x = torch.randn(4, 4, dtype=torch.float64)
+        if step == first:
+            COMES[how](plain), COMES[how](model)
+        if step >= first and "same" not in how:
+            with pytest.raises(CaptureError, match="a write to 'p', which lies in the memory of"):
+                model.forward_backward(x)
+            return
+        want = plain(x).square().mean()
+        torch.testing.assert_close(model.forward_backward(x), want.detach(), rtol=1e-12, atol=0)
+        assert all(torch.equal(getattr(model, name), getattr(plain, name)) for name in ("p", "q", "table"))
+
+
+def own(m: Any, x: Tensor) -> None:
+    m.p = 0.9 * m.p + 0.1 * x
+
+
+def second(m: Any, x: Tensor) -> None:
+    m.q = 0.9 * m.q + 0.1 * x
+
+
+def both(m: Any, x: Tensor) -> None:
+    m.p = m.q = x
+
+
+def shift(m: Any, x: Tensor) -> None:
+    m.q, m.p = m.p, x
+
+
+def take(m: Any, x: Tensor) -> None:
+    m.p = m.q
+
+
+@pytest.mark.parametrize("is_tied", [False, True], ids=["two", "tied"])
+@pytest.mark.parametrize("step", [add, own, second, both, shift, take])
+def test_who_holds_a_buffer_that_a_step_binds_anew(step: Callable[[Any, Tensor], None], is_tied: bool) -> None:
+    """Red where it was written in place: a list of `model.mean` had the last one many times, and the other of two names
+    changed with it. Those that are bound to one tensor are one from then on."""
+    plain = Kept(step, is_tied)
+    model = autopar.parallelize(copy.deepcopy(plain), "dp=1", loss_fn=lambda m, x: m(x).square().mean())
+    held: list[tuple[Tensor, Tensor]] = []
+    for number in range(5):
+        x = torch.randn(4, 4, dtype=torch.float64)
+        want = plain(x).square().mean()
+        torch.testing.assert_close(model.forward_backward(x), want.detach(), rtol=1e-12, atol=0)
+        held += [(model.p, plain.p), (model.q, plain.q)]
+        assert (model.p is model.q) == (plain.p is plain.q)
+        if number == 2:
+            model.p.add_(1), plain.p.add_(1)
+        for one, other in held:
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+    assert len(model.programs) <= 2

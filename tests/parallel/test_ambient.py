@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -93,3 +94,48 @@ def test_a_transform_of_a_parallel_model_is_refused() -> None:
     ):
         with pytest.raises(AutoparError, match=r"a parallel model inside of torch\.vmap, .* compiled program"):
             use()
+
+
+class Mixed(nn.Module):
+    """A layer outside of autocast, as those do that need all digits there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(6, 12, bias=False), nn.Linear(12, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        with torch.autocast("cpu", enabled=False):
+            return self.down(h.float())
+
+
+LABELS = {
+    "classes": lambda model, x: F.cross_entropy(model(x), torch.arange(6) % 4, label_smoothing=0.1),
+    "probabilities": lambda model, x: F.cross_entropy(model(x), x[:, :4].softmax(-1)),
+}
+
+
+@pytest.mark.parametrize("labels", list(LABELS))
+def test_a_step_under_the_callers_autocast_casts_once(labels: str) -> None:
+    """Red where kernels of the program cast once more as they ran: gradients in bf16, which a parameter refuses."""
+    plain, x, loss_fn = Mixed(), torch.randn(6, 6), LABELS[labels]
+    model = autopar.parallelize(copy.deepcopy(plain), "dp=1", loss_fn=loss_fn)
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            expected, found = loss_fn(plain, x), model.forward_backward(x)
+            torch.testing.assert_close(model(x), plain(x), rtol=1e-6, atol=1e-6)
+        expected.backward()
+        torch.testing.assert_close(found, expected.detach(), rtol=1e-6, atol=1e-6)
+    want = {name: p.grad for name, p in plain.named_parameters()}
+    for name, grad in model.full_gradients().items():
+        torch.testing.assert_close(grad, want[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("labels", list(LABELS))
+def test_autocast_leaves_float64_alone(labels: str) -> None:
+    """Red where a cross entropy of float64 was computed in float32 there."""
+    plain, x, loss_fn = nn.Linear(6, 4).double(), torch.randn(6, 6, dtype=torch.float64), LABELS[labels]
+    model = autopar.parallelize(copy.deepcopy(plain), "dp=1", loss_fn=loss_fn)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(model.forward_backward(x), loss_fn(plain, x).detach(), rtol=1e-12, atol=0)

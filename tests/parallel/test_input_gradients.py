@@ -281,3 +281,27 @@ def test_a_forward_has_gradients_on_or_off_as_its_caller_has() -> None:
             with mode():
                 assert torch.allclose(model(x), other(x), rtol=1e-12, atol=1e-12), mode
     assert len(model.programs) == 2
+
+
+class Asks(nn.Module):
+    """Computes something else where a weight or the input requires a gradient, as adapters that are merged do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x) * (2 if self.up.weight.requires_grad else 1) * (3 if x.requires_grad else 1)
+
+
+def test_what_requires_a_gradient_says_so_with_gradients_off() -> None:
+    """Red where a forward under `torch.no_grad()` was that of a frozen model."""
+    other = Asks().double()
+    model = autopar.parallelize(copy.deepcopy(other), "dp=1")
+    for is_trained in (True, False):
+        model.requires_grad_(is_trained)
+        other.requires_grad_(is_trained)
+        for x in (_random(0, 12, 6), _random(0, 12, 6).requires_grad_()):
+            for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+                with mode():
+                    assert torch.allclose(model(x), other(x), rtol=1e-12, atol=1e-12), (is_trained, mode)

@@ -285,3 +285,37 @@ def test_a_part_of_another_model_is_refused() -> None:
     model: Any = autopar.parallelize(nn.Linear(4, 8).double(), "dp=1", loss_fn=lambda m, x: critic.norm(m(x)).sum())
     with pytest.raises(CaptureError, match="a part of another parallel model"):
         model.forward_backward(torch.ones(3, 4, dtype=torch.float64))
+
+
+class Binding(nn.Module):
+    """A method that the step calls too, and that binds a buffer to what it computed."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Linear(4, 4).double()
+        self.register_buffer("mean", torch.ones(4, dtype=torch.float64))
+
+    def encode(self, x: Tensor) -> Tensor:
+        h: Tensor = self.up(x)
+        self.mean = 0.9 * self.mean + 0.1 * h.detach().mean(0)
+        return h * self.mean
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encode(x)
+
+
+def _binding(rank: int, mesh: str) -> None:
+    plain, x = Binding(), torch.randn(4, 4, dtype=torch.float64)
+    model = autopar.parallelize(copy.deepcopy(plain), mesh, loss_fn=lambda m, x: m(x).square().mean())
+    for _ in range(2):
+        torch.testing.assert_close(model.forward_backward(x), plain(x).square().mean().detach())
+        torch.testing.assert_close(model.encode(x), plain.encode(x))
+        torch.testing.assert_close(model.mean, plain.mean)
+
+
+def test_a_buffer_that_a_method_binds(two: Ranks) -> None:
+    """Red where the next step was refused, for it held a tensor of the parallel model then."""
+    two.run(_binding, "tp=2")

@@ -277,3 +277,15 @@ def test_a_module_of_a_class_that_each_step_makes() -> None:
     assert report.ok, str(report)
     with pytest.raises(CaptureError, match=r"a module \(Shift\) with parameters that is made in the loss function"):
         autopar.verify(net, "dp=2", loss_fn=of_a_new_class("parameter"), batch=x)
+
+
+@pytest.mark.parametrize("is_known", [False, True], ids=["first", "later"])
+def test_a_parallel_partner_that_was_changed_is_refused_by_name(is_known: bool) -> None:
+    """Red where a program looked for a weight that is there no more: a KeyError from inside."""
+    d = autopar.parallelize(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "dp=1")
+    g = autopar.parallelize(nn.Linear(4, 4), "dp=1", loss_fn=lambda g, x: d(g(x)).square().mean())
+    if is_known:
+        g.forward_backward(torch.ones(2, 4))
+    nn.utils.parametrizations.weight_norm(d[0])
+    with pytest.raises(AutoparError, match=r"^in 'd', which the loss calls, '0\.parametrizations' was added after"):
+        g.forward_backward(torch.ones(2, 4))

@@ -194,7 +194,8 @@ def name_if_trained(entry: Input, tensor: torch.Tensor | None) -> str | None:
 def as_given(state: State, inputs: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     """What stands for the tensors of a state in a run, by their names, in the form that they had before it."""
     pairs = zip(state.entries, inputs, strict=False)
-    return {entry.name: one if one.shape == held.shape else one.new_empty(held.shape) for (entry, held), one in pairs}
+    given = ((entry, one if one.shape == held.shape else one.new_empty(held.shape)) for (entry, held), one in pairs)
+    return {name: one for entry, one in given for name in entry.names}
 
 
 def check_buffers(

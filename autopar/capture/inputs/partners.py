@@ -120,10 +120,10 @@ class Partners:
         return dict(self.all_modules())[path]
 
     def all_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """All buffers, by name."""
-        yield from tables.named_buffers(self.model)
+        """All buffers, under each of their names."""
+        yield from tables.named_buffers(self.model, remove_duplicate=False)
         for partner in self.known.values():
-            yield from tables.named_buffers(partner.traced, prefix=partner.name)
+            yield from tables.named_buffers(partner.traced, prefix=partner.name, remove_duplicate=False)
 
     @contextmanager
     def watch(self, running: Sequence[str]) -> Iterator[None]:

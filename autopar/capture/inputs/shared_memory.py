@@ -5,24 +5,26 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import takewhile
+from typing import TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from autopar.ir.program import Input
 from autopar.torch_compat import storage_of
 
-Held = tuple[Input, torch.Tensor]
+Told = TypeVar("Told")  # what is said of a tensor
 
 
-def overlapping(entries: Iterable[Held]) -> Iterator[tuple[Held, Held]]:
+def overlapping(
+    entries: Iterable[tuple[Told, torch.Tensor]],
+) -> Iterator[tuple[tuple[Told, torch.Tensor], tuple[Told, torch.Tensor]]]:
     """Give the pairs of tensors that have elements in common."""
-    by_storage: dict[int, list[Held]] = defaultdict(list)
+    by_storage: dict[int, list[tuple[Told, torch.Tensor]]] = defaultdict(list)
     for entry, tensor in entries:
         storage = None if isinstance(tensor, DTensor) else storage_of(tensor)
         if storage is not None and tensor.device.type != "meta" and tensor.numel():
             by_storage[storage].append((entry, tensor))
-    for alike in by_storage.values():
+    for alike in (tensors for tensors in by_storage.values() if len(tensors) > 1):
         ranges = sorted((*_range(tensor), at) for at, (_, tensor) in enumerate(alike))
         for i, (_, end, at) in enumerate(ranges):  # of thousands of parts of one memory few lie in each other
             near = takewhile(lambda other, end=end: other[0] < end, ranges[i + 1 :])  # type: ignore[misc]

@@ -87,6 +87,12 @@ def buffer(model: nn.Module, name: str) -> torch.Tensor:
     return buffer
 
 
+def bind_buffer(model: nn.Module, name: str, value: torch.Tensor) -> None:
+    """Put another tensor in a buffer's place, as an assignment to the attribute does."""
+    path, _, attribute = name.rpartition(".")
+    submodule(model, path)._buffers[attribute] = value
+
+
 def functional_call(
     model: nn.Module, values: Mapping[str, torch.Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:  # fmt: skip

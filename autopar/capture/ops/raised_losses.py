@@ -34,7 +34,7 @@ def cross_entropy(
     """
     how = _reduction(reduction, size_average, reduce)
     x = input.movedim(1, -1) if input.ndim > 2 else input
-    if torch.is_autocast_enabled(x.device.type):
+    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         x = x.float()
     if target.is_floating_point():
         return NotImplemented if ignore_index >= 0 else _of_probabilities(x, target, weight, label_smoothing, how)
@@ -57,7 +57,8 @@ def _of_probabilities(x: Tensor, target: Tensor, weight: Tensor | None, smoothin
     q = (q * (1.0 - smoothing) + smoothing / x.shape[-1] if smoothing else q).to(wide)
     q = q if weight is None else q * weight.detach()
     names = "abcdefgh"[: x.ndim]
-    losses = -Einsum.apply(LogSoftmax.apply(x.to(wide)), q.to(wide), f"{names},{names}->{names[:-1]}").to(x.dtype)
+    with torch.autocast(x.device.type, enabled=False):  # torch's kernel makes no product of it
+        losses = -Einsum.apply(LogSoftmax.apply(x.to(wide)), q.to(wide), f"{names},{names}->{names[:-1]}").to(x.dtype)
     if reduction == "none":
         return losses
     return losses.sum() / losses.numel() if reduction == "mean" else losses.sum()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain, starmap
 from operator import attrgetter, call, is_, itemgetter
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -15,6 +15,7 @@ from torch import nn
 
 from autopar.capture.inputs import tables
 from autopar.capture.inputs.leaves import text_of
+from autopar.capture.inputs.shared_memory import overlapping
 from autopar.capture.python.library_state import Entries
 from autopar.capture.python.ran import Ran
 from autopar.capture.python.scalars import GONE, NumberPlace, Scalars
@@ -104,8 +105,11 @@ class Guards:
         """What has changed. Where nothing has, equal values in other objects are those to look at from now on."""
         walk = self._walk()
         old, new = self.index, _by_name(walk.spots)
+        parted = {key for pair in self._shared ^ _shared(new) for key in pair}
         changes = [
-            Change(spot, new.get(key), key) for key, spot in old.items() if not self._same(key, spot, new.get(key))
+            Change(spot, new.get(key), key)
+            for key, spot in old.items()
+            if key in parted or not self._same(key, spot, new.get(key))
         ]
         changes += [Change(None, spot, key) for key, spot in new.items() if key not in old]
         if not changes:
@@ -128,16 +132,10 @@ class Guards:
         return walk
 
     def _anchor(self, walk: SpotWalk) -> None:
-        seen: dict[int, int] = {id(tensor): 1 for tensor in self.ran.values}
-        for spot in walk.spots:
-            if isinstance(spot.value, torch.Tensor):
-                seen[id(spot.value)] = seen.get(id(spot.value), 0) + 1
-        # One of several names for a tensor: bound to another they are two tensors.
-        self.spots = [
-            Spot(s.name, s.where, s.holder, s.key, s.value, True) if seen.get(id(s.value), 0) > 1 else s
-            for s in walk.spots
-        ]
+        read = {id(tensor) for tensor in self.ran.values}
+        self.spots = [replace(spot, exact=True) if id(spot.value) in read else spot for spot in walk.spots]
         self.index = _by_name(self.spots)
+        self._shared = _shared(self.index)
         inputs = {place.key for place in self.places}
         self._inputs = [(key, spot, self._fixed(key, spot.value)) for key, spot in self.index.items() if key in inputs]
         self._numbers = [
@@ -150,12 +148,14 @@ class Guards:
         self._empty = walk.empty
         self._contents = walk.contents
         self.torch_state = torch_state()
-        by_holder: dict[int, list[Spot]] = {}
-        for spot in (spot for key, spot in self.index.items() if key not in inputs):
-            by_holder.setdefault(id(spot.holder), []).append(spot)
-        groups = [_group(spots) for spots in by_holder.values()]
-        self._getters = [(get, holder) for get, holder, _ in groups]
-        self._kept = [value for *_, kept in groups for value in kept]
+        by_holder: dict[int, list[SpotKey]] = {}
+        for key, spot in self.index.items():
+            if key not in inputs:
+                by_holder.setdefault(id(spot.holder), []).append(key)
+        groups = [[keys[0], *keys] for keys in by_holder.values()]  # two at least, of which a getter makes a tuple
+        self._getters = [_getter([self.index[key] for key in keys]) for keys in groups]
+        self._places = [key for keys in groups for key in keys]
+        self._kept = [self.index[key].value for key in self._places]
 
     def _is_untouched(self) -> bool:
         """Every object is the very one that it was: the common case, in C."""
@@ -164,12 +164,33 @@ class Guards:
                 not any(self._empty)
                 and self.torch_state == torch_state()
                 and list(map(len, self._sized)) == self._sizes
-                and all(map(is_, chain.from_iterable(starmap(call, self._getters)), self._kept))
+                and (all(map(is_, self._now(), self._kept)) or self._are_bound_anew())
                 and all(read() == was for read, was in self._contents)
                 and all(_equal(self._fixed(key, spot.read()), was, exact=True) for key, spot, was in self._inputs)
             )
         except GONE:
             return False
+
+    def _now(self) -> Iterator[Any]:
+        """What stands in the places that were looked at, in the order of what was kept of them."""
+        return chain.from_iterable(starmap(call, self._getters))
+
+    def _are_bound_anew(self) -> bool:
+        """True if all that differs is tensors of the form that they had, and what they share with others is what it
+        was: those that a step binds to its buffers. They are the ones to look at from now on."""
+        now, index = list(self._now()), dict(self.index)
+        others = (
+            (key, value) for key, value, was in zip(self._places, now, self._kept, strict=True) if value is not was
+        )
+        for key, value in others:
+            spot = index[key]
+            if not isinstance(value, torch.Tensor) or not _equal(spot.value, value, spot.exact):
+                return False
+            index[key] = replace(spot, value=value)
+        if _shared(index) != self._shared:
+            return False
+        self.index, self._kept = index, now
+        return True
 
     def _same(self, key: SpotKey, old: Spot, new: Spot | None) -> bool:
         return new is not None and _equal(self._fixed(key, old.value), self._fixed(key, new.value), old.exact)
@@ -182,12 +203,10 @@ class Guards:
         return value
 
 
-def _group(spots: Sequence[Spot]) -> tuple[Callable[[Any], Any], Any, tuple[Any, ...]]:
-    """How to read all spots of one holder at once, and what they held."""
-    holder, spots = spots[0].holder, [spots[0], *spots]  # two at least, of which a getter makes a tuple
-    keys, kept = [spot.key for spot in spots], tuple(spot.value for spot in spots)
-    by_item = isinstance(holder, BY_ITEM)
-    return (itemgetter(*keys) if by_item else attrgetter(*keys)), holder, kept
+def _getter(spots: Sequence[Spot]) -> tuple[Callable[[Any], Any], Any]:
+    """How to read all spots of one holder at once."""
+    holder, keys = spots[0].holder, [spot.key for spot in spots]
+    return (itemgetter(*keys) if isinstance(holder, BY_ITEM) else attrgetter(*keys)), holder
 
 
 def _by_name(spots: Sequence[Spot]) -> dict[SpotKey, Spot]:
@@ -199,6 +218,13 @@ def _by_name(spots: Sequence[Spot]) -> dict[SpotKey, Spot]:
         found[*key, count.setdefault(key, 0)] = spot
         count[key] += 1
     return found
+
+
+def _shared(index: dict[SpotKey, Spot]) -> frozenset[tuple[SpotKey, SpotKey]]:
+    """Which tensors have elements in common: one of two that is bound to memory of its own is a tensor of its own, and
+    a write to one of two that came to share theirs is seen in the other."""
+    plain = ((key, s.value) for key, s in index.items() if isinstance(s.value, torch.Tensor))
+    return frozenset((one, other) for (one, _), (other, _) in overlapping(plain))
 
 
 def _equal(a: Any, b: Any, exact: bool = False) -> bool:

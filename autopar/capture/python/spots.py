@@ -270,17 +270,18 @@ class SpotWalk:
                 self._spot(f"{name}.{key}" if name else key, where, holder, key, item, depth)
 
     def _class(self, name: str, where: str, kind: type) -> None:
-        """What classes of the user's hold: methods and values."""
-        for cls in _classes(kind):
-            if (id(cls), "class") in self.seen:
-                continue
+        """What classes of the user's hold: methods and values, and what overrides a method that ran."""
+        found = [cls for cls in _classes(kind) if (id(cls), "class") not in self.seen]
+        items = [item for cls in _classes(kind) for item in vars(cls).items()] if found else []
+        ran = {key for key, item in items if any(map(self.ran.has, _functions_in(item)))}
+        for cls in found:
             if type(cls) is not type and not is_library(type(cls).__module__):
                 self._class(name, where, type(cls))
             self.seen.add((id(cls), "class"))
             holder = vars(cls)
+            self.contents.append((holder.__len__, len(holder)))
             for key, item in list(holder.items()):
-                ran = any(map(self.ran.has, _functions_in(item)))
-                if (key in self.names and not key.startswith("__")) or ran:
+                if (key in self.names and not key.startswith("__")) or key in ran:
                     self._spot(f"{cls.__name__}.{key}", where, holder, key, item, 1)
 
     def _module(self, path: str, where: str, module: nn.Module, is_outside: bool) -> None:

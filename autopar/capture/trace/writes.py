@@ -15,7 +15,7 @@ from autopar.capture.refusals.explain_failure import refusal
 from autopar.capture.refusals.location import Locator, place_of
 from autopar.capture.trace.tracer import Traced
 from autopar.ir.program import Input
-from autopar.torch_compat import OpOverload
+from autopar.torch_compat import FakeTensor, OpOverload
 
 _KEPT = (
     "a write to {}, a tensor that is neither a buffer nor a parameter",
@@ -26,6 +26,7 @@ _SHARED = (
     "One device would see it there; in a program each is a value of its own. Give one of them memory of its own: "
     ".clone().",
 )
+_OUTSIDE = "a tensor that the step reads from outside of the model"
 _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd")
 
 
@@ -42,7 +43,9 @@ def check_writes(
     """Notes on writes to the batch. Raises CaptureError for those that a compiled step would lose. given: what the
     inputs stand for."""
     entries, notes = _entries(traced.graph, inputs), dict[str, str]()
-    others = _sharing(given)
+    outside = _outside(traced)
+    nodes = {**entries, **{node: entry for node, entry, _ in outside}}
+    others = _sharing([*given, *((entry, tensor) for _, entry, tensor in outside)])
     for node, root in _writes(traced.graph):
         entry = entries.get(root)
         source = place_of(node)[2]
@@ -51,7 +54,8 @@ def check_writes(
             what = f"'{entry.name}'" if entry else "a tensor from outside of the model"
             raise refusal(Construct(name.format(what), instead), locator.line(source))
         for other in others.get(entry.name, ()):
-            if other.kind != "batch" or entry.kind != "batch" or _is_read(node, entries, other):
+            is_kept = other.kind != "batch" and other.name != _OUTSIDE
+            if (is_kept or entry.kind != other.kind == "batch") or _is_read(node, nodes, other):
                 name, instead = _SHARED
                 raise refusal(Construct(name.format(_told(entry), _told(other)), instead), locator.line(source))
         if entry.kind == "batch":
@@ -77,11 +81,24 @@ def _is_read(write: fx.Node, entries: Mapping[fx.Node, Input], other: Input) -> 
     while node.op != "root":
         after.add(node)
         node = node.next
-    (root,) = (node for node, entry in entries.items() if entry == other)
-    return any(_root(operand) is root for node in after for operand in node.all_input_nodes)
+    roots = {node for node, entry in entries.items() if entry == other}
+    return any(_root(operand) in roots for node in after for operand in node.all_input_nodes)
+
+
+def _outside(traced: Traced) -> list[tuple[fx.Node, Input, Tensor]]:
+    """The tensors that a step reads from lists, globals and the like, each with its node and what stands for it."""
+    nodes = (node for node in traced.graph.nodes if node.op == "get_attr")
+    found = ((node, getattr(traced.root, node.target, None)) for node in nodes)
+    return [
+        (node, Input("constant", (_OUTSIDE,)), value)
+        for node, value in found
+        if isinstance(value, Tensor) and not isinstance(value, FakeTensor)
+    ]
 
 
 def _told(entry: Input) -> str:
+    if entry.name == _OUTSIDE:
+        return _OUTSIDE
     return f"tensor {entry.name} of the batch" if entry.kind == "batch" else f"'{entry.name}'"
 
 

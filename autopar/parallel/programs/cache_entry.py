@@ -120,6 +120,7 @@ def entry_of(built: Built, bound: Bound, own: Tensors) -> dict[str, Any]:
         "result": None if captured.result_form is None else _form_json(captured.result_form),
         "leaves": [_leaf_json(leaf) for leaf in captured.result_leaves],
         "frozen": sorted(captured.frozen),
+        "rebound": dict(captured.rebound),
         "batch_dims": captured.batch_dims,
     }
 
@@ -228,7 +229,7 @@ def built_of(
     captured = Captured(
         program, constants,
         None if form is None else _form(form), tuple(map(_leaf, says["leaves"])),
-        frozen=frozenset(says["frozen"]), ran=guards.ran, batch_dims=dims,
+        frozen=frozenset(says["frozen"]), ran=guards.ran, batch_dims=dims, rebound=says["rebound"],
     )  # fmt: skip
 
     def history() -> Sequence[Step]:

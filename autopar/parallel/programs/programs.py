@@ -29,7 +29,7 @@ from autopar.parallel.programs.portions import Given, Portion, Portions
 from autopar.parallel.programs.running import Running
 from autopar.parallel.session.session import Session
 from autopar.parallel.weights.gradients import check_enabled
-from autopar.parallel.weights.owners import describe, flags_of
+from autopar.parallel.weights.owners import describe, fault_in, flags_of
 from autopar.runtime.ranks.process_groups import default_group
 from autopar.torch_compat import in_transform, no_torch_function
 
@@ -191,7 +191,7 @@ class Programs:
             wanted = tuple(map(_requires_grad, structure.parameters.values()))
         others = given.portion.sizes if given.portion is not None and given.is_unlike else ()
         has_grads = train or torch.is_grad_enabled()
-        asked = tuple(i for i, tensor in given.parts.tensors() if has_grads and tensor.requires_grad)
+        asked = tuple(i for i, tensor in given.parts.tensors() if tensor.requires_grad)
         own = train, batches.signature_of(given.whole), has_grads, flags, wanted, others, asked
         return (*own, flags_of(self._partners.get(own, ())))
 
@@ -204,7 +204,7 @@ class Programs:
         self._numbers.update(batches.numbers_of(given.parts))
         key = self._key(given, train)
         signature = self.signatures.get(key) or CallSignature(key)
-        fault = self._session.store.structure.fault()
+        fault = self._session.store.structure.fault() or fault_in(self._partners.get(key[:-1], ()))
         by_chance = self._draw(signature, train)
         running, values = (None, [fault]) if fault else signature.find(lambda one: by_chance(one) and fits(one))
         if self._session.agreement.size > 1:
@@ -257,7 +257,7 @@ class Programs:
         states += [f"random_state {session.random.state_dict()}"] + [str(session.scale)] * (session.scale is not None)
         states += ["gradients off"] * (not torch.is_grad_enabled()) + values
         states += [f"{path} on a device" for path in batches.off_host(parts)]
-        states += [f"{parts.paths[i]} gets a gradient" for i, each in parts.tensors() if key[2] and each.requires_grad]
+        states += [f"{parts.paths[i]} gets a gradient" for i, each in parts.tensors() if each.requires_grad]
         states += [portion.line()] if portion is not None else []
         at_once = is_new or (portion is not None and portion.is_agreed)  # a second comparison leaves nothing on its way
         digest = self._digests.vector(parts, at_once, given.shared)

@@ -131,9 +131,18 @@ class Running:
         return bool(self._written)
 
     def write_state(self, outputs: Outputs) -> None:
-        """Buffers take the values that the step gave them, and so do parameters that it wrote."""
+        """Buffers take the values that the step gave them, and so do parameters that it wrote. Who holds a buffer that
+        the step binds anew keeps what it was."""
+        rebound = self.captured.rebound
         for at, name in self._buffers:
-            self._owners.set_buffer(name, outputs[at])
+            if name not in rebound:
+                self._owners.set_buffer(name, outputs[at])
+            elif rebound[name] == name:
+                with torch.inference_mode(False), torch.no_grad():
+                    self._owners.bind_buffer(name, torch.empty_like(self._owners.buffer(name)).copy_(outputs[at]))
+        for name, other in rebound.items():
+            if other != name:
+                self._owners.bind_buffer(name, self._owners.buffer(other))
         for at, name in self._written:
             if outputs[at] is not None:  # else another stage has it
                 self._owners.set_parameter(name, outputs[at])

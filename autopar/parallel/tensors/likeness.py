@@ -225,7 +225,11 @@ def _like_users(parallel: Likeness, name: str) -> Any:
         traced = inlined(parallel)
         if traced is not None:
             return getattr(traced, name)(*args, **kwargs)
-        return _handed_out(value(*args, **kwargs), parallel)
+        result = value(*args, **kwargs)
+        for path, buffer in tables.named_buffers(parallel.original):
+            if isinstance(buffer, ParameterTensor):  # the method bound it to what it computed
+                tables.bind_buffer(parallel.original, path, buffer.full_tensor())
+        return _handed_out(result, parallel)
 
     return _method_like(value, method, parallel)
 

@@ -17,7 +17,7 @@ from autopar.capture.capture import state_of
 from autopar.capture.inputs import tables
 from autopar.capture.inputs.partners import Inlined, Partner
 from autopar.compiler.lowered import Lowered
-from autopar.errors import CaptureError, MeshError, PlanError
+from autopar.errors import AutoparError, CaptureError, MeshError, PlanError
 from autopar.ir.layout import Layout, replicated
 from autopar.ir.mesh import PIPELINE, Mesh
 from autopar.ir.options import Shard, StepOptions
@@ -66,6 +66,9 @@ class PlainStore:
     def set_buffer(self, name: str, value: torch.Tensor) -> None:
         with torch.no_grad():
             tables.buffer(self.model, name).copy_(value)
+
+    def bind_buffer(self, name: str, value: torch.Tensor) -> None:
+        tables.bind_buffer(self.model, name, value)
 
     def set_parameter(self, name: str, value: torch.Tensor) -> None:
         with torch.no_grad():
@@ -116,6 +119,11 @@ class Owners:
         store, own = self.find(name)
         store.set_buffer(own, value)
 
+    def bind_buffer(self, name: str, value: torch.Tensor) -> None:
+        """Put another tensor in a buffer's place."""
+        store, own = self.find(name)
+        store.bind_buffer(own, value)
+
     def set_parameter(self, name: str, value: torch.Tensor) -> None:
         """Write what a program gives for a parameter into this rank's part of it."""
         store, own = self.find(name)
@@ -161,6 +169,8 @@ def check_partners(captured: Captured, model: nn.Module, mesh: Mesh, options: St
         if not isinstance(partner.module, Inlined):
             continue
         other = _session_of(partner)
+        if fault := fault_in((partner,)):
+            raise AutoparError(fault)
         who = f"the loss of {type(model).__name__} calls the parallel model '{partner.name.removeprefix(PARTNER)}'"
         if other.store.distributor.mesh != mesh:
             where = other.store.distributor.mesh
@@ -168,6 +178,15 @@ def check_partners(captured: Captured, model: nn.Module, mesh: Mesh, options: St
         zeros = [Plan(mesh, options=each).zero for each in (other.settings.options, options)]
         if zeros[0] != zeros[1]:
             raise PlanError(f"{who} with zero={zeros[0]}, but has zero={zeros[1]} itself. Give both the same zero.")
+
+
+def fault_in(partners: tuple[Partner, ...]) -> str:
+    """What was added to, removed from or replaced in a parallel partner; empty if nothing was."""
+    for partner in partners:
+        fault = _session_of(partner).store.structure.fault() if isinstance(partner.module, Inlined) else ""
+        if fault:
+            return f"in '{partner.name.removeprefix(PARTNER)}', which the loss calls, {fault}"
+    return ""
 
 
 def _check_in_pipeline(partner: Partner, is_trained: bool, model: nn.Module, mesh: Mesh) -> None:

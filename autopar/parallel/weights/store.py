@@ -176,6 +176,10 @@ class ParameterStore:
         with torch.no_grad():
             tables.buffer(self.model, name).copy_(value)
 
+    def bind_buffer(self, name: str, value: torch.Tensor) -> None:
+        """Put another tensor in a buffer's place."""
+        tables.bind_buffer(self.model, name, value)
+
     def set_parameter(self, name: str, value: torch.Tensor) -> None:
         """Write what a program gives for a parameter into this rank's part of it."""
         part = self.taken(name, value)
