@@ -63,9 +63,10 @@ class Settings:
 
 def variables(prefixes: tuple[str, ...]) -> dict[str, str]:
     """The variables whose names begin so, in the order of their names: what libraries read for themselves. None of
-    torchrun's, which are others at each start."""
+    torchrun's, which are others at each start, and not the one that torch itself sets as it runs."""
     found = {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}
-    return {name: value for name, value in found.items() if not name.startswith("TORCHELASTIC_")}
+    others = ("TORCHELASTIC_", "TORCHINDUCTOR_CACHE_DIR")
+    return {name: value for name, value in found.items() if not name.startswith(others)}
 
 
 def _cache() -> Path:
