@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from plan_jobs import captured, compiled_for
+from plan_jobs import captured, compiled_for, peaks_of
 from torch import Tensor, nn
 from verified import Once
 
@@ -181,7 +181,7 @@ def test_a_balance_loss_is_planned_with_micro_batches_and_pipelines() -> None:
         made = predict(plan, given, MACHINE)
         compiled = compiled_for(once, plan, MACHINE)
         assert made.total == pytest.approx(compiled.time(MACHINE).total, rel=0.06), plan
-        emitted = max(compiled.memory(ranks[0], device="cuda").peak for ranks in compiled.alike)
+        emitted = max(peaks_of(compiled))
         assert made.memory == pytest.approx(emitted, rel=0.07), plan
 
 
@@ -279,7 +279,7 @@ def test_contrastive_losses_are_planned_with_micro_batches_and_pipelines(name: s
         made = predict(plan, given, MACHINE)
         compiled = compiled_for(contrastive_once(name, 64), plan, MACHINE)
         assert made.total == pytest.approx(compiled.time(MACHINE).total, rel=0.05), plan
-        emitted = max(compiled.memory(ranks[0], device="cuda").peak for ranks in compiled.alike)
+        emitted = max(peaks_of(compiled))
         assert made.memory == pytest.approx(emitted, rel=error), plan
 
 
@@ -320,7 +320,7 @@ def test_a_stage_that_is_computed_again(name: str, plan: Candidate, error: float
     made = predict(plan, contrastive(name), MACHINE)
     compiled = compiled_for(contrastive_once(name, 64), plan, MACHINE)
     assert made.total == pytest.approx(compiled.time(MACHINE).total, rel=0.05)
-    emitted = max(compiled.memory(ranks[0], device="cuda").peak for ranks in compiled.alike)
+    emitted = max(peaks_of(compiled))
     assert made.memory == pytest.approx(emitted, rel=error)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from models import Llama, token_loss
 from verified import Once
@@ -11,6 +13,9 @@ from autopar.compiled import Compiled
 from autopar.ir.plan import Fixed
 from autopar.machines import Machine
 from autopar.planning.space.candidates import Candidate
+from autopar.report.memory.estimate import memory_report
+from autopar.report.memory.known_results import KnownResults
+from autopar.report.memory.report import MemoryReport
 
 
 def llama_job(
@@ -43,3 +48,19 @@ def compiled_for(once: Once, candidate: Candidate, machine: Machine | None = Non
     """Compile what `autopar.compile` does for a plan. options: further ones of the step."""
     fixed = None if machine is None else Fixed(machine=machine)
     return once.compiled(candidate.mesh, fixed, **candidate.options(), **options)  # type: ignore[arg-type]
+
+
+@cache
+def _results() -> KnownResults:
+    """What ops give on the meta device: torch infers it once for each form of operands, whatever report asks."""
+    return KnownResults()
+
+
+def reports_of(compiled: Compiled) -> list[MemoryReport]:
+    """What ranks of a GPU hold, one of those that are alike."""
+    return [memory_report(compiled, ranks[0], device="cuda", known=_results()) for ranks in compiled.alike]
+
+
+def peaks_of(compiled: Compiled) -> list[int]:
+    """The bytes that ranks of a GPU hold at most, one of those that are alike."""
+    return [report.peak for report in reports_of(compiled)]
