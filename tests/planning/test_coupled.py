@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from plan_jobs import captured, compiled_for, peaks_of
+from plan_jobs import captured, compiled_for, on_same_captures, peaks_of
 from torch import Tensor, nn
 from verified import Once
 
@@ -81,7 +81,7 @@ def test_a_pipeline_that_is_asked_for() -> None:
 def test_sums_of_statistics_over_dp_take_time(dp: int) -> None:
     """Two a norm in each pass, between ranks that are far apart. Red before: none of them was counted."""
     far = Machine.flat(1e6, 1e5, 1e4, 20.0, 1.0)
-    plan, given = Candidate(dp, 1, 1, 0, "none", 8, 1), layers_of(job(), far)
+    plan, given = Candidate(dp, 1, 1, 0, "none", 8, 1), on_same_captures(layers(), far)
     compiled = autopar.compile(
         job().model, plan.mesh, loss_fn=loss, batch=torch.empty(8 * dp, 3, 8, 8, device="meta"), **plan.options()
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from models import Llama, token_loss
-from plan_jobs import captured, compiled_for, llama_job, reports_of, rows_of
+from plan_jobs import captured, compiled_for, llama_job, on_same_captures, reports_of, rows_of
 from verified import Once
 
 import autopar
@@ -155,7 +155,7 @@ def test_a_disk_where_the_host_has_too_little_memory(tmp_path: Path):
     is emitted says the same bytes of device and disk, and the same time within 5 %."""
     host = replace(H100, host_memory=16e9, disk=2e9)
     disk = replace(host, host_memory=1e9, disk_folder=str(tmp_path), disk_memory=16e9)
-    of_disk = layers_of(job(8, 1024, 2816, 2, 512), disk)
+    of_disk = on_same_captures(layers(), disk)
     asked = Asked(1, 2, host, 0.65e9, {"recompute": "full"}, 1)
     (there,), (below,) = (planned(layers(), replace(asked, machine=machine)).found.best for machine in (host, disk))
     assert there.candidate.offload == below.candidate.offload == "parameters" and below.candidate.folder

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models import token_loss
-from plan_jobs import captured, compiled_for, llama_job, peaks_of, rows_of
+from plan_jobs import captured, compiled_for, llama_job, on_same_captures, peaks_of, rows_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from verified import Once
@@ -59,22 +59,24 @@ class Words(nn.Module):
         return self.head(self.norm(h))
 
 
-def job(rows: int, is_tied: bool, bucket_bytes: int | None) -> autopar.Job:
+def job(rows: int, is_tied: bool) -> autopar.Job:
     with torch.device("meta"):
         model = Words(is_tied)
         ids = torch.empty(rows, LENGTH, dtype=torch.int64)
-    return autopar.Job(model, token_loss, (ids, ids), precision="bf16", bucket_bytes=bucket_bytes)
+    return autopar.Job(model, token_loss, (ids, ids), precision="bf16")
 
 
 @cache
 def once(rows: int, is_tied: bool) -> Once:
     """A step of so many rows, captured for all plans that take them."""
-    return captured(job(rows, is_tied, None))
+    return captured(job(rows, is_tied))
 
 
 @cache
 def layers(is_tied: bool, bucket_bytes: int | None) -> Layers:
-    return layers_of(job(2, is_tied, bucket_bytes), MACHINE)
+    if bucket_bytes is None:
+        return layers_of(job(2, is_tied), MACHINE)
+    return on_same_captures(layers(is_tied, None), MACHINE, bucket_bytes=bucket_bytes)
 
 
 def moves_of(graph: Program) -> Moves:

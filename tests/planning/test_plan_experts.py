@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -16,17 +17,22 @@ from autopar.compiler.meshes import mesh_of
 from autopar.machines import Machine, named
 from autopar.planning.jobs import layers_of
 from autopar.planning.planner import Asked, Planned, planned
+from autopar.planning.price.layers import Layers
 from autopar.planning.space.candidates import Candidate
 from autopar.report.emitted import _splits_of_experts, checked
 from autopar.report.plans import planned_text
 
 
-def _planned(kind: Kind, fixed: dict[str, Any], machine: Machine | None = None) -> Planned:
+@cache
+def _layers(kind: Kind, machine: Machine) -> Layers:
     with torch.device("meta"):
         tokens, model = torch.zeros(8, 64, dtype=torch.long), Mixtures(kind)
+    return layers_of(autopar.Job(model, batch=(tokens, tokens)), machine)
+
+
+def _planned(kind: Kind, fixed: dict[str, Any], machine: Machine | None = None) -> Planned:
     machine = machine or named("h100-80g")
-    layers = layers_of(autopar.Job(model, batch=(tokens, tokens)), machine)
-    return checked(planned(layers, Asked(4, 8, machine, fixed=fixed)))
+    return checked(planned(_layers(kind, machine), Asked(4, 8, machine, fixed=fixed)))
 
 
 def test_experts_are_tried_over_ranks_of_dp() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import torch
 from models import Llama, token_loss
@@ -12,6 +14,7 @@ import autopar
 from autopar.compiled import Compiled
 from autopar.ir.plan import Fixed
 from autopar.machines import Machine
+from autopar.planning.price.layers import Layers
 from autopar.planning.space.candidates import Candidate
 from autopar.report.memory.estimate import memory_report
 from autopar.report.memory.known_results import KnownResults
@@ -37,6 +40,12 @@ def llama_job(
 def captured(job: autopar.Job) -> Once:
     """Capture a job's step, for all plans with as many rows (`rows_of`): it is a fifth of what such a case costs."""
     return Once.of(job.model, job.loss_fn, job.batch, None, precision=job.precision)
+
+
+def on_same_captures(layers: Layers, machine: Machine, **options: Any) -> Layers:
+    """The programs of the same captures on another machine, or with options that no capture reads; none is made yet."""
+    micros = layers.micros
+    return Layers(micros.captures, replace(micros.options, **options), machine)
 
 
 def rows_of(candidate: Candidate) -> int:
