@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from mixtures import Kind, Mixtures
-from plan_jobs import llama_job
+from plan_jobs import llama_job, on_same_captures
 
 import autopar
 from autopar.compiler.meshes import mesh_of
@@ -24,15 +24,15 @@ from autopar.report.plans import planned_text
 
 
 @cache
-def _layers(kind: Kind, machine: Machine) -> Layers:
+def _layers(kind: Kind) -> Layers:
     with torch.device("meta"):
         tokens, model = torch.zeros(8, 64, dtype=torch.long), Mixtures(kind)
-    return layers_of(autopar.Job(model, batch=(tokens, tokens)), machine)
+    return layers_of(autopar.Job(model, batch=(tokens, tokens)), named("h100-80g"))
 
 
 def _planned(kind: Kind, fixed: dict[str, Any], machine: Machine | None = None) -> Planned:
-    machine = machine or named("h100-80g")
-    return checked(planned(_layers(kind, machine), Asked(4, 8, machine, fixed=fixed)))
+    layers = _layers(kind) if machine is None else on_same_captures(_layers(kind), machine)
+    return checked(planned(layers, Asked(4, 8, layers.micros.machine, fixed=fixed)))
 
 
 def test_experts_are_tried_over_ranks_of_dp() -> None:
