@@ -85,18 +85,20 @@ __all__ = ["PASSES", "Pass", "make_pipeline", "run_passes"]
 
 
 def run_passes(
-    program: Program, plan: Plan, begun: Sequence[tuple[str, Program]] = ()
+    program: Program, plan: Plan, begun: Sequence[tuple[str, Program]] = (), is_verified: bool = True
 ) -> tuple[tuple[str, Program], ...]:
     """The program after each pass, by its name, from "capture" on. What a pass made is verified at its level. begun:
-    the history up to a program that went through some passes already."""
-    if not begun:
+    the history up to a program that went through some passes already. is_verified: False of programs that costs are
+    read off and that nothing runs: what a plan chooses is compiled anew."""
+    if not begun and is_verified:
         verify(program, Level.CAPTURED)
     history = list(begun) or [("capture", program)]
     for step, level in PASSES[len(history) - 1 :]:
         if step in OF_GRAPHS and plan.is_staged:
             continue  # they come after the cut
         before, program = program, step(program, plan)
-        if program is not before or program.level != level:  # one that had nothing to do gives back what was verified
+        is_new = program is not before or program.level != level  # else there was nothing to do
+        if is_new and is_verified:
             verify(program, level)
             if level == Level.SHARDED:
                 check_rules(program, plan)

@@ -13,24 +13,24 @@ from autopar.passes import run_passes
 from autopar.passes.costs.streams import run
 
 
-def through_passes(captured: Program, plan: Plan) -> Lowered:
-    """A captured program after all passes, "auto" decided. Raises LayoutError where sequence parallelism is asked for
-    and cannot be."""
+def through_passes(captured: Program, plan: Plan, is_verified: bool = True) -> Lowered:
+    """A captured program after all passes, "auto" decided. is_verified: as of `run_passes`. Raises LayoutError where
+    sequence parallelism is asked for and cannot be."""
     is_open = plan.options.sequence_parallel == "auto" and plan.fixed.sequence is None
     if plan.options.sequence_parallel == "auto" and plan.fixed.sequence is False:
         plan = without_sequence(plan)
-    compiled = Lowered(plan, run_passes(captured, plan))
+    compiled = Lowered(plan, run_passes(captured, plan, is_verified=is_verified))
     if plan.sequence_parallel and not is_sequence_parallel(compiled.program):
         if plan.options.sequence_parallel != "auto":
             raise LayoutError(no_sequence(captured, compiled.plan))
-        return whole_sequence(compiled)
-    return cheaper(compiled, whole_sequence(compiled)) if is_open else compiled
+        return whole_sequence(compiled, is_verified)
+    return cheaper(compiled, whole_sequence(compiled, is_verified)) if is_open else compiled
 
 
-def whole_sequence(compiled: Lowered) -> Lowered:
-    """The same program compiled without sequence parallelism."""
+def whole_sequence(compiled: Lowered, is_verified: bool = True) -> Lowered:
+    """The same program compiled without sequence parallelism. is_verified: as of `run_passes`."""
     plan = without_sequence(compiled.plan)
-    return Lowered(plan, run_passes(compiled.history[0][1], plan))
+    return Lowered(plan, run_passes(compiled.history[0][1], plan, is_verified=is_verified))
 
 
 def without_sequence(plan: Plan) -> Plan:

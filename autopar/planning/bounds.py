@@ -112,7 +112,9 @@ class Bounds:
             return self._of_mixes(candidate)
         least = self._of_policy(candidate, candidate.recompute)
         is_open = candidate.memory > 0 and least < self.slowest
-        return max(least, timed(candidate, self.layers, self.machine, 0.0).total) if is_open else least
+        if not is_open:
+            return least
+        return max(least, timed(candidate, self.layers, self.machine, self.slowest, simulates=False).total)
 
     def _least_again(
         self, candidate: Candidate, costs: Mapping[str, Cost], less: str, more: str, is_exact: bool

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from autopar.capture import Captured
 from autopar.compiler.check_options import options_of
 from autopar.compiler.garbage import uncollected
 from autopar.compiler.meshes import mesh_of
@@ -24,6 +25,7 @@ from autopar.planning.price.predict import Prediction
 from autopar.planning.price.step_time import step_time
 from autopar.planning.space.candidates import PAIRED, Candidate
 from autopar.report.memory.estimate import memory_report
+from autopar.report.memory.known_results import KnownResults
 from autopar.report.memory.within_memory import lower_within
 
 NEAR_LIMIT = 0.03  # of the memory: the model of a plan is not surer
@@ -58,6 +60,8 @@ class _Check:
     dropped: Counter[str] = field(default_factory=Counter)
     larger: list[tuple[int, str]] = field(default_factory=list)  # bytes of what does not fit
     excess: dict[bool, list[float]] = field(default_factory=dict)  # memory as emitted over predicted, by "a pipeline"
+    captured: Captured | None = None  # the step that all plans are compiled of, once one is
+    results: KnownResults = field(default_factory=KnownResults)  # of ops, for the reports of all plans
 
     def run(self) -> Planned:
         shown = self._shown()
@@ -187,13 +191,13 @@ class _Check:
         decided = options_of(**candidate.options())
         options = replace(micros.options, **{name: getattr(decided, name) for name in candidate.options()})
         try:
-            captured = micros.captures.capture(asked.batch)
-            compiled = lower_within(captured, mesh_of(candidate.mesh), options, Fixed(machine=asked.machine))
+            self.captured = self.captured or micros.captures.capture(asked.batch)
+            compiled = lower_within(self.captured, mesh_of(candidate.mesh), options, Fixed(machine=asked.machine))
         except AutoparError as error:
             self.dropped[f"refused ({first_sentence(str(error))})"] += 1
             return None
         time = step_time(compiled, asked.machine)
-        reports = [memory_report(compiled, ranks[0]) for ranks in compiled.alike]
+        reports = [memory_report(compiled, ranks[0], known=self.results) for ranks in compiled.alike]
         memory = max(one.peak for one in reports)
         if not candidate.memory:  # else the compiler keeps to that
             self.excess.setdefault(candidate.pp > 1, []).append(memory / plan.memory)

@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 import torch
 from models import Llama, token_loss
-from plan_jobs import captured
+from plan_jobs import captured, on_same_captures
 from verified import Once
 
 import autopar
@@ -45,7 +45,8 @@ def once() -> Once:
 
 @cache
 def layers(to_host: float = H100.to_host) -> Layers:
-    return layers_of(job(), machine(to_host=to_host))
+    own = machine(to_host=to_host)
+    return layers_of(job(), own) if to_host == H100.to_host else on_same_captures(layers(), own)
 
 
 def machine(host: float = 1e9, to_host: float = H100.to_host) -> Machine:

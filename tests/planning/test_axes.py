@@ -12,7 +12,7 @@ from itertools import permutations
 import pytest
 import torch
 from models import Llama, token_loss
-from plan_jobs import captured, compiled_for, llama_job, rows_of
+from plan_jobs import captured, compiled_for, llama_job, on_same_captures, rows_of
 from torch import nn
 from verified import Once
 
@@ -190,7 +190,7 @@ def test_plans_that_only_lie_elsewhere_are_one() -> None:
     """Messages of cp that products hide take no time, inside a node or between nodes."""
     fast = replace(FLAT, ranks=2, between=replace(FLAT.between, start_us=FLAT.inside.start_us))
     fixed = {**ONE_ROW, "pp": 1, "tp": 1}
-    made = planned(layers_of(llama_job(), fast), Asked(4, 4, fast, math.inf, fixed, 100)).found
+    made = planned(on_same_captures(layers(), fast), Asked(4, 4, fast, math.inf, fixed, 100)).found
     # with one micro-batch ZeRO-2 is ZeRO-1
     apart = [each for each in made.tried if (each.candidate.zero, each.candidate.microbatches) != (2, 1)]
     tried, best = (Counter(unordered(each) for each in some) for some in (apart, made.best))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from plan_jobs import captured, compiled_for
+from plan_jobs import captured, compiled_for, on_same_captures, peaks_of
 from torch import Tensor, nn
 from verified import Once
 
@@ -81,7 +81,7 @@ def test_a_pipeline_that_is_asked_for() -> None:
 def test_sums_of_statistics_over_dp_take_time(dp: int) -> None:
     """Two a norm in each pass, between ranks that are far apart. Red before: none of them was counted."""
     far = Machine.flat(1e6, 1e5, 1e4, 20.0, 1.0)
-    plan, given = Candidate(dp, 1, 1, 0, "none", 8, 1), layers_of(job(), far)
+    plan, given = Candidate(dp, 1, 1, 0, "none", 8, 1), on_same_captures(layers(), far)
     compiled = autopar.compile(
         job().model, plan.mesh, loss_fn=loss, batch=torch.empty(8 * dp, 3, 8, 8, device="meta"), **plan.options()
     )
@@ -181,7 +181,7 @@ def test_a_balance_loss_is_planned_with_micro_batches_and_pipelines() -> None:
         made = predict(plan, given, MACHINE)
         compiled = compiled_for(once, plan, MACHINE)
         assert made.total == pytest.approx(compiled.time(MACHINE).total, rel=0.06), plan
-        emitted = max(compiled.memory(ranks[0], device="cuda").peak for ranks in compiled.alike)
+        emitted = max(peaks_of(compiled))
         assert made.memory == pytest.approx(emitted, rel=0.07), plan
 
 
@@ -279,7 +279,7 @@ def test_contrastive_losses_are_planned_with_micro_batches_and_pipelines(name: s
         made = predict(plan, given, MACHINE)
         compiled = compiled_for(contrastive_once(name, 64), plan, MACHINE)
         assert made.total == pytest.approx(compiled.time(MACHINE).total, rel=0.05), plan
-        emitted = max(compiled.memory(ranks[0], device="cuda").peak for ranks in compiled.alike)
+        emitted = max(peaks_of(compiled))
         assert made.memory == pytest.approx(emitted, rel=error), plan
 
 
@@ -320,7 +320,7 @@ def test_a_stage_that_is_computed_again(name: str, plan: Candidate, error: float
     made = predict(plan, contrastive(name), MACHINE)
     compiled = compiled_for(contrastive_once(name, 64), plan, MACHINE)
     assert made.total == pytest.approx(compiled.time(MACHINE).total, rel=0.05)
-    emitted = max(compiled.memory(ranks[0], device="cuda").peak for ranks in compiled.alike)
+    emitted = max(peaks_of(compiled))
     assert made.memory == pytest.approx(emitted, rel=error)
 
 

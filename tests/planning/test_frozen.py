@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 from models import Llama, token_loss
-from plan_jobs import captured, compiled_for, rows_of
+from plan_jobs import captured, compiled_for, peaks_of, rows_of
 from torch import Tensor, nn
 from verified import Once
 
@@ -79,7 +79,7 @@ def layers(kind: str) -> Layers:
 def test_a_plan_takes_what_the_emitted_programs_take(kind: str, candidate: Candidate, error: float) -> None:
     """Red before: states and gradients of all parameters, up to twice the memory, and as much of AdamW's time."""
     compiled = compiled_for(once(kind, rows_of(candidate)), candidate)
-    emitted = [compiled.memory(ranks[0], device="cuda").peak for ranks in compiled.alike]
+    emitted = peaks_of(compiled)
     made = pipelined(candidate, layers(kind))
     assert [rank_bytes(candidate, made, i) for i in range(candidate.pp)] == pytest.approx(emitted, rel=error)
     assert predict(candidate, layers(kind), MACHINE).total == pytest.approx(compiled.time(MACHINE).total, rel=0.06)

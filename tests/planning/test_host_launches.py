@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from plan_jobs import captured, compiled_for, llama_job, rows_of
+from plan_jobs import captured, compiled_for, llama_job, on_same_captures, rows_of
 from verified import Once
 
 import autopar
@@ -37,7 +37,7 @@ def once(rows: int) -> Once:
 
 @cache
 def layers(launch: float) -> Layers:
-    return layers_of(job(2), machine(launch))
+    return layers_of(job(2), machine(launch)) if launch == LAUNCH else on_same_captures(layers(LAUNCH), machine(launch))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from models import Llama, token_loss
-from plan_jobs import captured, compiled_for, llama_job, rows_of
+from plan_jobs import captured, compiled_for, llama_job, on_same_captures, reports_of, rows_of
 from verified import Once
 
 import autopar
@@ -143,7 +143,7 @@ def test_a_pipeline_of_parameters_that_wait():
 def test_pipelines_of_parameters_that_wait_are_near_the_emitted_ones(candidate: Candidate):
     """Of the host within 2 %; times within 12 %, and of the device -5 to +20 %: what no formula has is emitted."""
     compiled = compiled_for(once(rows_of(candidate)), candidate)
-    reports = [compiled.memory(ranks[0], device="cuda") for ranks in compiled.alike]
+    reports = reports_of(compiled)
     found = predict(candidate, layers(), H100)
     assert found.host == pytest.approx(max(report.host for report in reports), rel=0.02)
     assert 0.95 < found.memory / max(report.peak for report in reports) < 1.2
@@ -155,7 +155,7 @@ def test_a_disk_where_the_host_has_too_little_memory(tmp_path: Path):
     is emitted says the same bytes of device and disk, and the same time within 5 %."""
     host = replace(H100, host_memory=16e9, disk=2e9)
     disk = replace(host, host_memory=1e9, disk_folder=str(tmp_path), disk_memory=16e9)
-    of_disk = layers_of(job(8, 1024, 2816, 2, 512), disk)
+    of_disk = on_same_captures(layers(), disk)
     asked = Asked(1, 2, host, 0.65e9, {"recompute": "full"}, 1)
     (there,), (below,) = (planned(layers(), replace(asked, machine=machine)).found.best for machine in (host, disk))
     assert there.candidate.offload == below.candidate.offload == "parameters" and below.candidate.folder
@@ -231,7 +231,7 @@ def test_figures_are_those_of_the_emitted_programs(candidate: Candidate, memory:
     little of the device, where what comes is gathered a layer later, where a gather reads what is copied for it, and
     where the last layer's weights were cast again from what had come."""
     compiled = compiled_for(once(rows_of(candidate)), candidate)
-    reports = [compiled.memory(ranks[0], device="cuda") for ranks in compiled.alike]
+    reports = reports_of(compiled)
     found = predict(candidate, layers(), H100)
     assert found.host == max(report.host for report in reports)
     assert found.memory == pytest.approx(max(report.peak for report in reports), rel=memory)

@@ -12,6 +12,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from plan_jobs import on_same_captures
 from torch import Tensor, nn
 
 import autopar
@@ -91,7 +92,7 @@ def test_why_the_others_lost() -> None:
 def test_a_wide_tp_crosses_nodes() -> None:
     two_a_node = replace(MACHINE, ranks=2, between=replace(MACHINE.between, start_us=500.0))
     found = planned(
-        layers_of(job(), two_a_node),
+        on_same_captures(layers(), two_a_node),
         replace(ASKED, machine=two_a_node, fixed={"recompute": "none", "pp": 1, "dp": 2, "tp": 2}),
     )
     far = next(
@@ -181,8 +182,7 @@ def test_what_is_refused_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> No
         return lowered(self, split, rows, like)
 
     monkeypatch.setattr(Micros, "lowered", counted)
-    made = layers_of(job(), MACHINE)
-    found = planned(made, ASKED)
+    found = planned(on_same_captures(layers(), MACHINE), ASKED)
     assert any("sequence_parallel=True: no activation" in reason for reason in found.found.counts), found.found.counts
     best_with(found, {"pp": 2})
     assert len(asked) == len(set(asked))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-from plan_jobs import captured, compiled_for, llama_job, rows_of
+from plan_jobs import captured, compiled_for, llama_job, peaks_of, rows_of
 from verified import Once
 
 import autopar
@@ -49,5 +49,5 @@ def test_a_step_is_predicted_as_it_is_emitted(candidate: Candidate) -> None:
     compiled = compiled_for(once(rows_of(candidate)), candidate)
     found = predict(candidate, layers(), MACHINE)
     assert found.total == pytest.approx(compiled.time(MACHINE).total, rel=NEAR)
-    emitted = max(compiled.memory(ranks[0], device="cuda").peak for ranks in compiled.alike)
+    emitted = max(peaks_of(compiled))
     assert found.memory == pytest.approx(emitted, rel=FULL)

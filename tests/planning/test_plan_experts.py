@@ -4,29 +4,35 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from mixtures import Kind, Mixtures
-from plan_jobs import llama_job
+from plan_jobs import llama_job, on_same_captures
 
 import autopar
 from autopar.compiler.meshes import mesh_of
 from autopar.machines import Machine, named
 from autopar.planning.jobs import layers_of
 from autopar.planning.planner import Asked, Planned, planned
+from autopar.planning.price.layers import Layers
 from autopar.planning.space.candidates import Candidate
 from autopar.report.emitted import _splits_of_experts, checked
 from autopar.report.plans import planned_text
 
 
-def _planned(kind: Kind, fixed: dict[str, Any], machine: Machine | None = None) -> Planned:
+@cache
+def _layers(kind: Kind) -> Layers:
     with torch.device("meta"):
         tokens, model = torch.zeros(8, 64, dtype=torch.long), Mixtures(kind)
-    machine = machine or named("h100-80g")
-    layers = layers_of(autopar.Job(model, batch=(tokens, tokens)), machine)
-    return checked(planned(layers, Asked(4, 8, machine, fixed=fixed)))
+    return layers_of(autopar.Job(model, batch=(tokens, tokens)), named("h100-80g"))
+
+
+def _planned(kind: Kind, fixed: dict[str, Any], machine: Machine | None = None) -> Planned:
+    layers = _layers(kind) if machine is None else on_same_captures(_layers(kind), machine)
+    return checked(planned(layers, Asked(4, 8, layers.micros.machine, fixed=fixed)))
 
 
 def test_experts_are_tried_over_ranks_of_dp() -> None:

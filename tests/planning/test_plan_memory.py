@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from models import Llama, token_loss
-from plan_jobs import captured, compiled_for, rows_of
+from plan_jobs import captured, compiled_for, peaks_of, rows_of
 from torch import Tensor, nn
 from verified import Once
 
@@ -68,7 +68,7 @@ def layers() -> Layers:
 )  # fmt: skip
 def test_memory_is_that_of_the_emitted_programs(candidate: Candidate, error: float) -> None:
     compiled = compiled_for(once(job, rows_of(candidate)), candidate)
-    peak = max(compiled.memory(ranks[0], device="cuda").peak for ranks in compiled.alike)
+    peak = max(peaks_of(compiled))
     assert predict(candidate, layers(), MACHINE).memory == pytest.approx(peak, rel=error)
 
 
@@ -98,7 +98,7 @@ def test_a_tied_embedding(candidate: Candidate, precision: str | None, error: fl
     scatters a gradient of its own. Red before: 6 to 15 % too much without a pipeline, 13 % too much on the first stage
     and 10 % too little on the last; with ZeRO-2 and ZeRO-3 up to 14 % too much and 24 % too little."""
     compiled = compiled_for(once(job, rows_of(candidate), True, precision), candidate)
-    peaks = [compiled.memory(ranks[0], device="cuda").peak for ranks in compiled.alike]
+    peaks = peaks_of(compiled)
     made = pipelined(candidate, tied_layers(precision))
     assert [rank_bytes(candidate, made, i) for i in range(candidate.pp)] == pytest.approx(peaks, rel=error)
 
@@ -148,8 +148,7 @@ def test_short_stages(candidate: Candidate, low: float, high: float) -> None:
     and 4 % too little, with ZeRO-3 17 % too much."""
     compiled = compiled_for(once(small, rows_of(candidate)), candidate)
     made = pipelined(candidate, small_layers())
-    for i, ranks in enumerate(compiled.alike):
-        peak = compiled.memory(ranks[0], device="cuda").peak
+    for i, peak in enumerate(peaks_of(compiled)):
         assert (1 - low) * peak <= rank_bytes(candidate, made, i) <= (1 + high) * peak, i
 
 

@@ -7,9 +7,8 @@ from contextlib import nullcontext, suppress
 from functools import cache
 
 import pytest
-from plan_jobs import llama_job
+from plan_jobs import llama_job, on_same_captures
 
-import autopar
 from autopar.machines import named
 from autopar.planning.planner import layers_of
 from autopar.planning.price.layers import Layers
@@ -29,10 +28,9 @@ CLOSE = 1e-5  # of what all layers take: of small sums the last ones are laid to
 def layers(width: int, bucket_bytes: int | None) -> Layers:
     """width: of wide ones the device is busy, of narrow ones the host. bucket_bytes: which decides
     how many layers pass until a bucket of gradients begins anew with a layer."""
-    job = llama_job(DEPTH, width=width, heads=16, hidden=4 * width, words=4096, length=1024)
-    return layers_of(
-        autopar.Job(job.model, job.loss_fn, job.batch, precision="bf16", bucket_bytes=bucket_bytes), MACHINE
-    )
+    if bucket_bytes is not None:
+        return on_same_captures(layers(width, None), MACHINE, bucket_bytes=bucket_bytes)
+    return layers_of(llama_job(DEPTH, width=width, heads=16, hidden=4 * width, words=4096, length=1024), MACHINE)
 
 
 def drawn(of: random.Random) -> Candidate:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
 import torch
 from models import Llama, token_loss
 from verified import Once
@@ -10,7 +14,11 @@ import autopar
 from autopar.compiled import Compiled
 from autopar.ir.plan import Fixed
 from autopar.machines import Machine
+from autopar.planning.price.layers import Layers
 from autopar.planning.space.candidates import Candidate
+from autopar.report.memory.estimate import memory_report
+from autopar.report.memory.known_results import KnownResults
+from autopar.report.memory.report import MemoryReport
 
 
 def llama_job(
@@ -34,6 +42,12 @@ def captured(job: autopar.Job) -> Once:
     return Once.of(job.model, job.loss_fn, job.batch, None, precision=job.precision)
 
 
+def on_same_captures(layers: Layers, machine: Machine, **options: Any) -> Layers:
+    """The programs of the same captures on another machine, or with options that no capture reads; none is made yet."""
+    micros = layers.micros
+    return Layers(micros.captures, replace(micros.options, **options), machine)
+
+
 def rows_of(candidate: Candidate) -> int:
     """The rows of a step."""
     return candidate.dp * candidate.fsdp * candidate.rows * candidate.microbatches
@@ -43,3 +57,19 @@ def compiled_for(once: Once, candidate: Candidate, machine: Machine | None = Non
     """Compile what `autopar.compile` does for a plan. options: further ones of the step."""
     fixed = None if machine is None else Fixed(machine=machine)
     return once.compiled(candidate.mesh, fixed, **candidate.options(), **options)  # type: ignore[arg-type]
+
+
+@cache
+def _results() -> KnownResults:
+    """What ops give on the meta device: torch infers it once for each form of operands, whatever report asks."""
+    return KnownResults()
+
+
+def reports_of(compiled: Compiled) -> list[MemoryReport]:
+    """What ranks of a GPU hold, one of those that are alike."""
+    return [memory_report(compiled, ranks[0], device="cuda", known=_results()) for ranks in compiled.alike]
+
+
+def peaks_of(compiled: Compiled) -> list[int]:
+    """The bytes that ranks of a GPU hold at most, one of those that are alike."""
+    return [report.peak for report in reports_of(compiled)]

@@ -42,8 +42,8 @@ def predict(
     candidate: Candidate, layers: Layers, machine: Machine, slowest: float = math.inf, limit: float = math.inf
 ) -> Prediction:
     """The time and the memory of a step. slowest, limit: us, and bytes, from which on nobody asks how much more it is:
-    then no schedule is simulated, and the time of a pipeline is that without a bubble, or infinite if it does not fit,
-    its memory perhaps without its messages. Raises AutoparError as `Micros.local`."""
+    then no schedule is simulated, and the time of a pipeline is that of a rank that takes as long, without a bubble, or
+    infinite if it does not fit, its memory that of a rank that holds more. Raises AutoparError as `Micros.local`."""
     made, memory = _fullest(candidate, layers, limit)
     host = max(_host_bytes(candidate, made, i) for i in range(candidate.pp))
     if candidate.pp > 1 and memory > limit:
@@ -51,30 +51,38 @@ def predict(
     return replace(timed(candidate, layers, machine, slowest), memory=memory, host=host)
 
 
-def timed(candidate: Candidate, layers: Layers, machine: Machine, slowest: float = math.inf) -> Prediction:
-    """Predict the time of a step alone: its memory is not a number. slowest: as of `predict`. Raises AutoparError as
-    `Micros.local`."""
-    made = without_messages(candidate, layers)
-    ranks = [_ends(candidate, layers, rank, machine) for rank in made.ranks]
-    m = candidate.microbatches
-    floors = [m * rank.micro_us + sum(beside) for rank, beside in zip(made.ranks, ranks, strict=True)]
+def timed(
+    candidate: Candidate, layers: Layers, machine: Machine, slowest: float = math.inf, simulates: bool = True
+) -> Prediction:  # fmt: skip
+    """Predict the time of a step alone: its memory is not a number. slowest: as of `predict`; simulates: False leaves
+    out the bubble of all pipelines. Raises AutoparError as `Micros.local`."""
+    made, m = without_messages(candidate, layers), candidate.microbatches
+    ranks, floors = list[tuple[float, float, float]](), list[float]()
+    for rank in made.ranks:
+        ranks.append(_ends(candidate, layers, rank, machine))
+        floors.append(m * rank.micro_us + sum(ranks[-1]))
+        if floors[-1] >= slowest:
+            break
     most = max(floors)
     last = floors.index(most)
     rank, (before, after, optimizer) = made.ranks[last], ranks[last]
     data = before + after - rank.cost.once(rank.share.time.layers) - _middle(layers, rank) + m * rank.moved_us
     exposed = m * rank.cost.exposed(rank.share.time.layers)
     total = most
-    if candidate.pp > 1 and most < slowest:
+    if simulates and candidate.pp > 1 and most < slowest:
         total = step_us(candidate, made, [(before, after + optimizer) for before, after, optimizer in ranks], machine)
     return Prediction(candidate, total, math.nan, total - most, exposed, max(0.0, data), optimizer)
 
 
 def _fullest(candidate: Candidate, layers: Layers, limit: float) -> tuple[Pipelined, float]:
-    """The pipeline of a candidate, and the bytes of its fullest rank. Its messages, which take long to draw, are left
-    out of one that holds more than `limit` without them."""
-    made = without_messages(candidate, layers)
-    memory = max(rank_bytes(candidate, made, rank) for rank in range(candidate.pp))
-    if candidate.pp == 1 or memory > limit:
+    """The pipeline of a candidate, and the bytes of its fullest rank, or of one that holds more than `limit`: with its
+    messages, which take long to draw, unless that is so without them."""
+    made, memory = without_messages(candidate, layers), 0.0
+    for rank in range(candidate.pp):
+        memory = max(memory, rank_bytes(candidate, made, rank))
+        if memory > limit:
+            return made, memory
+    if candidate.pp == 1:
         return made, memory
     made = pipelined(candidate, layers)
     return made, max(rank_bytes(candidate, made, rank) for rank in range(candidate.pp))

@@ -118,10 +118,10 @@ class Micros:
         fixed = Fixed(machine=self.machine, decided=dict([like.decided]) if like else {})
         program, plan = check_calls(captured.program), make_plan(captured, split.mesh, options, fixed)
         if not waits:
-            return through_passes(program, plan)
+            return through_passes(program, plan, is_verified=False)
 
         def made(plan: Plan) -> Lowered:
-            lowered = through_passes(program, plan)
+            lowered = through_passes(program, plan, is_verified=False)
             timed(lowered.program, lowered.plan)  # raises CoupledError
             return lowered
 
