@@ -64,6 +64,7 @@ from autopar.capture.resizing.earlier import Earlier
 from autopar.capture.resizing.resizing import Resizing
 from autopar.capture.rows.row_sides import Has, RowSides, RowUses, UnfitRows, row_uses
 from autopar.capture.rows.selected import Selected
+from autopar.capture.step_kind import StepKind
 from autopar.capture.trace.normalise import functional, normalise, without_seed
 from autopar.capture.trace.results import Results
 from autopar.capture.trace.tracer import Traced, Tracer, Unseen
@@ -81,7 +82,7 @@ def capture(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     *,
-    train: bool = True,
+    kind: StepKind = StepKind.TRAINING,
     lift: torch.dtype | None = None,
     specialize: bool = False,
     precision: str | None = None,
@@ -92,9 +93,9 @@ def capture(
 ) -> Captured:
     """Trace one step of `model` on a batch (tensors and arrays in any containers; their values are not read).
 
-    With `train`, the program returns the loss, the gradient of every parameter that has one, and the new buffers;
-    otherwise the model's output, with gradients on or off as its caller has them. `loss_fn(model, *args, **kwargs)`
-    gives the loss; None if the module itself does. `lift`: the dtype that its own floating-point casts go to, if any.
+    The program of a training step returns the loss, the gradient of every parameter that has one, and the new buffers;
+    others the loss or the model's output, with gradients on or off as its caller has them. `loss_fn(model, *args,
+    **kwargs)` gives the loss; None if the module itself does. `lift`: the dtype that its own casts to floats go to.
     `specialize`: values that the model reads from tensors are taken from the batch, which then needs data.
     `precision`: with a short float the model's own casts stay in the program even where they change nothing yet, and
     with "fp16" the gradients are those of the loss times an input of kind "scale". `statistics`: of which samples norms
@@ -103,7 +104,6 @@ def capture(
     which may tell its program. `answers`: what is known of the step that is meant. Raises
     CaptureError with the user's line where it cannot be captured.
     """
-
     left, start, draws = Leftovers(), generators(), None
     known = answers or Answers()
     asked = Reads(is_permitted=specialize, given=known.values, told=len(known.values), asks=known.asks)
@@ -111,7 +111,7 @@ def capture(
     def run(reads: Reads, forks: Forks) -> Captured:
         others = None if specialize or forks.sides is not None else earlier
         coins = Coins(known.seed)
-        step = model, loss_fn, args, dict(kwargs), train, lift, reads, precision, forks
+        step = model, loss_fn, args, dict(kwargs), kind, lift, reads, precision, forks
         made = _Capture(*step, others, coins)
         made.statistics, made.microbatches = statistics, microbatches
         if draws is not None:
@@ -136,7 +136,7 @@ Trainable = list[tuple[str, torch.Tensor]]  # parameters with their names
 
 class _Capture:
     def __init__(
-        self, model: nn.Module, loss_fn: LossFn | None, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool,
+        self, model: nn.Module, loss_fn: LossFn | None, args: tuple[Any, ...], kwargs: dict[str, Any], kind: StepKind,
         lift: torch.dtype | None, reads: Reads, precision: str | None, forks: Forks,
         earlier: Earlier | None, coins: Coins,
     ) -> None:  # fmt: skip
@@ -149,8 +149,8 @@ class _Capture:
         self.selected = self.current = Selected()  # rows of the run that is captured, and of the one that goes on
         self.graphs, self.runs = list[fx.Graph](), list[RecordedCalls]()  # all of the capture's
         self.forks, self.resizing = forks, Resizing(earlier)
-        self.model, self.loss_fn, self.train, self.lift, self.reads = model, loss_fn, train, lift, reads
-        self.keeps_casts, self.is_scaled = precision in ("bf16", "fp16"), precision == "fp16" and train
+        self.model, self.loss_fn, self.kind, self.lift, self.reads = model, loss_fn, kind, lift, reads
+        self.keeps_casts, self.is_scaled = precision in ("bf16", "fp16"), precision == "fp16" and kind.trains
         self.scale: torch.Tensor | None = None
         self.selects = (False, False)  # rows, by a mask; and they could be taken by their number
         self.unknown: Unknown | UnknownPartner | CoinFound | None = None
@@ -169,7 +169,7 @@ class _Capture:
         self.untrained: dict[int, str] = {}  # names of plain attributes that require a gradient
         self.outside: Mapping[int, Outside] = {}
         self.fault: AutoparError | None = None
-        self.statistics, self.microbatches, self.has_grads = "batch", 1, train or torch.is_grad_enabled()
+        self.statistics, self.microbatches, self.has_grads = "batch", 1, kind.trains or torch.is_grad_enabled()
         self.scratch, self.scratch_fault = frozenset[str](), CaptureError("")  # buffers, and else what is wrong
 
     def run(self) -> Captured:
@@ -177,7 +177,7 @@ class _Capture:
         try:
             autocast = idle_autocast(self.device.type) if self.keeps_casts else nullcontext()
             with quiet(), default_dtype(self.lift), autocast:
-                self.resizing.begin(self.model, self.loss_fn if self.train else None)
+                self.resizing.begin(self.model, self.loss_fn if self.kind.gives_loss else None)
                 traced, inputs, fakes = self._whole_trace(before)
                 if self._finds_scratch(fakes):
                     before.restore()
@@ -236,12 +236,12 @@ class _Capture:
         leaves = [torch.empty_like(x, device="meta") if isinstance(x, torch.Tensor) else x for x in parts.leaves]
         plan, form, given = self.coins.planned(), parts.form, (self.model, self.loss_fn)
         coins, in_parts, state, draws = self.step_coins, self.in_parts, self.state, self.draws
-        train, lift, keeps_casts, partners = self.train, self.lift, self.keeps_casts, self.partners
+        kind, lift, keeps_casts, partners = self.kind, self.lift, self.keeps_casts, self.partners
 
         def replay(seed: torch.Tensor) -> tuple[int, tuple[torch.Tensor, ...]]:
             args, kwargs = put_together(form, leaves)
             again = reads.anew(reads.known)
-            step = _Capture(*given, args, kwargs, train, lift, again, None, Forks(), None, plan())
+            step = _Capture(*given, args, kwargs, kind, lift, again, None, Forks(), None, plan())
             before, step.keeps_casts, step.partners = step.before, keeps_casts, partners
             step.state, step.draws, step.in_parts = state, draws, in_parts
             step.coins.decided.update({} if coins is None else coins.floats(seed))
@@ -273,7 +273,7 @@ class _Capture:
         """Notes of a second run; see `Steady.check`."""
         drawn, hosts = foreign_state() if self.start is not None else drawn, self.hosts[-1:]
         run, names = partial(self._again, fakes), frozenset(n for entry, _ in self.state.entries for n in entry.names)
-        counters = partial(CountedNumbers.of, self.model, self.loss_fn if self.train else None, self.ran)
+        counters = partial(CountedNumbers.of, self.model, self.loss_fn if self.kind.gives_loss else None, self.ran)
         ways = partial(setattr, self.coins, "variant"), *self.selects, counters
         steady = Steady(self.partners.submodule, run, self.calls, before, self.replaced, drawn, names, *ways)
         try:
@@ -324,7 +324,7 @@ class _Capture:
                 self.reads.learn(self.unknown, *known_inputs(traced, self.unknown, given, self.device))
                 before.restore()
             else:
-                names = [name_if_trained(*entry) for entry in given] if self.train else []
+                names = [name_if_trained(*entry) for entry in given] if self.kind.trains else []
                 self.step_coins = self.coins.of_step(names)
                 if self._knows_rows(fakes, before, names):
                     return traced, [entry for entry, _ in given], fakes
@@ -342,7 +342,7 @@ class _Capture:
             return order.sides
 
         found = row_uses(run, names)
-        self.row_uses = found if self.train else None
+        self.row_uses = found if self.kind.trains else None
         return self.row_uses is None
 
     def _given(self) -> list[tuple[Input, torch.Tensor | None]]:
@@ -381,7 +381,7 @@ class _Capture:
         mode.selected.order.tracer = self.tracer
         self.selected, mode.selected.order.counts = mode.selected, None if self.row_uses is None else []
         self._start(mode, self.tracer)
-        body = self._train_body if self.train else self._forward_body
+        body = self._loss_body if self.kind.gives_loss else self._output_body
         try:
             with self.resizing.watching(self.ran):
                 result = self._run(inputs, mode, body, self.replaced, self.carried)
@@ -506,46 +506,46 @@ class _Capture:
             return tables.functional_call(step, once_each(step, given.swapped), args, kwargs)
 
     def _result(self, *args: Any, **kwargs: Any) -> Any:
-        if self.loss_fn is None or not self.train:
-            result = self.model(*args, **kwargs)
-        else:
-            result = self.loss_fn(self.model, *args, **kwargs)
+        loss_fn = self.loss_fn if self.kind.gives_loss else None
+        result = self.model(*args, **kwargs) if loss_fn is None else loss_fn(self.model, *args, **kwargs)
         self.current.refresh(lambda function, *given: function(*given), self.left.tensors())
         return result
 
-    def _train_body(self, trainable: Trainable) -> Callable[..., Any]:
+    def _loss_body(self, trainable: Trainable) -> Callable[..., Any]:
         def body(*args: Any, **kwargs: Any) -> list[Any]:
             with self.partners.watch(self.locator.stack):
                 loss, aux = split_result(self._result(*args, **kwargs), self.loss_fn)
             if self.coins.trail is not None:
                 loss, aux = self._joined(loss, aux)
             check_returned(loss)
-            asked = self.asked()
-            sources = [*trainable, *asked]
-            check_loss(loss, self.loss_fn, trainable)
-            self.fault = outside_fault(loss, {id(tensor) for _, tensor in sources}, self.untrained, self.outside)
+            trained, asked = (trainable, self.asked()) if self.kind.trains else ([], [])
+            sources = [*trained, *asked]
+            if self.kind.trains:
+                check_loss(loss, self.loss_fn, trained)
+                self.fault = outside_fault(loss, {id(tensor) for _, tensor in sources}, self.untrained, self.outside)
             left = self.left.outputs(self.coins.joined, self.calls)
-            self.outputs = [Output("loss", "loss")]
-            self.outputs += [Output("gradient", name) for name, _ in trainable]
+            self.outputs = [Output("loss", "loss"), *(Output("gradient", name) for name, _ in trained)]
             self.outputs += [Output(INPUT_GRADIENT, number) for number, _ in asked]
             self.outputs += [out for out, _ in left]
             # A module's own loss comes with logits that few read: who does says so with a loss function.
-            is_left_out = self.loss_fn is None and aux is not None
-            values = [] if is_left_out else self._values(aux)
+            values = [] if self.loss_fn is None and aux is not None else self._values(aux)
             if self.fault is None and self._ends([loss, *(tensor for _, tensor in left), *values], sources):
                 return []
-            self.locator.phase, self.tracer.is_unseen = "backward", True  # torch's own ops: none of the user's casts
-            scaled, tensors = loss if self.scale is None else loss * self.scale, [tensor for _, tensor in sources]
-            is_own = self.calls.has_hooks or has_own_backward(loss)
-            with self.backward.watch(self.ran, is_own):
-                grads = gradients(scaled, tensors, is_whole=is_own)
-            left = self.left.outputs(self.coins.joined, self.calls)  # hooks may bind buffers anew
-            values = [value.detach() for value in values]
-            return [loss.detach(), *grads, *(tensor for _, tensor in left), *values, *self._guards()]
+            grads = self._gradients(loss, [tensor for _, tensor in sources]) if self.kind.trains else ()
+            if self.kind.trains:
+                left = self.left.outputs(self.coins.joined, self.calls)  # hooks may bind buffers anew
+                loss, *values = (value.detach() for value in (loss, *values))
+            return [loss, *grads, *(tensor for _, tensor in left), *values, *self._guards()]
 
         return body
 
-    def _forward_body(self, _: Trainable) -> Callable[..., Any]:
+    def _gradients(self, loss: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+        self.locator.phase, self.tracer.is_unseen = "backward", True  # torch's own ops: none of the user's casts
+        is_own = self.calls.has_hooks or has_own_backward(loss)
+        with self.backward.watch(self.ran, is_own):
+            return gradients(loss if self.scale is None else loss * self.scale, tensors, is_whole=is_own)
+
+    def _output_body(self, _: Trainable) -> Callable[..., Any]:
         def body(*args: Any, **kwargs: Any) -> list[Any]:
             with self.partners.watch(self.locator.stack):
                 result = self._result(*args, **kwargs)
@@ -565,20 +565,20 @@ class _Capture:
         """True if the program is known at the end of the forward pass."""
         batch, names = [tensor for _, tensor in self.parts.tensors()], {id(tensor): n for n, tensor in trainable or ()}
         known = tuple(entry for entry, _ in self.state.entries), tuple(self.outputs), tuple(names.values())
-        loss = None if trainable is None else results[0]
+        loss = None if trainable is None or not self.kind.trains else results[0]
         is_known = self.resizing.ends(self.tracer, batch, results, loss, names, known)
         self.ran = Ran() if self.resizing.earlier is not None and not is_known else self.ran
         return is_known
 
     def _values(self, result: Any) -> list[torch.Tensor]:
         """The tensors in what was returned, which leave the program; the rest of it is kept."""
-        what = "what loss_fn returned beside the loss" if self.train else "the result"
-        parts = take_apart(result, what, lenient=not self.train)
+        what = "what loss_fn returned beside the loss" if self.kind.gives_loss else "the result"
+        parts = take_apart(result, what, lenient=not self.kind.gives_loss)
         leaves = returned(parts.leaves)
         values = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
         kept = (leaf if i not in values else leaf_of(values[i]) for i, leaf in enumerate(leaves))
         self.result = (parts.form, tuple(kept))
-        self.outputs += [Output("aux" if self.train else "value", str(i)) for i in values]
+        self.outputs += [Output("aux" if self.kind.gives_loss else "value", str(i)) for i in values]
         return list(values.values())
 
     def _guards(self) -> list[torch.Tensor]:

@@ -15,6 +15,7 @@ from autopar.capture import Captured, Earlier, LossFn, capture, dims_of_call
 from autopar.capture.data.reads import Answers
 from autopar.capture.draws.host_draws import generators, set_generators
 from autopar.capture.inputs.batch_dims import Dims
+from autopar.capture.step_kind import StepKind
 from autopar.compiler.constraints import (
     batch_ranks,
     check_batch,
@@ -81,7 +82,7 @@ WHOLE_TRIES = 16  # searches of a program in which some values turn out to be ne
 class CaptureKeywords(TypedDict, total=False):
     """What `capture` may be told of the step that is meant."""
 
-    train: bool
+    kind: StepKind
     lift: torch.dtype | None
     answers: Answers | None
 
@@ -113,7 +114,8 @@ def capture_step(
     """Check a model and capture its step: what every way to its programs begins with. dealing: if the mesh is known.
     known: what `capture` may be told."""
     check_model(model)
-    function, behind = (loss_fn, 1) if loss_fn is not None and known.get("train", True) else (model.forward, 0)
+    gives_loss = known.get("kind", StepKind.TRAINING).gives_loss
+    function, behind = (loss_fn, 1) if loss_fn is not None and gives_loss else (model.forward, 0)
     dims = None if dealing is None else dealing.dims
     dims = dims_of_call(options.batch_dims, args, kwargs, function, behind) if dims is None else dims
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import autopar.runtime.executor.kernel_table  # noqa: F401  registers the kernels of our ops
 from autopar.capture.inputs.partners import inlined
+from autopar.capture.step_kind import StepKind
 from autopar.compiled import Compiled
 from autopar.errors import AutoparError, CaptureError, NotYetError
 from autopar.parallel.auto import Auto
@@ -23,7 +24,7 @@ from autopar.parallel.programs.running import Running
 from autopar.parallel.session.loss_scale import LossScale
 from autopar.parallel.session.random_state import RandomState
 from autopar.parallel.session.session import Requested, open_session
-from autopar.parallel.stepping import forward_step, train_step
+from autopar.parallel.stepping import forward_step, loss_step, train_step
 from autopar.parallel.tensors.likeness import Likeness
 from autopar.parallel.waiting_states import let_states_wait
 from autopar.parallel.weights.optimizer_states import States
@@ -80,6 +81,10 @@ class ParallelModule(Likeness):
         It is `forward_backward` otherwise: both passes are one program, which runs here; the gradients are held until
         `backward()`, on every rank, and are those of the weights of this call. A second `backward()` is refused, and
         one through a gradient (`create_graph=True`): what needs that belongs in the loss function.
+
+        Under `torch.no_grad()` it is the loss of a batch that is not trained on, for validation: a program without a
+        backward pass, which leaves no rank with the whole output of the model. It is no step, as a call of the model
+        is none.
         """
         return self._trained("training_loss", args, kwargs)
 
@@ -90,9 +95,15 @@ class ParallelModule(Likeness):
                 f"call the model itself there, and {call} after it."
             )
         self._decide(call, args, kwargs)
-        step = partial(train_step, self._session, self._takes_whole(kwargs, train=True), call == "training_loss")
-        running, (loss, outputs) = self._programs.run(call, args, kwargs, True, step)
-        captured, self._last, self._has_stepped = running.captured, None, True
+        is_held, is_whole = call == "training_loss", self._takes_whole(kwargs, of_loss=True)
+        kind = StepKind.TRAINING if torch.is_grad_enabled() or not is_held else StepKind.LOSS
+        step = partial(train_step, self._session, is_whole, is_held)
+        if not kind.trains:
+            step = partial(loss_step, self._session, is_whole)
+        running, (loss, outputs) = self._programs.run(call, args, kwargs, kind, step)
+        if kind.trains:
+            self._last, self._has_stepped = None, True
+        captured = running.captured
         self._last_aux = captured.result(outputs) if captured.has_result else _LEFT_OUT
         return loss
 
@@ -105,8 +116,8 @@ class ParallelModule(Likeness):
         traced = inlined(self)
         if traced is not None:
             return traced(*args, **kwargs)
-        step = partial(forward_step, self._session, self._takes_whole(kwargs, train=False))
-        return self._programs.run("forward", args, kwargs, False, step)[1]
+        step = partial(forward_step, self._session, self._takes_whole(kwargs, of_loss=False))
+        return self._programs.run("forward", args, kwargs, StepKind.OUTPUT, step)[1]
 
     __call__ = forward  # torch's would run hooks here, which the program does
 
@@ -116,7 +127,7 @@ class ParallelModule(Likeness):
         Parameters take their final layouts. Every rank must call this with batches of the same shapes.
         """
         self._decide("prepare", args, kwargs)
-        return Compiled.of(self._programs.prepare("prepare", args, kwargs, train=True)[0].compiled)
+        return Compiled.of(self._programs.prepare("prepare", args, kwargs, StepKind.TRAINING)[0].compiled)
 
     def record(self, recorder: Recorder | Literal["torch.profiler"] | None) -> None:
         """Let a recorder see what this rank does in the steps that are compiled by now, or torch.profiler, by the names
@@ -231,9 +242,9 @@ class ParallelModule(Likeness):
         if fault:
             raise AutoparError(fault)
 
-    def _takes_whole(self, kwargs: dict[str, Any], train: bool) -> bool:
+    def _takes_whole(self, kwargs: dict[str, Any], of_loss: bool) -> bool:
         """Take `whole=True` out of a call's arguments, unless the user's own function has a parameter of that name."""
-        own = self._session.settings.loss_fn if train else None
+        own = self._session.settings.loss_fn if of_loss else None
         if "whole" not in kwargs or "whole" in inspect.signature(own or self.original.forward).parameters:
             return False
         return bool(kwargs.pop("whole"))

@@ -108,6 +108,15 @@ def forward_step(session: Session, is_whole: bool, running: Running, given: Give
     return running.captured.result(guarded(outputs, given.parts.leaves, running.parameters().values()))
 
 
+def loss_step(session: Session, is_whole: bool, running: Running, given: Given) -> tuple[torch.Tensor, tuple[Any, ...]]:
+    """Run a program of the loss alone: buffers are written. The loss, and all outputs. is_whole: as of `train_step`."""
+    outputs = run_step(session, running, given, is_step=False)
+    session.random.forwards += 1
+    _write(session, running, outputs)
+    (loss,) = (outputs[at] for at in running.losses)
+    return loss, outputs if is_whole else own_rows(outputs, running, given)
+
+
 def _write(session: Session, running: Running, outputs: tuple[torch.Tensor, ...]) -> None:
     running.write_state(outputs)
     if running.writes_weights:

@@ -158,6 +158,13 @@ def evaluate(side: Side, seed: int) -> Tensor:
         return side.forward(side.batch(ROWS, seed)[0])
 
 
+@action("ready", seed=SEEDS, mode=st.booleans())
+def validate(side: Side, seed: int, mode: bool) -> Tensor:
+    """The loss of a batch that is not trained on, in train and in eval mode."""
+    with side.in_mode(mode):
+        return side.validation(*side.batch(ROWS, seed))
+
+
 @action("ready", "aux", seed=SEEDS)
 def metrics(side: Side, seed: int) -> Any:
     """What a loss function returns beside the loss."""

@@ -199,6 +199,18 @@ class Side:
         self.forwards += 1
         return out
 
+    def validation(self, *batch: Any) -> Tensor:
+        """The loss of a batch that is not trained on. Its masks are those of a forward pass."""
+        with torch.no_grad():
+            if self.is_parallel:
+                loss: Tensor = self.model.training_loss(*batch)
+                self.aux = self.model.last_aux if self.setup.get("aux") else None
+            else:
+                with self.drawing(-1 - self.forwards), self.casting():
+                    loss = self._loss(batch)
+        self.forwards += 1
+        return loss
+
     def _loss(self, batch: tuple[Any, ...]) -> Tensor:
         """The loss of the plain module: as under DDP the mean of those of all ranks."""
         found, own = self._of_parts(lambda *part: self.built.loss_fn(self.model, *part), batch)

@@ -23,6 +23,7 @@ from lengths_case import (
 from torch import Tensor, nn
 
 from autopar.capture import Earlier, capture
+from autopar.capture.step_kind import StepKind
 from autopar.ir.text.text import print_program
 
 
@@ -150,7 +151,8 @@ def test_without_gradients() -> None:
     for position, length in enumerate(LENGTHS):
         x, _ = batch(length)
         found, whole = (
-            capture(model, None, (x,), {}, train=False, lift=torch.float64, earlier=each) for each in (earlier, None)
+            capture(model, None, (x,), {}, kind=StepKind.OUTPUT, lift=torch.float64, earlier=each)
+            for each in (earlier, None)
         )
         assert print_program(found.program) == print_program(whole.program)
         assert earlier.made == max(0, position - 2)

@@ -16,6 +16,7 @@ from verified import Once, verified
 
 from autopar.api import compile
 from autopar.capture import capture
+from autopar.capture.step_kind import StepKind
 from autopar.errors import CaptureError
 from autopar.ir.program import record
 
@@ -293,4 +294,4 @@ def test_rows_that_leave_the_model_are_refused() -> None:
             return y.mean(), y[token]
 
     with pytest.raises(CaptureError, match="here what the model returns does not"):
-        capture(Leaving(), None, (torch.randn(6, WIDTH),), {}, train=False)
+        capture(Leaving(), None, (torch.randn(6, WIDTH),), {}, kind=StepKind.OUTPUT)

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 from autopar.capture import capture
+from autopar.capture.step_kind import StepKind
 
 GAIN = 2.0
 
@@ -42,7 +43,7 @@ def after_the_capture() -> None: ...
 def test_a_profile_goes_on() -> None:
     profile = cProfile.Profile()
     profile.enable()
-    found = capture(Model(), None, (torch.randn(2, 4),), {}, train=False)
+    found = capture(Model(), None, (torch.randn(2, 4),), {}, kind=StepKind.OUTPUT)
     after_the_capture()
     profile.disable()
     assert any(name == "after_the_capture" for _, _, name in pstats.Stats(profile).stats)  # type: ignore[attr-defined]
@@ -55,7 +56,7 @@ def test_a_trace_function_is_put_back() -> None:
     before = sys.gettrace()
     sys.settrace(debugger)
     try:
-        found = capture(Model(), None, (torch.randn(2, 4),), {}, train=False)
+        found = capture(Model(), None, (torch.randn(2, 4),), {}, kind=StepKind.OUTPUT)
         assert sys.gettrace() is debugger
     finally:
         sys.settrace(before)

@@ -65,7 +65,7 @@ def _said(parallel: autopar.ParallelModule) -> list[str]:
         said += compiled.lines()
         said += [str(compiled.collectives), str(compiled.plan), str(compiled.ranks[0].instructions), str(flops)]
         said += [str(compiled.owners), str(compiled.layouts), str(compiled.decided), running.runner.source or ""]
-        said += [str(compiled.time())] if running.trains else []
+        said += [str(compiled.time())] if running.kind.trains else []
     parameter = next(name for name, _ in parallel.original.named_parameters())
     assert parallel.compiled is not None
     return [*said, str(parallel.compiled.explain(parameter))] if "tp" in parallel.compiled.mesh else said

@@ -163,7 +163,7 @@ def _said(rank: int, folder: str) -> dict[str, str]:
     inside = autopar.parallelize(_net(), "dp=2", loss_fn=lambda m, x: _loss(m, x) + model.training_loss(x))
     tries = {
         "twice": again.backward,
-        "off": torch.no_grad()(lambda: model.training_loss(_batch(0))),
+        "off": torch.no_grad()(lambda: model.forward_backward(_batch(0))),
         "inside": lambda: inside.prepare(_batch(0)),
         "file": lambda: autopar.save_file(model.state_dict(), Path(folder) / "none" / "x.pt"),
     }
@@ -216,7 +216,7 @@ def test_what_is_said(two: Ranks, tmp_path: Path) -> None:
             "backward() of what training_loss() returned, for the second time: its gradients were added to .grad by "
             "the first."
         )
-        assert said["off"].startswith("training_loss() computes gradients, but was called under torch.no_grad()")
+        assert said["off"].startswith("forward_backward() computes gradients, but was called under torch.no_grad()")
         assert "training_loss of Sequential is called in the loss function of another model" in said["inside"]
         assert said["file"].startswith(
             f"autopar.save_file: rank 0 could not write {tmp_path}/none/x.pt: RuntimeError: Parent"

@@ -17,6 +17,7 @@ from verified import Once
 
 import autopar
 from autopar.capture import capture
+from autopar.capture.step_kind import StepKind
 from autopar.compiler.check_options import options_of
 from autopar.compiler.compile import lower
 from autopar.errors import CoupledError, ScheduleError
@@ -266,7 +267,7 @@ class Keeps(nn.Module):
 def test_what_leaves_whole_is_no_reason_to_compute_whole(microbatches: int) -> None:
     """Red before: a value was gathered before its norm, where it is shorter, since it was to leave whole anyway. Then
     each rank did the work of all, and micro-batches were refused."""
-    captured = capture(Keeps(), None, (X[:8],), {}, train=False)
+    captured = capture(Keeps(), None, (X[:8],), {}, kind=StepKind.OUTPUT)
     program = lower(as_trained(captured), parse_mesh("dp=2"), options_of(microbatches=microbatches))
     gathered = [one.dtype for one in program.collectives if one.op == "all_gather"]
     assert gathered == [F64] * 3

@@ -23,6 +23,7 @@ from autopar.capture.inputs.containers import DictKeys, Form, Leaf, Node, SeenAg
 from autopar.capture.python.guards import Guards
 from autopar.capture.python.read_digests import Unclear
 from autopar.capture.python.scalars import Scalars
+from autopar.capture.step_kind import StepKind
 from autopar.compiler.garbage import uncollected
 from autopar.compiler.lowered import Lowered
 from autopar.custom_ops.registry import CUSTOM_OPS
@@ -209,7 +210,7 @@ def _leaf_json(leaf: Any) -> Any:
 
 @uncollected()
 def built_of(
-    content: bytes, bound: Bound, guards: Guards, own: Tensors, train: bool, device: torch.device, passes: Passes
+    content: bytes, bound: Bound, guards: Guards, own: Tensors, kind: StepKind, device: torch.device, passes: Passes
 ) -> Built:
     """The program of an entry, for the model at hand. guards: what it read there. own: as of `entry_of`. passes: what
     lowers the captured program.
@@ -238,7 +239,7 @@ def built_of(
     later = cast(tuple[Step, ...], LaterHistory((str(says["pass"]), program), history))
     searched = {name: parse_layout(text) for name, text in says["searched"].items()}
     compiled = ReadBack(plan, later, pipeline, says["sequence"], searched, says["program"])
-    return Built(captured, compiled, guards, Constants.of(captured, guards, Scalars({}), device), None, train)
+    return Built(captured, compiled, guards, Constants.of(captured, guards, Scalars({}), device), None, kind)
 
 
 def _program(text: str) -> Program:

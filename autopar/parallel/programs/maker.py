@@ -15,6 +15,7 @@ from autopar.capture.data.reads import Answers
 from autopar.capture.python.guards import Change, Guards
 from autopar.capture.python.scalars import NumberPlace, Scalars, places_of
 from autopar.capture.python.spots import Numbers, Spot
+from autopar.capture.step_kind import StepKind
 from autopar.compiler.compile import Dealing, capture_step, lower
 from autopar.compiler.garbage import uncollected
 from autopar.compiler.lowered import Lowered
@@ -59,8 +60,8 @@ class Maker:
             self._cache = ProgramCache(session, session.settings.cache)
         elif session.settings.is_handed:
             self._cache = HandedPrograms(session)
-        # Captures of training steps, and of others, with gradients on or off; by the micro-batches that a loss may ask.
-        self._earlier = defaultdict[tuple[bool, bool], defaultdict[int, Earlier]](lambda: defaultdict(Earlier))
+        # Captures of each kind of step, with gradients on or off; by the micro-batches that a loss may ask.
+        self._earlier = defaultdict[tuple[StepKind, bool], defaultdict[int, Earlier]](lambda: defaultdict(Earlier))
         self._sequence: dict[bool, bool] = {}  # of training steps, and of others: what "auto" was decided to mean
         self._joined = Joined(session.settings.device)
         self._groups: dict[str, Group] = {}
@@ -69,7 +70,7 @@ class Maker:
         self._recordings = recordings(session.settings.graphs, session.settings.device)
         self._said: set[str] = set()
 
-    def make(self, given: Given, numbers: Numbers, train: bool, is_first: bool, answers: Answers) -> Running:
+    def make(self, given: Given, numbers: Numbers, kind: StepKind, is_first: bool, answers: Answers) -> Running:
         """The program for a call with these arguments. Every rank must call this.
 
         numbers: those among the arguments. is_first: of the model's programs, so that it decides the layouts. answers:
@@ -81,10 +82,10 @@ class Maker:
 
         def compile_() -> Built:
             return self.numbers.build(
-                lambda scalars: self._built(given, numbers, train, is_first, scalars, answers), is_able
+                lambda scalars: self._built(given, numbers, kind, is_first, scalars, answers), is_able
             )
 
-        give = compile_ if self._cache is None else self._found(given, numbers, train, is_first, answers, compile_)
+        give = compile_ if self._cache is None else self._found(given, numbers, kind, is_first, answers, compile_)
 
         def build(phase: Phase) -> Built:
             built = give()
@@ -100,13 +101,13 @@ class Maker:
         return self._ready(built)
 
     def _found(
-        self, given: Given, numbers: Numbers, train: bool, is_first: bool, answers: Answers,
+        self, given: Given, numbers: Numbers, kind: StepKind, is_first: bool, answers: Answers,
         compile_: Callable[[], Built],
     ) -> Callable[[], Built]:  # fmt: skip
         """What gives the program: of an earlier run, or compiled. Every rank must call this."""
         assert self._cache is not None
         settings, owners = self._settings, Owners.of(self._store, ())
-        options, fixed = self._fixed_for(given, is_first, train)
+        options, fixed = self._fixed_for(given, is_first, kind)
         bound = Bound(self._store.distributor.mesh, *owners.bind(options, replace(fixed, decided={})))
         portion = given.portion
         said = {
@@ -124,21 +125,21 @@ class Maker:
                 as_trained(captured), bound.mesh, bound.options, replace(bound.fixed, decided=decided)
             ).history
 
-        give = self._cache.built(WantedProgram(given, numbers, train, said, bound, passes), compile_)
+        give = self._cache.built(WantedProgram(given, numbers, kind, said, bound, passes), compile_)
 
         def followed() -> Built:
             built = give()
             if isinstance(built.compiled, ReadBack):
                 self._read_back.append(built.compiled)
                 if built.compiled.sequence is not None:
-                    self._sequence.setdefault(train, built.compiled.sequence)
-                built = replace(built, rows=self._followed.rows(built.compiled, given, train))
+                    self._sequence.setdefault(kind.trains, built.compiled.sequence)
+                built = replace(built, rows=self._followed.rows(built.compiled, given, kind))
             return built
 
         return followed
 
     def _built(
-        self, given: Given, numbers: Numbers, train: bool, is_first: bool, scalars: Scalars, answers: Answers
+        self, given: Given, numbers: Numbers, kind: StepKind, is_first: bool, scalars: Scalars, answers: Answers
     ) -> Built:
         """The program, built by this rank alone: no data moves between ranks. scalars: numbers that are inputs."""
         is_own = given.portion is not None and given.portion.is_own
@@ -146,41 +147,41 @@ class Maker:
         # No fact of the data is asked of a place, which knows its own alone, nor for a recording, which knows none.
         answers = replace(answers, asks=not is_own and not settings.graphs)
         self._know_decided()
-        options, fixed = self._fixed_for(given, is_first, train)
-        dealing = Dealing(mesh, options, fixed, given.dims, self._earlier[train, torch.is_grad_enabled()])
+        options, fixed = self._fixed_for(given, is_first, kind)
+        dealing = Dealing(mesh, options, fixed, given.dims, self._earlier[kind, torch.is_grad_enabled()])
         with scalars, naming_parts(given):
             args, kwargs = given.arguments(numbers)
             captured = capture_step(
                 model, settings.loss_fn, args, kwargs, replace(settings.options, batch_dims=None), dealing,
-                train=train, lift=settings.lift, answers=answers,
+                kind=kind, lift=settings.lift, answers=answers,
             )  # fmt: skip
         if settings.is_own and captured.coins is not None and captured.coins.is_alone:
             raise CaptureError(
                 'batch="ddp": random numbers decide which calls a step makes, others on each rank, and all run one '
                 'program. Write batch="local", whose step is that of all parts together.'
             )
-        guards = Guards(model, settings.loss_fn if train else None, captured.ran, scalars, numbers)
+        guards = Guards(model, settings.loss_fn if kind.gives_loss else None, captured.ran, scalars, numbers)
         scalars.check(captured.constants, guards.places, captured.result_leaves)
         check_partners(captured, model, mesh, settings.options)
         owners = Owners.of(self._store, captured.partners)
         with naming_parts(given):
             compiled = self._lower(as_trained(captured), mesh, *owners.bind(options, fixed))
-        rows = self._followed.rows(compiled, given, train)
+        rows = self._followed.rows(compiled, given, kind)
         structure, decided = compiled.decided
         self._decided.setdefault(structure, decided)
         if compiled.sequence is not None:
-            self._sequence.setdefault(train, compiled.sequence)
+            self._sequence.setdefault(kind.trains, compiled.sequence)
         constants = Constants.of(captured, guards, scalars, settings.device)
-        return Built(captured, compiled, guards, constants, rows, train)
+        return Built(captured, compiled, guards, constants, rows, kind)
 
-    def _fixed_for(self, given: Given, is_first: bool, train: bool) -> tuple[StepOptions, Fixed]:
+    def _fixed_for(self, given: Given, is_first: bool, kind: StepKind) -> tuple[StepOptions, Fixed]:
         """The options of a program, and what is decided, by the programs before it and by the parts of its batch."""
-        options, fixed = self._bound(is_first, train)
+        options, fixed = self._bound(is_first, kind)
         if given.portion is not None and not given.portion.is_even:
             fixed = replace(fixed, uneven=True)
         return options, replace(fixed, is_own=given.portion is not None and given.portion.is_own)
 
-    def _bound(self, is_first: bool, train: bool) -> tuple[StepOptions, Fixed]:
+    def _bound(self, is_first: bool, kind: StepKind) -> tuple[StepOptions, Fixed]:
         """The options of a program, and what is decided: the layouts and stages of the first one bind the others."""
         options, fixed = self._settings.options, self._settings.fixed
         if is_first:
@@ -188,7 +189,7 @@ class Maker:
         sequence: SequenceParallel = "auto" if options.sequence_parallel else False
         # What divided the first batch need not divide the last of an epoch, nor every sequence.
         bound = replace(options, shard=None, sequence_parallel=sequence)
-        wanted = True if options.sequence_parallel is True else self._sequence.get(train)
+        wanted = True if options.sequence_parallel is True else self._sequence.get(kind.trains)
         return bound, replace(
             fixed, owners=self._store.stages, uneven=True, decided=dict(self._decided), sequence=wanted
         )

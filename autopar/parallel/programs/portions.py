@@ -12,6 +12,7 @@ from torch import nn
 from autopar.capture.inputs.batch_dims import Dims, dims_by_key, dims_of, keys_of, parameter_names, shown, spelled
 from autopar.capture.inputs.containers import Parts, put_together
 from autopar.capture.python.spots import Numbers
+from autopar.capture.step_kind import StepKind
 from autopar.compiler.batch_rows import BatchRows, follow_rows
 from autopar.compiler.lowered import Lowered
 from autopar.errors import BatchError, CaptureError, RuleError
@@ -89,37 +90,38 @@ class Portions:
         self._names = {True: trained, False: forward}
         self._known: dict[Hashable, Dims] = {}  # of calls whose dims were found, once their program was made
 
-    def of(self, parts: Parts, train: bool) -> Given:
+    def of(self, parts: Parts, kind: StepKind) -> Given:
         """The arguments of a call. Raises BatchError where it cannot be told which dim of what counts the samples."""
-        said, is_certain = self._dims_said(parts, train)
+        said, is_certain = self._dims_said(parts, kind)
         if self._batch == "global":
             return Given(parts, said)
         if self._batch == "ddp":
             return Given(parts, said, Portion.own(parts, self.world))
         # What was said is of training: of the module's own arguments more is said by their names.
-        names = self._names[False] if self._said is not None and not train else ()
+        names = self._names[False] if self._said is not None and not kind.gives_loss else ()
         if said is not None:
             return Given(parts, said, Portion.of(parts, said, self.world, is_certain), names)
-        known = self._known.get(structure_of(parts, train))
+        known = self._known.get(structure_of(parts, kind))
         if known is not None:
             same_again(known, parts)
             return Given(parts, known, Portion.of(parts, known, self.world, False), names)
         dims = found_dims(parts)
         return Given(parts, dims, Portion.of(parts, dims, self.world, False), names)
 
-    def learn(self, given: Given, train: bool) -> None:
+    def learn(self, given: Given, kind: StepKind) -> None:
         """Remember what was found: a later batch of the same structure may have other sizes alike by chance."""
         if given.portion is not None and not given.portion.is_said:
-            self._known[structure_of(given.parts, train)] = given.portion.dims
+            self._known[structure_of(given.parts, kind)] = given.portion.dims
 
-    def _dims_said(self, parts: Parts, train: bool) -> tuple[Dims | None, bool]:
+    def _dims_said(self, parts: Parts, kind: StepKind) -> tuple[Dims | None, bool]:
         """What the user said of the call, and whether it is certain: it was said of the arguments of a training step,
         and for others goes by their names; where a name is unknown by their place, which is a guess."""
         said = self._said
         if said is None:
             return None, False
-        if train or not isinstance(said, (Mapping, tuple, list)):
-            return dims_of(said, parts, self._names[train], self._names[not train]), True
+        named = kind.gives_loss
+        if named or not isinstance(said, (Mapping, tuple, list)):
+            return dims_of(said, parts, self._names[named], self._names[not named]), True
         chosen: dict[int | str, Any] = {}
         is_certain = True
         for key in keys_of(parts):
@@ -142,9 +144,9 @@ class Portions:
         return (said[key], trained == forward) if is_place else None  # type: ignore[index]
 
 
-def structure_of(parts: Parts, train: bool) -> Hashable:
+def structure_of(parts: Parts, kind: StepKind) -> Hashable:
     """What calls have alike that differ in sizes alone."""
-    return train, parts.form, tuple(leaf.ndim for _, leaf in parts.tensors())
+    return kind.gives_loss, parts.form, tuple(leaf.ndim for _, leaf in parts.tensors())
 
 
 # -- whether parts may be put together: what the captured program does with them --------------------------------------
@@ -158,12 +160,12 @@ class FollowedSamples:
         self._model = model
         self._known: dict[Hashable, BatchRows] = {}
 
-    def rows(self, compiled: Lowered, given: Given, train: bool) -> BatchRows | None:
+    def rows(self, compiled: Lowered, given: Given, kind: StepKind) -> BatchRows | None:
         """Where the rows of a batch, of which ranks have parts, go in a program. Raises what `checked` does."""
         portion = given.portion
         if portion is None or portion.is_own:
             return None
-        structure = structure_of(given.parts, train)
+        structure = structure_of(given.parts, kind)
         if any(sum(portion.counts(leaf)) < 2 for leaf in portion.leaves):
             return self._known.get(structure)
         dims = {str(i): dim for i, dim in enumerate(portion.dims)}

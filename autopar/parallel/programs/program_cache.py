@@ -40,6 +40,7 @@ from autopar.capture.python.read_digests import (
 from autopar.capture.python.read_digests import code_digest as digest_of_code
 from autopar.capture.python.spots import Numbers
 from autopar.capture.refusals.location import is_user_file, user_line
+from autopar.capture.step_kind import StepKind
 from autopar.compiler.lowered import Lowered
 from autopar.errors import AutoparError
 from autopar.parallel.programs.cache_entry import Bound, Passes, built_of, entry_of
@@ -62,7 +63,7 @@ class WantedProgram:
 
     given: Given
     numbers: Numbers
-    train: bool
+    kind: StepKind
     options: Mapping[str, Any]
     bound: Bound
     passes: Passes
@@ -197,18 +198,18 @@ class ProgramEntries:
     def key(self, wanted: WantedProgram, earlier: Sequence[str]) -> str:
         """What is known of a program before the code that ran is. Raises Unclear. earlier: the programs before it."""
         self._before.clear()
-        bound, loss_fn = wanted.bound, self._loss_fn if wanted.train else None
+        bound, loss_fn = wanted.bound, self._loss_fn if wanted.kind.gives_loss else None
         options = {
             **wanted.options,
             "mesh": bound.mesh, "options": bound.options.step, "fixed": bound.fixed, "earlier": list(earlier),
-            "train": wanted.train, "device": self._device.type,
+            "kind": wanted.kind.value, "device": self._device.type,
             "line": user_line(sys._getframe()),  # of the call, which stands in the program and is compared by ranks
         }  # fmt: skip
         modules = iter(tables.named_modules(self._model))
         return key_of_step(options, wanted.given.whole, state_of(self._model).entries, modules, loss_fn)
 
     def _guards(self, wanted: WantedProgram, ran: Ran) -> Guards:
-        return Guards(self._model, self._loss_fn if wanted.train else None, ran, None, wanted.numbers)
+        return Guards(self._model, self._loss_fn if wanted.kind.gives_loss else None, ran, None, wanted.numbers)
 
     def _own(self) -> dict[str, torch.Tensor]:
         """The plain tensors among the model's attributes."""
@@ -228,7 +229,7 @@ class ProgramEntries:
 
     def _built(self, wanted: WantedProgram, entry: ProgramEntry, guards: Guards) -> Built:
         return built_of(
-            entry.content, wanted.bound, guards, self._own(), wanted.train, self._device, wanted.passes
+            entry.content, wanted.bound, guards, self._own(), wanted.kind, self._device, wanted.passes
         )  # fmt: skip
 
     def _guards_if_same(self, read: str, says: Any, wanted: WantedProgram) -> Guards | None:

@@ -20,6 +20,7 @@ from autopar.capture.inputs.containers import take_call_apart
 from autopar.capture.inputs.leaves import text_of
 from autopar.capture.inputs.partners import Partner
 from autopar.capture.python.spots import Numbers
+from autopar.capture.step_kind import StepKind
 from autopar.errors import AutoparError, BatchError, CaptureError, RankError
 from autopar.parallel.agree.agreement import difference
 from autopar.parallel.batches import batch_checks as batches
@@ -42,7 +43,7 @@ _FEW = 3  # programs of `model(x)` that are each told of
 _FIRST = "Python values as at first"
 _COMPARED, _REFUSED = "batch and modes", "arguments refused: "
 _training, _requires_grad = attrgetter("training"), attrgetter("requires_grad")
-Key = tuple[Any, ...]  # whether a step trains, arguments, whether gradients are on, modes; the last is the partners'
+Key = tuple[Any, ...]  # what a step gives, arguments, whether gradients are on, modes; the last is the partners'
 T = TypeVar("T")
 
 
@@ -109,33 +110,33 @@ class Programs:
     @property
     def last_trained(self) -> Running | None:
         """The training program used last."""
-        return next((running for running in reversed(self.all) if running.trains), None)
+        return next((running for running in reversed(self.all) if running.kind.trains), None)
 
-    def prepare(self, call: str, args: Any, kwargs: Any, train: bool) -> tuple[Running, Given]:
+    def prepare(self, call: str, args: Any, kwargs: Any, kind: StepKind) -> tuple[Running, Given]:
         """The program for a call of that name, compiled if there is none yet, and its arguments, taken apart."""
         if in_transform() or torch.jit.is_tracing():
             raise AutoparError(_TRANSFORMED)
-        session, given = self._session, self._take(call, args, kwargs, train)
+        session, given = self._session, self._take(call, args, kwargs, kind)
         self._drawn = None
         try:
-            signature, running = self._agree(call, given, train)
+            signature, running = self._agree(call, given, kind)
             given = given.agreed()
         except _Uneven as found:
             given = given.agreed(found.portion)
-            signature, running = self._agree(call, given, train)
-        if train:
+            signature, running = self._agree(call, given, kind)
+        if kind.trains:
             check_enabled(call)
             if session.replicas.is_due(session.random.steps):
                 session.replicas.check(session.random.steps)
-        return self._use(signature, running) if running else self._make(signature, given, train, ()), given
+        return self._use(signature, running) if running else self._make(signature, given, kind, ()), given
 
     def run(
-        self, call: str, args: Any, kwargs: Any, train: bool, step: Callable[[Running, Given], T]
+        self, call: str, args: Any, kwargs: Any, kind: StepKind, step: Callable[[Running, Given], T]
     ) -> tuple[Running, T]:
         """What a step gives with the program of a call. If it was specialised to other values than those of the batch
         (OtherValues), another one of this signature is taken, or compiled."""
         made = self._made
-        running, given = self.prepare(call, args, kwargs, train)
+        running, given = self.prepare(call, args, kwargs, kind)
         while True:
             try:
                 return running, step(running, given)
@@ -145,17 +146,17 @@ class Programs:
                 why = " It was compiled for this very batch: a number that is summed in another order is another one."
                 raise other.read.refused(other.values[-1], why)
             guessed = running if running.number > made else None
-            running = self._for_values(call, given, train, other)
+            running = self._for_values(call, given, kind, other)
             if guessed is not None:  # it has never run
                 self._forget(guessed)
 
-    def _for_values(self, call: str, given: Given, train: bool, other: OtherValues) -> Running:
+    def _for_values(self, call: str, given: Given, kind: StepKind, other: OtherValues) -> Running:
         """The program for a batch with these values among its reads, which every rank has found."""
 
         def fits(running: Running) -> bool:
             return all(read.is_(value) for read, value in zip(running.captured.reads, other.values, strict=False))
 
-        signature, running = self._agree(call, given, train, fits)
+        signature, running = self._agree(call, given, kind, fits)
         if running:
             return self._use(signature, running)
         count = sum(bool(each.captured.reads) for each in signature.programs)
@@ -164,48 +165,48 @@ class Programs:
         if default_group().rank() == 0:
             _log.warning("%s is %s for this batch and was another value: compiling again", other.read, other.values[-1])
         try:
-            return self._make(signature, given, train, other.values)
+            return self._make(signature, given, kind, other.values)
         except CaptureError as error:
             raise other.raised(error) from error
 
     # -- which program it is ------------------------------------------------------------------------------------
 
-    def _take(self, call: str, args: Any, kwargs: Any, train: bool) -> Given:
+    def _take(self, call: str, args: Any, kwargs: Any, kind: StepKind) -> Given:
         """The arguments of a call. What one rank refuses is an error on all of them."""
         loss_fn = self._session.settings.loss_fn
-        called = loss_fn if train and loss_fn is not None else self._session.store.model.forward
+        called = loss_fn if kind.gives_loss and loss_fn is not None else self._session.store.model.forward
         try:
             parts = take_call_apart(args, batches.in_order(kwargs, called))
-            return self._portions.of(parts, train)
+            return self._portions.of(parts, kind)
         except BatchError as error:
             nothing = self._digests.vector(None, at_once=False)
             fault = partial(_refused_fault, error)
             self._session.announcer.call(call, [f"{_REFUSED}{error}"], what=_COMPARED, data=nothing, fault=fault)
             raise
 
-    def _key(self, given: Given, train: bool) -> Key:
+    def _key(self, given: Given, kind: StepKind) -> Key:
         """What the call, the model and its partners decide."""
         structure = self._session.store.structure
         flags = tuple(map(_training, structure.modules))
         with no_torch_function():  # or torch looks, at each, for a function of ours that it would ask
             wanted = tuple(map(_requires_grad, structure.parameters.values()))
         others = given.portion.sizes if given.portion is not None and given.is_unlike else ()
-        has_grads = train or torch.is_grad_enabled()
+        has_grads = kind.trains or torch.is_grad_enabled()
         asked = tuple(i for i, tensor in given.parts.tensors() if tensor.requires_grad)
-        own = train, batches.signature_of(given.whole), has_grads, flags, wanted, others, asked
+        own = kind, batches.signature_of(given.whole), has_grads, flags, wanted, others, asked
         return (*own, flags_of(self._partners.get(own, ())))
 
     def _agree(
-        self, call: str, given: Given, train: bool, fits: Callable[[Running], bool] = lambda _: True
+        self, call: str, given: Given, kind: StepKind, fits: Callable[[Running], bool] = lambda _: True
     ) -> tuple[CallSignature, Running | None]:
         """The program to run, if there is one: all ranks make this call, with the same batch, modes and values. fits:
         whether a program will do."""
         self._numbers.clear()
         self._numbers.update(batches.numbers_of(given.parts))
-        key = self._key(given, train)
+        key = self._key(given, kind)
         signature = self.signatures.get(key) or CallSignature(key)
         fault = self._session.store.structure.fault() or fault_in(self._partners.get(key[:-1], ()))
-        by_chance = self._draw(signature, train)
+        by_chance = self._draw(signature, kind)
         running, values = (None, [fault]) if fault else signature.find(lambda one: by_chance(one) and fits(one))
         if self._session.agreement.size > 1:
             self._compare(call, signature, given, values, is_new=running is None)
@@ -213,10 +214,12 @@ class Programs:
             raise AutoparError(fault)
         return signature, running
 
-    def _draw(self, signature: CallSignature, train: bool) -> Callable[[Running], bool]:
+    def _draw(self, signature: CallSignature, kind: StepKind) -> Callable[[Running], bool]:
         """Which programs a call may run, as random numbers decide. What the model draws on the host is drawn, once a
         call, from the generators of rank 0."""
-        seed = cache(partial(self._session.random.tensor, torch.device("cpu"), train))  # which few programs ask for
+        seed = cache(
+            partial(self._session.random.tensor, torch.device("cpu"), kind.trains)
+        )  # which few programs ask for
         host = drawing_host((one.captured for one in signature.programs), seed)
         if host is not None and self._drawn is None:
             with self._as_rank_0():
@@ -288,9 +291,9 @@ class Programs:
             signature.programs.sort(key=lambda each: each is not running)
         return running
 
-    def _make(self, signature: CallSignature, given: Given, train: bool, values: tuple[Value, ...]) -> Running:
+    def _make(self, signature: CallSignature, given: Given, kind: StepKind, values: tuple[Value, ...]) -> Running:
         """Compile a program and keep it; forget the one unused longest. values: of the first of its reads."""
-        self._tell(signature, given, train)
+        self._tell(signature, given, kind)
         self._made += 1  # also of one that fails: on all ranks
         has_grads = signature.key[2]
         # What is made here is trained later.
@@ -302,9 +305,9 @@ class Programs:
                     f"random numbers decided {_WAYS} programs of this step already, each another way through the "
                     f"model. Keep what they decide in tensors (torch.where, a factor of 0 or 1, rows by an index)."
                 )
-            answers = Answers(self._session.random.numbers(train), values)
-            running = self._maker.make(given, self._numbers, train, not self.signatures, answers)
-        self._portions.learn(given, train)
+            answers = Answers(self._session.random.numbers(kind.trains), values)
+            running = self._maker.make(given, self._numbers, kind, not self.signatures, answers)
+        self._portions.learn(given, kind)
         running.number = self._made
         # Only now are its partners known, whose modes are in its key.
         own, partners = signature.key[:-1], running.captured.partners
@@ -320,7 +323,7 @@ class Programs:
             self._forget(self.all[0])
         return running
 
-    def _tell(self, signature: CallSignature, given: Given, train: bool) -> None:
+    def _tell(self, signature: CallSignature, given: Given, kind: StepKind) -> None:
         """Log on rank 0 why there is another program; count changes of Python numbers."""
         more = ""
         if signature.programs:
@@ -328,11 +331,11 @@ class Programs:
             why = "; ".join(map(str, changes[:_NAMED]))
             self._maker.numbers.saw(changes)
         else:
-            alike = sum(train == running.trains for running in self.all)
-            is_told = alike and (train or alike <= _FEW)
+            alike = sum(kind is running.kind for running in self.all)
+            is_told = alike and (kind.gives_loss or alike <= _FEW)
             described = f"new input signature ({', '.join(batches.describe(given.whole))})"
             why = self._difference(signature.key) or described if is_told else ""
-            more = _GROWS if alike == _FEW and not train else ""
+            more = _GROWS if alike == _FEW and not kind.gives_loss else ""
         if why and default_group().rank() == 0:
             _log.warning("%s: compiling again%s", why, more)
 

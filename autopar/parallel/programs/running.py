@@ -17,6 +17,7 @@ from torch import nn
 
 from autopar.capture import Captured
 from autopar.capture.python.guards import Guards
+from autopar.capture.step_kind import StepKind
 from autopar.compiler.batch_rows import BatchRows
 from autopar.compiler.lowered import Lowered
 from autopar.ir.layout import padded_shape
@@ -39,15 +40,15 @@ _GIVEN = {"batch", "scale", "seed"}  # inputs that each step has anew
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A program with what it was captured from, and what that read in Python. trains: whether it is a training step.
-    rows: of a batch of which ranks have parts."""
+    """A program with what it was captured from, and what that read in Python. rows: of a batch that ranks have in
+    parts."""
 
     captured: Captured
     compiled: Lowered
     guards: Guards
     constants: Constants
     rows: BatchRows | None
-    trains: bool
+    kind: StepKind
 
 
 class Running:
@@ -63,7 +64,7 @@ class Running:
     def __init__(
         self, built: Built, runner: Runner, slots: tuple[Slot, ...], store: ParameterStore, owners: Owners
     ) -> None:
-        self.captured, self.compiled, self.rows, self.trains = built.captured, built.compiled, built.rows, built.trains
+        self.captured, self.compiled, self.rows, self.kind = built.captured, built.compiled, built.rows, built.kind
         self.guards, self.constants, self.runner = built.guards, built.constants, runner
         self._store, self._owners = store, owners
         self._keys = [slot.key for slot in slots]

@@ -35,7 +35,7 @@ def check_enabled(call: str) -> None:
     if not torch.is_grad_enabled():
         raise AutoparError(
             f"{call}() computes gradients, but was called under torch.no_grad() or torch.inference_mode(). Call it "
-            f"outside; for the output alone call the model itself: model(*batch)."
+            f"outside; for the loss alone call training_loss(*batch), for the output the model itself: model(*batch)."
         )
 
 
