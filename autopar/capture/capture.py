@@ -186,6 +186,7 @@ class _Capture:
                 is_plain = self._is_plain(before, drawn)
                 self._check_buffers(fakes)
                 if self.resizing.foreseen is not None:
+                    check_writes(traced, inputs, self._given(), self.locator)  # earlier ones lay in other memory
                     known = self.resizing.program(self.notes) if is_plain else None
                     if known is not None and (known[2] or not self._steady(fakes, before, drawn)):
                         self.ran.is_whole = True
@@ -266,7 +267,8 @@ class _Capture:
         reads, partners = tuple(self.reads.known), tuple(self.partners.known.values())
         return Captured(
             program, {**kept, **constants}, *self.result, reads, self.state.frozen, partners, self.ran,
-            None, self.step_coins, self.row_uses, self.selected.draws.found, rebound=self.left.rebound,
+            None, self.step_coins, self.row_uses, self.selected.draws.found, None, self.left.rebound,
+            self.left.leaves,
         )  # fmt: skip
 
     def _steady(self, fakes: list[torch.Tensor], before: Attributes, drawn: Mapping[str, Any]) -> list[str]:
@@ -506,10 +508,8 @@ class _Capture:
             return tables.functional_call(step, once_each(step, given.swapped), args, kwargs)
 
     def _result(self, *args: Any, **kwargs: Any) -> Any:
-        if self.loss_fn is None or not self.train:
-            result = self.model(*args, **kwargs)
-        else:
-            result = self.loss_fn(self.model, *args, **kwargs)
+        function = self.model if self.loss_fn is None or not self.train else partial(self.loss_fn, self.model)
+        result = function(*args, **kwargs)
         self.current.refresh(lambda function, *given: function(*given), self.left.tensors())
         return result
 
@@ -520,13 +520,11 @@ class _Capture:
             if self.coins.trail is not None:
                 loss, aux = self._joined(loss, aux)
             check_returned(loss)
-            asked = self.asked()
-            sources = [*trainable, *asked]
+            sources = [*trainable, *(asked := self.asked())]
             check_loss(loss, self.loss_fn, trainable)
             self.fault = outside_fault(loss, {id(tensor) for _, tensor in sources}, self.untrained, self.outside)
             left = self.left.outputs(self.coins.joined, self.calls)
-            self.outputs = [Output("loss", "loss")]
-            self.outputs += [Output("gradient", name) for name, _ in trainable]
+            self.outputs = [Output("loss", "loss"), *(Output("gradient", name) for name, _ in trainable)]
             self.outputs += [Output(INPUT_GRADIENT, number) for number, _ in asked]
             self.outputs += [out for out, _ in left]
             # A module's own loss comes with logits that few read: who does says so with a loss function.
@@ -539,7 +537,9 @@ class _Capture:
             is_own = self.calls.has_hooks or has_own_backward(loss)
             with self.backward.watch(self.ran, is_own):
                 grads = gradients(scaled, tensors, is_whole=is_own)
+            at, end = 1 + len(sources), 1 + len(sources) + len(left)
             left = self.left.outputs(self.coins.joined, self.calls)  # hooks may bind buffers anew
+            self.outputs[at:end] = [out for out, _ in left]
             values = [value.detach() for value in values]
             return [loss.detach(), *grads, *(tensor for _, tensor in left), *values, *self._guards()]
 
