@@ -96,13 +96,13 @@ def capture(
     The program of a training step returns the loss, the gradient of every parameter that has one, and the new buffers;
     others the loss or the model's output, with gradients on or off as its caller has them. `loss_fn(model, *args,
     **kwargs)` gives the loss; None if the module itself does. `lift`: the dtype that its own casts to floats go to.
-    `specialize`: values that the model reads from tensors are taken from the batch, which then needs data.
-    `precision`: with a short float the model's own casts stay in the program even where they change nothing yet, and
-    with "fp16" the gradients are those of the loss times an input of kind "scale". `statistics`: of which samples norms
-    take mean and variance; those of a "rank" or a "microbatch" are told by the pass `group`. `microbatches`: of all
-    data ranks, to which `autopar.per_microbatch` deals the batch. `earlier`: captures of the same step at other sizes,
-    which may tell its program. `answers`: what is known of the step that is meant. Raises
-    CaptureError with the user's line where it cannot be captured.
+    `specialize`: values that the model reads from tensors are taken from the batch, which then needs data. `precision`:
+    with a short float the model's own casts stay in the program even where they change nothing yet, and with "fp16" the
+    gradients are those of the loss times an input of kind "scale". `statistics`: of which samples norms take mean and
+    variance; those of a "rank" or a "microbatch" are told by the pass `group`. `microbatches`: of all data ranks, to
+    which `autopar.per_microbatch` deals the batch. `earlier`: captures of the same step at other sizes, which may tell
+    its program. `answers`: what is known of the step that is meant. Raises CaptureError with the user's line where it
+    cannot be captured.
     """
     left, start, draws = Leftovers(), generators(), None
     known = answers or Answers()
@@ -186,6 +186,7 @@ class _Capture:
                 is_plain = self._is_plain(before, drawn)
                 self._check_buffers(fakes)
                 if self.resizing.foreseen is not None:
+                    check_writes(traced, inputs, self._given(), self.locator)  # earlier ones lay in other memory
                     known = self.resizing.program(self.notes) if is_plain else None
                     if known is not None and (known[2] or not self._steady(fakes, before, drawn)):
                         self.ran.is_whole = True
@@ -261,12 +262,11 @@ class _Capture:
 
     def _captured(self, program: Program, constants: Mapping[str, torch.Tensor]) -> Captured:
         """What was captured. constants: those that are not the model's own."""
-        entries = self.state.entries
-        kept = {entry.name: tensor for entry, tensor in entries if entry.kind == "constant"}
+        kept = {entry.name: tensor for entry, tensor in self.state.entries if entry.kind == "constant"}
         reads, partners = tuple(self.reads.known), tuple(self.partners.known.values())
         return Captured(
             program, {**kept, **constants}, *self.result, reads, self.state.frozen, partners, self.ran,
-            None, self.step_coins, self.row_uses, self.selected.draws.found, rebound=self.left.rebound,
+            None, self.step_coins, self.row_uses, self.selected.draws.found, None, self.left.rebound, self.left.leaves,
         )  # fmt: skip
 
     def _steady(self, fakes: list[torch.Tensor], before: Attributes, drawn: Mapping[str, Any]) -> list[str]:
@@ -362,13 +362,9 @@ class _Capture:
             return self.tracer.trace(self._traced, fakes, self.fake)
 
     def _mode(
-        self,
-        locator: Locator,
-        inputs: Sequence[torch.Tensor],
-        calls: RecordedCalls,
-        reads: Reads,
+        self, locator: Locator, inputs: Sequence[torch.Tensor], calls: RecordedCalls, reads: Reads,
         is_first: bool = True,
-    ) -> Raise:
+    ) -> Raise:  # fmt: skip
         """What sees the calls of a run."""
         self.runs.append(calls)
         mode = Raise(locator, inputs[-1], self.lift, calls, reads, self.keeps_casts, self.partners, is_first)
@@ -525,15 +521,16 @@ class _Capture:
                 self.fault = outside_fault(loss, {id(tensor) for _, tensor in sources}, self.untrained, self.outside)
             left = self.left.outputs(self.coins.joined, self.calls)
             self.outputs = [Output("loss", "loss"), *(Output("gradient", name) for name, _ in trained)]
-            self.outputs += [Output(INPUT_GRADIENT, number) for number, _ in asked]
-            self.outputs += [out for out, _ in left]
+            self.outputs += [*(Output(INPUT_GRADIENT, number) for number, _ in asked), *(out for out, _ in left)]
             # A module's own loss comes with logits that few read: who does says so with a loss function.
             values = [] if self.loss_fn is None and aux is not None else self._values(aux)
             if self.fault is None and self._ends([loss, *(tensor for _, tensor in left), *values], sources):
                 return []
             grads = self._gradients(loss, [tensor for _, tensor in sources]) if self.kind.trains else ()
             if self.kind.trains:
+                at, known = 1 + len(sources), len(left)
                 left = self.left.outputs(self.coins.joined, self.calls)  # hooks may bind buffers anew
+                self.outputs[at : at + known] = [out for out, _ in left]
                 loss, *values = (value.detach() for value in (loss, *values))
             return [loss, *grads, *(tensor for _, tensor in left), *values, *self._guards()]
 

@@ -45,8 +45,8 @@ class Captured:
     with theirs. `ran` are the user's functions that ran. `batch_dims`: the dim that counts the samples, by batch tensor
     (None: it has none); None as a whole where nothing was said. `coins`: the random branches of the step.
     `row_uses`: the parameters that it uses, by which masks select rows. `row_draws`: its dropout of such rows.
-    `host`: what it draws on the host. `rebound`: the buffers that it binds to other tensors,
-    each with the one whose new value that is: itself, or another one.
+    `host`: what it draws on the host. `rebound`: the buffers that it binds to other tensors, each with the one whose
+    new value that is: itself, or another one. `written`: the leaves of the batch that it writes.
     """
 
     program: Program
@@ -63,6 +63,7 @@ class Captured:
     row_draws: Mapping[int, RowDraw] = field(default_factory=dict)
     host: HostDraws | None = None
     rebound: Mapping[str, str] = field(default_factory=dict)
+    written: frozenset[int] = frozenset()
 
     @property
     def has_result(self) -> bool:

@@ -10,7 +10,7 @@ from torch import fx
 from autopar.capture.data.recorded_calls import RecordedCalls, behind_of
 from autopar.capture.inputs.partners import Partners
 from autopar.capture.trace.writes import written_inputs
-from autopar.ir.program import Input, Output
+from autopar.ir.program import OLD_BUFFER, Input, Output
 
 Tensor = torch.Tensor
 
@@ -21,11 +21,12 @@ class ChangedState:
     written: the first names of parameters that the step writes (a momentum encoder, a weight that is kept short), and
     of buffers that it writes where torch does not count it (`buffer.data.mul_(0.9)`): as a trace before has shown.
     buffers: as the last trace left them. rebound: the names of those that a run bound to another tensor
-    (`self.mean = 0.9 * self.mean + x`), each with a name whose tensor that is: its own, or another buffer's.
+    (`self.mean = 0.9 * self.mean + x`), each with a name whose tensor that is: its own, or another buffer's. leaves: of
+    the batch that it writes.
     """
 
     def __init__(self, partners: Partners) -> None:
-        self.written = frozenset[str]()
+        self.written, self.leaves = frozenset[str](), frozenset[int]()
         self.buffers: list[tuple[str, Tensor]] = []
         self.rebound: dict[str, str] = {}
         self._partners = partners
@@ -39,7 +40,9 @@ class ChangedState:
     def finds_writes(self, graph: fx.Graph, inputs: Sequence[Input]) -> bool:
         """True if a trace writes what was not known to be written: it is to be begun again."""
         counted = {entry.name: entry.kind for entry, _, value, before in self._given if value._version != before}
-        kinds = {entry.name: entry.kind for entry in written_inputs(graph, inputs)}
+        entries = written_inputs(graph, inputs)
+        self.leaves = frozenset(int(entry.name) for entry in entries if entry.kind == "batch")
+        kinds = {entry.name: entry.kind for entry in entries}
         kinds |= {name: kind for name, kind in counted.items() if kind == "parameter"}  # of another form, in its memory
         found = {n for n, kind in kinds.items() if kind == "parameter" or (kind == "buffer" and n not in counted)}
         is_new, self.written = not found <= self.written, self.written | found
@@ -50,8 +53,9 @@ class ChangedState:
         return [*(tensor for _, tensor in self._partners.all_buffers()), *(value for _, value in self._weights())]
 
     def outputs(self, joined: Callable[[Tensor], Tensor], calls: RecordedCalls) -> list[tuple[Output, Tensor]]:
-        """What leaves the program, and where it goes; the calls of the run are told. joined: gives what is used in
-        place of a tensor."""
+        """What leaves the program, and where it goes; the calls of the run are told. A buffer that the step writes and
+        binds anew leaves twice, as who holds its old tensor reads that. joined: gives what is used in place of a
+        tensor."""
         now = dict(self._partners.all_buffers())
         found = {name: joined(tensor) for name, tensor in now.items()}
         given = {name: value for entry, _, value, _ in self._given if entry.kind == "buffer" for name in entry.names}
@@ -60,16 +64,19 @@ class ChangedState:
             id(now[name]): name for name in (*reversed(bound), *(n for n in given if n in now and n not in bound))
         }
         self.rebound |= {name: holders[id(now[name])] for name in bound}
-        self.buffers = []
+        self.buffers, old = [], list[tuple[str, Tensor]]()
         for position, (entry, tensor, value, version) in enumerate(self._given):
             is_buffer = entry.kind == "buffer"
             names = [name for name in entry.names if name in found] if is_buffer else []
             is_replaced = any(found[name] is not value for name in names)
             self.buffers += [(name, found[name]) for name in (names if is_replaced else names[:1])]
             is_written = value._version != version or entry.name in self.written
+            if is_written and names and all(found[name] is not value for name in names):
+                old.append((names[0], joined(value)))
             if is_replaced or (is_buffer and is_written):
                 calls.wrote(behind_of(position, entry, tensor), is_replaced)
         left = [(Output("buffer", name), tensor) for name, tensor in self.buffers]
+        left += [(Output(OLD_BUFFER, name), tensor) for name, tensor in old]
         return left + [(Output("weight", name), joined(value)) for name, value in self._weights()]
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:

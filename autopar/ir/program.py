@@ -19,6 +19,8 @@ HOST = "host"  # the tier of memory beside the device's
 PARTNER = "@"  # begins the names of other models' tensors: `@teacher.up.weight`
 IN_PARTS = "~"  # begins those of tensors in parts on ranks that are none of the model's own: `~0`
 INPUT_GRADIENT = "input_gradient"
+OLD_BUFFER = "old_buffer"
+BUFFERS = ("buffer", OLD_BUFFER)  # outputs that are written into buffers
 AS_PARAMETER = ("gradient", "weight")  # outputs that leave as the parameter lies that they are named after
 BESIDE = ("aux", INPUT_GRADIENT)  # outputs that leave beside the loss, whole: they decide nothing
 _KEY = "autopar"
@@ -164,10 +166,11 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A result of the graph: `kind` is loss, gradient, buffer, weight (the new value of a parameter that the step
-    itself writes), value, aux (what a loss function returned beside the loss), input_gradient or guard; `name` is the
-    parameter's or buffer's, or a place in the batch or in what was returned. In a pipeline also saved and step (see
-    `Input`), or part: what the micro-batch adds to a value of the step."""
+    """A result of the graph: `kind` is loss, gradient, buffer, old_buffer (what a step writes into a buffer that it
+    binds to another tensor), weight (the new value of a parameter that the step itself writes), value, aux (what a loss
+    function returned beside the loss), input_gradient or guard; `name` is the parameter's or buffer's, or a place in
+    the batch or in what was returned. In a pipeline also saved and step (see `Input`), or part: what the micro-batch
+    adds to a value of the step."""
 
     kind: str
     name: str

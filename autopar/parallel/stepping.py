@@ -155,7 +155,8 @@ def _own_dtypes(kind: str, lift: torch.dtype | None) -> AbstractContextManager[N
     """Let kernels compute in the dtypes that the program says: it has the casts of torch.autocast in it, and its
     kernels would cast once more where the caller has autocast on. lift: the dtype that all is computed in, if any."""
     own = default_dtype(lift) if lift is not None else nullcontext()
-    return _without_autocast(kind, own) if torch.is_autocast_enabled(kind) else own
+    is_on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return _without_autocast(kind, own) if is_on else own
 
 
 @contextmanager

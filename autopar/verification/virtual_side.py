@@ -16,7 +16,7 @@ from autopar.capture.data.reads import check_reads
 from autopar.capture.rows.row_draws import PlainDraws
 from autopar.compiler.lowered import Lowered
 from autopar.ir.layout import combine, replica_error
-from autopar.ir.program import AS_PARAMETER, BESIDE, INPUT_GRADIENT, record
+from autopar.ir.program import AS_PARAMETER, BESIDE, INPUT_GRADIENT, OLD_BUFFER, record
 from autopar.parallel.tensors.padding import beginning
 from autopar.runtime.executor.executor import Kernels, Outputs
 from autopar.verification.borrowed import Borrowed
@@ -100,7 +100,7 @@ class Virtual:
         layouts = record(program.graph.output_node()).operands
         shapes = {name: tensor.shape for name, tensor in (*self.parameters.items(), *self.partners.items())}
         for i, (out, layout) in enumerate(zip(program.outputs, layouts, strict=True)):
-            if out.kind in OF_A_PLACE and len(batches) > 1:
+            if (out.kind in OF_A_PLACE and len(batches) > 1) or out.kind == OLD_BUFFER:  # which no module holds
                 continue
             # the gradient of a parameter, and its new value, are on the ranks of one stage
             parts = [rank[i] for rank in outputs if rank[i] is not None]

@@ -63,6 +63,12 @@ def moved_once(m: Any, x: Tensor, y: Tensor) -> Tensor:
     return m.inner(x) * m.row
 
 
+def written_and_bound(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    m.row.add_(x.detach().mean(0))
+    m.row = m.row * 0.9
+    return m.inner(x) * m.row
+
+
 def in_columns() -> Given:
     return torch.randn(4, 16, dtype=torch.float64).split(8, 1)  # type: ignore[return-value]
 
@@ -75,7 +81,7 @@ def shifted() -> Given:
 @pytest.mark.parametrize(
     ("use", "given"),
     [(rows_between, in_columns), (read_alone, shifted), (columns, in_columns), (read_before, shifted),
-     (moved_once, shifted)],
+     (moved_once, shifted), (written_and_bound, shifted)],
 )  # fmt: skip
 @pytest.mark.parametrize("mesh", ["dp=2", "tp=2"])
 def test_what_does_not_meet_is_right(mesh: str, use: Any, given: Callable[[], Given]) -> None:
@@ -193,6 +199,10 @@ def add(m: Any, x: Tensor) -> None:
 
 
 COMES = {
+    "the memory of a buffer": lambda m: setattr(m.q, "data", m.p.data),
+    "memory that it gives": lambda m: setattr(m.p, "data", m.q.data),
+    "the memory of an attribute": lambda m: setattr(m.table, "data", m.p.data),
+    "a part of the memory": lambda m: m.q.set_(m.p),
     "the same attribute": lambda m: setattr(m, "table", m.p),
     "the same buffer": lambda m: setattr(m, "q", m.p),
     "a view": lambda m: setattr(m, "table", m.p[:]),
@@ -222,6 +232,29 @@ def test_tensors_that_come_to_share_memory_between_steps(how: str, first: int) -
         assert all(torch.equal(getattr(model, name), getattr(plain, name)) for name in ("p", "q", "table"))
 
 
+def of_mean(m: Any, x: Tensor) -> None:
+    m.p.add_(m.q.mean())
+
+
+@pytest.mark.parametrize("place", ["q", "table"])
+def test_a_tensor_that_takes_another_form_between_steps(place: str) -> None:
+    """Red where only objects were looked at: the mean was that of as many elements as before."""
+    plain = Kept(of_mean)
+    plain.q, plain.table = torch.arange(4.0, dtype=torch.float64), torch.arange(4.0, dtype=torch.float64)
+    model = autopar.parallelize(
+        copy.deepcopy(plain), "dp=1", loss_fn=lambda m, x: m(x).square().mean() * getattr(m, place).mean()
+    )
+    for step in range(6):
+        x = torch.randn(4, 4, dtype=torch.float64)
+        for m in (plain, model):
+            tensor: Tensor = getattr(m, place)
+            tensor.data = torch.arange(4.0, dtype=torch.float64) if step % 2 == 0 else tensor.data[1:2]
+        want = plain(x).square().mean() * getattr(plain, place).mean()
+        torch.testing.assert_close(model.forward_backward(x), want.detach(), rtol=1e-12, atol=0)
+        torch.testing.assert_close(model.p, plain.p)
+    assert len(model.programs) == 2
+
+
 def own(m: Any, x: Tensor) -> None:
     m.p = 0.9 * m.p + 0.1 * x
 
@@ -242,8 +275,24 @@ def take(m: Any, x: Tensor) -> None:
     m.p = m.q
 
 
+def write_and_bind(m: Any, x: Tensor) -> None:
+    m.p.add_(x)
+    m.p = m.p * 0.9
+
+
+def bind_and_write(m: Any, x: Tensor) -> None:
+    old = m.p
+    m.p = old * 0.9
+    old.add_(x)
+
+
+def write_and_shift(m: Any, x: Tensor) -> None:
+    m.p.mul_(0.5)
+    m.q, m.p = m.p, x
+
+
 @pytest.mark.parametrize("is_tied", [False, True], ids=["two", "tied"])
-@pytest.mark.parametrize("step", [add, own, second, both, shift, take])
+@pytest.mark.parametrize("step", [add, own, second, both, shift, take, write_and_bind, bind_and_write, write_and_shift])
 def test_who_holds_a_buffer_that_a_step_binds_anew(step: Callable[[Any, Tensor], None], is_tied: bool) -> None:
     """Red where it was written in place: a list of `model.mean` had the last one many times, and the other of two names
     changed with it. Those that are bound to one tensor are one from then on."""
@@ -261,3 +310,113 @@ def test_who_holds_a_buffer_that_a_step_binds_anew(step: Callable[[Any, Tensor],
         for one, other in held:
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
     assert len(model.programs) <= 2
+
+
+class Queue(nn.Module):
+    """Writes a buffer, and a tensor of the batch if it is told to."""
+
+    queue: Tensor
+
+    def __init__(self, step: Callable[[Any, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.step = nn.Linear(4, 4).double(), step
+        self.register_buffer("queue", torch.randn(4, 4, dtype=torch.float64))
+        self.table = torch.randn(4, 4, dtype=torch.float64)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.step(self, x, y)
+
+
+def write_and_read(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    m.queue.mul_(0.5)
+    return m.layer(y) * x.mean()  # type: ignore[no-any-return]
+
+
+def read_and_write(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    value: Tensor = m.layer(x + 1) * y
+    m.queue.mul_(0.5)
+    return value
+
+
+def bind_and_read(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    m.queue = m.queue * 0.5
+    return m.layer(y) * x.mean()  # type: ignore[no-any-return]
+
+
+def write_batch(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    x.mul_(0.5)
+    return m.layer(x) * y.mean() * m.queue.mean() * m.table.mean()  # type: ignore[no-any-return]
+
+
+def _own(m: Any) -> Given:
+    return torch.randn(4, 4, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64)
+
+
+ALIKE: dict[str, tuple[Any, Callable[[Any], Given], str]] = {
+    "the buffer": (write_and_read, lambda m: (m.queue, _own(m)[0]), "a write to 'queue'"),
+    "a view of it": (write_and_read, lambda m: (m.queue.t(), _own(m)[0]), "a write to 'queue'"),
+    "read before": (read_and_write, lambda m: (m.queue[:], _own(m)[0]), "a write to 'queue'"),
+    "bound anew": (bind_and_read, lambda m: (m.queue[:], _own(m)[0]), ""),
+    "one tensor twice": (write_batch, lambda m: (m.x, m.x), "a write to tensor 0 of the batch"),
+    "two views": (write_batch, lambda m: (m.x[:], m.x.t()), "a write to tensor 0 of the batch"),
+    "an attribute": (write_batch, lambda m: (m.table, m.x), "a write to tensor 0 of the batch"),
+    "a buffer that is read": (write_batch, lambda m: (m.queue[:], m.x), "a write to tensor 0 of the batch"),
+}
+
+
+@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize("how", list(ALIKE))
+def test_a_batch_that_lies_in_what_a_step_writes(how: str, first: int) -> None:
+    """Red where only the batch of the capture was looked at: later ones read what was there before the write."""
+    step, given, fault = ALIKE[how]
+    plain = Queue(step)
+    model = autopar.parallelize(copy.deepcopy(plain), "dp=1", loss_fn=lambda m, x, y: m(x, y).square().mean())
+    for number in range(6):
+        plain.x, model.original.x = _own(plain)  # type: ignore[assignment]
+        model.original.x = plain.x.clone()
+        of = given if number >= first and number != 4 else lambda m: (m.x.clone(), m.x * 2)
+        torch.manual_seed(number)
+        batch = of(plain)
+        torch.manual_seed(number)
+        if fault and of is given:
+            with pytest.raises(CaptureError, match=f"{fault}, which lies in the memory of"):
+                model.forward_backward(*of(model.original))
+            return
+        want = plain(*batch).square().mean()
+        want.backward()
+        got = model.forward_backward(*of(model.original))
+        torch.testing.assert_close(got, want.detach(), rtol=1e-12, atol=0)
+        torch.testing.assert_close(model.layer.weight.grad.full_tensor(), plain.layer.weight.grad)
+        torch.testing.assert_close(model.queue, plain.queue)
+    assert len(model.programs) <= 2
+
+
+class Stages(nn.Module):
+    """Two layers, between which a buffer is written and bound anew."""
+
+    row: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("row", torch.ones(8))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.first(x).tanh()
+        write_row(self, x.detach().mean(0))
+        return (self.last(h) * self.row - y).square().mean()
+
+
+def write_row(m: Any, x: Tensor) -> None:
+    m.row.add_(x)
+    m.row = m.row * 0.9
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_buffer_that_is_written_and_bound_anew_beside_stages(microbatches: int) -> None:
+    """Both of its values leave the program, and neither is taken for the other."""
+    torch.manual_seed(0)
+    batch = torch.randn(4, 8, dtype=torch.float64), torch.randn(4, 8, dtype=torch.float64)
+    report = verify(Stages().double(), "pp=2", batch=batch, steps=3, microbatches=microbatches)
+    assert report.ok, str(report)

@@ -325,6 +325,19 @@ def test_a_parallel_parameter_has_all_that_a_dtensor_has() -> None:
     assert torch.equal(copied.full_tensor(), weight.full_tensor()) and copy.deepcopy(copied).mine == 1
 
 
+def test_a_copy_of_what_shares_a_parameter_has_no_gradient() -> None:
+    """Red where it kept the gradient, which torch's own copy drops."""
+    plain, other = net(), nn.Linear(6, 6).double()
+    other.weight = plain[0].weight
+    model = parallel(plain)
+    model.forward_backward(X)
+    copied = copy.deepcopy(other)
+    assert other.weight.grad is not None and copied.weight.grad is None
+    assert copy.deepcopy(model[0].weight).grad is None
+    weight: Any = copied.weight
+    assert torch.equal(weight.full_tensor(), model.full_state_dict()["0.weight"])
+
+
 def _shared(rank: int) -> None:
     """A plain model in the loss with a parameter of the parallel model, and one of its own."""
     for trained, meshes in (True, ("dp=2", "tp=2")), (False, ("fsdp=2", "pp=2")):  # its own have no place on a stage
@@ -362,6 +375,11 @@ def test_torch_cannot_swap_what_is_parallel() -> None:
         AutoparError, match=r"the class of a tensor of a parallel model is fixed, so that torch.utils.swap"
     ):
         torch.utils.swap_tensors(model[0].weight, copy.deepcopy(model[0].weight))
+    other = nn.Linear(6, 6).double()
+    other.weight = model[0].weight
+    with pytest.raises(RuntimeError, match=r"Couldn't swap Linear\.weight") as caught:  # torch's own text
+        other.float()
+    assert "nor .to(dtype) of a plain module that shares a parameter" in str(caught.value.__cause__)
 
 
 FOREIGN: dict[str, Callable[[Any, Any], Any]] = {

@@ -155,9 +155,9 @@ def _passes_of_auto(rank: int) -> None:
     compiler = importlib.import_module("autopar.compiler.sequence")
     passes, runs = compiler.run_passes, []
 
-    def counted(program: Any, plan: Any) -> Any:
+    def counted(program: Any, plan: Any, **how: Any) -> Any:
         runs.append(plan.sequence_parallel)
-        return passes(program, plan)
+        return passes(program, plan, **how)
 
     compiler.run_passes = counted
     # A rank that waits for another one less than five minutes compiles on its own.

@@ -87,6 +87,14 @@ def buffer(model: nn.Module, name: str) -> torch.Tensor:
     return buffer
 
 
+def tensor(model: nn.Module, name: str) -> torch.Tensor:
+    """Look a buffer or parameter up by its name."""
+    path, _, attribute = name.rpartition(".")
+    owner = submodule(model, path)
+    found: torch.Tensor = {**owner._parameters, **owner._buffers}[attribute]  # type: ignore[assignment]
+    return found
+
+
 def bind_buffer(model: nn.Module, name: str, value: torch.Tensor) -> None:
     """Put another tensor in a buffer's place, as an assignment to the attribute does."""
     path, _, attribute = name.rpartition(".")

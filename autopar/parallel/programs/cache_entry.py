@@ -132,6 +132,8 @@ def _check(captured: Captured, constants: Constants) -> None:
         raise Unclear("values of the batch, or random numbers, decide the program")
     if captured.partners:
         raise Unclear("the loss calls another model")
+    if captured.written:
+        raise Unclear("it writes a tensor of the batch, which may lie in the memory of others at the next start")
     if captured.ran.values:
         raise Unclear("a tensor was read as a number")
     if constants.numbers:

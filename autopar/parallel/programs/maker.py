@@ -31,6 +31,7 @@ from autopar.parallel.programs.make_runner import make_runner, recorded, recordi
 from autopar.parallel.programs.portions import FollowedSamples, Given, naming_parts
 from autopar.parallel.programs.program_cache import HandedPrograms, ProgramCache, WantedProgram
 from autopar.parallel.programs.running import Built, Running
+from autopar.parallel.programs.shared_batch import lying_in_model
 from autopar.parallel.session.session import Session
 from autopar.parallel.weights.owners import Joined, Owners, as_trained, check_partners
 from autopar.report.memory.within_memory import lower_within
@@ -113,6 +114,7 @@ class Maker:
         said = {
             "numbers": len(self.numbers.inputs), "graphs": settings.graphs, "lift": settings.lift, "dims": given.dims,
             "answers": answers.values, "batch": settings.batch, "specialize": options.specialize,
+            "lies": lying_in_model(self._store.model, list(given.parts.tensors())),
             "portion": None if portion is None else (portion.dims, portion.sizes, portion.is_said, portion.is_own),
         }  # fmt: skip
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from autopar.ir.program import Output
+from autopar.ir.program import BUFFERS, Output
 from autopar.parallel.agree.agreement import lost_peers
 from autopar.parallel.batches.local_batch import BatchWorld
 from autopar.runtime.executor.executor import Outputs
@@ -33,7 +33,7 @@ class AveragedOutputs:
     @staticmethod
     def of(outputs: Sequence[Output]) -> AveragedOutputs:
         averaged = tuple(at for at, out in enumerate(outputs) if out.kind in ("loss", "gradient"))
-        written = tuple(at for at, out in enumerate(outputs) if out.kind in ("buffer", "weight"))
+        written = tuple(at for at, out in enumerate(outputs) if out.kind in (*BUFFERS, "weight"))
         return AveragedOutputs(averaged, written)
 
     def shares(self, outputs: Outputs, places: int) -> list[torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from autopar.parallel.batches.digests import Digests
 from autopar.parallel.programs.maker import Maker
 from autopar.parallel.programs.portions import Given, Portion, Portions
 from autopar.parallel.programs.running import Running
+from autopar.parallel.programs.shared_batch import WrittenMemory
 from autopar.parallel.session.session import Session
 from autopar.parallel.weights.gradients import check_enabled
 from autopar.parallel.weights.owners import describe, fault_in, flags_of
@@ -43,7 +45,9 @@ _FEW = 3  # programs of `model(x)` that are each told of
 _FIRST = "Python values as at first"
 _COMPARED, _REFUSED = "batch and modes", "arguments refused: "
 _training, _requires_grad = attrgetter("training"), attrgetter("requires_grad")
-Key = tuple[Any, ...]  # what a step gives, arguments, whether gradients are on, modes; the last is the partners'
+# What a step gives, arguments, whether gradients are on, modes; last those of the partners, and what of the batch
+# lies in memory that the step writes.
+Key = tuple[Any, ...]
 T = TypeVar("T")
 
 
@@ -95,6 +99,7 @@ class Programs:
         self._portions, self._maker = Portions(session), Maker(session)
         self.signatures: dict[Key, CallSignature] = {}
         self._partners: dict[Key, tuple[Partner, ...]] = {}  # by the model's own part of a key
+        self._written = defaultdict[Key, WrittenMemory](WrittenMemory)  # by the same
         self._numbers: Numbers = {}  # among the arguments of the call at hand
         self._uses = self._made = 0
         self._drawn: Drawn | None = None  # on the host, for the call at hand
@@ -194,7 +199,12 @@ class Programs:
         has_grads = kind.trains or torch.is_grad_enabled()
         asked = tuple(i for i, tensor in given.parts.tensors() if tensor.requires_grad)
         own = kind, batches.signature_of(given.whole), has_grads, flags, wanted, others, asked
-        return (*own, flags_of(self._partners.get(own, ())))
+        return (*own, *self._beside(own, given))
+
+    def _beside(self, own: Key, given: Given) -> Key:
+        """What is known of a key once there is a program."""
+        leaves = list(given.parts.tensors())
+        return flags_of(self._partners.get(own, ())), self._written[own].met(leaves)
 
     def _agree(
         self, call: str, given: Given, kind: StepKind, fits: Callable[[Running], bool] = lambda _: True
@@ -205,7 +215,9 @@ class Programs:
         self._numbers.update(batches.numbers_of(given.parts))
         key = self._key(given, kind)
         signature = self.signatures.get(key) or CallSignature(key)
-        fault = self._session.store.structure.fault() or fault_in(self._partners.get(key[:-1], ()))
+        fault = self._session.store.structure.fault() or fault_in(self._partners.get(key[:-2], ()))
+        if key[-1] and given.portion is not None and not fault:
+            fault = _IN_PARTS.format("; ".join(key[-1]))
         by_chance = self._draw(signature, kind)
         running, values = (None, [fault]) if fault else signature.find(lambda one: by_chance(one) and fits(one))
         if self._session.agreement.size > 1:
@@ -253,9 +265,9 @@ class Programs:
         `CallSignature.find` says. is_new: a program is made."""
         session, parts, portion, key = self._session, given.parts, given.portion, signature.key
         if given.unlike not in signature.lines:
-            partners = describe(self._partners.get(key[:-1], ()))
+            partners = describe(self._partners.get(key[:-2], ()))
             lines = batches.signature_lines(session.store.model, parts, given.unlike)
-            signature.lines[given.unlike] = lines + partners
+            signature.lines[given.unlike] = [*lines, *partners, *key[-1]]
         states = [f"{path} {text_of(number)}" for (_, path), number in self._numbers.items()]
         states += [f"random_state {session.random.state_dict()}"] + [str(session.scale)] * (session.scale is not None)
         states += ["gradients off"] * (not torch.is_grad_enabled()) + values
@@ -310,9 +322,10 @@ class Programs:
         self._portions.learn(given, kind)
         running.number = self._made
         # Only now are its partners known, whose modes are in its key.
-        own, partners = signature.key[:-1], running.captured.partners
+        own, partners = signature.key[:-2], running.captured.partners
         self._partners[own] = partners
-        key = (*own, flags_of(partners))
+        self._written[own].add(running.captured, running.owners, running.guards)
+        key = (*own, *self._beside(own, given))
         signature = signature if key == signature.key else self.signatures.get(key) or CallSignature(key)
         running.line = signature.line()
         signature.by_chance += running.captured.is_by_chance
@@ -353,6 +366,10 @@ class Programs:
             del self.signatures[signature.key]
 
 
+_IN_PARTS = (
+    "{}, and the step writes there: what one device reads after it cannot be told for a batch of which each rank has a "
+    "part. Give it memory of its own: .clone()."
+)
 _TRANSFORMED = (
     "a parallel model inside of torch.vmap, a transform of torch.func, or torch.jit.trace: its step is a compiled "
     "program, which they cannot look into. Use them in the loss function, which becomes a part of the step, or on the "
@@ -362,6 +379,7 @@ _BESIDE_ARGUMENTS = (  # what a key has behind the call and its arguments, and h
     "gradients are on or off, unlike before", "modules are in another mode", "other parameters are frozen",
     "ranks have parts of other sizes",
     "other tensors of the batch require a gradient", "models that the loss calls are in another mode",
+    "other tensors of the batch lie in memory that the step writes",
 )  # fmt: skip
 # What makes a token at a time (`generate`) has a new shape for each.
 _GROWS = (

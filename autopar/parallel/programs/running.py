@@ -22,7 +22,7 @@ from autopar.compiler.batch_rows import BatchRows
 from autopar.compiler.lowered import Lowered
 from autopar.ir.layout import padded_shape
 from autopar.ir.ops.ops import op
-from autopar.ir.program import INPUT_GRADIENT, PARTNER
+from autopar.ir.program import INPUT_GRADIENT, OLD_BUFFER, PARTNER
 from autopar.parallel.programs.constants import Constants
 from autopar.parallel.programs.own_batch import AveragedOutputs
 from autopar.parallel.weights.owners import Owners
@@ -66,7 +66,7 @@ class Running:
     ) -> None:
         self.captured, self.compiled, self.rows, self.kind = built.captured, built.compiled, built.rows, built.kind
         self.guards, self.constants, self.runner = built.guards, built.constants, runner
-        self._store, self._owners = store, owners
+        self._store, self.owners = store, owners
         self._keys = [slot.key for slot in slots]
         self._given = [(at, slot) for at, slot in enumerate(slots) if slot.entry.kind in _GIVEN]
         self._reads = [self._read(slot) for slot in slots]
@@ -78,6 +78,7 @@ class Running:
         self.reads = [at for at, out in outputs if out.kind == "guard"]
         self.asked = [(at, int(out.name)) for at, out in outputs if out.kind == INPUT_GRADIENT]
         self._buffers = [(at, out.name) for at, out in outputs if out.kind == "buffer"]
+        self._old_buffers = [(at, out.name) for at, out in outputs if out.kind == OLD_BUFFER]
         self._written = [(at, out.name) for at, out in outputs if out.kind == "weight"]
         trained = [(at, out.name) for at, out in outputs if out.kind == "gradient"]
         self._gradients = [at for at, _ in trained]
@@ -109,13 +110,13 @@ class Running:
         those that the step leaves without."""
         values = [outputs[at] for at in self._gradients]
         for at, name in self._padded:
-            values[at] = self._owners.taken(name, values[at])
+            values[at] = self.owners.taken(name, values[at])
         trained: list[Any] = self._trained
         if self._foreign:
-            known = self._owners.parameters()
+            known = self.owners.parameters()
             trained = list(trained)
             for at, name in self._foreign:
-                trained[at], values[at] = known[name], self._owners.taken(name, values[at])
+                trained[at], values[at] = known[name], self.owners.taken(name, values[at])
         if unused:
             used = [at for at, name in enumerate(self._names) if name not in unused]
             return [trained[at] for at in used], [values[at] for at in used]
@@ -133,37 +134,39 @@ class Running:
 
     def write_state(self, outputs: Outputs) -> None:
         """Buffers take the values that the step gave them, and so do parameters that it wrote. Who holds a buffer that
-        the step binds anew keeps what it was."""
+        the step binds anew keeps what it was, or what the step wrote into it."""
         rebound = self.captured.rebound
+        for at, name in self._old_buffers:
+            self.owners.set_buffer(name, outputs[at])
         for at, name in self._buffers:
             if name not in rebound:
-                self._owners.set_buffer(name, outputs[at])
+                self.owners.set_buffer(name, outputs[at])
             elif rebound[name] == name:
                 with torch.inference_mode(False), torch.no_grad():
-                    self._owners.bind_buffer(name, torch.empty_like(self._owners.buffer(name)).copy_(outputs[at]))
+                    self.owners.bind_buffer(name, torch.empty_like(self.owners.buffer(name)).copy_(outputs[at]))
         for name, other in rebound.items():
             if other != name:
-                self._owners.bind_buffer(name, self._owners.buffer(other))
+                self.owners.bind_buffer(name, self.owners.buffer(other))
         for at, name in self._written:
             if outputs[at] is not None:  # else another stage has it
-                self._owners.set_parameter(name, outputs[at])
+                self.owners.set_parameter(name, outputs[at])
 
     def parameters(self) -> Mapping[str, nn.Parameter]:
         """Parameters of the model and its partners, by their names in the program."""
-        return self._store.structure.parameters if len(self._owners.stores) == 1 else self._owners.parameters()
+        return self._store.structure.parameters if len(self.owners.stores) == 1 else self.owners.parameters()
 
     def _read(self, slot: Slot) -> tuple[Callable[[Any], Any], Any]:
         """A function, and what of it is the input's value."""
         kind, name = slot.entry.kind, slot.entry.name
         if kind == "parameter":
             if name.startswith(PARTNER):
-                return partial(self._owners.given, layout=slot.layout), name
+                return partial(self.owners.given, layout=slot.layout), name
             parameter = self._store.structure.parameters[name]
             if not self._is_padded(name):
                 return local_of, parameter
             return partial(self._store.distributor.given, layout=slot.layout), parameter
         if kind == "buffer":
-            return self._owners.buffer, name
+            return self.owners.buffer, name
         return (self.constants.__getitem__, name) if kind == "constant" else (_nothing, None)
 
     def _is_padded(self, name: str) -> bool:

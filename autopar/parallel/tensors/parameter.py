@@ -157,7 +157,8 @@ class ParameterTensor(_Held):
         memo[id(self)] = made
         own = {name: value for name, value in vars(self).items() if name not in vars(made)}
         vars(made).update(copy.deepcopy(own, memo))
-        made.grad = copy.deepcopy(self.grad, memo)
+        if not isinstance(self, nn.Parameter):  # torch's copy of a parameter has no gradient
+            made.grad = copy.deepcopy(self.grad, memo)
         return made  # type: ignore[no-any-return]
 
 

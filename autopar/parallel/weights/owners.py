@@ -115,6 +115,11 @@ class Owners:
         store, own = self.find(name)
         return store.buffer(own)
 
+    def tensor(self, name: str) -> torch.Tensor:
+        """A buffer or parameter."""
+        store, own = self.find(name)
+        return tables.tensor(store.model, own)
+
     def set_buffer(self, name: str, value: torch.Tensor) -> None:
         store, own = self.find(name)
         store.set_buffer(own, value)

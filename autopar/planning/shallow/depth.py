@@ -12,7 +12,7 @@ from torch import fx
 
 from autopar.ir.modules import layer_of
 from autopar.ir.ops.ops import key_place, op
-from autopar.ir.program import AS_PARAMETER, Builder, Input, Program, erase_unused, record
+from autopar.ir.program import AS_PARAMETER, BUFFERS, Builder, Input, Program, erase_unused, record
 from autopar.planning.shallow.further_layers import FurtherLayers
 
 MADE_BY = "depth"
@@ -404,7 +404,7 @@ def _without(program: Program, before: _Layer, gone: Sequence[_Layer], behind: _
         if any(operand in dropped for operand in node.all_input_nodes) and node not in border:
             return None
         build.copy(node, instead)
-    kept = [i for i, out in enumerate(program.outputs) if not (out.kind in ("buffer", *AS_PARAMETER) and stays[i])]
+    kept = [i for i, out in enumerate(program.outputs) if not (out.kind in (*BUFFERS, *AS_PARAMETER) and stays[i])]
     results = program.results
     if any(results[i] in dropped for i in kept):
         return None
