@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.capture.capture import capture
+from autopar.capture.step_kind import StepKind
 from autopar.errors import CaptureError
 
 
@@ -202,10 +203,10 @@ def test_no_items_are_taken_of_an_iterator() -> None:
     assert isinstance(next(counts), int)
 
 
-@pytest.mark.parametrize("train", [True, False])
-def test_what_nothing_hangs_on_is_told(train: bool) -> None:
+@pytest.mark.parametrize("kind", [StepKind.TRAINING, StepKind.OUTPUT])
+def test_what_nothing_hangs_on_is_told(kind: StepKind) -> None:
     model = Counts()
-    program = capture(model, square if train else None, (torch.randn(4, 3),), {}, train=train).program
+    program = capture(model, square if kind.trains else None, (torch.randn(4, 3),), {}, kind=kind).program
     assert any(note.startswith("'calls' is changed at test_counters.py:") for note in program.notes), program.notes
     assert model.calls == 0 and type(model.calls) is int
 
