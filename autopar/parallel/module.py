@@ -171,7 +171,7 @@ class ParallelModule(Likeness):
 
     @property
     def last_aux(self) -> Any:
-        """What the loss function returned beside the loss in the last `forward_backward`, in its own container.
+        """What the loss function returned beside the loss in its last call here, in its own container.
 
         Tensors are detached, and as on one device those of the whole batch, on every rank; with batch="local" this
         rank's rows of them, and all with `forward_backward(..., whole=True)`. Of `(loss, x)` this is x,

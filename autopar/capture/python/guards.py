@@ -201,7 +201,9 @@ class Guards:
         tensors = [spot.value for _, spot in plain]
         memory = _memory_of(tensors)
         moved = (key for (key, _), *lies in zip(plain, *memory, *self._memory, strict=False) if lies[:2] != lies[2:])
-        if _shared(index) != self._shared or any(_is_reformed(index[key].value, self._forms.get(key)) for key in moved):
+        if len(tensors) != len(self._tensors) or _shared(index) != self._shared:
+            return False
+        if any(_is_reformed(index[key].value, self._forms.get(key)) for key in moved):
             return False
         self.index, self._kept = index, now
         self._tensors, self._memory = tensors, memory
