@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.capture import LossFn
 from autopar.compiled import Compiled
-from autopar.compiler.check_options import CHECK_EVERY, Graphs, OnNonFinite, options_of
+from autopar.compiler.check_options import CHECK_EVERY, Graphs, OnNonFinite, options_of, with_known_names
 from autopar.compiler.compile import batch_arguments
 from autopar.compiler.meshes import MeshLike, mesh_of
 from autopar.compiler.models import check_model
@@ -98,7 +98,7 @@ def parallelize(
     here) and, at the first step, LayoutError, BatchError, ScheduleError, PlanError, CaptureError or CompileError.
     """
     asked = functools.partial(
-        Requested, step=step, loss_fn=loss_fn, batch=batch, seed=seed, device=device,
+        Requested, step=with_known_names(step, parallelize), loss_fn=loss_fn, batch=batch, seed=seed, device=device,
         cuda_graphs=cuda_graphs, check_replicas=check_replicas, on_nonfinite=on_nonfinite, weights=weights,
         machine=machine, timeout=timeout, cache=Settings.read().cache if cache is None else Path(cache),
     )  # fmt: skip
@@ -147,6 +147,7 @@ def compile(
     patterns says.
     """
     check_model(model)
-    parsed, chosen = mesh_of(mesh), options_of(**options)  # what is cheap to find is found before the capture
+    # What is cheap to find is found before the capture.
+    parsed, chosen = mesh_of(mesh), options_of(**with_known_names(options, compile))
     fixed = Fixed(machine=machine_like(machine))
     return Compiled.of(compile_step(model, loss_fn, *batch_arguments(batch), parsed, chosen, fixed=fixed)[1])

@@ -21,6 +21,7 @@ versions of torch that they were tried with.
 - `torch.distributed.distributed_c10d._coalescing_manager`: several collectives by one launch of NCCL.
 - `DeviceMesh._pg_registry`, from torch 2.13 on: the groups that a mesh keeps after they were destroyed, with their
   threads; and the defaults of the functions of `torch.distributed.nn`, which keep the default group of their import.
+- `torch.distributed.distributed_c10d._get_default_store`: where a rank that ends leaves word for those that go on.
 - `torch.distributed.distributed_c10d._set_pg_timeout`: how long the default group waits once all ranks have met in it,
   which they do minutes apart; its public timeout bounds the meeting too. Of any group: once steps were measured. From
   torch 2.15 on it is public: `set_timeout`.
@@ -232,6 +233,11 @@ def take_in_lists(kind: Any) -> None:
     for kinds in (_optim_lists, _util_lists):
         if kind not in kinds:
             kinds.append(kind)
+
+
+def default_store() -> torch.distributed.Store:
+    """The store in which the ranks of the default group met. Raises ValueError where there is no such group."""
+    return distributed_c10d._get_default_store()
 
 
 def end_waits_after(timeout: timedelta, group: ProcessGroup | None = None) -> None:

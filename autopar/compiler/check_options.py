@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
-from typing import Literal, Unpack, get_args
+from typing import Any, Literal, Unpack, get_args
 
 import torch
 
@@ -18,17 +20,27 @@ OnNonFinite = Literal["stop", "skip"]
 CHECK_EVERY = 100  # training steps from one comparison of replicas to the next
 
 
+def with_known_names(given: StepKeywords, function: Callable[..., Any] | None = None) -> StepKeywords:
+    """Give options back; raise TypeError for one which neither the step nor the function that took it by `**` has, with
+    the names that are near."""
+    parameters = () if function is None else inspect.signature(function).parameters.values()
+    own = [each.name for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    names = [*own, *(each.name for each in fields(StepOptions))]
+    unknown = sorted(set(given) - set(names))
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], names, n=2, cutoff=0.55)
+        meant = f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""
+        raise TypeError(f"there is no option '{unknown[0]}'{meant}; there is {', '.join(names)}.")
+    return given
+
+
 def options_of(**keywords: Unpack[StepKeywords]) -> StepOptions:
     """The options, checked as far as they can be without a mesh. What the caller changes later changes none of them.
 
     Raises LayoutError, ScheduleError, BatchError, CompileError or PlanError, and TypeError for an option that does not
     exist.
     """
-    names = [each.name for each in fields(StepOptions)]
-    unknown = keywords.keys() - set(names)
-    if unknown:
-        raise TypeError(f"there is no option '{min(unknown)}'; there is {', '.join(names)}.")
-    options = StepOptions(**keywords)
+    options = StepOptions(**with_known_names(keywords))
     check_schedule_name(options.schedule)
     check_offload(options)
     stages = None if options.stages is None else tuple(options.stages)

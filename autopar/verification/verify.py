@@ -15,7 +15,7 @@ from autopar.capture import Captured, LossFn
 from autopar.capture.data.reads import Answers
 from autopar.capture.inputs.containers import map_tensors
 from autopar.capture.inputs.module_state import device_of
-from autopar.compiler.check_options import options_of
+from autopar.compiler.check_options import options_of, with_known_names
 from autopar.compiler.lowered import Lowered
 from autopar.compiler.meshes import MeshLike, mesh_of
 from autopar.compiler.models import check_model
@@ -71,7 +71,7 @@ def verify(
     that count samples (`batch_dims`; dim 0 where nothing is said).
     """
     check_model(model)
-    parsed, chosen = mesh_of(mesh), options_of(**options)  # what is cheap to find is found first
+    parsed, chosen = mesh_of(mesh), options_of(**with_known_names(options, verify))
     chosen = compiler_on(chosen, device_of(model))
     check_in_one_process(chosen.compile)
     is_exact = short_of(chosen) is None

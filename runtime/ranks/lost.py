@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from autopar.errors import RankError
+from autopar.runtime.ranks.last_words import words_left
 
 LOST = "lost its peers"
 IN_VAIN = "waited in vain for"
@@ -53,10 +54,11 @@ def is_loss_of_peer(error: RuntimeError) -> bool:
 def loss_of_peers(rank: str, where: str, awaited: str, error: RuntimeError) -> RankError:
     """Word the loss of a peer. rank: `rank 0 (dp=0)`. where: this rank stood. awaited: whom it waited for there, as
     far as it can know."""
-    advice = f"Look for the first error of {awaited}."
-    if any(words in str(error).lower() for words in ("timed out", "timeout")):
+    advice = words_left()
+    if advice is None and any(words in str(error).lower() for words in ("timed out", "timeout")):
         advice = (
             f"It {IN_VAIN} {awaited}: stopped, hanging, or busy for longer than the timeout, which must be above the "
             f"longest that a rank is on its own."
         )
+    advice = advice or f"Look for the first error of {awaited}."
     return RankError(f"{rank} {LOST} {where}\n  {advice} The backend says: {str(error).strip()}")

@@ -29,6 +29,7 @@ from autopar.ir.pipeline import Pipeline
 from autopar.ir.schedule import Action
 from autopar.runtime.collectives.mesh_ops import axis_group, axis_groups
 from autopar.runtime.kernels import host
+from autopar.runtime.ranks.last_words import words_to_leave
 from autopar.torch_compat import forget_groups
 
 _LEAVING_S = 1.0  # that a process waits at its exit for a collective which is still under way
@@ -139,15 +140,16 @@ def mesh_over(mesh: Mesh, device_type: str, timeout: timedelta | None) -> Device
     return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=mesh.names)
 
 
-def leave_at_exit(host: Callable[[], Iterable[Known]]) -> None:
+def leave_at_exit(host: Callable[[], Iterable[Known]], done: Callable[[], str]) -> None:
     """End Gloo's threads before Python ends. One of them may still hold the tensor of the last collective, and needs
     Python to free it: once Python is being taken apart, that aborts the process ("terminate called without an active
     exception"). A group's threads end once nobody holds it; see `forget_at_exit`.
 
     Groups that nobody destroyed are destroyed; of NCCL's none that has peers, for which it would wait and which may
-    hang. host: gives the groups of Gloo's beside those of NCCL.
+    hang. The ranks that go on can read that this one has left. host: gives the groups of Gloo's beside those of NCCL.
+    done: how far this rank came, as of `words_to_leave`.
     """
-    atexit.register(_leave, host)
+    atexit.register(_leave, host, words_to_leave(default_group(), done))
 
 
 def forget_at_exit(device_mesh: DeviceMesh) -> None:
@@ -159,16 +161,17 @@ def _forget(device_mesh: weakref.ref[DeviceMesh]) -> None:
     forget_groups(device_mesh())
 
 
-def _leave(host: Callable[[], Iterable[Known]]) -> None:
+def _leave(host: Callable[[], Iterable[Known]], say: Callable[[], object]) -> None:
     if dist.is_initialized():
         has_peers = "nccl" in dist.get_backend_config() and dist.get_world_size() > 1
         ended = tuple(host()) if has_peers else (default_group,)
-        leaving = threading.Thread(target=_end, args=(ended,), name="autopar-leave", daemon=True)
+        leaving = threading.Thread(target=_end, args=(ended, say), name="autopar-leave", daemon=True)
         leaving.start()
         leaving.join(_LEAVING_S)
 
 
-def _end(groups: Iterable[Known]) -> None:
+def _end(groups: Iterable[Known], say: Callable[[], object]) -> None:
+    say()  # first: a peer asks as soon as its connection is closed
     for group in groups:
         with suppress(RankError):  # that it is gone already
             dist.destroy_process_group(group())

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import networkx as nx
 import torch
@@ -69,15 +71,48 @@ def sources() -> dict[str, Path]:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A node of a file's tree. lines: of the file."""
+
+    module: str
+    path: Path
+    lines: list[str]
+    node: Any
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.node.lineno}"
+
+
+Look = Callable[[Seen], Iterator[Any]]
+
+
+@cache
+def found() -> dict[str, list[Any]]:
+    """What each of `LOOKS` finds in all files, by its name: they are parsed and walked through once, which takes
+    seconds."""
+    results: dict[str, list[Any]] = {look.__name__: [] for looks in LOOKS.values() for look in looks}
+    for name, path in sources().items():
+        text = path.read_text()
+        lines = text.splitlines()
+        for node in ast.walk(ast.parse(text)):
+            for look in LOOKS.get(type(node), ()):
+                results[look.__name__] += look(Seen(name, path, lines, node))
+    return results
+
+
+def imported(seen: Seen) -> Iterator[tuple[str, str]]:
+    """The names that a file imports from modules of ours, with these modules."""
+    if (seen.node.module or "").startswith("autopar"):
+        for alias in seen.node.names:
+            inner = f"{seen.node.module}.{alias.name}"
+            yield seen.module, inner if inner in sources() else seen.node.module
+
+
 @cache
 def imports() -> nx.DiGraph:
     """An arrow from each file to those that it imports, at its top or in a function."""
-    graph, files = nx.DiGraph(), sources()
-    for name, path in files.items():
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("autopar"):
-                inner = [f"{node.module}.{alias.name}" for alias in node.names]
-                graph.add_edges_from((name, one if one in files else node.module) for one in inner)
+    graph = nx.DiGraph(found()["imported"])
     graph.remove_edges_from(list(nx.selfloop_edges(graph)))
     return graph
 
@@ -111,14 +146,15 @@ ASKED = {
 }  # fmt: skip
 
 
+def asks_a_module(seen: Seen) -> Iterator[str]:
+    function = seen.node.func
+    is_asked = isinstance(function, ast.Attribute) and function.attr in ASKED
+    if is_asked and not (isinstance(function.value, ast.Name) and function.value.id == "tables"):
+        yield str(seen)
+
+
 def test_no_file_asks_a_module_for_what_it_holds() -> None:
-    found = []
-    for name, path in sources().items():
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ASKED:
-                is_walk = isinstance(node.func.value, ast.Name) and node.func.value.id == "tables"
-                found += [] if is_walk else [f"{name}:{node.lineno}"]
-    assert found == []
+    assert found()["asks_a_module"] == []
 
 
 _MAKERS = {
@@ -127,16 +163,17 @@ _MAKERS = {
 }  # fmt: skip
 
 
+def makes_on_any_device(seen: Seen) -> Iterator[str]:
+    function = seen.node.func
+    is_maker = isinstance(function, ast.Attribute) and function.attr in _MAKERS
+    is_told = {keyword.arg for keyword in seen.node.keywords} & {"device", None}
+    if is_maker and not is_told and ast.unparse(function.value) == "torch":
+        yield f"{seen} {ast.unparse(seen.node)}"
+
+
 def test_what_is_made_says_on_which_device() -> None:
     """A script may have a default device (`torch.set_default_device`), which is meant for its model alone."""
-    found = []
-    for name, path in sources().items():
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _MAKERS:
-                named = {keyword.arg for keyword in node.keywords}
-                if ast.unparse(node.func.value) == "torch" and not named & {"device", None}:
-                    found.append(f"{name}:{node.lineno} {ast.unparse(node)}")
-    assert not found, "\n".join(found)
+    assert found()["makes_on_any_device"] == []
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
@@ -157,15 +194,14 @@ def test_no_file_is_long() -> None:
     assert {name: count for name, count in lines.items() if count > MOST_LINES} == {}
 
 
+def is_long(seen: Seen) -> Iterator[str]:
+    lines = seen.node.end_lineno - seen.node.lineno + 1
+    if lines > FUNCTION and seen.node.name not in LONGER:
+        yield f"{seen} {seen.node.name}: {lines} lines"
+
+
 def test_no_function_is_long() -> None:
-    found = [
-        f"{name}:{node.lineno} {node.name}: {node.end_lineno - node.lineno + 1} lines"
-        for name, path in sources().items()
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef) and node.name not in LONGER
-        and (node.end_lineno or 0) - node.lineno + 1 > FUNCTION
-    ]  # fmt: skip
-    assert found == []
+    assert found()["is_long"] == []
 
 
 # Functions of more than `ARGUMENTS` arguments: what torch's function, an op's schema or a kernel of Triton takes, the
@@ -185,17 +221,20 @@ MANY_ARGUMENTS = {
 }  # fmt: skip
 
 
+_ALLOWED = {name for names in MANY_ARGUMENTS.values() for name in names}
+
+
+def has_many_arguments(seen: Seen) -> Iterator[str]:
+    arguments = seen.node.args
+    given = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    count = sum(one.arg not in ("self", "cls") for one in given)
+    if count > ARGUMENTS and seen.node.name not in _ALLOWED:
+        yield f"{seen} {seen.node.name}: {count} arguments"
+
+
 def test_a_function_has_few_arguments() -> None:
     """Those of a call that many functions hand on are one object."""
-    allowed = {name for names in MANY_ARGUMENTS.values() for name in names}
-    many = []
-    for name, path in sources().items():
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef) and node.name not in allowed:
-                given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-                count = sum(one.arg not in ("self", "cls") for one in given)
-                many += [f"{name}:{node.lineno} {node.name}: {count} arguments"] if count > ARGUMENTS else []
-    assert many == []
+    assert found()["has_many_arguments"] == []
 
 
 WITHOUT_SUBJECT = re.compile(
@@ -203,29 +242,28 @@ WITHOUT_SUBJECT = re.compile(
 )
 
 
+def lacks_a_subject(seen: Seen) -> Iterator[str]:
+    first = (ast.get_docstring(seen.node) or "").partition("\n")[0]
+    if WITHOUT_SUBJECT.match(first):
+        yield f"{seen.module}: {first}"
+
+
 def test_a_docstring_begins_with_what_it_speaks_of() -> None:
     """No first line begins "Of ...", "As ...", "Those ...", nor "The same with ..." (the same what?)."""
-    begun = []
-    for name, path in sources().items():
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-                first = (ast.get_docstring(node) or "").partition("\n")[0]
-                begun += [f"{name}: {first}"] if WITHOUT_SUBJECT.match(first) else []
-    assert begun == []
+    assert found()["lacks_a_subject"] == []
+
+
+def lacks_a_comment(seen: Seen) -> Iterator[str]:
+    node = seen.node
+    first = node.body[0].end_lineno or 0 if ast.get_docstring(node) else node.lineno
+    inside = seen.lines[first : node.end_lineno]
+    if len(inside) > LINES_ALONE and not any("#" in line for line in inside):
+        yield f"{seen} {node.name}"
 
 
 def test_a_hard_function_says_why_inside() -> None:
     """A function of more than `LINES_ALONE` lines, docstring apart, has a comment."""
-    found = []
-    for name, path in sources().items():
-        lines = path.read_text().splitlines()
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef):
-                first = node.body[0].end_lineno or 0 if ast.get_docstring(node) else node.lineno
-                inside = lines[first : node.end_lineno]
-                is_alone = len(inside) > LINES_ALONE and not any("#" in line for line in inside)
-                found += [f"{name}:{node.lineno} {node.name}"] if is_alone else []
-    assert found == []
+    assert found()["lacks_a_comment"] == []
 
 
 # -- folders --------------------------------------------------------------------------------------------------------
@@ -259,13 +297,14 @@ def test_a_folder_says_which_question_it_answers() -> None:
 def test_a_name_of_a_file_and_of_a_public_class_stands_once() -> None:
     stems = [path.stem for path in sources().values() if not path.stem.startswith("__")]
     assert sorted({stem for stem in stems if stems.count(stem) > 1}) == []
-    classes = [
-        node.name
-        for path in sources().values()
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
-    ]
+    classes = found()["public_classes"]
     assert sorted({name for name in classes if classes.count(name) > 1}) == []
+
+
+def public_classes(seen: Seen) -> Iterator[str]:
+    for node in seen.node.body:
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield node.name
 
 
 # -- names of ops ---------------------------------------------------------------------------------------------------
@@ -325,16 +364,18 @@ def tables_in(tree: ast.AST, place: str = "") -> Iterator[tuple[str, Names]]:
             yield from tables_in(node, own)
 
 
+def tables_of_ops(seen: Seen) -> Iterator[tuple[str, list[str]]]:
+    path = str(seen.path.relative_to(ROOT))
+    if not path.startswith(ROOMS_OF_OPS):
+        for place, names in tables_in(seen.node):
+            yield f"{path} {place}", sorted(names)
+
+
 def test_what_is_true_of_an_op_stands_in_the_rooms_of_ops() -> None:
     """Names of ops in a pass are a fact told again: it will miss `select`, `view_copy` or `aten.t`."""
-    found = {
-        f"{path.relative_to(ROOT)} {place}": sorted(names)
-        for path in sources().values()
-        if not str(path.relative_to(ROOT)).startswith(ROOMS_OF_OPS)
-        for place, names in tables_in(ast.parse(path.read_text()))
-    }
-    assert {place: names for place, names in found.items() if place not in ALLOWED} == {}
-    assert set(ALLOWED) <= set(found) and len(ALLOWED) <= 8
+    tables = dict(found()["tables_of_ops"])
+    assert {place: names for place, names in tables.items() if place not in ALLOWED} == {}
+    assert set(ALLOWED) <= set(tables) and len(ALLOWED) <= 8
 
 
 def test_a_table_of_ops_is_seen() -> None:
@@ -353,3 +394,13 @@ def test_a_table_of_ops_is_seen() -> None:
     assert (
         list(tables_in(ast.parse("TABLE = 'a view that is transposed, sorted or split has no copy of its own'"))) == []
     )
+
+
+LOOKS: dict[type[ast.AST], tuple[Look, ...]] = {
+    ast.Module: (lacks_a_subject, public_classes, tables_of_ops),
+    ast.ImportFrom: (imported,),
+    ast.ClassDef: (lacks_a_subject,),
+    ast.FunctionDef: (lacks_a_subject, lacks_a_comment, is_long, has_many_arguments),
+    ast.AsyncFunctionDef: (lacks_a_subject,),
+    ast.Call: (asks_a_module, makes_on_any_device),
+}

@@ -13,7 +13,9 @@ from typing import Any, get_type_hints
 import pytest
 import torch
 from conftest import ROOT
+from torch import nn
 
+import autopar
 from autopar.cli.arguments.command_options import FLAGS
 from autopar.compiler.check_options import options_of
 from autopar.errors import AutoparError
@@ -114,6 +116,15 @@ def test_options_are_the_callers_no_longer() -> None:
         options_of(parking=True)  # type: ignore[call-arg]
 
 
+@pytest.mark.parametrize("function", [autopar.parallelize, autopar.compile, autopar.verify])
+def test_a_name_that_is_near_is_asked_for(function: Any) -> None:
+    """Red before: the options of the step alone were named."""
+    given = {} if function is autopar.parallelize else {"batch": torch.randn(2, 2)}
+    for name, near in (("loss_function", "loss_fn"), ("micro_batches", "microbatches")):
+        with pytest.raises(TypeError, match=rf"no option '{name}' \(did you mean '{near}'.*; there is model, mesh"):
+            function(nn.Linear(2, 2), "dp=1", **{name: 2}, **given)
+
+
 def test_ranks_tell_a_function_by_its_name() -> None:
     """Its address would be another on each rank."""
     lines = options_of(schedule=lambda *_: (), zero=2).lines
@@ -155,10 +166,10 @@ if __name__ == "__main__":
 
 
 def _package_with(folder: Path, changes: dict[str, str]) -> None:
-    """Copy our package, with changes in ir/options.py alone."""
-    package, leave = folder / "autopar", shutil.ignore_patterns("__pycache__")
+    """Copy our package with what Python has compiled of it, and changes in ir/options.py alone."""
+    package = folder / "autopar"
     for name, place in (("autopar", package), ("passes", package / "passes"), ("runtime", package / "runtime")):
-        shutil.copytree(ROOT / name, place, ignore=leave)
+        shutil.copytree(ROOT / name, place)
     options = package / "ir" / "options.py"
     text = options.read_text()
     for old, new in changes.items():

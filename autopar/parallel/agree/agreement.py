@@ -281,7 +281,7 @@ def lost_peers(doing: str, at: Callable[[], str] = str) -> Iterator[None]:
     except RuntimeError as error:
         if not is_loss_of_peer(error):
             raise
-        raise loss_of_peers(f"rank {dist.get_rank()}", f"while {doing}.", OTHERS + at(), error) from error
+        raise loss_of_peers(f"rank {dist.get_rank()}", f"while {doing}{at()}.", OTHERS, error) from error
 
 
 def difference(

@@ -33,6 +33,7 @@ class Pace:
 
     def __init__(self) -> None:
         self.waits = Waits(shares_cores=(Settings.read().local_world_size or 1) >= (os.cpu_count() or 1))
+        self.begun = 0  # training steps of this rank
         self._mark: tuple[float, float] | None = None  # when the last step began, and the waits until then
         self._own_us = 0  # to be told
         self._alike: dict[Hashable, list[int]] = {}  # ranks that do the same
@@ -53,6 +54,7 @@ class Pace:
 
     def begin(self) -> None:
         """A training step begins."""
+        self.begun += 1
         now, waited = self.waits.clock(), self.waits.seconds
         if self._mark is not None:
             self._own_us = max(1, int(1e6 * (now - self._mark[0] - waited + self._mark[1])))

@@ -284,7 +284,7 @@ def join(asked: Requested) -> tuple[Agreement, Mesh, DeviceMesh, StepOptions]:
         else:
             _meet(backend)
     agreement = Agreement(place, Pace())
-    leave_at_exit(lambda: agreement.levels.groups)  # also where ranks are refused below
+    leave_at_exit(lambda: agreement.levels.groups, partial(_done, agreement.pace))  # also where ranks are refused below
     mesh, options = agreement.together("arguments", lambda phase: asked.check(phase, world, place))
     if place.type == "cuda" and world > 1:
         check_places(agreement.everyone("devices", place_of(place)))
@@ -299,6 +299,10 @@ def join(asked: Requested) -> tuple[Agreement, Mesh, DeviceMesh, StepOptions]:
         of_axes = [known(device_mesh.get_group(axis)) for axis in device_mesh.mesh_dim_names or ()]
         agreement.patience = Patience([default_group, *agreement.levels.groups, *of_axes])
     return agreement, mesh, device_mesh, options
+
+
+def _done(pace: Pace) -> str:
+    return f"after {pace.begun} training steps"
 
 
 def _meet(backend: str) -> None:
