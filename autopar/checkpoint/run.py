@@ -88,11 +88,6 @@ def state_of_module(model: nn.Module) -> dict[str, Any]:
     return found
 
 
-def tensors_of_module(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors among them."""
-    return {name: value for name, value in state_of_module(model).items() if isinstance(value, torch.Tensor)}
-
-
 def _named(label: str, given: Any) -> dict[str, Any]:
     if given is None:
         return {}
