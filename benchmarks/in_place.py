@@ -130,7 +130,7 @@ def search(verdict: Callable[[int], tuple[str, str]], doc: str | None) -> None:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
+    asked, _ = parser.parse_known_args()
     torch.set_num_threads(1)
     start, number, found, refused = time.monotonic(), asked.seed, Counter[str](), Counter[str]()
     while number == asked.seed or time.monotonic() - start < asked.seconds:
