@@ -22,6 +22,7 @@ import shutil
 import sys
 import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from tempfile import gettempdir
 from typing import Any
@@ -60,12 +61,13 @@ class World:
     notes: list[Any] = field(default_factory=list)
     batches: int = 0
     losses: dict[int, Any] = field(default_factory=dict)
+    saved: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
         self.names |= {"__name__": "drawn", "torch": torch, "nn": nn, "F": nn.functional, "copy": copy}
         own = (self.value, self.back, self.batch, self.whole_batch, self.labels, self.mine, self.together)
         own += (self.gathered, self.save, self.load, whole, ema_of)
-        self.names |= {"note": self.notes.append} | {function.__name__: function for function in own}
+        self.names |= {"note": lambda value: self.notes.append(leaves("", value))} | {function.__name__: function for function in own}
         self.names |= {"EMA": autopar.EMA}
         shutil.rmtree(self.folder, ignore_errors=True)
         torch.manual_seed(0)
@@ -103,10 +105,11 @@ class World:
         x, y = self.whole_batch(rows)
         return (x, y) if self.is_plain else (self.part(x), self.part(y))
 
-    def labels(self, odd: int, first: bool = False) -> Tensor:
-        """Classes, one of which is odd: a wrong one or one to ignore."""
+    def labels(self, odd: int) -> Tensor:
+        """Classes, of which each rank has an odd one: a wrong one or one to ignore. (What one rank alone refuses in the
+        middle of a step ends the others; the first stages of a pipeline see no labels.)"""
         y = torch.arange(8) % 6
-        y[0 if first else -1] = odd
+        y[[0, -1]] = odd if odd < 6 or "pp" not in self.place[0] else -100
         return y if self.is_plain else self.part(y)
 
     def cut(self, rows: int) -> int:
@@ -131,19 +134,35 @@ class World:
         torch.distributed.all_gather_object(parts, rows.detach())
         return torch.cat(parts)
 
-    def gathered(self, model: Any, write: bool = False) -> Any:
-        return contextlib.nullcontext(model) if self.is_plain else model.gathered(write=write)
+    @contextlib.contextmanager
+    def gathered(self, model: Any, write: bool = False) -> Iterator[Any]:
+        """The plain module for a while, of which nothing stays that is not to be written."""
+        if not self.is_plain:
+            with model.gathered(write=write) as plain:
+                yield plain
+            return
+        was = [(each, each.clone()) for each in model.buffers()]
+        yield model
+        for each, value in () if write else was:
+            each.copy_(value)
 
     @property
     def folder(self) -> str:
-        """Where this side saves. The ranks have one parent."""
-        return f"{gettempdir()}/autopar_loops_{os.getppid()}_{f'plain{self.rank}' if self.is_plain else 'parallel'}"
+        """Where a parallel model is saved. The ranks have one parent."""
+        return f"{gettempdir()}/autopar_loops_{os.getppid()}"
 
     def save(self, model: Any, optimizer: Any, step: int) -> None:
-        autopar.save(self.folder, model, optimizer, step=step)
+        if self.is_plain:
+            self.saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        else:
+            autopar.save(self.folder, model, optimizer, step=step)
 
     def load(self, model: Any, optimizer: Any) -> None:
-        autopar.load(self.folder, model, optimizer)
+        if not self.is_plain:
+            autopar.load(self.folder, model, optimizer)
+        else:
+            for each, state in zip((model, optimizer), copy.deepcopy(self.saved), strict=True):
+                each.load_state_dict(state)
 
     def value(self, model: Any, *batch: Tensor) -> Tensor:
         if not self.is_plain:
@@ -313,7 +332,7 @@ def played(lines: list[Line], place: Place, often: bool) -> Verdict:
     if size not in pools():
         pools()[size] = Ranks(size)
     try:
-        outcomes = pools()[size].attempt(play, lines, tuple(where), often, timeout=90)
+        outcomes = pools()[size].attempt(play, lines, tuple(where), often, timeout=90 + len(lines))
     except AssertionError as hang:
         close()
         return "BROKEN", -1, f"hang: {hang}"[:400]
@@ -326,7 +345,8 @@ def played(lines: list[Line], place: Place, often: bool) -> Verdict:
 def shape(refusal: str) -> str:
     """A refusal without its names and numbers, so that alike ones are counted together."""
     text = refusal.rpartition("This line has ")[2] or refusal
-    return re.sub(r"\d+", "N", re.sub(r"'[^']*'", "'...'", " ".join(first_sentence(text).split())))[:200]
+    text = text if "RankError" in text else first_sentence(text)  # which has a list
+    return re.sub(r"\d+", "N", re.sub(r"'[^']*'", "'...'", " ".join(text.split())))[:200]
 
 
 def shortened(lines: list[Line], place: Place, was: Verdict, seconds: float = 200) -> tuple[list[Line], Verdict]:
@@ -353,9 +373,9 @@ def verdict(number: int) -> tuple[str, str]:
     return judged(PLACES[number % len(PLACES)], drawn(number))
 
 
-def verdict_of_script(number: int) -> tuple[str, str]:
+def verdict_of_script(number: int, lengths: tuple[int, int] = (6, 16)) -> tuple[str, str]:
     """What became of a script, likewise."""
-    return judged(SCRIPT_PLACES[number % len(SCRIPT_PLACES)], scripted(number))
+    return judged(SCRIPT_PLACES[number % len(SCRIPT_PLACES)], scripted(number, lengths))
 
 
 def judged(place: Place, lines: list[Line]) -> tuple[str, str]:
@@ -370,7 +390,7 @@ def judged(place: Place, lines: list[Line]) -> tuple[str, str]:
     found = played(lines, place, False) if found[0] == "ok" and not found[2] else found
     if found[0] not in ("WRONG", "BROKEN"):
         refused += [found[2]] if found[2] else []
-        return ("refused", shape(refused[0])) if refused else (found[0], "")
+        return ("refused", " | ".join(map(shape, refused))) if refused else (found[0], "")
     lines, (kind, at, text) = shortened(lines, place, found)
     return kind, f"at {at}: {text[:1500]}\n{place}\n" + "".join(f"  {line!r},\n" for line in lines)
 
