@@ -48,7 +48,6 @@ SCRIPT_LOSSES = (
     "allow_unused=True) if g is not None))(F.mse_loss(m(x), y))",
     "maml(m, x, y)", "maml(m, x, y, 2)", "F.mse_loss(m(x), y) + 0.01 * hutchinson(m, x)",
     "F.mse_loss(m(x), y) + 0.1 * torch.func.jacrev(m)(x[:2]).pow(2).mean()",
-    "F.mse_loss(m(x), y) + 0.1 * torch.func.jvp(m, (x,), (torch.ones_like(x),))[1].pow(2).mean()",
     "F.mse_loss(m(perturbed(m, x, y)), y)", "F.mse_loss(m(x), y) + 0.1 * sum(p.abs().sum() for p in m.parameters())",
     "F.mse_loss(m(x), y) + 0.1 * sum(p.pow(2).mean() for p in m.parameters() if p.requires_grad and p.ndim > 1)",
 )  # fmt: skip
@@ -218,7 +217,7 @@ SCRIPT_CHANGES = (
     "start = [p.detach().clone() for p in {m}.parameters()]",
     "with torch.no_grad(): [p.copy_(p0 + 0.5 * (p - p0)) for p, p0 in zip({m}.parameters(), start)]",
     "torch._foreach_lerp_(start, [p.detach() for p in {m}.parameters()], 0.5)",
-    "torch.optim.swa_utils.update_bn([whole_batch()[0] for _ in range(2)], {m}) if {m}.norm.__class__ is "
+    "torch.optim.swa_utils.update_bn([batch()[0] for _ in range(2)], {m}) if {m}.norm.__class__ is "
     "nn.BatchNorm1d and not parted else None",
 )  # fmt: skip
 HELPERS = '''
@@ -236,7 +235,8 @@ def fallible(out, y):
     return F.mse_loss(out, y)
 
 def attempt(m, *args):
-    was = [(b, b.clone()) for b in m.buffers()]
+    plain = [] if hasattr(m, 'training_loss') else [*m.buffers(), *m.parameters()]
+    was = [(b, b.detach().clone()) for b in plain]
     try:
         back(m, *args)
     except Exception as error:
