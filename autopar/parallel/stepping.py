@@ -161,7 +161,9 @@ def run_step(session: Session, running: Running, given: Given, is_step: bool) ->
             raise BatchError(f"{given.parts.paths[i]} {where}: only prepare() can take it.")
     lift = session.settings.lift
     explaining = explaining_memory(running.compiled, default_group().rank(), session.settings.device)
-    with explaining, _own_dtypes(session.settings.device.type, lift):
+    failures = session.agreement.failures
+    noted = nullcontext() if failures is None else failures.noted()
+    with explaining, _own_dtypes(session.settings.device.type, lift), noted:
         outputs = running.run(_inputs(session, running, given, is_step))
     _check(session, running, outputs)
     if running.is_bounded:
