@@ -1,11 +1,12 @@
 """Draw training loops of several steps, models and optimizers, and compare each with the same loop of plain PyTorch.
 
-    timeout 700 .venv/bin/python -m benchmarks.drawn_loops [--seconds 600] [--seed 0]
+    timeout 700 .venv/bin/python -m benchmarks.drawn_loops [--seconds 600] [--seed 0] [--scripts]
 
 A loop is a script of lines: what two models compute, their losses (which call each other), optimizers, and then what
 users do between steps. Behind every line all that a user can take out is compared. A loop that differs is made short
 and printed; a line that plain PyTorch refuses, or autopar with an error of its own, is left out. Output and options are
-those of `benchmarks.in_place`.
+those of `benchmarks.in_place`. With --scripts the lines are those of everyday training scripts, on every kind of mesh
+and batch: parts of each rank's own, pipelines, ZeRO, offload (`benchmarks.script_lines`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import math
 import os
 import re
 import shutil
-import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -67,8 +67,8 @@ class World:
         self.names |= {"__name__": "drawn", "torch": torch, "nn": nn, "F": nn.functional, "copy": copy}
         own = (self.value, self.back, self.batch, self.whole_batch, self.labels, self.mine, self.together)
         own += (self.gathered, self.save, self.load, whole, ema_of)
-        self.names |= {"note": lambda value: self.notes.append(leaves("", value))} | {function.__name__: function for function in own}
-        self.names |= {"EMA": autopar.EMA}
+        self.names |= {function.__name__: function for function in own} | {"EMA": autopar.EMA}
+        self.names["note"] = lambda value: self.notes.append(leaves("", value))  # as it is now
         shutil.rmtree(self.folder, ignore_errors=True)
         torch.manual_seed(0)
         self.execute(IMPORTS + head(self.lines), "models")
@@ -397,6 +397,6 @@ def judged(place: Place, lines: list[Line]) -> tuple[str, str]:
 
 if __name__ == "__main__":
     try:
-        search(verdict_of_script if '--scripts' in sys.argv else verdict, __doc__)
+        search(verdict, __doc__, scripts=verdict_of_script)
     finally:
         close()

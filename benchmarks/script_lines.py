@@ -90,7 +90,7 @@ SCRIPT_STEPS = (
     "back({m}, *batch()); {m}.{l}.weight.grad[:, {i}:3] *= 0.5; {o}.step(); {o}.zero_grad()",
     "back({m}, *batch()); [p.grad.data.clamp_(-0.02, 0.02) for p in held({m})]; {o}.step(); {o}.zero_grad()",
     "back({m}, *batch()); [setattr(p, 'grad', p.grad * 0.5) for p in held({m})]; {o}.step(); {o}.zero_grad()",
-    "back({m}, *batch()); [setattr(p, 'grad', p.grad.sign()) for p in held({m})]; {o}.step()",
+    "back({m}, *batch()); [setattr(p, 'grad', p.grad / (p.grad.abs() + 1e-3)) for p in held({m})]; {o}.step()",
     "back({m}, *batch()); torch.manual_seed({i}); [p.grad.add_(torch.randn_like(p.grad), alpha=0.01) for p in "
     "held({m})]; {o}.step(); {o}.zero_grad()",
     "back({m}, *batch()); [setattr(p, 'grad', None) for p in held({m}) if p.ndim == 1]; {o}.step(); {o}.zero_grad()",
@@ -121,7 +121,8 @@ SCRIPT_STEPS = (
     "back({m}, (x + 0.1 * g.sign()).detach(), y); {o}.step()",
     "x, y = batch(); d = torch.zeros_like(x, requires_grad=True); back({m}, x + d, y); {o}.zero_grad(); "
     "back({m}, x + 0.1 * d.grad.sign(), y); {o}.step()",
-    "x, y = batch(); lam = 0.3; (lam * value({m}, x, y) + (1 - lam) * value({m}, x, y.flip(-1))).backward(); {o}.step()",
+    "x, y = batch(); lam = 0.3; (lam * value({m}, x, y) + (1 - lam) * value({m}, x, y.flip(-1))).backward(); "
+    "{o}.step()",
     "{o}.zero_grad(); loss = value({m}, *batch()); l2 = 0.01 * sum(p.pow(2).sum() for p in {m}.parameters()); "
     "(loss + l2).backward(); note(loss + l2); {o}.step()",
     "with no_sync({m}): back({m}, *batch())\nback({m}, *batch()); {o}.step(); {o}.zero_grad()",
@@ -146,7 +147,8 @@ SCRIPT_LOOKS = (
     "{m}.eval()\nwith torch.inference_mode(): note(mine({m}(batch()[0])))\n{m}.train()",
     "{m}.eval()\nwith torch.no_grad(): note([mine({m}(batch(n)[0]), n) for n in (8, 6, 2)])\n{m}.train()",
     "with torch.no_grad(): note(mine({m}(batch(6)[0]), 6))", "note({m}.head.weight.norm())",
-    "{m}.eval()\nwith torch.inference_mode(): note(F.mse_loss(together({m}(batch()[0])), whole_batch()[1]))\n{m}.train()",
+    "{m}.eval()\nwith torch.inference_mode(): note(F.mse_loss(together({m}(batch()[0])), whole_batch()[1]))\n"
+    "{m}.train()",
     "note([n for n, p in {m}.named_parameters() if p.grad is None])", "note({o}.param_groups[0]['lr'])",
     "with torch.no_grad(): note([p.abs().mean().item() for p in {m}.parameters()])",
     "with torch.no_grad(): note(torch.histc({m}.{l}.weight.detach(), 5, -1, 1))",
@@ -162,7 +164,8 @@ SCRIPT_CHANGES = (
     "ema = EMA({m}, 0.9); ema.update()", "ema.update()", "[p.data.clamp_(-0.1, 0.1) for p in {m}.parameters()]",
     "with torch.no_grad(): {m}.{l}.weight.div_({m}.{l}.weight.norm(dim=1, keepdim=True))",
     "with torch.no_grad(): {m}.{l}.weight.div_(torch.linalg.matrix_norm({m}.{l}.weight, 2))",
-    "with torch.no_grad(): u, s, v = torch.linalg.svd(whole({m}.{l}.weight)); {m}.{l}.weight.copy_(u * s.clamp(max=1) @ v)",
+    "u, s, v = torch.linalg.svd(whole({m}.{l}.weight))\n"
+    "with torch.no_grad(): {m}.{l}.weight.copy_(u * s.clamp(max=1) @ v)",
     "with torch.no_grad(): {m}.{l}.weight.renorm_(2, 0, 0.5)", "nn.init.orthogonal_({m}.{l}.weight)",
     "nn.init.kaiming_uniform_({m}.{l}.weight, nonlinearity='relu'); nn.init.zeros_({m}.{l}.bias)",
     "{m}.{l}.reset_parameters()", "nn.init.trunc_normal_({m}.{l}.weight, std=0.1)", "nn.init.eye_({m}.{l}.weight)",
@@ -182,14 +185,16 @@ SCRIPT_CHANGES = (
     "saved = {{k: whole(v).clone() for k, v in {m}.state_dict().items()}}; states = copy.deepcopy({o}.state_dict())",
     "{m}.load_state_dict(saved); {o}.load_state_dict(states)", "save({m}, {o}, 1)", "load({m}, {o})",
     "back({m}, *batch()); save({m}, {o}, 2); {o}.step()", "{m}.load_state_dict(t.state_dict())",
-    "file = io.BytesIO(); torch.save({{k: whole(v) for k, v in {m}.state_dict().items()}}, file); file.seek(0); {m}.load_state_dict(torch.load(file))",
+    "file = io.BytesIO(); torch.save({{k: whole(v) for k, v in {m}.state_dict().items()}}, file); file.seek(0); "
+    "{m}.load_state_dict(torch.load(file))",
     "{o} = torch.optim.SGD({m}.parameters(), lr=0.05, momentum=0.9, nesterov=True)",
     "{o} = torch.optim.AdamW([{{'params': [p for p in {m}.parameters() if p.ndim > 1], 'weight_decay': 0.1}}, "
     "{{'params': [p for p in {m}.parameters() if p.ndim < 2], 'weight_decay': 0.0}}], lr=0.02, eps=1e-3)",
     "{o} = torch.optim.Adam(trained({m}), lr=0.02, eps=1e-3, foreach=False, amsgrad=True)",
     "{o} = torch.optim.Adam(trained({m}), lr=0.02, eps=1e-3, fused=True)",
     "{o} = torch.optim.AdamW(trained({m}), lr=torch.tensor(0.02), eps=1e-3, foreach=False, maximize=True)",
-    "{o} = torch.optim.NAdam(trained({m}), lr=0.02, eps=1e-3)", "{o} = torch.optim.RAdam(trained({m}), lr=0.02, eps=1e-3)",
+    "{o} = torch.optim.NAdam(trained({m}), lr=0.02, eps=1e-3)",
+    "{o} = torch.optim.RAdam(trained({m}), lr=0.02, eps=1e-3)",
     "{o} = torch.optim.Adamax(trained({m}), lr=0.02, eps=1e-3)", "{o} = Lion(trained({m}), 0.01)",
     "{o} = torch.optim.Adadelta(trained({m}), eps=1e-3)", "{o} = torch.optim.ASGD(trained({m}), lr=0.05)",
     "{o} = torch.optim.SGD({m}.head.parameters(), lr=0.05); "
@@ -206,7 +211,8 @@ SCRIPT_CHANGES = (
     "sched.step()", "for g in {o}.param_groups: g['lr'] = {v} / 10", "{o}.param_groups[0]['weight_decay'] = 0.1",
     "sched_state = copy.deepcopy(sched.state_dict())", "sched.load_state_dict(sched_state)",
     "swa = torch.optim.swa_utils.SWALR({o}, 0.05, 2)", "swa.step()", "{m}.scale = {v}", "{m}.warm = not {m}.warm",
-    "{m}.frozen = not {m}.frozen", "{m}.depth = {i} + 1", "{m}.task = 'two'", "{m}.extra = torch.full((6,), {v}, dtype=D)",
+    "{m}.frozen = not {m}.frozen", "{m}.depth = {i} + 1", "{m}.task = 'two'",
+    "{m}.extra = torch.full((6,), {v}, dtype=D)",
     "{m}.ema.add_(0.1)", "{m}.mask[{i}] = 0", "{m}.eval()", "{m}.train()", "{m}.act = F.relu", "{o}.state.clear()",
     "[s['exp_avg'].mul_(0.5) for s in {o}.state.values() if 'exp_avg' in s]",
     "[{o}.state.pop(p, None) for p in {m}.{l}.parameters()]",
@@ -372,9 +378,9 @@ box.fails = False
 
 
 def scripted(number: int, lengths: tuple[int, int] = (6, 16)) -> list[Line]:
-    """The lines of a script."""
+    """The lines of a script. lengths: from how many to how many are drawn."""
     dice = random.Random(10**6 + number)
-    _, mesh, options = SCRIPT_PLACES[number % len(SCRIPT_PLACES)]
+    _, _, options = SCRIPT_PLACES[number % len(SCRIPT_PLACES)]
     is_short = "precision" in options
     is_parted = "microbatches" in options or options.get("batch") == "ddp"
     found: list[Line] = [("head", f"D = torch.{'float32' if is_short else 'float64'}")]

@@ -34,7 +34,7 @@ class Failures:
 
     @classmethod
     def of_model(cls) -> Failures:
-        """Those of the model that this rank makes now. Every rank makes the same ones, in the same order."""
+        """Begin to count for the model that this rank makes now. Every rank makes the same ones, in the same order."""
         size = dist.get_world_size()
         number = default_store().add(f"autopar/models/{dist.get_rank()}", 1) if size > 1 else 0
         return cls(f"autopar/failures/{number}", size)
