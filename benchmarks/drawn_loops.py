@@ -65,8 +65,8 @@ class World:
 
     def __post_init__(self) -> None:
         self.names |= {"__name__": "drawn", "torch": torch, "nn": nn, "F": nn.functional, "copy": copy}
-        own = (self.value, self.back, self.batch, self.whole_batch, self.labels, self.mine, self.together)
-        own += (self.gathered, self.save, self.load, whole, ema_of)
+        own: list[Any] = [self.value, self.back, self.batch, self.whole_batch, self.labels, self.mine, self.together]
+        own += [self.gathered, self.save, self.load, whole, ema_of]
         self.names |= {function.__name__: function for function in own} | {"EMA": autopar.EMA}
         self.names["note"] = lambda value: self.notes.append(leaves("", value))  # as it is now
         shutil.rmtree(self.folder, ignore_errors=True)
