@@ -21,7 +21,8 @@ versions of torch that they were tried with.
 - `torch.distributed.distributed_c10d._coalescing_manager`: several collectives by one launch of NCCL.
 - `DeviceMesh._pg_registry`, from torch 2.13 on: the groups that a mesh keeps after they were destroyed, with their
   threads; and the defaults of the functions of `torch.distributed.nn`, which keep the default group of their import.
-- `torch.distributed.distributed_c10d._get_default_store`: where a rank that ends leaves word for those that go on.
+- `torch.distributed.distributed_c10d._get_default_store`: where a rank leaves word for those that wait for it in a
+  collective, as it fails or ends.
 - `torch.distributed.distributed_c10d._set_pg_timeout`: how long the default group waits once all ranks have met in it,
   which they do minutes apart; its public timeout bounds the meeting too. Of any group: once steps were measured. From
   torch 2.15 on it is public: `set_timeout`.
@@ -101,7 +102,7 @@ from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import _make_grads, _tensor_or_tensors_to_tuple, forward_ad
 from torch.autograd.graph import _engine_run_backward
-from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed import ProcessGroup, Store, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
@@ -138,6 +139,7 @@ __all__ = [
     "compile_with_inductor",
     "custom_function",
     "decompositions_of",
+    "default_store",
     "dispatch_modes",
     "end_waits_after",
     "fill_in",
@@ -235,7 +237,7 @@ def take_in_lists(kind: Any) -> None:
             kinds.append(kind)
 
 
-def default_store() -> torch.distributed.Store:
+def default_store() -> Store:
     """The store in which the ranks of the default group met. Raises ValueError where there is no such group."""
     return distributed_c10d._get_default_store()
 

@@ -125,12 +125,19 @@ def verdict(number: int) -> tuple[str, str]:
     return ("ok", "") if report.ok else ("WRONG", f"{report}\n{source}")
 
 
-def search(verdict: Callable[[int], tuple[str, str]], doc: str | None) -> None:
-    """Draw programs for some seconds, print those that are wrong, and end the process. doc: what is said of it."""
+Judge = Callable[[int], tuple[str, str]]
+
+
+def search(verdict: Judge, doc: str | None, **others: Judge) -> None:
+    """Draw programs for some seconds, print those that are wrong, and end the process. doc: what is said of it. others:
+    verdicts on other programs, by the option that asks for them."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--seed", type=int, default=0)
+    for name, other in others.items():
+        parser.add_argument(f"--{name}", dest="verdict", action="store_const", const=other, default=verdict)
     asked = parser.parse_args()
+    verdict = getattr(asked, "verdict", verdict)
     torch.set_num_threads(1)
     start, number, found, refused = time.monotonic(), asked.seed, Counter[str](), Counter[str]()
     while number == asked.seed or time.monotonic() - start < asked.seconds:

@@ -388,6 +388,7 @@ class _Capture:
             self.calling, self.may_specialize = mode.culprit(), mode.may_specialize and mode.permitted is None
             self.notes, self.reads.so_far, self.reads.state = mode.told(), None, None
             self.ran.values = mode.values
+            self.ran.differentiate(self.backward.trainable, mode.differentiated)
         self.has_random_ops, self.has_items = bool(mode.random_ops), bool(mode.items.made)
         mode.items.close()
         mode.selected.check_leaving(result)

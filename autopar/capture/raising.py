@@ -98,7 +98,7 @@ class Raise(TorchFunctionMode):
         self.inputs, self.outside = dict[int, Tensor](), dict[int, Outside]()  # the user's, by id: with inputs, without
         self.known, self._drew = self.calls.values, list[Tensor]()  # uniform draws of the call that runs
         self.facts = DataFacts(self.known, self.selected, reads, locator)
-        self.values = list[Tensor]()  # those whose values were read
+        self.values, self.differentiated = list[Tensor](), list[Tensor]()  # whose values, and gradients, were read
         self._fork = torch.random.fork_rng(devices=[])
         self._interceptors = tuple(self._in_order())
 

@@ -12,7 +12,7 @@ import torch
 from autopar.capture.capture import fake_like
 from autopar.capture.data.casts import default_dtype
 from autopar.capture.data.reads import OtherValues, check_reads
-from autopar.errors import BatchError
+from autopar.errors import AutoparError, BatchError
 from autopar.ir.layout import Layout, local_part
 from autopar.ir.program import Input, record
 from autopar.parallel.last_step import check_rows
@@ -26,6 +26,7 @@ from autopar.parallel.weights.gradients import Added, OfBatch, added_up, finishe
 from autopar.runtime.executor.inputs import StepInputs
 from autopar.runtime.kernels import host
 from autopar.runtime.ranks.process_groups import default_group
+from autopar.torch_compat import hooks_of
 
 
 def train_step(
@@ -33,6 +34,7 @@ def train_step(
 ) -> tuple[torch.Tensor, tuple[Any, ...]]:
     """Run a training program: gradients are added to `.grad`, what it changes is written. The loss, and all outputs;
     is_whole: those of all ranks, and not this rank's rows. is_held: gradients wait for the loss's `backward()`."""
+    _check_hooks(session, running)
     outputs = run_step(session, running, given, is_step=True)
     unused = _unused(session, running, outputs)
     is_finite = _is_finite(session, running, given, outputs)
@@ -57,6 +59,22 @@ def train_step(
     _add(session, [mine], is_held=False)
     batch.add()
     return finished(loss), outputs if is_whole else own
+
+
+def _check_hooks(session: Session, running: Running) -> None:
+    """Refuse hooks on parameters of which the step itself takes a gradient: on one device they run there, too."""
+    asked = running.captured.ran.differentiated
+    if not asked:
+        return
+    parameters = running.parameters()
+    hooked = sorted(name for name in asked if hooks_of(parameters[name])[0])
+    session.agreement.check("hooks on the gradients of parameters", hooked)
+    if hooked:
+        raise AutoparError(
+            f"'{hooked[0]}' has a hook on its gradient (register_hook), and the step takes a gradient of it itself "
+            f"(torch.autograd.grad): one device runs the hook there too, and a compiled step behind its end alone. Do "
+            f"in the loss function what the hook does, or change .grad between forward_backward() and optimizer.step()."
+        )
 
 
 def _add(session: Session, steps: list[Added], is_held: bool) -> None:
@@ -143,7 +161,9 @@ def run_step(session: Session, running: Running, given: Given, is_step: bool) ->
             raise BatchError(f"{given.parts.paths[i]} {where}: only prepare() can take it.")
     lift = session.settings.lift
     explaining = explaining_memory(running.compiled, default_group().rank(), session.settings.device)
-    with explaining, _own_dtypes(session.settings.device.type, lift):
+    failures = session.agreement.failures
+    noted = nullcontext() if failures is None else failures.noted()
+    with explaining, _own_dtypes(session.settings.device.type, lift), noted:
         outputs = running.run(_inputs(session, running, given, is_step))
     _check(session, running, outputs)
     if running.is_bounded:

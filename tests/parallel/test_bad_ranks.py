@@ -19,6 +19,7 @@ from processes import Outcome, Ranks, ranks_of
 from torch import Tensor, nn
 
 import autopar
+from autopar.errors import AutoparError, RankError
 
 pytestmark = pytest.mark.gloo
 SECONDS = 10.0  # a loaded machine's seconds
@@ -378,3 +379,44 @@ def test_a_rank_whose_loop_is_shorter_is_named() -> None:
         at
     )
     assert words.startswith("  Rank 1 has left after 2 training steps. Every rank must make as many steps: "), words
+
+
+# -- errors that a loop catches -------------------------------------------------------------------------------------
+
+
+def _catches(rank: int, mesh: str, row: int) -> list[str]:
+    """A loop that leaves out what fails: a label that is wrong in one row, and three good batches behind it."""
+    model, loss_fn, data = models.gpt()
+    parallel = autopar.parallelize(model, mesh, loss_fn=loss_fn)
+    parallel.forward_backward(*data)
+    wrong = [each.clone() for each in data]
+    wrong[1][row, 4] = 40
+    found = []
+    for batch in (wrong, data, data):
+        try:
+            parallel.forward_backward(*batch)
+        except AutoparError as error:
+            found.append(f"{type(error).__name__}: {error}")
+            if isinstance(error, RankError):
+                break
+    return found
+
+
+def test_a_loop_goes_on_behind_an_error_that_all_ranks_have(two: Ranks) -> None:
+    for found in two.run(_catches, "tp=2", 3, timeout=30):
+        assert len(found) == 1 and "index 40 is out of range" in found[0]
+
+
+def test_a_rank_that_catches_an_error_of_its_own_does_not_meet_the_others() -> None:
+    """Its next exchange would meet the collective in which they wait for it: it ends, and so do they."""
+    with ranks_of(2) as ranks:
+        outcomes = ranks.attempt(_caught_then_ends, timeout=30, fatal=True)
+    first, second = (str(outcome.error) for outcome in outcomes)
+    assert first.startswith("RankError: rank 0 failed in the middle of its last step, and not all ranks did")
+    assert "index 40 is out of range" in first
+    assert second.startswith("RankError: rank 1 (dp=1) lost its peers at %")
+
+
+def _caught_then_ends(rank: int) -> None:
+    found = _catches(rank, "dp=2", 3)
+    raise RankError(found[-1].removeprefix("RankError: "))

@@ -152,3 +152,25 @@ def test_a_batch_that_was_made_under_inference_mode() -> None:
         x = X.clone()
     model, plain = make(), net()
     torch.testing.assert_close(model.forward_backward(x), loss_fn(copy.deepcopy(plain), X).detach())
+
+
+def penalised(model: Any, x: Tensor) -> Tensor:
+    loss = model(x).square().mean()
+    (slope,) = torch.autograd.grad(loss, [model[0].weight], create_graph=True)
+    return loss + slope.square().sum()
+
+
+def test_a_hook_on_what_the_step_itself_takes_a_gradient_of_is_refused() -> None:
+    """One device runs it on that gradient, too. A hook on another parameter is run, on both."""
+    model, plain = autopar.parallelize(net(), "dp=1", loss_fn=penalised), net()
+    hooks = [each.get_parameter("2.weight").register_hook(lambda g: 2 * g) for each in (model, plain)]
+    model.forward_backward(X)
+    penalised(plain, X).backward()
+    for (name, p), got in zip(plain.named_parameters(), model.full_gradients().values(), strict=True):
+        torch.testing.assert_close(got, p.grad, msg=name)
+    hooks.append(model.get_parameter("0.weight").register_hook(lambda g: g.clamp(-0.01, 0.01)))
+    text = "'0.weight' has a hook on its gradient (register_hook), and the step takes a gradient of it itself"
+    with pytest.raises(AutoparError, match=re.escape(text)):
+        model.forward_backward(X)
+    hooks.pop().remove()
+    model.forward_backward(X)

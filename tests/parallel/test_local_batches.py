@@ -234,3 +234,36 @@ def test_what_was_found_has_to_fit_later_batches(two: Ranks) -> None:
             'batch="local" took these dims for those that count samples, since they were alike in an earlier call; now '
             "there are 4 in dim 0 of argument 0, 3 in dim 0 of argument 1. If that is meant, say so: batch_dims=(0, 0)."
         )
+
+
+class WithTable(nn.Module):
+    """Reads a tensor that is no buffer, and a number that a loop changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.table, self.factor = local_cases.mlp(), torch.linspace(0.5, 2, 4, dtype=torch.float64), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) * self.table[0] * self.factor
+
+
+def _one_rank_knows_its_size(rank: int, batch: str) -> None:
+    """One rank has a program for as many samples as it is given, and the other none."""
+    plain = plain_of(Local(WithTable, None, (), ()))
+    plain.table = torch.linspace(0.5, 2, 4, dtype=torch.float64)
+    model = autopar.parallelize(copy.deepcopy(plain), "dp=2", loss_fn=local_cases.square, batch=batch)  # type: ignore[arg-type]
+    for sizes, factor in (((4, 4), 1.0), ((4, 2), 1.0), ((4, 4), 2.0), ((4, 3), 2.0), ((2, 4), 1.0)):
+        plain.factor = model.factor = factor
+        parts = [value[: sum(sizes)].split(sizes) for value in GRADED.batch]
+        loss = model.forward_backward(*(part[rank] for part in parts))
+        if batch == "local":
+            wanted = local_cases.square(plain, *map(torch.cat, parts))[0]
+        else:
+            wanted = sum(local_cases.square(plain, *each)[0] for each in zip(*parts, strict=True)) / 2
+        close(loss, wanted, str(sizes))
+
+
+@pytest.mark.parametrize("batch", ["local", "ddp"])
+def test_a_last_batch_that_is_short_on_one_rank(two: Ranks, batch: str) -> None:
+    """What one rank found for as many samples on all of them is no difference between ranks."""
+    two.run(_one_rank_knows_its_size, batch)

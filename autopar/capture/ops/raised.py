@@ -55,6 +55,13 @@ from autopar.torch_compat import GROUPED_MM, backward_in_mode, gradients_in_mode
 
 Tensor = torch.Tensor
 
+
+def _gradients(mode: Any, outputs: tuple[Any, ...], inputs: tuple[Any, ...], **options: Any) -> Any:
+    """Compute gradients inside of a step, and note of what."""
+    mode.differentiated += inputs
+    return gradients_in_mode(mode, outputs, inputs, **options)
+
+
 # Raised also where the plain module is run for comparison: what draws random numbers, or may, as a checkpoint that runs
 # again inside of a gradient, and what torch cannot compute in float64.
 ALWAYS: dict[Any, Callable[..., Any]] = {
@@ -63,7 +70,7 @@ ALWAYS: dict[Any, Callable[..., Any]] = {
     F.scaled_dot_product_attention: attention,
     F.multi_head_attention_forward: multi_head_attention,
     GROUPED_MM: grouped_mm,
-    torch.autograd.grad: gradients_in_mode,
+    torch.autograd.grad: _gradients,
     **dict.fromkeys((torch.autograd.backward, Tensor.backward), backward_in_mode),
 }
 

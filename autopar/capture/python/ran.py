@@ -130,6 +130,7 @@ class Ran:
         self._bound: dict[int, set[tuple[int, ...]]] = {}  # the values of a code's free variables, by their ids
         self.is_whole = False  # once a run came to its end
         self.values: list[torch.Tensor] = []  # tensors that were read as Python numbers
+        self.differentiated: set[str] = set()  # parameters of which the step itself asked for the gradient
         self._known: dict[int, tuple[FunctionType, bool]] = {}
         self._interrupts: frozenset[CodeType] = frozenset()
         self._aside: FrameType | None = None  # a call of one of these, and all that it calls
@@ -226,7 +227,13 @@ class Ran:
         for code, bound in other._bound.items():
             self._bound.setdefault(code, set()).update(bound)
         self.values += other.values
+        self.differentiated |= other.differentiated
         self._known.clear()
+
+    def differentiate(self, parameters: Iterable[tuple[str, torch.Tensor]], tensors: Iterable[torch.Tensor]) -> None:
+        """Note which parameters are among the tensors of which the step took a gradient."""
+        asked = set(map(id, tensors))
+        self.differentiated |= {name for name, each in parameters if id(each) in asked}
 
     def covers(self, other: Ran) -> bool:
         """True if nothing ran there that did not run here."""

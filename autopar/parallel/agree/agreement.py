@@ -21,6 +21,7 @@ from torch import nn
 
 from autopar.capture.refusals.location import user_line
 from autopar.errors import RankError, name_ranks
+from autopar.parallel.agree.failures import Failures
 from autopar.parallel.agree.pace import Pace
 from autopar.parallel.agree.patience import Patience
 from autopar.runtime.ranks.levels import NODE, Levels
@@ -107,6 +108,7 @@ class Agreement:
         self.call = UserCall("parallelize")
         self.pace = pace if pace is not None else Pace()
         self.patience: Patience | None = None  # where nobody said how long ranks wait
+        self.failures: Failures | None = None  # of the steps of a model
         self.levels = _levels()
 
     def end_waits_after(self, timeout: timedelta) -> None:
@@ -116,6 +118,8 @@ class Agreement:
 
     def _waits(self, what: str) -> AbstractContextManager[None]:
         """Say of a loss of peers what was compared, and in which call of the user's."""
+        if self.failures is not None:
+            self.failures.check()
         return lost_peers(
             f"comparing the {what} of all ranks",
             lambda: f" in {_Said(self.call, user_line(sys._getframe()), what, None)}",

@@ -113,17 +113,18 @@ class Portion:
         return _SAMPLES + json.dumps(self.sizes if self.is_agreed else self.sizes[self.place])
 
     def settled(self, everyone: Sequence[Sequence[str]], mesh: Mesh) -> Portion | None:
-        """The portion with the sizes that all ranks say; None if they differ in something else. everyone: the lines of
-        each rank, of which one is this one's `line`."""
-        if len({tuple(line for line in lines if not _is_samples(line)) for lines in everyone}) > 1:
+        """The portion with the sizes that all ranks say; None if these are not what ranks differ in. everyone: the
+        lines of each rank, of which one is this one's `line`. All else is compared with these sizes once more: which
+        program a rank found for its own size says nothing."""
+        found = [[json.loads(line.removeprefix(_SAMPLES)) for line in lines if _is_samples(line)] for lines in everyone]
+        if self.is_agreed or any(len(said) != 1 or len(said[0]) != len(found[0][0]) for said in found):
             return None
-        said = [json.loads(line.removeprefix(_SAMPLES)) for lines in everyone for line in lines if _is_samples(line)]
         by_place: dict[int, Sizes] = {}
-        for coord, sizes in zip(mesh.coords(), said, strict=True):
+        for coord, (sizes,) in zip(mesh.coords(), found, strict=True):
             if by_place.setdefault(place_of(mesh, coord), tuple(sizes)) != tuple(sizes):
                 return None  # ranks that pass the same part
         sizes = tuple(by_place[place] for place in range(len(self.sizes)))
-        return replace(self, sizes=sizes, is_agreed=True)
+        return None if sizes == self.sizes else replace(self, sizes=sizes, is_agreed=True)
 
     def part(self, value: torch.Tensor, leaf: int, dim: int, outer: int) -> torch.Tensor:
         """This rank's rows of a value that has those of the whole batch at (dim, outer)."""

@@ -122,6 +122,7 @@ def entry_of(built: Built, bound: Bound, own: Tensors) -> dict[str, Any]:
         "leaves": [_leaf_json(leaf) for leaf in captured.result_leaves],
         "frozen": sorted(captured.frozen),
         "rebound": dict(captured.rebound),
+        "differentiated": sorted(captured.ran.differentiated),
         "batch_dims": captured.batch_dims,
     }
 
@@ -229,6 +230,7 @@ def built_of(
     constants = {name: _constant(where, guards, own) for name, where in says["constants"]}
     form = says["result"]
     dims = says["batch_dims"]
+    guards.ran.differentiated.update(says["differentiated"])
     captured = Captured(
         program, constants,
         None if form is None else _form(form), tuple(map(_leaf, says["leaves"])),

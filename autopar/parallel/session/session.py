@@ -37,6 +37,7 @@ from autopar.ir.options import TIMEOUT, StepKeywords, StepOptions
 from autopar.ir.plan import Fixed, Plan
 from autopar.machines import DEVICES, Machine, MachineLike, machine_like
 from autopar.parallel.agree.agreement import Agreement, Announcer, Phase, Watched
+from autopar.parallel.agree.failures import Failures
 from autopar.parallel.agree.pace import Pace
 from autopar.parallel.agree.patience import Patience
 from autopar.parallel.batches.local_batch import BatchWorld
@@ -284,6 +285,7 @@ def join(asked: Requested) -> tuple[Agreement, Mesh, DeviceMesh, StepOptions]:
         else:
             _meet(backend)
     agreement = Agreement(place, Pace())
+    agreement.failures = Failures.of_model()
     leave_at_exit(lambda: agreement.levels.groups, partial(_done, agreement.pace))  # also where ranks are refused below
     mesh, options = agreement.together("arguments", lambda phase: asked.check(phase, world, place))
     if place.type == "cuda" and world > 1:
