@@ -38,8 +38,8 @@ def words_to_leave(group: dist.ProcessGroup, done: Callable[[], str]) -> Callabl
 def _leave(store: dist.Store, rank: int, done: Callable[[], str]) -> None:
     error = getattr(sys, "last_value", None)  # what Python has just shown, where an error ended the script
     cause = None if error is None else f"{type(error).__name__}: {error}".partition("\n")[0][:_LONGEST]
-    line = json.dumps([rank, done(), cause]) + "\n"
-    _in_time(lambda: store.append(_KEY, line))
+    line = json.dumps([rank, done(), cause])
+    _in_time(lambda: store.set(f"{_KEY}/{store.add(_KEY, 1)}", line))
 
 
 def words_left() -> str | None:
@@ -49,8 +49,9 @@ def words_left() -> str | None:
     def ask() -> None:
         store = default_store()
         for _ in range(_ASKED):
-            if store.check([_KEY]):
-                read.extend(store.get(_KEY).decode().splitlines())
+            keys = [f"{_KEY}/{number}" for number in range(1, store.add(_KEY, 0) + 1)]
+            if keys and store.check(keys):
+                read.extend(store.get(key).decode() for key in keys)
                 return
             time.sleep(_PERIOD_S)
 
