@@ -43,7 +43,7 @@ def with_fewest(
             continue
         if mix.pp > 1:
             found.append(Trials(mix, layers, machine, limit).fewest(min(slowest, fastest), is_last))
-        elif not found or least_us(less, more) <= min(slowest, fastest):
+        elif least_us(less, more) <= fastest:
             found.append(predict(_fewest(mix, layers, limit), layers, machine))
         fastest = min((made.total for made in found if made.memory <= limit), default=math.inf)
     fitting = [made for made in found if made.memory <= limit]
