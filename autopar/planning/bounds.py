@@ -61,6 +61,10 @@ class Bounds:
         """us of the products of a step at the best share of the peak that the machine reaches."""
         return self.work.least * self._flop_us / (candidate.data * candidate.tp * candidate.pp) * _filling(candidate)
 
+    def ranks(self, candidate: Candidate) -> float:
+        """`rows` without what moves over data axes: the same for all stages of ZeRO."""
+        return self._least(candidate, max(HIGH, candidate.rows), False, False, moves=False)
+
     def rows(self, candidate: Candidate, is_again: bool = False) -> float:
         """us of the calls of a step, as if each rank of cp and ulysses had its part of every call of many whole
         rows, nothing was computed again and collectives were hidden as well as can be; and of its data axes."""
@@ -207,7 +211,9 @@ class Bounds:
 
         return self.layers.kept(("apart", near, candidate.rows, policies), cut)
 
-    def _least(self, candidate: Candidate, rows: int, is_split: bool, is_again: bool) -> float:
+    def _least(
+        self, candidate: Candidate, rows: int, is_split: bool, is_again: bool, moves: bool = True
+    ) -> float:  # fmt: skip
         """By a program of so many rows, on as many ranks of cp (is_split) or on one."""
         lies = candidate.twin or candidate  # where tp lies in the mesh is the same
         is_still = candidate.ulysses > 1 and is_split
@@ -221,11 +227,12 @@ class Bounds:
             flops = self.layers.flops_again(candidate.recompute) * candidate.rows
             more = flops / (candidate.tp * candidate.context) * self._flop_us
             backward, busy = backward + more, busy + more
-        return self._step(candidate, forward, backward, busy)
+        return self._step(candidate, forward, backward, busy, moves)
 
-    def _step(self, candidate: Candidate, forward: float, backward: float, busy: float) -> float:
-        """busy: us of a micro-batch on the device, where what moves over the data axes takes a part of it."""
-        once, each = self._data_us(candidate)
+    def _step(self, candidate: Candidate, forward: float, backward: float, busy: float, moves: bool = True) -> float:
+        """busy: us of a micro-batch on the device, where what moves over the data axes takes a part of it. moves: False
+        as if nothing did."""
+        once, each = self._data_us(candidate) if moves else (0.0, 0.0)
         taken = 1.0 if self.machine.is_host else self.machine.device.communicating
         own = max((forward + backward) / candidate.pp, busy / candidate.pp + taken * each, each)
         return candidate.microbatches * own * _filling(candidate, forward / candidate.pp / own) + once
@@ -239,12 +246,13 @@ class Bounds:
     @property
     def steps(self) -> tuple[Callable[[Candidate], float], ...]:
         """One after the other, each takes more to know than the one before."""
-        return self.products, self.rows, self.parts, self.again, self.twin, self.twin_step, self.near, self.calls
+        first = self.products, self.ranks, self.rows, self.parts, self.again
+        return *first, self.twin, self.twin_step, self.near, self.calls
 
     @property
     def memories(self) -> Mapping[int, Callable[[Candidate], float]]:
         """The bounds of memory that are looked at before some of these steps."""
-        return {0: self.memory, 1: self.memory, 3: self.memory, 5: self.twin_memory}
+        return {1: self.memory, 2: self.memory, 4: self.memory, 6: self.twin_memory}
 
     def twin_memory(self, candidate: Candidate) -> float:
         """Bytes of a plan with ulysses, at least, by that with as many ranks of cp alone: they keep the same for the

@@ -17,8 +17,8 @@ from autopar.machines import Machine
 from autopar.planning.bounds import Bounds, LeastWork
 from autopar.planning.layer_budget import improved, with_fewest
 from autopar.planning.price.layers import Layers
-from autopar.planning.price.pipelined import least_us
-from autopar.planning.price.predict import Prediction, predict
+from autopar.planning.price.pipelined import least_us, pipelined
+from autopar.planning.price.predict import Prediction, most_bytes, predict
 from autopar.planning.space.axis_orders import ORDER
 from autopar.planning.space.candidates import (
     ACTIVATIONS,
@@ -35,17 +35,18 @@ from autopar.planning.space.candidates import (
 
 SMALL = 4  # candidates that are tried for the least memory, where a bound says that none fits
 Alike = tuple[Candidate, ...]
-SHARED = 2  # the first step before which plans with ulysses stand with those that have as many ranks of cp
+SHARED = 3  # the first step before which plans with ulysses stand with those that have as many ranks of cp
 SIZES = ("dp", "fsdp", "cp", "ulysses", "tp", "pp", "order", "rows", "microbatches", "schedule", "chunks")
 OWN = ("recompute", "again")  # fields that no bound reads before that of what is computed again
 # By step of `Bounds.steps`: what candidates that it cannot tell apart have in common, from this step on, beside what
 # those of the step before have.
 ALIKE: Mapping[int, Callable[[Candidate], Hashable]] = {
     0: attrgetter(*SIZES),
-    1: attrgetter(*(name for name in Candidate._fields if name not in (*SIZES, *OWN))),
-    3: lambda candidate: candidate,
+    1: attrgetter("sequence"),
+    2: attrgetter(*(name for name in Candidate._fields if name not in (*SIZES, *OWN))),
+    4: lambda candidate: candidate,
 }
-BY_MEMORY = 6  # the first step whose bound of the time reads what memory allows
+BY_MEMORY = 7  # the first step whose bound of the time reads what memory allows
 REFINED = 8  # the fastest pipelines that compute all layers again: it is tried if a part of these is enough
 SAME = "the same without recomputation"  # what became of candidates that need compute no layer again
 HOST = "the host's memory"
@@ -55,12 +56,12 @@ FITS = 0.92  # of a device's memory: the rest is the allocator's, the libraries'
 
 @dataclass(slots=True)
 class FoundPlans:
-    """best: plans that fit, the fastest first (`_one_of_each`). least: the one that takes least memory. tried: all
-    whose whole time is known. counts: of candidates, by what became of them: "simulated", "larger than the memory",
-    "slower by a bound", "larger by a bound", SAME, or the first sentence of what refused them. refined: pipelines
-    beside them that were tried with a part of their layers computed again. hosted: what came of plans with states, or
-    parameters, in the host's memory. again: what came of plans that compute stages again. near: all candidates but
-    those that a bound says to be slower, whatever of them waits in the host's memory."""
+    """best: plans that fit, the fastest first (`_one_of_each`). least: where none does, the one that takes least
+    memory. tried: all whose whole time is known. counts: of candidates, by what became of them: "simulated", "larger
+    than the memory", "slower by a bound", "larger by a bound", SAME, or the first sentence of what refused them.
+    refined: pipelines beside them that were tried with a part of their layers computed again. hosted: what came of
+    plans with states, or parameters, in the host's memory. again: what came of plans that compute stages again. near:
+    all candidates but those that a bound says to be slower, whatever of them waits in the host's memory."""
 
     best: list[Prediction] = field(default_factory=list)
     least: Prediction | None = None
@@ -283,9 +284,10 @@ def _try(
         if found_plans.least_host is None or made.host < found_plans.least_host.host:
             found_plans.least_host = made
         return
-    if made.memory > limit and _is_least(found_plans, made):  # its messages count too
-        made = replace(made, memory=predict(decided, layers, machine, 0.0).memory)
-    _keep_least(found_plans, made)
+    if not found_plans.best:
+        if made.memory > limit and _is_least(found_plans, made):  # its messages count too
+            made = replace(made, memory=most_bytes(decided, pipelined(decided, layers)))
+        _keep_least(found_plans, made)
     if made.memory > limit:
         is_slow = candidate.again is not None and least_us(decided, layers) >= slowest  # no more layers were tried
         found_plans.counts["slower by a bound" if is_slow else "larger than the memory"] += 1

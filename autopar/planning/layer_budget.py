@@ -9,7 +9,7 @@ from dataclasses import replace
 from autopar.machines import Machine
 from autopar.planning.price.layers import Layers
 from autopar.planning.price.pipelined import cost_of, pipelined
-from autopar.planning.price.predict import Prediction, predict, rank_bytes
+from autopar.planning.price.predict import Prediction, most_bytes, predict
 from autopar.planning.space.candidates import Candidate
 from autopar.planning.stage_budget import Trials
 
@@ -76,8 +76,7 @@ def _with_moved(candidate: Candidate, layers: Layers, limit: float) -> Candidate
 
     def bytes_(part: float) -> float:
         one = candidate._replace(moved=part)
-        made = pipelined(one, layers)
-        return max(rank_bytes(one, made, rank) for rank in range(one.pp))
+        return most_bytes(one, pipelined(one, layers))
 
     (low, more), (high, less) = (0.0, bytes_(0.0)), (1.0, math.inf)
     if more <= limit:
@@ -107,7 +106,7 @@ def _fewest(mix: Candidate, layers: Layers, limit: float) -> Candidate:
 
 def _bytes(mix: Candidate, count: int, layers: Layers) -> float:
     made = _with_count(mix, count)
-    return max(rank_bytes(made, pipelined(made, layers), rank) for rank in range(mix.pp))
+    return most_bytes(made, pipelined(made, layers))
 
 
 def _with_count(mix: Candidate, count: int) -> Candidate:

@@ -80,6 +80,16 @@ def test_what_does_not_fit_is_not_chosen(planned: Planned) -> None:
     assert found.found.best[-1].total > planned.found.best[-1].total
 
 
+def test_of_a_pipeline_that_is_slower_no_messages_are_drawn() -> None:
+    candidate = Candidate(2, 1, 2, 1, "none", 1, 2)
+    made = predict(candidate, layers(), MACHINE)
+    slower = predict(candidate, layers(), MACHINE, made.total * (1 - 1e-9))
+    assert slower.memory < made.memory and slower.total >= made.total * (1 - 1e-9)
+    assert predict(candidate, layers(), MACHINE, made.total * (1 + 1e-9)) == made
+    # its messages count where it is as fast as what was found, and too large with them
+    assert predict(candidate, layers(), MACHINE, made.total * (1 + 1e-9), slower.memory).memory == made.memory
+
+
 def test_what_is_fixed_stays(planned: Planned) -> None:
     found = planned_for(fixed={**PLAIN, "tp": 2, "zero": 1})
     assert {(each.candidate.tp, each.candidate.zero) for each in found.found.best} == {(2, 1)}

@@ -43,12 +43,18 @@ def predict(
 ) -> Prediction:
     """The time and the memory of a step. slowest, limit: us, and bytes, from which on nobody asks how much more it is:
     then no schedule is simulated, and the time of a pipeline is that of a rank that takes as long, without a bubble, or
-    infinite if it does not fit, its memory that of a rank that holds more. Raises AutoparError as `Micros.local`."""
-    made, memory = _fullest(candidate, layers, limit)
-    host = max(_host_bytes(candidate, made, i) for i in range(candidate.pp))
+    infinite if it does not fit, its memory that of a rank that holds more, or of one without messages, which take long
+    to draw. Raises AutoparError as `Micros.local`."""
+    made = without_messages(candidate, layers)
+    memory = most_bytes(candidate, made, limit)
     if candidate.pp > 1 and memory > limit:
+        host = _host_bytes(candidate, made)
         return Prediction(candidate, math.inf, memory, 0.0, 0.0, 0.0, 0.0, host=host)
-    return replace(timed(candidate, layers, machine, slowest), memory=memory, host=host)
+    step = timed(candidate, layers, machine, slowest)
+    if candidate.pp > 1 and step.total <= slowest:
+        made = pipelined(candidate, layers)
+        memory = most_bytes(candidate, made)
+    return replace(step, memory=memory, host=_host_bytes(candidate, made))
 
 
 def timed(
@@ -74,21 +80,22 @@ def timed(
     return Prediction(candidate, total, math.nan, total - most, exposed, max(0.0, data), optimizer)
 
 
-def _fullest(candidate: Candidate, layers: Layers, limit: float) -> tuple[Pipelined, float]:
-    """The pipeline of a candidate, and the bytes of its fullest rank, or of one that holds more than `limit`: with its
-    messages, which take long to draw, unless that is so without them."""
-    made, memory = without_messages(candidate, layers), 0.0
+def most_bytes(candidate: Candidate, made: Pipelined, limit: float = math.inf) -> float:
+    """The bytes of the fullest rank, or of the first that holds more than `limit`."""
+    memory = 0.0
     for rank in range(candidate.pp):
         memory = max(memory, rank_bytes(candidate, made, rank))
         if memory > limit:
-            return made, memory
-    if candidate.pp == 1:
-        return made, memory
-    made = pipelined(candidate, layers)
-    return made, max(rank_bytes(candidate, made, rank) for rank in range(candidate.pp))
+            break
+    return memory
 
 
-def _host_bytes(candidate: Candidate, made: Pipelined, rank: int) -> float:
+def _host_bytes(candidate: Candidate, made: Pipelined) -> float:
+    """Bytes of the host's memory that the rank takes which takes most."""
+    return max(_host_bytes_of(candidate, made, rank) for rank in range(candidate.pp))
+
+
+def _host_bytes_of(candidate: Candidate, made: Pipelined, rank: int) -> float:
     """Bytes of the host's memory that a rank takes between two steps, and in them."""
     own = made.ranks[rank]
     layers, cost = own.share.stored.layers, own.cost
