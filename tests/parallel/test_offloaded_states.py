@@ -195,12 +195,6 @@ def test_an_error_in_a_step_leaves_all_gradients():
     assert all(p.grad is not None for p in parallel.parameters())
 
 
-def test_the_example():
-    import offload
-
-    offload.main()
-
-
 def test_states_load_and_go_on():
     first, optimizer, _ = train(OPTIMIZERS["AdamW"], 3, **ON)
     saved, weights = copy.deepcopy(optimizer.state_dict()), first.full_state_dict()
