@@ -113,8 +113,8 @@ def test_what_is_ended(backends: str, size: int, ended: str, monkeypatch: pytest
     monkeypatch.setattr(dist, "get_world_size", lambda: size)
     monkeypatch.setattr(dist, "destroy_process_group", said.append)
     monkeypatch.setattr(process_groups, "default_group", lambda: "all")
-    process_groups._leave(lambda: (lambda: "host",))  # type: ignore[arg-type, return-value]
-    assert said == [ended]
+    process_groups._leave(lambda: (lambda: "host",), lambda: said.append("words"))  # type: ignore[arg-type, return-value]
+    assert said == ["words", ended]
 
 
 def _gone(rank: int) -> list[str]:
