@@ -36,7 +36,7 @@ class Failures:
     def of_model(cls) -> Failures:
         """Begin to count for the model that this rank makes now. Every rank makes the same ones, in the same order."""
         size = dist.get_world_size()
-        number = default_store().add(f"autopar/models/{dist.get_rank()}", 1) if size > 1 else 0
+        number = _counted(f"autopar/models/{dist.get_rank()}", 1) if size > 1 else 0
         return cls(f"autopar/failures/{number}", size)
 
     @contextmanager
@@ -48,9 +48,8 @@ class Failures:
         except RankError:
             raise
         except Exception as error:
-            if self.size > 1:
+            if self.size > 1 and self._told(1):
                 self._error = error
-                self._told(1)
             raise
 
     def check(self) -> None:
@@ -72,7 +71,12 @@ class Failures:
         )
 
     def _told(self, more: int) -> int:
-        """How many ranks failed in the last step, with so many more; none where the store is gone."""
-        with suppress(RuntimeError, ValueError):
-            return default_store().add(f"{self.name}/{self._steps}", more)
-        return 0
+        """How many ranks failed in the last step, with so many more."""
+        return _counted(f"{self.name}/{self._steps}", more)
+
+
+def _counted(key: str, more: int) -> int:
+    """Add to a number in the store; none where the store is gone, or cannot count (torch's of its fake ranks)."""
+    with suppress(RuntimeError, ValueError):
+        return default_store().add(key, more)
+    return 0
