@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import PlanError, RankError
-from autopar.runtime.ranks import process_groups
 from autopar.runtime.ranks.process_groups import default_group
 
 HELD: list[Any] = []  # as the names of a script, which are there until Python ends
@@ -102,19 +101,6 @@ def _refused(rank: int) -> None:
 def test_no_thread_is_left_where_a_model_was_refused() -> None:
     with ranks_of(2) as ranks:
         ranks.run(_refused)
-
-
-@pytest.mark.parametrize(("backends", "size", "ended"), [("gloo", 2, "all"), ("nccl", 2, "host"), ("nccl", 1, "all")])
-def test_what_is_ended(backends: str, size: int, ended: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL waits for peers, and one rank has none; torch warns of a group that nobody ended."""
-    said: list[Any] = []
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_backend_config", lambda: backends)
-    monkeypatch.setattr(dist, "get_world_size", lambda: size)
-    monkeypatch.setattr(dist, "destroy_process_group", said.append)
-    monkeypatch.setattr(process_groups, "default_group", lambda: "all")
-    process_groups._leave(lambda: (lambda: "host",), lambda: said.append("words"))  # type: ignore[arg-type, return-value]
-    assert said == ["words", ended]
 
 
 def _gone(rank: int) -> list[str]:

@@ -69,7 +69,7 @@ def test_sums_and_gradients_go_by_the_second_group(second: Any) -> None:
 def test_no_group_of_nccl_that_has_peers_is_destroyed_at_the_end(
     backend: str, ranks: int, ended: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would wait for them: of such a run only the groups of the hosts are."""
+    """It would wait for them: of such a run only the groups of the hosts are, once its word is left."""
     found: list[Any] = []
 
     def destroy(group: str) -> None:
@@ -81,5 +81,5 @@ def test_no_group_of_nccl_that_has_peers_is_destroyed_at_the_end(
     monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
     monkeypatch.setattr(dist, "destroy_process_group", destroy)
     monkeypatch.setattr(process_groups, "default_group", lambda: "all")
-    _leave(lambda: [lambda: "host"])  # type: ignore[list-item, return-value]
-    assert found == ended
+    _leave(lambda: [lambda: "host"], lambda: found.append("words"))  # type: ignore[list-item, return-value]
+    assert found == (["words", *ended] if ended else [])
