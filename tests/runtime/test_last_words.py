@@ -13,8 +13,10 @@ from autopar.runtime.ranks.process_groups import default_group
 
 
 @pytest.fixture
-def alone() -> Iterator[None]:
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What rank 0 leaves is read as by rank 1."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -43,3 +45,11 @@ def test_a_group_that_is_destroyed_says_so_itself(alone: None) -> None:
     words_to_leave(default_group(), lambda: said.append("asked") or "after 1 training step")
     dist.destroy_process_group()
     assert said == ["asked"] and words_left() is None  # there is no store left to ask
+
+
+def test_words_of_an_earlier_group_are_no_news(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun gives a group that is made anew the store of the one before, which all ranks left."""
+    words_to_leave(default_group(), lambda: "after 5 training steps")()
+    assert words_left() is not None
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    assert words_left() is None
