@@ -118,7 +118,7 @@ class Bounds:
         is_open = candidate.memory > 0 and least < self.slowest
         if not is_open:
             return least
-        return max(least, timed(candidate, self.layers, self.machine, self.slowest, simulates=False).total)
+        return max(least, timed(candidate, self.layers, self.machine, self.slowest).total)
 
     def _least_again(
         self, candidate: Candidate, costs: Mapping[str, Cost], less: str, more: str, is_exact: bool

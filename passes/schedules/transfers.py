@@ -211,7 +211,6 @@ def _with_frees(
 
     def freeing(line: Instruction) -> Instruction:
         names: Iterable[str] = line.values
-        beside = freeing(line.beside) if line.beside is not None else None
         if line.op == "RUN":
             work = flow.works[line.action.stage, line.action.kind]
             names = (*work.reads, *work.writes, *work.sums, *work.step_reads, *work.step_writes)
@@ -224,6 +223,9 @@ def _with_frees(
                 seen.add(key)
                 if (name, rank) not in owners:
                     frees.append(name)
-        return replace(line, frees=tuple(frees), beside=beside) if frees or beside else line
+        return replace(line, frees=tuple(frees)) if frees else line
 
-    return tuple(reversed([freeing(line) for line in reversed(lines)]))
+    def both(line: Instruction) -> Instruction:  # a function that calls itself is a cycle, and would hold `seen`
+        return freeing(line) if line.beside is None else freeing(replace(line, beside=freeing(line.beside)))
+
+    return tuple(reversed([both(line) for line in reversed(lines)]))

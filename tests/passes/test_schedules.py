@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -332,3 +333,11 @@ def test_name_of_two_values() -> None:
     flow = Flow((0,), 1, {(0, "F"): Work(writes=("x",)), (0, "E"): Work(step_reads=("x",))})
     message = "a value is of a micro-batch or of the step, but both are %x."
     refused(ScheduleError, message, lambda: check_schedule([[]], flow))
+
+
+def test_transfers_leave_no_cycles():
+    """A search of plans draws thousands, and collects no garbage meanwhile: it would hold what each looked at."""
+    schedule = parse_schedule("1f1b", 4, 16, 4)
+    gc.collect()
+    with_transfers(schedule.orders, flow_for(schedule, 16), Costs())
+    assert gc.collect() == 0

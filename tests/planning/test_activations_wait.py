@@ -21,6 +21,7 @@ from autopar.planning import step_time
 from autopar.planning.jobs import layers_of
 from autopar.planning.planner import Asked, planned
 from autopar.planning.price.layers import Layers
+from autopar.planning.price.pipelined import pipelined, step_us
 from autopar.planning.price.predict import predict
 from autopar.planning.space.candidates import TOGETHER, Candidate
 from autopar.report.emitted import checked
@@ -156,6 +157,18 @@ def test_a_pipeline_holds_and_takes_what_was_predicted(
     assert made.total == pytest.approx(step_time(lowered).total, rel=0.1)
     assert made.host == pytest.approx(max(report.host for report in reports), rel=0.1, abs=5e6)
     assert made.memory < plain.memory and made.total > plain.total and plain.host == 0
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("interleaved-1f1b", 2), ("zb-v", 2)])
+def test_no_links_are_simulated_of_what_is_slower_without_them(schedule: str, chunks: int):
+    """What the links of ranks make a step wait is not asked where it is too slow beside that: no more is said then."""
+    slow = 1e9
+    of, where = layers(slow), machine(to_host=slow)
+    one = Candidate(1, 1, 2, 0, "none", 1, 8, schedule, chunks=chunks, moved=1.0)
+    made, once_a_step = pipelined(one, of), [(0.0, 0.0)] * 2
+    least, whole = (step_us(one, made, once_a_step, where, slowest) for slowest in (0.0, math.inf))
+    assert one.microbatches * max(rank.micro_us for rank in made.ranks) < least < whole
+    assert step_us(one, made, once_a_step, where, least * (1 + 1e-9)) == whole
 
 
 def test_a_pipeline_that_fits_only_so():

@@ -319,20 +319,25 @@ def _moments(
     return tuple(Moments.of(order, has_more or few < count, messages) for order in orders)
 
 
-def step_us(candidate: Candidate, made: Pipelined, once: Sequence[tuple[float, float]], machine: Machine) -> float:
+def step_us(
+    candidate: Candidate, made: Pipelined, once: Sequence[tuple[float, float]], machine: Machine,
+    slowest: float = math.inf,
+) -> float:  # fmt: skip
     """us of a step. once: of each rank, what it does before the first micro-batch and after the last one. Some
-    micro-batches are looked at: with each one more a step grows by the time of the slowest rank."""
+    micro-batches are looked at: with each one more a step grows by the time of the slowest rank. slowest: us from which
+    on nobody asks how much longer it takes for what waits for the host's memory beside the turns of a rank."""
     flow, costs = _flow(candidate, made, machine)
     ends = {(rank, kind): us for rank, both in enumerate(once) for kind, us in zip("PE", both, strict=True)}
     costs = replace(costs, times_us={**costs.times_us, **ends})
     more = candidate.microbatches - made.count
-    if flow.stores or flow.loads:
-        flow = replace(flow, works={**flow.works, **dict.fromkeys(ends, Work())})
-        timeline = simulate(with_transfers(made.schedule.orders, flow, costs), flow, costs)
-        waits = [sum(both) / made.count for both in timeline.copied_us]
-        return timeline.span_us + more * max(map(add, waits, (rank.micro_us for rank in made.ranks)))
     span = _walk(*_drawn(candidate, len(made.stages)), candidate.halves).span_us(flow.types, costs)
-    return span + more * max(rank.micro_us for rank in made.ranks)
+    least = span + more * max(rank.micro_us for rank in made.ranks)
+    if least >= slowest or not (flow.stores or flow.loads):
+        return least
+    flow = replace(flow, works={**flow.works, **dict.fromkeys(ends, Work())})
+    timeline = simulate(with_transfers(made.schedule.orders, flow, costs), flow, costs)
+    waits = [sum(both) / made.count for both in timeline.copied_us]
+    return timeline.span_us + more * max(map(add, waits, (rank.micro_us for rank in made.ranks)))
 
 
 @lru_cache(256)

@@ -57,11 +57,9 @@ def predict(
     return replace(step, memory=memory, host=_host_bytes(candidate, made))
 
 
-def timed(
-    candidate: Candidate, layers: Layers, machine: Machine, slowest: float = math.inf, simulates: bool = True
-) -> Prediction:  # fmt: skip
-    """Predict the time of a step alone: its memory is not a number. slowest: as of `predict`; simulates: False leaves
-    out the bubble of all pipelines. Raises AutoparError as `Micros.local`."""
+def timed(candidate: Candidate, layers: Layers, machine: Machine, slowest: float = math.inf) -> Prediction:
+    """Predict the time of a step alone: its memory is not a number. slowest: as of `predict`. Raises AutoparError as
+    `Micros.local`."""
     made, m = without_messages(candidate, layers), candidate.microbatches
     ranks, floors = list[tuple[float, float, float]](), list[float]()
     for rank in made.ranks:
@@ -75,8 +73,9 @@ def timed(
     data = before + after - rank.cost.once(rank.share.time.layers) - _middle(layers, rank) + m * rank.moved_us
     exposed = m * rank.cost.exposed(rank.share.time.layers)
     total = most
-    if simulates and candidate.pp > 1 and most < slowest:
-        total = step_us(candidate, made, [(before, after + optimizer) for before, after, optimizer in ranks], machine)
+    if candidate.pp > 1 and most < slowest:
+        once = [(before, after + optimizer) for before, after, optimizer in ranks]
+        total = step_us(candidate, made, once, machine, slowest)
     return Prediction(candidate, total, math.nan, total - most, exposed, max(0.0, data), optimizer)
 
 
