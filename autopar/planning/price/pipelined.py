@@ -324,8 +324,8 @@ def step_us(
     slowest: float = math.inf,
 ) -> float:  # fmt: skip
     """us of a step. once: of each rank, what it does before the first micro-batch and after the last one. Some
-    micro-batches are looked at: with each one more a step grows by the time of the slowest rank. slowest: us from which
-    on nobody asks how much longer it takes for what waits for the host's memory beside the turns of a rank."""
+    micro-batches are looked at: with each one more a step grows by the time of the slowest rank. slowest: in us. A step
+    that takes as long without its copies to and from the host is not simulated with them: that time is returned."""
     flow, costs = _flow(candidate, made, machine)
     ends = {(rank, kind): us for rank, both in enumerate(once) for kind, us in zip("PE", both, strict=True)}
     costs = replace(costs, times_us={**costs.times_us, **ends})
