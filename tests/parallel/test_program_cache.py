@@ -19,8 +19,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from edited_model import HELPERS, MODEL
 from torch import Tensor, nn
+from torch.distributed import get_rank as tell
 
 import autopar
 from autopar.capture.python import read_digests
@@ -350,11 +352,22 @@ def test_what_another_process_would_read_or_draw_is_compiled_each_time(
         def forward(self, x: Tensor, kind: str) -> Tensor:
             return (self.up(x) * table(4)).mean()
 
+    class Ranked(Reading):
+        def forward(self, x: Tensor, kind: str) -> Tensor:
+            return self.up(x).mean() * (1 if dist.is_initialized() and dist.get_rank() else 2)
+
+    class Renamed(Reading):
+        def forward(self, x: Tensor, kind: str) -> Tensor:
+            return self.up(x).mean() * (1 if dist.is_initialized() and tell() else 2)
+
+    elsewhere = "which may give something else on another rank or at the next start"
     reasons = {
-        (Opening, ""): "the code of the step reads 'open', which may give something else at the next start",
+        (Opening, ""): f"the code of the step reads 'open', {elsewhere}",
+        (Ranked, ""): f"the code of the step reads 'get_rank', {elsewhere}",
+        (Renamed, ""): f"the code of the step reads 'get_rank', {elsewhere}",
         (Reading, "number"): "values of the batch, or random numbers, decide the program",
         (Reading, "branch"): "values of the batch, or random numbers, decide the program",
-        (Drawing, ""): "the code of the step reads 'random', which may give something else at the next start",
+        (Drawing, ""): f"the code of the step reads 'random', {elsewhere}",
         (Cached, ""): "a functools._lru_cache_wrapper",
     }
     for (kind, how), why in reasons.items():

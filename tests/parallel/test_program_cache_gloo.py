@@ -9,6 +9,7 @@ from typing import Any
 import models
 import pytest
 import torch
+import torch.distributed as dist
 from processes import Ranks, ranks_of
 from torch import Tensor, nn
 
@@ -114,6 +115,13 @@ class Timed(Scaled):
         return super().forward(x) * float(time.time() > 0)
 
 
+class Ranked(Scaled):
+    """Code that asks which rank it is: what rank 0 compiled is no other one's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + dist.get_rank())
+
+
 def _loss(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().mean()
 
@@ -127,7 +135,7 @@ def _handed(rank: int) -> dict[str, Any]:
         parallel = autopar.parallelize(model, "dp=2", loss_fn=_loss, **options)
         parallel.prepare(torch.ones(4, 6))
         found[name] = parallel.programs[0].compiled.is_read
-    for name, model in (("unlike", Scaled(0.5 + rank)), ("unable", Unable())):
+    for name, model in (("unlike", Scaled(0.5 + rank)), ("ranked", Ranked()), ("unable", Unable())):
         parallel = autopar.parallelize(model, "dp=2", loss_fn=_loss)
         with pytest.raises(AutoparError) as refused:
             parallel.prepare(torch.ones(4, 6))
@@ -149,8 +157,9 @@ class Unable(nn.Module):
 def _handed_numbers(rank: int, case: Case) -> tuple[bool, bool, bool]:
     """Whether each rank compiles where cores are enough, whether the last one reads where they are not, and whether
     the numbers are the same."""
-    compiled, _, was_read = _run(case, None)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "1")
+        compiled, _, was_read = _run(case, None)
         patch.setenv("LOCAL_WORLD_SIZE", "4096")
         handed, _, is_read = _run(case, None)
     return not was_read, is_read == (rank == 1), compiled == handed
@@ -171,5 +180,6 @@ def test_what_a_rank_does_not_read_it_compiles(ranks: Ranks) -> None:
     first, second = ranks.run(_crowded)
     assert not any(first[name] for name in ("alike", "patient", "clock"))
     assert [second[name] for name in ("alike", "patient", "clock")] == [True, False, False]
-    assert first["unlike"] == second["unlike"] == "RankError: ranks disagree on the program:"
+    for name in ("unlike", "ranked"):
+        assert first[name] == second[name] == "RankError: ranks disagree on the program:", name
     assert first["unable"] == second["unable"] and first["unable"].startswith("CaptureError")

@@ -69,6 +69,12 @@ _READERS = frozenset(
      "read_bytes", "urlopen", "exec", "eval", "compile", "__import__", "import_module")
 )  # fmt: skip
 
+# What tells one rank from another: a program that was compiled on one is no other one's.
+_RANKS = frozenset(
+    ("get_rank", "get_group_rank", "get_local_rank", "get_node_local_rank", "get_coordinate", "_get_default_group",
+     "initial_seed")
+)  # fmt: skip
+
 
 Place = tuple[str, str, int]  # of code: its file, name and first line
 
@@ -180,11 +186,15 @@ def _functions_of_collector(files: Set[str]) -> Iterator[FunctionType]:
 
 
 def reads_outside(ran: Ran) -> str | None:
-    """What the code that ran reads of files, clocks or other processes, by name; None if it reads nothing there."""
-    names = sorted(_READERS & ran.called_names())
+    """What the code that ran reads of files, clocks, other processes or this one's rank, by name; None if it reads
+    nothing there."""
+    telling = _READERS | _RANKS
+    names = sorted(telling & ran.called_names())
     if names:
         return names[0]
     for code, name, value in ran.read_globals():
+        if isinstance(value, (FunctionType, BuiltinFunctionType)) and value.__name__ in telling:
+            return value.__name__  # imported under another name
         is_tool = isinstance(value, (ModuleType, FunctionType, BuiltinFunctionType, type)) or value is os.environ
         module = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
         is_outside = is_tool and str(module).partition(".")[0].lstrip("_") in _OUTSIDE

@@ -251,7 +251,10 @@ class ProgramEntries:
         """A program that was compiled, as others read it. Raises Unclear for one that is compiled at each start."""
         outside = reads_outside(built.captured.ran)
         if outside is not None:
-            raise Unclear(f"the code of the step reads '{outside}', which may give something else at the next start")
+            raise Unclear(
+                f"the code of the step reads '{outside}', which may give something else on another rank or at the next "
+                "start"
+            )
         guards = self._guards(wanted, with_codes(built.captured.ran.codes))
         codes = {digest_of_code(code): place_of(code) for code, _ in guards.ran.codes}
         says = {"files": dict(self._files(guards.ran)), "codes": codes}
