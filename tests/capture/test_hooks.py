@@ -152,7 +152,24 @@ def on_all(model: nn.Module) -> Any:
     )
 
 
-@pytest.mark.parametrize("register", [on_forward, on_input, on_root, on_backward, on_all])
+def on_each(_: nn.Module) -> Any:
+    return torch.nn.modules.module.register_module_forward_hook(lambda m, args, out: out * 2)
+
+
+def on_each_input(_: nn.Module) -> Any:
+    return torch.nn.modules.module.register_module_forward_pre_hook(lambda m, args: (args[0] + 1,))
+
+
+def on_each_backward(_: nn.Module) -> Any:
+    return torch.nn.modules.module.register_module_full_backward_hook(
+        lambda m, gi, go: tuple(None if g is None else g * 3 for g in gi)
+    )
+
+
+ALL = on_all, on_each, on_each_input, on_each_backward  # of every module there is, but none of ours
+
+
+@pytest.mark.parametrize("register", [on_forward, on_input, on_root, on_backward, *ALL])
 def test_hooks_of_modules_that_come_and_go(register: Callable[[nn.Module], Any]) -> None:
     torch.manual_seed(0)
     plain = Tied().double()
@@ -160,7 +177,7 @@ def test_hooks_of_modules_that_come_and_go(register: Callable[[nn.Module], Any])
     x, handles, seen = torch.randn(4, 8).double(), [], set()
     for step in range(4):
         if step == 1:
-            targets = (plain,) if register is on_all else (plain, model)
+            targets = (plain,) if register in ALL else (plain, model)
             handles = [register(target) for target in targets]
         if step == 3:
             for handle in handles:

@@ -118,7 +118,7 @@ def functional_call(
         saved.append((owner, attribute, table, table[attribute]))
         table[attribute] = value
     try:
-        return model(*args, **kwargs)
+        return model.forward(*args, **kwargs)  # `register_module_forward_hook` is of users' modules, and of no step
     finally:
         for owner, attribute, table, tensor in saved:
             others: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers, vars(owner))

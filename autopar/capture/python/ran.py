@@ -32,7 +32,7 @@ from torch import nn
 
 from autopar.capture.python.stand_in import Scalar
 from autopar.capture.refusals.location import is_typed, is_user_file
-from autopar.torch_compat import FakeTensor, OpOverload, dispatch_modes, packs_saved_tensors
+from autopar.torch_compat import FakeTensor, OpOverload, dispatch_modes, saved_tensor_hooks
 
 # Tell the calls of torch functions that run none of the user's code, whatever torch does inside of them.
 
@@ -58,7 +58,7 @@ def is_plain_call(func: Any, types: Any, args: Any, kwargs: Any, modes: int) -> 
         and _is_plain(args)
         and (not kwargs or _is_plain(tuple(kwargs.values())))
         and dispatch_modes() <= modes
-        and not packs_saved_tensors()
+        and saved_tensor_hooks() is None
     )
 
 

@@ -28,7 +28,7 @@ from autopar.torch_compat import (
     is_of_lists,
     no_function_modes,
     one_by_one,
-    packs_saved_tensors,
+    saved_tensor_hooks,
     schema_of,
 )
 from autopar.torch_shortcuts import DispatchMode, add_call
@@ -112,7 +112,7 @@ class Tracer(DispatchMode):
             return args[0].fake_device
         if any(kind not in _KNOWN for kind in types):
             return NotImplemented
-        self.is_packed |= packs_saved_tensors()
+        self.is_packed |= saved_tensor_hooks() is not None
         if func in _ASKED:
             return func(*args, **kwargs)
         result = self._taken_apart(func, args, kwargs)

@@ -30,11 +30,12 @@ from autopar.parallel.programs.maker import Maker
 from autopar.parallel.programs.portions import Given, Portion, Portions
 from autopar.parallel.programs.running import Running
 from autopar.parallel.programs.shared_batch import WrittenMemory
+from autopar.parallel.programs.surroundings import check_surroundings
 from autopar.parallel.session.session import Session
 from autopar.parallel.weights.gradients import check_enabled
 from autopar.parallel.weights.owners import describe, fault_in, flags_of
 from autopar.runtime.ranks.process_groups import default_group
-from autopar.torch_compat import in_transform, no_torch_function
+from autopar.torch_compat import no_torch_function
 
 _log = logging.getLogger("autopar")
 VALUES = 8  # of one signature, for other values that the model reads from its tensors (specialize=True)
@@ -119,8 +120,7 @@ class Programs:
 
     def prepare(self, call: str, args: Any, kwargs: Any, kind: StepKind) -> tuple[Running, Given]:
         """The program for a call of that name, compiled if there is none yet, and its arguments, taken apart."""
-        if in_transform() or torch.jit.is_tracing():
-            raise AutoparError(_TRANSFORMED)
+        check_surroundings()
         session, given = self._session, self._take(call, args, kwargs, kind)
         self._drawn = None
         try:
@@ -369,11 +369,6 @@ class Programs:
 _IN_PARTS = (
     "{}, and the step writes there: what one device reads after it cannot be told for a batch of which each rank has a "
     "part. Give it memory of its own: .clone()."
-)
-_TRANSFORMED = (
-    "a parallel model inside of torch.vmap, a transform of torch.func, or torch.jit.trace: its step is a compiled "
-    "program, which they cannot look into. Use them in the loss function, which becomes a part of the step, or on the "
-    "plain module before autopar.parallelize; `with model.gathered() as plain:` has the weights of now."
 )
 _BESIDE_ARGUMENTS = (  # what a key has behind the call and its arguments, and how it is told that this is another one
     "gradients are on or off, unlike before", "modules are in another mode", "other parameters are frozen",
