@@ -109,7 +109,7 @@ def test_hooks_on_what_autograd_saves_are_refused_around_a_step_and_taken_in_its
     plain, x, y = Net().eval(), torch.randn(6, 6), torch.randn(6, 4)
     model = autopar.parallelize(copy.deepcopy(plain), "dp=1", loss_fn=lambda model, x, y: F.mse_loss(model(x), y))
     for _ in range(2):  # before there is a program, and with one
-        with packed(), pytest.raises(AutoparError, match="a parallel model inside of .*saved_tensors_hooks"):
+        with packed(), pytest.raises(AutoparError, match=r"a parallel model inside of .*saved_tensors_hooks"):
             model.forward_backward(x, y)
         model.forward_backward(x, y)
     with save_on_cpu(), torch.device("cpu"):  # which change no number
