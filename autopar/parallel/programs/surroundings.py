@@ -19,7 +19,7 @@ def check_surroundings() -> None:
     """Raise AutoparError where transforms, or hooks on what autograd saves, would change a plain step.
 
     torch's own hooks change no number (`save_on_cpu`): they stand around a step as around none. A TorchFunctionMode
-    is let be, as most only watch.
+    is let be, as most only watch: one that changes results does not change those of a compiled step.
     """
     if in_transform() or torch.jit.is_tracing():
         raise AutoparError(_TRANSFORMED)
