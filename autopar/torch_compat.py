@@ -33,7 +33,8 @@ versions of torch that they were tried with.
 - `torch._C.DisableTorchFunctionSubclass`: the way to torch's own method from a class's own `__torch_function__`.
 - `torch._C.DisableTorchFunction`: the way past torch function modes as well, which would see what `verify` draws.
 - `torch._C._DisableTorchDispatch`: the way to the shape that a tensor subclass itself says, which ops in place change.
-- `torch._C._len_torch_function_stack`: whether a function mode sees what runs, or that is a call of its own.
+- `torch._C._len_torch_function_stack`, `torch._C._get_function_stack_at`: whether a function mode sees what runs, or
+  that is a call of its own, and whose it is.
 - `torch._C._len_torch_dispatch_stack`, `torch._C._autograd._top_saved_tensors_default_hooks`: whether the user turned a
   dispatch mode on, or hooks on what autograd saves: both run code of the user's inside of torch's functions.
 - the logger `torch._subclasses.fake_tensor`: it writes a traceback of torch's own for every op whose shapes do not fit,
@@ -145,6 +146,7 @@ __all__ = [
     "fill_in",
     "foreach_norm",
     "forget_groups",
+    "function_mode",
     "function_modes",
     "fx_tracing",
     "global_module_hooks",
@@ -448,8 +450,9 @@ def in_transform() -> bool:
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
-# How many function modes are on.
+# How many function modes are on, and each of them.
 function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+function_mode: Callable[[int], object] = torch._C._get_function_stack_at
 
 
 def saved_tensor_hooks() -> tuple[Any, Any] | None:

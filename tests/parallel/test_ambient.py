@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from processes import Ranks
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 
 import autopar
 from autopar.errors import AutoparError
@@ -97,23 +99,51 @@ def test_a_transform_of_a_parallel_model_is_refused() -> None:
             use()
 
 
+class Larger(TorchFunctionMode):
+    """What a user writes to change an op wherever it is called."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is F.linear else result
+
+
+class Watching(TorchFunctionMode):
+    """What a user writes to count calls."""
+
+    only_watches = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
 def packed() -> Any:
     return saved_tensors_hooks(lambda tensor: tensor * 2, lambda tensor: tensor)
 
 
-def test_hooks_on_what_autograd_saves_are_refused_around_a_step_and_taken_in_its_loss() -> None:
+@pytest.mark.parametrize(
+    "around, name", [(Larger, "Larger, a TorchFunctionMode"), (packed, "saved_tensors_hooks, with")]
+)
+def test_what_looks_into_each_op_of_a_step_is_refused_around_it_and_taken_in_its_loss(
+    around: Callable[[], Any], name: str
+) -> None:
     def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        with packed():
+        with around():
             return F.mse_loss(model(x), y)
 
     plain, x, y = Net().eval(), torch.randn(6, 6), torch.randn(6, 4)
     model = autopar.parallelize(copy.deepcopy(plain), "dp=1", loss_fn=lambda model, x, y: F.mse_loss(model(x), y))
     for _ in range(2):  # before there is a program, and with one
-        with packed(), pytest.raises(AutoparError, match=r"a parallel model inside of .*saved_tensors_hooks"):
+        with around(), pytest.raises(AutoparError, match=f"a parallel model inside of .*{name}"):
             model.forward_backward(x, y)
         model.forward_backward(x, y)
-    with save_on_cpu(), torch.device("cpu"):  # which change no number
+    with save_on_cpu(), torch.device("cpu"), Watching() as watching:  # which change no number
         model.forward_backward(x, y)
+    assert watching.calls
     inside = autopar.parallelize(copy.deepcopy(plain), "dp=1", loss_fn=loss)
     value = loss(plain, x, y)
     value.backward()

@@ -27,6 +27,8 @@ SOURCES = {path for folder in ("autopar", "runtime") for path in (ROOT / folder)
 class Counting(TorchFunctionMode):
     """Counts what reads a tensor, or makes one on the host, by the file of ours that does."""
 
+    only_watches = True
+
     def __init__(self) -> None:
         super().__init__()
         self.seen: Counter[str] = Counter()

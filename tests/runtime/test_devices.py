@@ -110,6 +110,8 @@ def test_a_step_lies_on_the_device_that_was_asked_for(options: dict[str, Any]) -
 class Moves(TorchFunctionMode):
     """Notes how often tensors are moved, and how often without waiting."""
 
+    only_watches = True
+
     def __init__(self) -> None:
         super().__init__()
         self.found: list[bool] = []

@@ -20,6 +20,8 @@ READS = {"tolist", "item", "__bool__", "__int__", "__float__", "__index__", "num
 class NoReads(TorchFunctionMode):
     """Notes what a device would stop for."""
 
+    only_watches = True
+
     def __init__(self) -> None:
         super().__init__()
         self.found: list[str] = []
