@@ -35,6 +35,7 @@ from autopar.capture.python.spots import (
 from autopar.torch_compat import global_module_hooks, no_torch_function, storage_of
 
 _GONE = "nothing"
+_CODE = attrgetter("__code__")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +133,7 @@ class Guards:
             walk.root(root)
         for tensor in self.ran.values:
             walk.value(tensor)
+        walk.libraries()
         return walk
 
     def _anchor(self, walk: SpotWalk) -> None:
@@ -153,6 +155,8 @@ class Guards:
         self._sized, self._sizes = walk.sized, list(map(len, walk.sized))
         self._empty = walk.empty
         self._contents = walk.contents
+        self._objects, self._kinds = walk.objects, list(map(type, walk.objects))
+        self._functions, self._codes = walk.functions, list(map(_CODE, walk.functions))
         self.torch_state = torch_state()
         by_holder: dict[int, list[SpotKey]] = {}
         for key, spot in self.index.items():
@@ -172,6 +176,8 @@ class Guards:
                 and list(map(len, self._sized)) == self._sizes
                 and ((all(map(is_, self._now(), self._kept)) and self._lie_as_before()) or self._are_bound_anew())
                 and all(read() == was for read, was in self._contents)
+                and list(map(type, self._objects)) == self._kinds
+                and list(map(_CODE, self._functions)) == self._codes
                 and all(_equal(self._fixed(key, spot.read()), was, exact=True) for key, spot, was in self._inputs)
             )
         except GONE:

@@ -73,13 +73,13 @@ def names_reached(kind: type, methods: list[str]) -> frozenset[str]:
             continue
         seen.add(name)
         for member in (vars(cls)[name] for cls in kind.__mro__ if name in vars(cls)):  # `super()` calls one behind it
-            for code in _codes(member):
+            for code in codes_of(member):
                 found.update(code.co_names)
                 pending += code.co_names
     return frozenset(found)
 
 
-def _codes(member: Any) -> Iterator[CodeType]:
+def codes_of(member: Any) -> Iterator[CodeType]:
     """The code of a method, a property, a class or static method, and of functions within."""
     for function in (member, *(getattr(member, name, None) for name in ("fget", "__func__", "__wrapped__", "func"))):
         if isinstance(function, FunctionType):

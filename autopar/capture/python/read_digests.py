@@ -25,16 +25,11 @@ from enum import Enum
 from pathlib import PurePath
 from types import (
     BuiltinFunctionType,
-    ClassMethodDescriptorType,
     CodeType,
     FunctionType,
-    GetSetDescriptorType,
-    MemberDescriptorType,
-    MethodDescriptorType,
     MethodType,
     ModuleType,
     SimpleNamespace,
-    WrapperDescriptorType,
 )
 from typing import Any
 
@@ -43,6 +38,7 @@ import torch
 from torch import nn
 
 from autopar.capture.python.guards import Guards, form
+from autopar.capture.python.library_calls import MEMBERS
 from autopar.capture.python.library_state import Entries
 from autopar.capture.python.ran import Ran, with_nested
 from autopar.capture.python.spots import Spot, is_library
@@ -52,8 +48,6 @@ _DEPTH = 32  # of containers in each other
 _TABLE = type(functools.cache(len))
 _NO_CODE = (lambda: None).__code__
 _OPS = (OpOverload, type(torch.ops.aten.add))
-_MEMBERS = (MemberDescriptorType, GetSetDescriptorType, MethodDescriptorType, WrapperDescriptorType,
-            ClassMethodDescriptorType)  # fmt: skip
 # Modules of objects that hold nothing a step computes with.
 _TOOLS = frozenset(("logging", "warnings", "typing", "threading", "_thread"))
 # Modules by which code reads what is neither its own nor an argument: files, clocks, other processes.
@@ -316,10 +310,12 @@ class _Values:
             return f"tensor {self._which(value)} {_class_name(kind)} {form(value)} {stride}"
         if isinstance(value, nn.Module):
             return f"module {self._which(value)} {self._class(kind)}"
-        if isinstance(value, (FunctionType, type, *_MEMBERS, *_OPS)):
+        if isinstance(value, (FunctionType, type, *MEMBERS, *_OPS)):
             return self._named(value)
         if isinstance(value, (MethodType, BuiltinFunctionType)):
             return self._method(value, depth - 1)
+        if kind is CodeType:
+            return f"code {code_digest(value)}"
         if kind is ContextVar:
             return f"{value.name} {described(value.get(None))}"
         if isinstance(value, _TABLE) and is_installed(getattr(value.__wrapped__, "__code__", _NO_CODE).co_filename):

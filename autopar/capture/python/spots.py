@@ -22,6 +22,7 @@ from autopar.capture.inputs import tables
 from autopar.capture.inputs.leaves import text_of
 from autopar.capture.inputs.partners import Inlined
 from autopar.capture.python.left_behind import LeftBehind
+from autopar.capture.python.library_calls import MACHINES, functions_called, is_told, names_of_layer
 from autopar.capture.python.library_state import (
     MOST,
     Entries,
@@ -91,6 +92,10 @@ class SpotWalk:
         self.ran, self.names = ran, frozenset(ran.names())
         self.unseen: dict[str, str] = {}  # objects whose changes nobody sees: where each is read, by name and class
         self.seen: set[Any] = set()
+        self.objects: list[Any] = []  # whose class counts
+        self.functions: list[FunctionType] = []  # whose code counts
+        self._anatomy: dict[tuple[int, str], Any] = {}  # these classes and codes
+        self._calls: dict[int, tuple[ModuleType, set[str]]] = {}  # modules of libraries: names that are called there
         self.is_whole = bool(self.names & _WHOLE) or ran.computes_names()
         for name, value in zip(("dtype of torch", "autocast"), torch_state(), strict=True):
             self.spots.append(Spot(name, "torch's own state", {name: value}, name, value))
@@ -123,8 +128,38 @@ class SpotWalk:
             self._inside("loss_fn", "", function, _DEPTH)
         elif id(function) not in self.seen and self.ran.has(function):
             self.seen.add(id(function))
+            self._part(self.functions, function, f"{function.__qualname__}.__code__", function.__code__)
             for root in own_roots(function):
                 self.root(root)
+
+    def libraries(self) -> None:
+        """What the code calls of libraries: last, when all that ran is known."""
+        for module, names in self._calls.values():
+            for key in functions_called(module, frozenset(names)):
+                self._called(f"{module.__name__}.{key}", vars(module), key)
+        for kind in MACHINES:
+            values = vars(kind)
+            self.contents.append((values.__len__, len(values)))  # others may add what nobody calls
+            for key in [key for key in values if key in self.names or key.startswith("_")]:
+                self._called(f"{kind.__name__}.{key}", values, key)
+
+    def _called(self, name: str, values: Any, key: str) -> None:
+        """A function of a library, or what stands in its place: that is looked into."""
+        value = values.get(key)
+        if not callable(value) and not isinstance(value, property):
+            return
+        is_own = is_library(getattr(value, "__module__", None)) and not any(map(self.ran.has, _functions_in(value)))
+        if not is_own:
+            self._spot(name, "", values, key, value, _DEPTH)
+        elif is_told(value):
+            self.spots.append(Spot(name, "", values, key, value))
+
+    def _part(self, parts: list[Any], whole: Any, name: str, value: Any) -> None:
+        """The class of an object, or the code of a function."""
+        parts.append(whole)
+        key = (len(self._anatomy), name)
+        self._anatomy[key] = value
+        self.spots.append(Spot(name, "", self._anatomy, key, value))
 
     def _spot(self, name: str, where: str, holder: Any, key: Any, value: Any, depth: int) -> None:
         if type(value) is LeftBehind:  # no step reads what captures alone write
@@ -199,11 +234,24 @@ class SpotWalk:
         values = vars(module)
         if not is_library(module.__name__):
             self._named(name, where, values, depth)
-        elif module.__name__.partition(".")[0] in sys.stdlib_module_names and module is not sys.modules["builtins"]:
+            return
+        self._calls_of(module, self.names)
+        if module.__name__.partition(".")[0] in sys.stdlib_module_names and module is not sys.modules["builtins"]:
             names = self.names | names_called(values, self.names)
             values = {k: v for k, v in values.items() if k in names and is_value_of_module(v)}
             for key, item in values.items():
                 self._spot(f"{name}.{key}", where, module, key, item, depth - 1)
+
+    def _calls_of(self, module: ModuleType, names: Set[str]) -> None:
+        """A module of a library, and those in it, of which code has these names."""
+        if module is sys.modules["builtins"]:
+            return
+        known = self._calls.setdefault(id(module), (module, set()))[1]
+        known |= (new := names - known)
+        for key in sorted(new & vars(module).keys()):  # in the same order in each process
+            inner = vars(module)[key]
+            if isinstance(inner, ModuleType) and is_library(inner.__name__):
+                self._calls_of(inner, names)
 
     def _of_library(self, name: str, where: str, value: Any, depth: int) -> None:
         """An object of a class of torch or of Python's own library."""
@@ -252,6 +300,7 @@ class SpotWalk:
         if isinstance(holder, dict):
             computed = any("__getattr__" in vars(c) or "__getattribute__" in vars(c) for c in _classes(type(value)))
             self._named(name, where, holder, depth - 1, every=self.is_whole or computed)
+        self._part(self.objects, value, f"{name}.__class__", type(value))
         for cls in _classes(type(value)):
             for key in vars(cls).get("__slots__", ()):
                 if key in self.names and hasattr(value, key):
@@ -289,6 +338,9 @@ class SpotWalk:
             return
         self.seen |= {id(module), (id(module), "module")}
         values, torchs = vars(module), _layers(type(module))
+        self._part(self.objects, module, _joined(path, "__class__"), type(module))
+        for kind in torchs:
+            self._layer(kind)
         if torchs and type(module) in torchs:
             for key, item in list(values.items()):
                 if key not in _OWN and not key.startswith("_") and isinstance(item, (*_OPAQUE, tuple, MethodType)):
@@ -305,6 +357,17 @@ class SpotWalk:
         for hooks in hook_tables(module):
             self._table(_joined(path, "hooks"), where, hooks)
         self._class(path, where, type(module))
+
+    def _layer(self, kind: type) -> None:
+        """What the code of a layer of torch calls."""
+        if (id(kind), "layer") in self.seen:
+            return
+        self.seen.add((id(kind), "layer"))
+        for module in (torch, nn.functional):
+            self._calls_of(module, names_of_layer(kind))
+        values = vars(kind)
+        if "forward" in values:
+            self._called(f"{kind.__name__}.forward", values, "forward")
 
     def _table(self, name: str, where: str, hooks: dict[Any, Any]) -> None:
         if not hooks:

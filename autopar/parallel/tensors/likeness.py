@@ -116,6 +116,10 @@ class Likeness(Inlined):
         """What `.to()`, `.double()`, `.cuda()` call: fine if nothing changes."""
         return _unchanged(self, fn)
 
+    def to_empty(self, *, device: Any, recurse: bool = True) -> Any:
+        """Do what `.to(device)` does: the values that are there may stay."""
+        return self.to(device)  # type: ignore[attr-defined]
+
 
 class _Delegate:
     """An attribute of a class that is the user's: a special method, or one that replaces torch's."""
@@ -168,6 +172,9 @@ class _StandIn:
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         assert isinstance(self, nn.Module)
         return _unchanged(self, fn)
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> Any:
+        return self.to(device)  # type: ignore[attr-defined]
 
 
 def _stand_in(model: nn.Module, parallel: Likeness) -> nn.Module:
@@ -290,13 +297,18 @@ def _handed_in(value: Any) -> Any:
 
 def _unchanged(module: nn.Module, fn: Any) -> nn.Module:
     for tensor in (*tables.parameters(module), *tables.buffers(module)):
-        probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        made = fn(probe)
+        probe = torch.tensor([-3, 0, 5], device=tensor.device).to(tensor.dtype)
+        made = fn(probe.clone())
         if (made.dtype, made.device) != (probe.dtype, probe.device):
             raise AutoparError(
                 f"cannot turn the tensors of a parallel model from {probe.dtype} on {probe.device} into "
                 f"{made.dtype} on {made.device}. Convert the plain module before autopar.parallelize; "
                 f"device= says where it goes."
+            )
+        if not probe.is_meta and not torch.equal(made, probe):
+            raise AutoparError(
+                "module._apply with a function that changes values: the tensors of a parallel model lie where its "
+                "programs read them. Change them in place: `with torch.no_grad(): p.copy_(...)` for p in parameters()."
             )
     return module
 

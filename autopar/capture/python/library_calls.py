@@ -1,0 +1,53 @@
+"""Find the functions of torch, numpy and Python's own library that a step calls: others may be put in their place."""
+
+from __future__ import annotations
+
+import functools
+from types import (
+    BuiltinFunctionType,
+    ClassMethodDescriptorType,
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodDescriptorType,
+    ModuleType,
+    WrapperDescriptorType,
+)
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from autopar.capture.python.library_state import codes_of, names_reached
+
+# What every call of a module, and every operator on tensors, goes through.
+MACHINES = (nn.Module, torch.Tensor)
+# Functions of C, which are told by their names.
+MEMBERS = (MemberDescriptorType, GetSetDescriptorType, MethodDescriptorType, WrapperDescriptorType,
+           ClassMethodDescriptorType, np.ufunc)  # fmt: skip
+
+
+@functools.lru_cache(256)
+def functions_called(module: ModuleType, names: frozenset[str]) -> tuple[str, ...]:
+    """The names of a module's functions and classes that code of these names calls, and that those call there."""
+    values, found, pending = vars(module), dict[str, None](), sorted(names & vars(module).keys())
+    while pending:
+        name = pending.pop()
+        if name not in found and callable(values[name]) and not isinstance(values[name], ModuleType):
+            found[name] = None
+            pending += [inner for code in codes_of(values[name]) for inner in code.co_names if inner in values]
+    return tuple(found)
+
+
+@functools.cache
+def names_of_layer(kind: type) -> frozenset[str]:
+    """The names in the code of a layer of torch."""
+    return names_reached(kind, ["forward"])
+
+
+def is_told(value: Any) -> bool:
+    """True for what a library defines and another process can be asked for."""
+    if isinstance(value, BuiltinFunctionType):
+        return value.__self__ is None or isinstance(value.__self__, (type, ModuleType))
+    return isinstance(value, (FunctionType, type, property, classmethod, staticmethod, *MEMBERS))
