@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import os
+import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -142,3 +146,57 @@ def test_values_that_a_function_of_apply_changes_are_refused() -> None:
     was = model.one.weight.full_tensor().clone()
     assert model.to_empty(device="cpu") is model and model.to("cpu").share_memory() is model
     assert torch.equal(model.one.weight.full_tensor(), was)
+
+
+# What is not exchanged, and tells another thing than before.
+
+SHARES = {"share": 1.0}
+SETTINGS = types.ModuleType("autopar_test_settings")
+
+
+class Asks(nn.Module):
+    def __init__(self, asked: Callable[[], float]) -> None:
+        super().__init__()
+        self.one, self.asked, self.shares = nn.Linear(6, 4), asked, types.MappingProxyType(SHARES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one(x) * self.asked() * self.shares["share"]
+
+
+TOLD: dict[str, tuple[Callable[[], float], Callable[[Patch], object]]] = {
+    "view of a dict": (lambda: 1.0, lambda p: p.setitem(SHARES, "share", 3.0)),
+    "module by its name": (
+        lambda: sys.modules["autopar_test_settings"].share, lambda p: p.setattr(SETTINGS, "share", 3.0)
+    ),
+    "module that is imported by its name": (
+        lambda: importlib.import_module("autopar_test_settings").share, lambda p: p.setattr(SETTINGS, "share", 3.0)
+    ),
+    "setting of torch": (
+        lambda: 3.0 if torch.backends.cudnn.benchmark else 1.0,
+        lambda p: p.setattr(torch.backends.cudnn, "benchmark", True),
+    ),
+    "function that tells a setting": (
+        lambda: float(torch.get_num_threads()), lambda p: torch.set_num_threads(2)
+    ),
+    "folder": (lambda: float(len(os.getcwd()) > 1) + 1, lambda p: p.chdir("/")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_a_step_asks_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red before: it went on with the first answer."""
+    asked, change = TOLD[name]
+    monkeypatch.setattr(SETTINGS, "share", 1.0, raising=False)
+    monkeypatch.setitem(sys.modules, SETTINGS.__name__, SETTINGS)
+    plain = Asks(asked).double()
+    model = autopar.parallelize(plain, "dp=1", loss_fn=loss_fn)
+    x, y = torch.randn(4, 6).double(), torch.randn(4, 4).double()
+    first = model.forward_backward(x, y)
+    with pytest.MonkeyPatch.context() as patch:
+        change(patch)
+        second = model.forward_backward(x, y)
+        with model.gathered() as whole:
+            torch.testing.assert_close(second, loss_fn(whole, x, y).detach())
+    torch.set_num_threads(1)
+    assert first != second
+    assert model.forward_backward(x, y) == first and len(model.programs) == 2

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
+import sys
+from collections.abc import Iterator, Set
 from types import (
     BuiltinFunctionType,
     ClassMethodDescriptorType,
@@ -23,6 +26,16 @@ from autopar.capture.python.library_state import codes_of, names_reached
 
 # What every call of a module, and every operator on tensors, goes through.
 MACHINES = (nn.Module, torch.Tensor)
+# Functions without arguments that tell how torch or Python are set.
+STATES = {
+    function.__name__: function
+    for function in (
+        torch.are_deterministic_algorithms_enabled, torch.is_deterministic_algorithms_warn_only_enabled,
+        torch.get_deterministic_debug_mode, torch.get_float32_matmul_precision, torch.get_num_threads,
+        torch.get_num_interop_threads, torch.is_warn_always_enabled, torch.get_default_device, sys.getrecursionlimit,
+        os.getcwd,
+    )
+}  # fmt: skip
 # Functions of C, which are told by their names.
 MEMBERS = (MemberDescriptorType, GetSetDescriptorType, MethodDescriptorType, WrapperDescriptorType,
            ClassMethodDescriptorType, np.ufunc)  # fmt: skip
@@ -51,3 +64,14 @@ def is_told(value: Any) -> bool:
     if isinstance(value, BuiltinFunctionType):
         return value.__self__ is None or isinstance(value.__self__, (type, ModuleType))
     return isinstance(value, (FunctionType, type, property, classmethod, staticmethod, *MEMBERS))
+
+
+def settings_of(module: ModuleType, names: Set[str]) -> Iterator[tuple[Any, str]]:
+    """The settings of torch with these names, as `torch.backends.cudnn.benchmark`: what holds each, and its name."""
+    values = vars(module)
+    held = [values[name] for name in sorted(names & values.keys())]
+    for holder in (module, *held):
+        kind = type(holder)
+        if kind is not ModuleType and kind.__module__.startswith("torch.backends"):
+            found = ((name, getattr(holder, name, None)) for name in sorted(names))
+            yield from ((holder, name) for name, value in found if isinstance(value, (bool, int, str)))

@@ -22,7 +22,14 @@ from autopar.capture.inputs import tables
 from autopar.capture.inputs.leaves import text_of
 from autopar.capture.inputs.partners import Inlined
 from autopar.capture.python.left_behind import LeftBehind
-from autopar.capture.python.library_calls import MACHINES, functions_called, is_told, names_of_layer
+from autopar.capture.python.library_calls import (
+    MACHINES,
+    STATES,
+    functions_called,
+    is_told,
+    names_of_layer,
+    settings_of,
+)
 from autopar.capture.python.library_state import (
     MOST,
     Entries,
@@ -45,6 +52,8 @@ _GIVEN_ATTRIBUTES = (FunctionType, torch.Tensor, Enum)
 _TENSORS = ("_parameters", "_buffers", "_modules")
 _OWN = frozenset(vars(nn.Module()))
 _WHOLE = {"vars", "__dict__", "asdict", "astuple", "fields"}  # who names these may read every attribute
+# With which of these names the name of a module is a text in the code.
+_IMPORTERS = ({"sys", "modules"}, {"import_module"}, {"__import__"})
 NAMESPACES = (types.SimpleNamespace, Namespace)
 _WRAPPERS = (property, classmethod, staticmethod, functools.cached_property, functools.partial, MethodType,
              FunctionType, type(functools.cache(len)))  # fmt: skip
@@ -137,6 +146,13 @@ class SpotWalk:
         for module, names in self._calls.values():
             for key in functions_called(module, frozenset(names)):
                 self._called(f"{module.__name__}.{key}", vars(module), key)
+            for holder, key in settings_of(module, self.names):
+                self.spots.append(Spot(f"{module.__name__} {key}", "", holder, key, getattr(holder, key)))
+        for key in sorted(self.names & STATES.keys()):
+            self._content(f"{STATES[key].__module__}.{key}()", "", STATES[key])
+        if any(names <= self.names for names in _IMPORTERS):
+            for key in sorted(self.names & sys.modules.keys()):
+                self._within(key, "", sys.modules[key], _DEPTH)
         for kind in MACHINES:
             values = vars(kind)
             self.contents.append((values.__len__, len(values)))  # others may add what nobody calls
@@ -217,7 +233,7 @@ class SpotWalk:
             self._inside(name, where, value.__self__, depth)
         elif isinstance(value, weakref.ReferenceType):
             self._inside(name, where, value(), depth)
-        elif isinstance(value, (dict, *Sequenced)):
+        elif isinstance(value, (dict, types.MappingProxyType, *Sequenced)):
             self._items(name, where, value, depth)
         elif isinstance(value, tuple):
             for position, item in enumerate(value):  # its numbers belong to the spot at which it stands: it is bound
@@ -266,19 +282,20 @@ class SpotWalk:
 
     def _items(self, name: str, where: str, value: Any, depth: int) -> None:
         """Walk the items of a list, a deque or a dict; of a long one only see that they are the same."""
-        items = list(value.items() if isinstance(value, dict) else enumerate(value))
+        is_dict = isinstance(value, (dict, types.MappingProxyType))
+        items = list(value.items() if is_dict else enumerate(value))
         if any(type(item) is LeftBehind for _, item in items):  # a log, which captures make longer
             return
-        if type(value) not in (dict, *Sequenced) and hasattr(value, "__dict__"):
+        if type(value) not in (dict, types.MappingProxyType, *Sequenced) and hasattr(value, "__dict__"):
             self._object(name, where, value, depth)
         if len(items) > LONG:
             if len(items) > MOST or not all(isinstance(item, PLAIN) for _, item in items):
                 self.unseen[f"'{name}' (a {type(value).__name__} of {len(items):,} items)"] = where
             else:
-                self._content(name, where, lambda: tuple(value.items() if isinstance(value, dict) else value))
+                self._content(name, where, lambda: tuple(value.items() if is_dict else value))
             return
         self.sized.append(value)
-        if isinstance(value, dict) and all(isinstance(key, PLAIN) for key in value):
+        if is_dict and all(isinstance(key, PLAIN) for key in value):
             self._content(f"order of {name}", where, lambda: tuple(value))
         for position, (key, item) in enumerate(items):  # other keys may print with their address
             shown = text_of(key) if isinstance(key, PLAIN) else f"key {position}"
