@@ -165,10 +165,23 @@ def adds_into_new_memory(m: Any, h: Tensor, x: Tensor) -> Tensor:
     return h * m.history
 
 
+def keeps_the_first(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    """Each run computes the same, and the second takes what the first has made of its batch. Red before: a compiled
+    step took that of its own."""
+    m.kept = getattr(m, "kept", {})
+    return h * m.kept.setdefault("scale", x.detach().mean(0) + 1)
+
+
+def keeps_the_first_of_a_weight(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    m.kept = getattr(m, "kept", {})
+    return h * m.kept.setdefault("scale", next(m.parameters()).detach().sum().exp()).view(1)
+
+
 @pytest.mark.parametrize(
     "body",
-    [adds, adds_in_a_list, adds_in_place, rectifies_in_place, keeps_the_batch, adds_and_wraps, adds_into_new_memory],
-)
+    [adds, adds_in_a_list, adds_in_place, rectifies_in_place, keeps_the_batch, adds_and_wraps, adds_into_new_memory,
+     keeps_the_first, keeps_the_first_of_a_weight],
+)  # fmt: skip
 def test_what_changes_from_step_to_step_is_refused(body: Body) -> None:
     with pytest.raises(CaptureError, match="a second step would not be the same as the first") as caught:
         autopar.compile(made(body), "dp=2", loss_fn=loss_fn, batch=(rows(),))

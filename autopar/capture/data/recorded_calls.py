@@ -2,7 +2,8 @@
 
 A call's key is made of its function, its numbers and the keys of its tensors; with each tensor goes which inputs are
 behind it, as bits. What hangs on no input that changes from step to step counts only where it is used, so that a mask
-or a rotary table which the first run makes and the next one finds in a cache is the same one.
+or a rotary table which the first run makes and the next one finds in a cache is the same one. What data made is not: a
+tensor of an earlier run where this one would use its own (`cache.setdefault(key, x.mean())`) is another one.
 """
 
 from __future__ import annotations
@@ -83,6 +84,7 @@ class RecordedCalls:
         # The tensor is held, so that its id stays its own.
         self._known: dict[int, _Key] = dict(earlier._known) if earlier else {}
         self._lying: dict[Any, _Key] = dict(earlier._lying) if earlier else {}  # by the memory that they show
+        self._old = set(self._known)  # tensors that only the runs before have met
 
     def given(self, tensors: Iterable[torch.Tensor], behind: Iterable[int]) -> None:
         """The inputs of the step, with their bits. What an earlier run knew of their memory is not known yet."""
@@ -137,6 +139,7 @@ class RecordedCalls:
     def _enter(self, tensor: torch.Tensor, key: int, behind: int, is_new: bool) -> None:
         """`is_new`: what its memory holds is."""
         self._known[id(tensor)] = (tensor, key, behind)
+        self._old.discard(id(tensor))
         memory = _memory_of(tensor)
         if is_new or memory not in self._lying:
             self._lying[memory] = (tensor, key, behind)
@@ -162,8 +165,9 @@ class RecordedCalls:
         is_machinery = isinstance(function, OpOverload)  # called by torch itself, not in both runs alike
         if is_machinery and function.overloadpacket in _SAME:
             for _, item in made:
-                lying = self._lying.get(_memory_of(item))
+                lying = None if id(args[0]) in self._old else self._lying.get(_memory_of(item))
                 self._known[id(item)] = (item, *(lying[1:] if lying else self._key(args[0], [])))
+                self._old.discard(id(item))
             return
         if name in _UNWRITTEN:
             return
@@ -214,7 +218,8 @@ class RecordedCalls:
             if known is None:  # entered, or another run would take it for a view of it that this one makes first
                 known = value, hash((tuple(value.shape), str(value.dtype))), _NOTHING
                 self._enter(*known, is_new=False)
-            return known[1], known[2]
+            is_carried = id(value) in self._old and known[2] & self.changing
+            return hash(("carried", known[1])) if is_carried else known[1], known[2]
         if isinstance(value, (tuple, list)):
             parts = [self._key(item, numbers) for item in value]
         elif isinstance(value, dict):
