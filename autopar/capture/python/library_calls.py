@@ -73,5 +73,12 @@ def settings_of(module: ModuleType, names: Set[str]) -> Iterator[tuple[Any, str]
     for holder in (module, *held):
         kind = type(holder)
         if kind is not ModuleType and kind.__module__.startswith("torch.backends"):
-            found = ((name, getattr(holder, name, None)) for name in sorted(names))
+            found = ((name, _setting(holder, name)) for name in sorted(names))
             yield from ((holder, name) for name, value in found if isinstance(value, (bool, int, str)))
+
+
+def _setting(holder: Any, name: str) -> Any:
+    try:
+        return getattr(holder, name, None)
+    except RuntimeError:  # torch has an old and a new way to ask for a precision, and tells none where both were used
+        return None
