@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import io
 import json
@@ -423,6 +424,23 @@ def test_a_table_of_an_installed_package_is_told_by_what_is_installed(
     assert [is_found(), is_found()] == [False, True]
     read_digests.installed.cache_clear()
     sys.modules.pop("answering")
+
+
+def test_a_class_that_other_files_import_is_found_where_its_file_has_it(place: Place) -> None:
+    """Red before: the importing module was looked through first, the class taken for seen, and all objects that the
+    collector knows were looked through; it knows none of those that are frozen."""
+    forward = "    def forward(self, x): return super().forward(x).relu()"
+    net = f"import torch\nfrom torch import nn\n\nclass Net(nn.Linear):\n{forward}\n"
+    place.texts = {
+        NAMES[0]: f"from {NAMES[1]} import Net\n\ndef loss_fn(model, x, y): return (model(x) - y).square().mean()\n",
+        NAMES[1]: net,
+    }
+    module = place.load()
+    sys.modules[NAMES[1]] = sys.modules.pop(NAMES[1])  # behind the one that imports it
+    gc.freeze()
+    read = [prepared(place.parallel(module.Net(4, 4), module.loss_fn)).programs[0].compiled.is_read for _ in range(2)]
+    gc.unfreeze()
+    assert read == [False, True]
 
 
 DAMAGE: dict[str, Callable[[bytes], bytes]] = {

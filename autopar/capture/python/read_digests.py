@@ -133,11 +133,12 @@ def live_codes(wanted: Mapping[str, Place]) -> dict[str, tuple[CodeType, dict[st
 
 
 def _functions_of_modules(files: Set[str]) -> Iterator[FunctionType]:
-    """The functions that the loaded modules of these files hold: themselves, in classes, behind decorators."""
+    """The functions that the loaded modules of these files hold: themselves, in classes, behind decorators; and those
+    of the main module, whose code stands in no file in a notebook."""
+    loaded = list(sys.modules.items())
+    modules = {name: one for name, one in loaded if getattr(one, "__file__", None) in files or name == "__main__"}
     seen = set[int]()
-    for module in list(sys.modules.values()):
-        if getattr(module, "__file__", None) not in files:
-            continue
+    for module in modules.values():
         pending = list(vars(module).values())
         while pending:
             value = pending.pop()
@@ -148,7 +149,7 @@ def _functions_of_modules(files: Set[str]) -> Iterator[FunctionType]:
                 if value.__code__.co_filename in files:
                     yield value
                 pending += _held_by(value)
-            elif isinstance(value, type) and value.__module__ == module.__name__:
+            elif isinstance(value, type) and value.__module__ in modules:  # which others import
                 pending += vars(value).values()
             elif isinstance(value, (property, classmethod, staticmethod, functools.cached_property)):
                 pending += [getattr(value, name, None) for name in ("fget", "fset", "__func__", "func")]
