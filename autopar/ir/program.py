@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Container, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -101,14 +102,23 @@ class Record:
         return not self.several and self.types[0] is not None
 
     def with_(self, **changes: Any) -> Record:
-        return replace(self, **changes)
+        """Copy it with changes, as `dataclasses.replace` does, in half the time: passes make 100,000 copies."""
+        made = object.__new__(Record)
+        for put, value in zip(_PUT.values(), _values(self), strict=True):
+            put(made, value)
+        for name, value in changes.items():
+            _PUT[name](made, value)
+        return made
+
+
+_PUT = {each.name: Record.__dict__[each.name].__set__ for each in fields(Record)}  # past what keeps it frozen
+_values = attrgetter(*_PUT)
 
 
 def record(node: fx.Node) -> Record:
     """The record of a node."""
-    record = node.meta[_KEY]
-    assert isinstance(record, Record)
-    return record
+    known: Record = node.meta[_KEY]
+    return known
 
 
 def set_record(node: fx.Node, value: Record) -> None:

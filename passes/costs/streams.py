@@ -143,20 +143,25 @@ class Streams:
 
     def compute(self, us: float, launched: float) -> None:
         """Calls, one after the other, that the device would take so long for, and the host to launch them."""
-        if self.machine.is_host:
+        machine, begin = self.machine, self.device  # a search of plans is here a million times: no `min`, no `max`
+        one = machine.launch_us
+        if machine.is_host:
             self._begin(launched)
+            begin = self.device
         else:
-            self.host += min(launched, self.machine.launch_us)
-        begin = max(self.device, self.host)
+            self.host += one if one < launched else launched
+        if self.host > begin:
+            self.hosted += self.host - begin
+            begin = self.host
         took = self._beside(us, self.taking - begin) if self.taking > begin else us
-        self.hosted += begin - self.device
         self.device = begin + took
         self.computed += took
-        if not self.machine.is_host and launched > self.machine.launch_us:
-            self.host += launched - self.machine.launch_us
-            late = max(0.0, self.host - self.device)
-            self.hosted += late
-            self.device += late
+        if launched > one and not machine.is_host:
+            self.host += launched - one
+            late = self.host - self.device
+            if late > 0:
+                self.hosted += late
+                self.device += late
 
     def start(self, axis: Hashable, us: float) -> float:
         """Start a collective over an axis that takes so long; us when it ends."""
@@ -173,8 +178,10 @@ class Streams:
 
     def wait(self, end: float, axis: Hashable) -> None:
         """The device waits until then for a collective."""
-        self.exposed[axis] += max(0.0, end - self.device)
-        self.device = max(self.device, end)
+        exposed = self.exposed[axis]  # (what was never exposed was so for 0 us)
+        if end > self.device:
+            self.exposed[axis] = exposed + (end - self.device)
+            self.device = end
 
     def skip(self, host: float, device: float, moving: Mapping[Hashable, float]) -> None:
         """Go on as if so many us more had passed: of the host, the device and the collectives of axes."""

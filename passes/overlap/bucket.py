@@ -112,20 +112,20 @@ class Buckets(Generic[T]):
         self.started: list[Together[Sum[T]]] = []
         self.scattered: list[Together[Sum[T]]] = []  # of these, few of many
 
-    def add(self, coming: Sum[T]) -> Iterator[MovesNow[Sum[T]]]:
+    def add(self, coming: Sum[T]) -> Iterable[MovesNow[Sum[T]]]:
         """What to do when the operand of a sum is there."""
         limit = self.limits[coming.kind, coming.over]
         if coming.bytes_ >= limit:  # alone it needs no copy
-            yield from self._start(Together([coming], coming.bytes_))
-            return
+            return self._start(Together([coming], coming.bytes_))
         key = coming.kind, coming.over, coming.alike
         bucket = self.open.get(key)
         if bucket is None:
             bucket = self.open[key] = Together()
         bucket.add(coming, coming.bytes_)
-        if bucket.bytes_ >= limit:
-            del self.open[key]
-            yield from self._start(bucket)
+        if bucket.bytes_ < limit:
+            return ()
+        del self.open[key]
+        return self._start(bucket)
 
     def flush(self) -> Iterator[MovesNow[Sum[T]]]:
         """Start what is left, and wait for all, until nothing is on its way."""

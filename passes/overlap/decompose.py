@@ -157,9 +157,9 @@ class _Decompose:
         for dim, factors in enumerate(record(node).layout.dims):
             if dim == moved or any(isinstance(factor, int) for factor in factors):
                 continue
-            cuts = [_Cut(dim, count) for count in CHUNKS if sizes[dim] % count == 0]
-            best = max(cuts, key=gain, default=None)
-            if best is not None and gain(best) > 0:
+            gains = {cut: gain(cut) for cut in (_Cut(dim, count) for count in CHUNKS if sizes[dim] % count == 0)}
+            best = max(gains, key=gains.__getitem__, default=None)
+            if best is not None and gains[best] > 0:
                 return best
         return None
 

@@ -109,18 +109,20 @@ class Ahead(Generic[T]):
     def use(self, gather: Gather[T]) -> Iterator[MovesNow[Gather[T]]]:
         """What to do where a gathered parameter is used: no more than two layers are whole at once."""
         number, bundle = self.place[gather]
-        yield from self._begin(number + 1)
+        if self.begun <= number:
+            yield from self._begin(number + 1)
         if bundle not in self.there:
             self.there.add(bundle)
             yield MovesNow(False, bundle)
-        yield from self._begin(number + 2)
+        if self.begun <= number + 1:
+            yield from self._begin(number + 2)
 
     def _begin(self, end: int) -> Iterator[MovesNow[Gather[T]]]:
         """Start what layers gather, up to `end`."""
         for bundles in self.layers[self.begun : end]:
             for bundle in bundles:
                 yield MovesNow(True, bundle)
-        self.begun = max(self.begun, end)
+        self.begun = end
 
 
 class _Prefetch:

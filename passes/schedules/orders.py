@@ -296,7 +296,8 @@ def in_halves(orders: Sequence[Sequence[Turn]]) -> Orders:
     """A schedule in which some backwards are whole and some in halves, with all of them in halves: stages are cut into
     graphs of one kind. Of a pair what stands beside the other action is the gradients of inputs, which others wait
     for; those of weights follow it."""
-    if not any(action.kind == "I" for order in orders for action in actions_of(order)):
+    kinds = {action.kind for order in orders for action in actions_of(order)}
+    if not {"B", "I"} <= kinds:
         return tuple(map(tuple, orders))
     return tuple(tuple(one for turn in order for one in _halves_of(turn)) for order in orders)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+from typing import Any
+
 import pytest
 import torch
 from torch import fx
 
-from autopar.ir.program import Builder, erase_unused, given_of, is_gathered_input, is_given, record
+from autopar.ir.program import Builder, Record, erase_unused, given_of, is_gathered_input, is_given, record
 from autopar.ir.text.text import parse_program, print_program
 
 aten = torch.ops.aten
@@ -99,3 +102,13 @@ return value "y" = %again
     assert [node.name for node in program.nodes if is_given(node)] == ["w", "cast"]
     gathered = [node for node in program.nodes if is_gathered_input(node)]
     assert [(node.name, given_of(node).name) for node in gathered] == [("whole", "w"), ("whole_cast", "w")]
+
+
+def test_a_record_is_copied_with_all_its_fields() -> None:
+    values: dict[str, Any] = {each.name: f"<{each.name}>" for each in fields(Record)}
+    known = Record(**values)
+    made, wanted = known.with_(module="m", exact=True), replace(known, module="m", exact=True)
+    assert {name: getattr(made, name) for name in values} == {name: getattr(wanted, name) for name in values}
+    assert {name: getattr(known, name) for name in values} == values
+    with pytest.raises(KeyError, match="phases"):
+        known.with_(phases="forward")

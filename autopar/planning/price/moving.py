@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -47,9 +47,10 @@ class Net:
     def us(self, kind: str, bytes_: float, over: str) -> float:
         """How long a collective takes, as `Machine.collective_us` says it."""
         key = kind, bytes_, self.groups[over]
-        if key not in self.known:
-            self.known[key] = self.machine.collective_us(*key)
-        return self.known[key]
+        us = self.known.get(key)
+        if us is None:
+            us = self.known[key] = self.machine.collective_us(*key)
+        return us
 
     def small(self, over: str) -> float:
         return small_limit(self.machine, self.groups[over], self.asked)
@@ -168,7 +169,8 @@ class Moving:
                 self.let_go(place, keeps)
             for place, gradient in gives:
                 if place in self.sums:
-                    self.turned |= {place} if gradient.is_turned else set()
+                    if gradient.is_turned:
+                        self.turned.add(place)
                     self.give(self.sums[place], gradient.alive)
                 elif is_whole:
                     self.alive += gradient.alive
@@ -289,8 +291,8 @@ class Moving:
         if bundle.members[0].of.kind == FORWARD or self.kind == BACKWARD:
             self._bring(number + 1)
         for member in bundle.members:
-            part, own = member.bytes_ / ranks, ParameterPlace(PART, member.of.layer, member.of.name)
-            lasts, is_back = member.of in self.lasting, member.of.kind == BACKWARD
+            kind, layer, name = member.of
+            part, own, lasts = member.bytes_ / ranks, ParameterPlace(PART, layer, name), member.of in self.lasting
             if self.leaves and isinstance(member.layer, tuple):
                 self.begin(member.of._replace(kind=self.kind), member.layer[-1])
             if member.of in self.brought:
@@ -298,7 +300,7 @@ class Moving:
             if member.of in self.made:
                 self.streams.compute(self.made[member.of], self.net.machine.launch_us)
                 # until it is gathered again a rank keeps its part of the cast
-                if member.of._replace(kind=BACKWARD) in self.gathers and (lasts or not self.leaves):
+                if ParameterPlace(BACKWARD, layer, name) in self.gathers and (lasts or not self.leaves):
                     self._hold(own, part)
             if self.loads.get(member.of, 0.0) > part:  # it is cast, and what came goes
                 self.alive += part * (not lasts)
@@ -307,7 +309,7 @@ class Moving:
             elif lasts and member.of in self.loads:
                 self.held[own] = part
             freed += part * (member.of in self.loads and not lasts)
-            if is_back and own in self.held:
+            if kind == BACKWARD and own in self.held:
                 freed += self.held.pop(own)
         operand = freed
         if len(bundle.members) > 1:
@@ -334,15 +336,15 @@ class Moving:
 
     def let_go(self, place: ParameterPlace, keeps: Collection[ParameterPlace] = ()) -> None:
         """What was read, or gathered, has no further use in this graph. keeps: what a later graph reads."""
-        _, layer, name = place
-        for each in (place, ParameterPlace(FORWARD, layer, name)):  # a graph may read what one before it gathered
-            if each in self.held and each not in keeps:
-                bytes_ = self.held.pop(each)
-                self.alive -= bytes_
-                self.gone += bytes_ * (each in self.lent)
+        if place not in self.held or place in keeps:
+            place = ParameterPlace(FORWARD, place.layer, place.name)  # a graph may read what one before it gathered
+            if place not in self.held or place in keeps:
                 return
+        bytes_ = self.held.pop(place)
+        self.alive -= bytes_
+        self.gone += bytes_ * (place in self.lent)
 
-    def _sum(self, moves: Iterator[MovesNow[Sum[ParameterPlace]]]) -> None:
+    def _sum(self, moves: Iterable[MovesNow[Sum[ParameterPlace]]]) -> None:
         for starts, bucket in moves:
             first = bucket.members[0]
             over, bytes_ = str(first.over), bucket.bytes_

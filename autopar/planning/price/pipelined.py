@@ -137,7 +137,9 @@ def with_least_memory(candidate: Candidate, layers: Layers) -> Pipelined:
             ("kept", near, candidate.rows, policy, more),
             lambda: layers.cost(near, candidate.rows, policy, more=more).kept.in_stages(),
         )
-        return [Stage(share, cost, {}) for share in _shares(candidate, layers)]
+        shares = _shares(candidate, layers)
+        alike = {share: Stage(share, cost, {}) for share in shares}  # the inner ones mostly have equal shares
+        return [alike[share] for share in shares]
 
     kept: Pipelined = layers.kept(
         (*model, *_order(candidate)), lambda: _pipelined(candidate, layers.kept(model, stages), layers)

@@ -58,12 +58,13 @@ class RoadStep(NamedTuple):
         """number: that the first of the equal layers of its program has in the model."""
 
         def place(own: Own) -> ParameterPlace:
-            return ParameterPlace(kind, OUTSIDE if own.layer == OUTSIDE else number + own.layer, own.name)
+            layer, name = own
+            return ParameterPlace(kind, OUTSIDE if layer == OUTSIDE else number + layer, name)
 
-        events = step.events
-        reads = tuple((place(read.own), read) for read in events.reads)
-        gives = tuple((place(gradient.own), gradient) for gradient in events.gives)
-        return cls(step, reads, gives, tuple(map(place, events.ends)))
+        events = step.events  # (a list takes less time than a generator, and a search of plans makes 500,000 steps)
+        reads = tuple([(place(read.own), read) for read in events.reads])
+        gives = tuple([(place(gradient.own), gradient) for gradient in events.gives])
+        return cls(step, reads, gives, tuple([place(own) for own in events.ends]))
 
 
 Steps = tuple[TrackStep, ...]

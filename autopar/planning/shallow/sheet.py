@@ -263,17 +263,17 @@ def _calls(
     over = {root_of(operand): node for node, operand in written.items()}
     kept = _kept(kind, program, rest, waited, last, over)
     sides = sides_of(kind, program, rest)
-    terms, sums, layers = dict(terms_of(sides)), _sums(kind, program), rest.layers
+    terms, sums = dict(terms_of(sides)), _sums(kind, program)
+    layers = {path: i for i, path in enumerate(rest.layers)}
     events = named.events(program) if kind in BODIES else {}
     for (node, load), launch in zip(loads.items(), launches, strict=True):
         is_own = not is_getitem(node) and not is_view(node) and node not in leaving
         own = local_bytes(node, program.mesh) if is_own else 0
-        launch = None if node in sums else launch
+        launch, layer = None if node in sums else launch, rest.layer(node)
         yield SheetCall(
-            load, launch, rest.counts(node), sides[node], own, tuple(dying.get(node, ())), kept.get(node, NONE),
-            widened_bytes(node, program.mesh), terms.get(node, 0),
-            layers.index(rest.layer(node)) if rest.is_equal(node) else -1, events.get(node, NO_EVENTS),
-            rest.other(node),
+            load, launch, not rest.path or layer != rest.path, sides[node], own, tuple(dying.get(node, ())),
+            kept.get(node, NONE), widened_bytes(node, program.mesh), terms.get(node, 0), layers.get(layer, -1),
+            events.get(node, NO_EVENTS), rest.other(node),
         )  # fmt: skip
 
 
