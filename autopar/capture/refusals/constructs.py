@@ -201,6 +201,11 @@ STRIDES_OF_VIEW = Construct(
     "as_strided of a view at a place that a tensor holds",
     "It counts through memory that is not there in a program. Use slices, unfold or reshape.",
 )
+STRIDES_OF_BATCH = Construct(
+    "as_strided, with an offset, of a tensor of the batch that begins within a larger memory",
+    "It counts from the beginning of that memory, of which a step has the tensor alone. Leave the offset out, or give "
+    "the step a tensor in memory of its own: x.clone().",
+)
 ALIASES = Construct(
     "copy.deepcopy of tensors that share memory (a tensor and a view of it)",
     "Copy each by itself: x.detach().clone().",
