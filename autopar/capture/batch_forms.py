@@ -7,22 +7,20 @@ program (`answers`). What no program can follow is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from types import FrameType, GetSetDescriptorType
+from typing import Any
 
 import torch
 from torch.overrides import handle_torch_function
 
 from autopar.capture.ops.raised_scatter import ASKING
 from autopar.capture.python.ran import Ran
-from autopar.capture.refusals.constructs import Construct
+from autopar.capture.refusals.constructs import MEMORY_ADDRESS, WRITES_COUNTED, Construct
 from autopar.capture.refusals.explain_failure import refusal
-from autopar.capture.refusals.location import is_user_code
+from autopar.capture.refusals.location import Line, is_user_code
+from autopar.ir.ops.op_facts import FORM_QUERIES
 from autopar.torch_compat import storage_of
-
-if TYPE_CHECKING:
-    from autopar.capture.data_facts import DataFacts
 
 Tensor = torch.Tensor
 STRIDES, _VIEW = "strides", "is a view"
@@ -44,20 +42,24 @@ def _has_gradient(tensor: Tensor) -> bool:
     return (tensor.is_leaf or tensor.retains_grad) and tensor.grad is not None
 
 
-# What may be asked of a tensor of the batch, with how it is answered.
+# What is asked of a tensor of the batch by another name than its own method or attribute, with how it is answered.
 _QUESTIONS: Mapping[str, Callable[[Tensor], Hashable]] = {
-    STRIDES: Tensor.stride, "storage_offset": Tensor.storage_offset, "is_shared": _is_shared, "is_pinned": _is_pinned,
-    "is_inference": Tensor.is_inference, "is_neg": Tensor.is_neg, "is_conj": Tensor.is_conj, _VIEW: _is_view,
-    "is_leaf": lambda tensor: tensor.is_leaf, "has a grad_fn": lambda tensor: tensor.grad_fn is not None,
-    "has a grad": _has_gradient, "retains_grad": lambda tensor: tensor.retains_grad,
-    "output_nr": lambda tensor: tensor.output_nr,
+    STRIDES: Tensor.stride, "is_shared": _is_shared, "is_pinned": _is_pinned, _VIEW: _is_view,
+    "has a grad_fn": lambda tensor: tensor.grad_fn is not None, "has a grad": _has_gradient,
 }  # fmt: skip
 Answers = tuple[tuple[str, tuple[Hashable, ...]], ...]
 
 
 def answers(asked: Iterable[str], tensors: Sequence[Tensor]) -> Answers:
     """What each tensor says to each question that the code of a step asks."""
-    return tuple((question, tuple(map(_QUESTIONS[question], tensors))) for question in sorted(asked))
+    return tuple((question, tuple(_answer(question, tensor) for tensor in tensors)) for question in sorted(asked))
+
+
+def _answer(question: str, tensor: Tensor) -> Any:
+    if question in _QUESTIONS:
+        return _QUESTIONS[question](tensor)
+    value = getattr(tensor, question)
+    return value() if callable(value) else value
 
 
 class BatchForms:
@@ -80,14 +82,13 @@ class BatchForms:
         """The answer of the tensor of the batch that another stands for; NotImplemented for another tensor."""
         self.asked.add(question)
         found = self._own.get(id(tensor))
-        return NotImplemented if found is None else _QUESTIONS[question](found[1])
+        return NotImplemented if found is None else _answer(question, found[1])
 
     def behind(self, question: str, tensor: Tensor) -> Any:
         """The answer of the tensor of the batch in whose memory another lies; NotImplemented if there is none."""
         self.asked.add(question)
         leaf = self._by_memory.get(storage_of(tensor))
-        return NotImplemented if leaf is None else _QUESTIONS[question](leaf)
-
+        return NotImplemented if leaf is None else _answer(question, leaf)
 
     def reads_memory(self, tensor: Tensor, *form: Any, **options: Any) -> bool:
         """Note an `as_strided`, which counts through memory. False if it counts from the beginning of that of the
@@ -107,102 +108,105 @@ def is_asked_by_user(frame: FrameType | None) -> bool:
 
 
 def _by_users(handler: Callable[..., Any]) -> Callable[..., Any]:
-    """A handler of what the user's code asks; torch answers what its own asks."""
+    """What answers a raised function, by `DataFacts`, where the user's code asks; what torch's own asks, torch
+    answers."""
 
-    def handle(facts: DataFacts, *args: Any, **kwargs: Any) -> Any:
-        return handler(facts, *args, **kwargs) if is_asked_by_user(facts.frame) and facts.forms else NotImplemented
+    def handle(facts: Any, *args: Any, **kwargs: Any) -> Any:
+        is_asked = is_asked_by_user(facts.frame) and facts.forms is not None
+        return handler(facts.forms, facts.line, *args, **kwargs) if is_asked else NotImplemented
 
     return handle
 
 
-def _strides(facts: DataFacts, *args: Any, **kwargs: Any) -> Any:
+# Each gives a handler for a function of that name, which is told of the batch, the line that asks, and the arguments.
+
+
+def _strides(_: str) -> Callable[..., Any]:
     """Stand-ins have the strides of the batch, and so what is made of them has those that it would have."""
-    facts.forms.asked.add(STRIDES)
-    return NotImplemented
 
-
-def _offset(facts: DataFacts, tensor: Tensor) -> Any:
-    begin = facts.forms.behind("storage_offset", tensor)
-    return begin if begin is NotImplemented else begin + tensor.storage_offset()
-
-
-def _of_memory(question: str) -> Callable[..., Any]:
-    """What all views of a tensor say alike; what a step makes lies in memory of its own, of which it is not so."""
-
-    def handle(facts: DataFacts, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        found = facts.forms.behind(question, tensor)
-        return False if found is NotImplemented else found
-
-    return handle
-
-
-def _of_bits(question: str) -> Callable[..., Any]:
-    """Whether a tensor is shown negated, or conjugated: what is made of a stand-in turns the answer of the batch."""
-
-    def handle(facts: DataFacts, tensor: Tensor) -> Any:
-        found = facts.forms.behind(question, tensor)
-        return found if found is NotImplemented else found != _QUESTIONS[question](tensor)
-
-    return handle
-
-
-def _of_itself(question: str) -> Callable[..., Any]:
-    return lambda facts, tensor, *_: facts.forms.ask(question, tensor)
-
-
-def _view(facts: DataFacts, tensor: Tensor) -> Any:
-    return True if _is_view(tensor) else facts.forms.ask(_VIEW, tensor)
-
-
-def _other(question: str, name: str) -> Callable[..., Any]:
-    """What a tensor has beside it, if it has: another one, which is none of the step's."""
-
-    def handle(facts: DataFacts, tensor: Tensor, *_: Any) -> Any:
-        is_inner = question == _VIEW and _is_view(tensor)  # of a view of a view it is what both lie in
-        found = facts.forms.behind(question, tensor) if is_inner else facts.forms.ask(question, tensor)
-        if found is True:
-            instead = "Give the step a tensor that has none (x.detach().clone()), or pass in what the model reads of it."
-            raise refusal(Construct(f"{name} of a tensor of the batch that has one", instead), facts.line)
+    def handle(forms: BatchForms, *_: Any, **options: Any) -> Any:
+        forms.asked.add(STRIDES)
         return NotImplemented
 
     return handle
 
 
-def _refused(name: str, instead: str) -> Callable[..., Any]:
-    def handle(facts: DataFacts, *args: Any, **kwargs: Any) -> Any:
-        raise refusal(Construct(name, instead), facts.line)
+def _offset(name: str) -> Callable[..., Any]:
+    def handle(forms: BatchForms, _: Line | None, tensor: Tensor) -> Any:
+        begin = forms.behind(name, tensor)
+        return begin if begin is NotImplemented else begin + _answer(name, tensor)
 
     return handle
 
 
-_ADDRESS = _refused(
-    "the memory of a tensor (data_ptr(), storage(), untyped_storage(), is_set_to()), which is another one at each step",
-    "Whether two arguments are one tensor, `x is y` tells; what else depends on it is passed in as a Python value.",
-)
-_VERSION = _refused(
-    "the number of writes to a tensor (x._version), which a program does not count",
-    "Count in Python: a number in an attribute of the model, or one that is passed in.",
-)
-_GETTERS: Mapping[str, Callable[..., Any]] = {
-    "_version": _VERSION, "_base": _other(_VIEW, "._base"), "is_leaf": _of_itself("is_leaf"),
-    "grad_fn": _other("has a grad_fn", ".grad_fn"), "grad": _other("has a grad", ".grad"),
-    "retains_grad": _of_itself("retains_grad"), "output_nr": _of_itself("output_nr"), "_cdata": _ADDRESS,
+def _of_memory(name: str) -> Callable[..., Any]:
+    """What all views of a tensor say alike; what a step makes lies in memory of its own, of which it is not so."""
+
+    def handle(forms: BatchForms, _: Line | None, tensor: Tensor, *device: Any, **options: Any) -> Any:
+        found = forms.behind(name, tensor)
+        return False if found is NotImplemented else found
+
+    return handle
+
+
+def _of_bits(name: str) -> Callable[..., Any]:
+    """Whether a tensor is shown negated, or conjugated: what is made of a stand-in turns the answer of the batch."""
+
+    def handle(forms: BatchForms, _: Line | None, tensor: Tensor) -> Any:
+        found = forms.behind(name, tensor)
+        return found if found is NotImplemented else found != _answer(name, tensor)
+
+    return handle
+
+
+def _of_itself(name: str) -> Callable[..., Any]:
+    return lambda forms, line, tensor, *_: forms.ask(name, tensor)
+
+
+def _view(forms: BatchForms, _: Line | None, tensor: Tensor) -> Any:
+    return True if _is_view(tensor) else forms.ask(_VIEW, tensor)
+
+
+def _other(question: str, name: str) -> Callable[..., Any]:
+    """What a tensor has beside it, if it has: another one, which is none of the step's."""
+
+    def handle(forms: BatchForms, line: Line | None, tensor: Tensor, *_: Any) -> Any:
+        is_inner = question == _VIEW and _is_view(tensor)  # of a view of a view it is what both lie in
+        if (forms.behind(question, tensor) if is_inner else forms.ask(question, tensor)) is True:
+            instead = "Give the step a tensor without (x.detach().clone()), or pass in what the model reads of it."
+            raise refusal(Construct(f"{name} of a tensor of the batch that has one", instead), line)
+        return NotImplemented
+
+    return handle
+
+
+def _refused(construct: Construct) -> Callable[..., Any]:
+    def handle(forms: BatchForms, line: Line | None, *args: Any, **kwargs: Any) -> Any:
+        raise refusal(construct, line)
+
+    return handle
+
+
+_KINDS: Mapping[str, Callable[[str], Callable[..., Any]]] = {
+    "strides": _strides, "offset": _offset, "memory": _of_memory, "bits": _of_bits, "itself": _of_itself,
+    "address": lambda _: _refused(MEMORY_ADDRESS),
 }  # fmt: skip
 _METHODS: Mapping[str, Callable[..., Any]] = {
-    **dict.fromkeys(("is_contiguous", "stride", "dim_order"), _strides),
-    "storage_offset": _offset, "is_shared": _of_memory("is_shared"), "is_pinned": _of_memory("is_pinned"),
-    "is_inference": _of_itself("is_inference"), "is_neg": _of_bits("is_neg"), "is_conj": _of_bits("is_conj"),
-    "_is_view": _view,
-    **dict.fromkeys(("data_ptr", "storage", "untyped_storage", "_typed_storage", "is_set_to"), _ADDRESS),
+    **{name: _KINDS[kind](name) for kind, names in FORM_QUERIES.items() for name in names},
+    "_version": _refused(WRITES_COUNTED), "_base": _other(_VIEW, "._base"), "_is_view": _view,
+    "grad_fn": _other("has a grad_fn", ".grad_fn"), "grad": _other("has a grad", ".grad"),
 }  # fmt: skip
-_OWNERS = (Tensor, torch)
+
+
+def _functions(name: str) -> Iterator[Any]:
+    """What a torch function mode is told where code uses a method or an attribute of a tensor."""
+    for owner in (Tensor, torch):
+        found = getattr(owner, name, None)
+        if found is not None:
+            yield found.__get__ if isinstance(found, GetSetDescriptorType) else found
+
+
 ASKED: Mapping[Any, Callable[..., Any]] = {
     **ASKING,
-    **{getattr(Tensor, name).__get__: _by_users(handler) for name, handler in _GETTERS.items()},
-    **{
-        getattr(owner, name): _by_users(handler)
-        for name, handler in _METHODS.items()
-        for owner in _OWNERS
-        if hasattr(owner, name)
-    },
+    **{function: _by_users(handler) for name, handler in _METHODS.items() for function in _functions(name)},
 }

@@ -28,7 +28,7 @@ from autopar.capture.python.library_state import codes_of, names_reached
 MACHINES = (nn.Module, torch.Tensor)
 # Functions without arguments that tell how torch or Python are set.
 STATES = {
-    function.__name__.lstrip("_"): function
+    function.__name__: function
     for function in (
         torch.are_deterministic_algorithms_enabled, torch.is_deterministic_algorithms_warn_only_enabled,
         torch.get_deterministic_debug_mode, torch.get_float32_matmul_precision, torch.get_num_threads,
@@ -36,7 +36,6 @@ STATES = {
         os.getcwd, torch.is_anomaly_enabled, torch.is_anomaly_check_nan_enabled, torch.is_autocast_cache_enabled,
         torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.mem_efficient_sdp_enabled,
         torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.cudnn_sdp_enabled,
-        torch.autograd.is_multithreading_enabled, torch.autograd.is_view_replay_enabled,
     )
 }  # fmt: skip
 _SETTINGS = ("torch.backends", "torch.utils.deterministic")  # modules whose classes hold some

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import torch
 
 from autopar.capture.batch_forms import answers
-from autopar.capture.code_checks import check_inference
 from autopar.capture.captured import drawing_host
+from autopar.capture.code_checks import check_inference
 from autopar.capture.data.reads import Answers, OtherValues, Value
 from autopar.capture.draws.host_draws import Drawn, generators, set_generators
 from autopar.capture.inputs.batch_dims import Dims
