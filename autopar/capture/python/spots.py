@@ -115,10 +115,10 @@ class SpotWalk:
     def given(self, numbers: Numbers) -> None:
         """The numbers among the arguments of a call, and the attributes of its tensors that the code names."""
 
-        names = self.names | _CLASSES
+        names, is_whole = self.names | _CLASSES, self.is_whole  # the walk, which keeps this function, is not kept by it
 
         def carried() -> list[Any]:
-            return [key for key in numbers if len(key) == 3 and (self.is_whole or key[2] in names)]
+            return [key for key in numbers if len(key) == 3 and (is_whole or key[2] in names)]
 
         self.spots += [Spot(key[1], "", numbers, key, number) for key, number in numbers.items() if len(key) == 2]
         self.contents.append((carried, carried()))
