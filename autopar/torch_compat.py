@@ -416,11 +416,12 @@ def custom_function(node: Any) -> type[torch.autograd.Function] | None:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Keep torch from writing its own tracebacks of shapes that do not fit, and from looking for nan where nothing has
-    data."""
+    data. What the model asks for stays: anomaly detection is on if it was."""
+    mode, check_nan = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True  # another level would be told to every logger there is
     try:
-        with torch.autograd.set_detect_anomaly(False):
+        with torch.autograd.set_detect_anomaly(mode, check_nan and not mode):
             yield
     finally:
         logger.disabled = before

@@ -32,6 +32,7 @@ from autopar.capture.given_tensors import give_tensors
 from autopar.capture.inputs import tables
 from autopar.capture.inputs.containers import Form, put_together, take_apart, take_call_apart
 from autopar.capture.inputs.in_parts import InParts
+from autopar.capture.inputs.leaves import without_data
 from autopar.capture.inputs.loss_outputs import LossFn, check_loss, has_own_backward, loss_of, split_result
 from autopar.capture.inputs.module_state import (
     SCRATCH,
@@ -234,7 +235,7 @@ class _Capture:
     def _replay(self) -> Callable[[torch.Tensor], tuple[int, tuple[torch.Tensor, ...]]]:
         """Draws anew, by the seed of a step: a run on shapes. It holds no tensor of the batch."""
         parts, reads = self.parts, self.reads.anew(self.reads.known, guards=True)
-        leaves = [torch.empty_like(x, device="meta") if isinstance(x, torch.Tensor) else x for x in parts.leaves]
+        leaves = [without_data(x) if isinstance(x, torch.Tensor) else x for x in parts.leaves]
         plan, form, given = self.coins.planned(), parts.form, (self.model, self.loss_fn)
         coins, in_parts, state, draws = self.step_coins, self.in_parts, self.state, self.draws
         kind, lift, keeps_casts, partners = self.kind, self.lift, self.keeps_casts, self.partners
@@ -495,7 +496,7 @@ class _Capture:
             mode.selected.order.sides.trail.given(given.values)
         self.left.begin(entries, given.values)
         constants = {**given.constants, **carried}
-        mode.facts.sample_counts = tuple({tensor.shape[0]: None for _, tensor in self.parts.tensors() if tensor.ndim})
+        mode.facts.begin(self.parts, given.leaves, mode.ran)
         args, kwargs = put_together(self.parts.form, given.leaves)
         step = Step(self.model, self.partners.known.values(), body(given.trainable), replaced)
         state = attributes(step, constants, replaced), unmoved(tables.modules(step)), unsynced(tables.modules(step))

@@ -5,33 +5,46 @@ Reading a fact needs no permission: where it does not hold, the program is right
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
 
+from autopar.capture.batch_forms import BatchForms
 from autopar.capture.data.known_values import ABSENT, STEADY, Values
 from autopar.capture.data.reads import FULL_LENGTH, OWN_ROWS, Reads
-from autopar.capture.refusals.constructs import LENGTH, SIZES
+from autopar.capture.inputs.containers import Parts
+from autopar.capture.python.ran import Ran
+from autopar.capture.refusals.constructs import LENGTH, SIZES, STRIDES_OF_BATCH
 from autopar.capture.refusals.explain_failure import refusal, size_refusal
 from autopar.capture.refusals.location import Line, Locator
 from autopar.capture.rows.row_sides import Turns
 from autopar.capture.rows.selected import Selected
+from autopar.capture.trace.computed_views import STRIDED
 from autopar.torch_compat import PACK_PADDED
 
 Tensor = torch.Tensor
 
 
 class DataFacts:
-    """Answers what raised functions ask in one run. line: the one that asks. sample_counts: that a batch may have."""
+    """Answers what raised functions ask in one run. line, frame: those that ask. sample_counts: that a batch may have.
+    forms: what the tensors of the batch are beside their values."""
 
     def __init__(self, known: Values, selected: Selected, reads: Reads | None, locator: Locator | None) -> None:
         self._known, self._selected, self._reads, self._locator = known, selected, reads, locator
         self._permitted = reads if reads is not None and reads.is_permitted else None
         self._held = dict[Line | None, bool]()  # what held, by line
         self.line: Line | None = None
+        self.frame: FrameType | None = None
         self.sample_counts: tuple[int, ...] = ()
+        self.forms: BatchForms | None = None
+
+    def begin(self, parts: Parts, stand_ins: Sequence[Any], ran: Ran) -> None:
+        """Know the batch of a run, and what stands for its leaves. ran: as of `BatchForms`."""
+        self.sample_counts = tuple({tensor.shape[0]: None for _, tensor in parts.tensors() if tensor.ndim})
+        self.forms = BatchForms(stand_ins, parts.leaves, ran)
 
     def holds(self, fact: Callable[[], Tensor], source: Tensor, name: str = OWN_ROWS) -> bool:
         """True if a fact holds for the example batch, and each step is to check it: where nothing that a step changes
@@ -44,8 +57,10 @@ class DataFacts:
         self._held[self.line] = is_so = self._reads.holds(name, fact(), self.line, not kinds & ABSENT)
         return is_so
 
-    def turned(self, function: Any, args: Any, line: Line | None) -> Any:
+    def turned(self, function: Any, args: Any, kwargs: Any, line: Line | None) -> Any:
         """What a call gives in a loop through the places of a mask; None for another call."""
+        if function in STRIDED and self.forms is not None and not self.forms.reads_memory(*args, **kwargs):
+            raise refusal(STRIDES_OF_BATCH, line)
         found = self._selected.order.taken(function, args)
         return self._turns(function, args, line) if found is None else found
 

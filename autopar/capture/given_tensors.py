@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from autopar.capture.data.recorded_calls import CHANGING, RecordedCalls, behind_of
 from autopar.capture.inputs.in_parts import InParts
+from autopar.capture.inputs.leaves import attributes_of
 from autopar.capture.inputs.outside import Outside
 from autopar.ir.program import IN_PARTS, PARTNER, Input
 from autopar.torch_compat import as_parameter
@@ -77,6 +79,9 @@ def give_tensors(
             value = given.values[position] = inputs[position].detach()
             if leaf.requires_grad:
                 value.requires_grad_()
+            if type(leaf) is nn.Parameter:
+                as_parameter(value)
+            vars(value).update(attributes_of(leaf))
             given.leaves[i] = value
             calls.values.given(value, "batch", leaf)
             position += 1

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from autopar.capture.batch_forms import ASKED
 from autopar.capture.data.casts import TO_WIDE, lifted, of_dtype, traced
 from autopar.capture.data.coins import COMPARISONS, decided
 from autopar.capture.data.folding import FOLDED, folded
@@ -37,7 +38,6 @@ from autopar.capture.ops.raised_lookups import counts_rows, deep_copy, dense, re
 from autopar.capture.ops.raised_norms import NORMS, Norm, is_count, norm_of
 from autopar.capture.ops.raised_recurrent import NOTE as PACKED_NOTE
 from autopar.capture.ops.raised_recurrent import PACKING, Packs, PlainPacks
-from autopar.capture.ops.raised_scatter import ASKING
 from autopar.capture.ops.validation import is_validation, note_of
 from autopar.capture.per_microbatch import dealt, dealt_plainly, in_microbatches
 from autopar.capture.python.ran import Ran
@@ -110,6 +110,8 @@ class Raise(TorchFunctionMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        if self.facts.forms is not None:
+            self.facts.forms.end()
         self._fork.__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -395,7 +397,7 @@ class Raise(TorchFunctionMode):
                 result = self._took(call, result)
         elif (packed := self._packs(call)) is not NotImplemented:
             result = packed
-        elif (turned := self.facts.turned(func, args, call.line)) is not None:
+        elif (turned := self.facts.turned(func, args, kwargs, call.line)) is not None:
             result = turned
         else:
             function, given = self._by_places(call, args) if self._computes() else (func, args)
@@ -449,8 +451,8 @@ class Raise(TorchFunctionMode):
         tracer = self.selected.tracer
         if result is NotImplemented and tracer is not None and not in_transform():
             result = rejoined(func, args, kwargs, tracer.node_of)
-        if result is NotImplemented and func in ASKING and self._asks(call):
-            result = ASKING[func](self.facts, *args, **kwargs)
+        if result is NotImplemented and func in ASKED and self._asks(call):
+            result = ASKED[func](self.facts, *args, **kwargs)
         return self._called(call, func, args, kwargs) if result is NotImplemented else result
 
     def _norm(self, func: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -468,7 +470,7 @@ class Raise(TorchFunctionMode):
 
     def _asks(self, call: ModelCall) -> bool:
         """True where a fact of the data may be asked for."""
-        self.facts.line = call.line
+        self.facts.line, self.facts.frame = call.line, call.frame
         return self.captures and not in_transform() and not self.selected.is_inside
 
     def _called(self, call: ModelCall, func: Any, args: Any, kwargs: Any) -> Any:

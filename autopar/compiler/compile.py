@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from autopar.capture import Captured, Earlier, LossFn, capture, dims_of_call
+from autopar.capture.code_checks import check_code
 from autopar.capture.data.reads import Answers
 from autopar.capture.draws.host_draws import generators, set_generators
 from autopar.capture.inputs.batch_dims import Dims
@@ -133,6 +134,7 @@ def capture_step(
     if dealing is not None and deals_microbatches(captured.program):
         found = parts_of_batch(make_plan(captured, dealing.mesh, dealing.options, dealing.fixed))
         captured = captured_for(found) if deals_microbatches(captured.program, found) else captured
+    check_code(captured.ran)
     for partner in captured.partners:
         if partner.module is partner.traced:  # a parallel one is checked already
             check_model(partner.module)

@@ -225,7 +225,7 @@ def _inputs(session: Session, running: Running, given: Given, is_step: bool) -> 
         leaf = int(entry.name)
         if portion is not None and leaf not in gathered and leaf in portion.leaves:
             layout = portion.within(layout, world)
-        own = gathered[leaf] if leaf in gathered else leaves[leaf].detach()
+        own = gathered[leaf] if leaf in gathered else leaves[leaf].detach().resolve_conj().resolve_neg()
         part = local_part(own, layout, mesh, coord)
         # Of memory that can move, the copy is in the device's queue; of other the host waits for all before it there.
         return part.to(device, non_blocking=not host.on_host(device) and own.is_pinned())

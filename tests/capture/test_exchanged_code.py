@@ -178,6 +178,18 @@ TOLD: dict[str, tuple[Callable[[], float], Callable[[Patch], object]]] = {
     "function that tells a setting": (
         lambda: float(torch.get_num_threads()), lambda p: torch.set_num_threads(2)
     ),
+    "anomaly detection": (
+        lambda: 3.0 if torch.is_anomaly_enabled() else 1.0,
+        lambda p: torch.autograd.set_detect_anomaly(True, check_nan=False),
+    ),
+    "attention that is allowed": (
+        lambda: 3.0 if torch.backends.cuda.flash_sdp_enabled() else 1.0,
+        lambda p: torch.backends.cuda.enable_flash_sdp(False),
+    ),
+    "filled memory": (
+        lambda: 3.0 if torch.utils.deterministic.fill_uninitialized_memory else 1.0,
+        lambda p: p.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False),
+    ),
     "folder": (lambda: float(len(os.getcwd()) > 1) + 1, lambda p: p.chdir("/")),
 }  # fmt: skip
 
@@ -198,5 +210,7 @@ def test_a_step_asks_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         with model.gathered() as whole:
             torch.testing.assert_close(second, loss_fn(whole, x, y).detach())
     torch.set_num_threads(1)
+    torch.backends.cuda.enable_flash_sdp(True)
+    torch.autograd.set_detect_anomaly(False)
     assert first != second
     assert model.forward_backward(x, y) == first and len(model.programs) == 2

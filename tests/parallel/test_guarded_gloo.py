@@ -132,6 +132,44 @@ def test_checks_and_overflow(two: Ranks, mesh: str, options: dict[str, Any]) -> 
     assert first == second == ["ValueError: labels go to 9", "AssertionError: labels begin at 0", 3]
 
 
+class Asking(nn.Module):
+    """What its batch's tensors carry, and how they lie, decides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.up(x) * getattr(x, "weight", 1.0) * (2 if x.is_contiguous() else 1)
+        if isinstance(y, nn.Parameter):
+            h = h * x.mask
+        return (self.down(h).sum(-1) - y).square().mean()
+
+
+def _asking(rank: int, mesh: str, options: dict[str, Any]) -> int:
+    parallel, plain = autopar.parallelize(made(Asking), mesh, **options), made(Asking)
+    for k in range(6):
+        x, y = batch()
+        x = x if k % 3 else x.t().contiguous().t()
+        x.weight = 1 + k / 3
+        if k % 2:
+            x.mask, y = torch.full((6, 12), 1.5 + k, dtype=torch.float64), nn.Parameter(y, requires_grad=False)
+        for each in (parallel, plain):
+            each.zero_grad()
+        torch.testing.assert_close(parallel.forward_backward(x, y), _step_of(plain)(x, y).detach(), rtol=1e-12, atol=0)
+        grads = parallel.full_gradients()
+        for name, parameter in plain.named_parameters() if rank == 0 else ():
+            torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-9, atol=1e-12)
+    return len(parallel.programs)
+
+
+@pytest.mark.parametrize(("mesh", "options"), MESHES)
+def test_what_a_batch_carries(two: Ranks, mesh: str, options: dict[str, Any]) -> None:
+    """Red before: no rank saw it."""
+    first, second = two.run(_asking, mesh, options, timeout=200)
+    assert first == second
+
+
 @pytest.mark.parametrize(("mesh", "options"), MESHES)
 def test_layers_left_out(two: Ranks, mesh: str, options: dict[str, Any]) -> None:
     assert two.run(_drawing, Dropped, mesh, options, timeout=120) == ["", ""]

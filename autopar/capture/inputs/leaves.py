@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, time, timedelta
 from decimal import Decimal
@@ -196,6 +196,25 @@ def _tensor_faults(tensor: torch.Tensor) -> Iterator[str]:
         yield "a quantized tensor: pass .dequantize()"
     if type(tensor) not in _TENSORS:
         yield f"a {type(tensor).__name__}, a class of tensors of its own: pass .as_subclass(torch.Tensor)"
+
+
+def attributes_of(tensor: torch.Tensor) -> Mapping[str, Any]:
+    """What a user put on a tensor (`x.mask = mask`), without what torch keeps there."""
+    held = vars(tensor)
+    if not held or isinstance(tensor, FakeTensor):
+        return {}
+    return {name: value for name, value in held.items() if not name.startswith("_dynamo")}
+
+
+def without_data(tensor: torch.Tensor, shape: Sequence[int] | None = None) -> torch.Tensor:
+    """A tensor on the meta device that is like another one, with what that carries. shape: if it has another one."""
+    meta = torch.empty_like(tensor, device="meta", requires_grad=tensor.requires_grad)
+    if shape is not None:
+        meta = torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
+    if isinstance(tensor, nn.Parameter):
+        meta = nn.Parameter(meta.detach(), requires_grad=tensor.requires_grad)
+    vars(meta).update(attributes_of(tensor))
+    return meta
 
 
 def refused(value: Any, path: str) -> BatchError:

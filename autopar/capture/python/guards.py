@@ -64,7 +64,7 @@ class Guards:
     What torch and Python's library own is not looked into. Values are compared by identity first: a container whose
     insides are all the same is the same, and a tensor of the same form is read anew by the program. So are numbers
     that are inputs of it (`places`), of which only the type counts. `given`: the numbers among the arguments of the
-    call at hand, which the caller keeps up to date.
+    call at hand, and what its tensors carry, which the caller keeps up to date.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Guards:
 
     def _is_given(self) -> bool:
         """The arguments have the same numbers: looked at first, as they may well be others at each call."""
-        return all(_equal(self._fixed(key, self.given[at]), was) for key, at, was in self._numbers)
+        return all(_equal(self._fixed(key, self.given.get(at, _GONE)), was) for key, at, was in self._numbers)
 
     def _walk(self) -> SpotWalk:
         walk = SpotWalk(self.ran)

@@ -33,9 +33,12 @@ STATES = {
         torch.are_deterministic_algorithms_enabled, torch.is_deterministic_algorithms_warn_only_enabled,
         torch.get_deterministic_debug_mode, torch.get_float32_matmul_precision, torch.get_num_threads,
         torch.get_num_interop_threads, torch.is_warn_always_enabled, torch.get_default_device, sys.getrecursionlimit,
-        os.getcwd,
+        os.getcwd, torch.is_anomaly_enabled, torch.is_anomaly_check_nan_enabled, torch.is_autocast_cache_enabled,
+        torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.mem_efficient_sdp_enabled,
+        torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.cudnn_sdp_enabled,
     )
 }  # fmt: skip
+_SETTINGS = ("torch.backends", "torch.utils.deterministic")  # modules whose classes hold some
 # Functions of C, which are told by their names.
 MEMBERS = (MemberDescriptorType, GetSetDescriptorType, MethodDescriptorType, WrapperDescriptorType,
            ClassMethodDescriptorType, np.ufunc)  # fmt: skip
@@ -72,7 +75,7 @@ def settings_of(module: ModuleType, names: Set[str]) -> Iterator[tuple[Any, str]
     held = [values[name] for name in sorted(names & values.keys())]
     for holder in (module, *held):
         kind = type(holder)
-        if kind is not ModuleType and kind.__module__.startswith("torch.backends"):
+        if kind is not ModuleType and kind.__module__.startswith(_SETTINGS):
             found = ((name, _setting(holder, name)) for name in sorted(names))
             yield from ((holder, name) for name, value in found if isinstance(value, (bool, int, str)))
 

@@ -130,6 +130,8 @@ class Ran:
         self._bound: dict[int, set[tuple[int, ...]]] = {}  # the values of a code's free variables, by their ids
         self.is_whole = False  # once a run came to its end
         self.values: list[torch.Tensor] = []  # tensors that were read as Python numbers
+        self.asked: set[str] = set()  # what it asks of tensors beside their values (`batch_forms.py`)
+        self.marked: set[str] = set()  # attributes that it left on tensors of the batch
         self.differentiated: set[str] = set()  # parameters of which the step itself asked for the gradient
         self._known: dict[int, tuple[FunctionType, bool]] = {}
         self._interrupts: frozenset[CodeType] = frozenset()
@@ -228,6 +230,8 @@ class Ran:
             self._bound.setdefault(code, set()).update(bound)
         self.values += other.values
         self.differentiated |= other.differentiated
+        self.asked |= other.asked
+        self.marked |= other.marked
         self._known.clear()
 
     def differentiate(self, parameters: Iterable[tuple[str, torch.Tensor]], tensors: Iterable[torch.Tensor]) -> None:
@@ -359,15 +363,19 @@ def _computes_names(code: CodeType) -> bool:
 
 
 def _is_literal(seen: list[dis.Instruction], at: int) -> bool:
-    """True if the second argument of the function that is loaded there is a text in the code: the instruction after
-    which two arguments lie on the stack."""
-    depth = 0
+    """True if the second argument of the function that is loaded there is a text in the code: no other instruction
+    leaves two arguments on the stack before the call, as one that adds to a text would."""
+    depth, found = 0, False
     for each in seen[at + 1 :]:
         if each.opname.startswith(("POP_JUMP", "JUMP", "RETURN", "STORE")):
-            return False
+            return found
+        if each.opname in ("PRECALL", "CALL") and depth == each.arg:
+            return found
         depth += dis.stack_effect(each.opcode, each.arg, jump=False)
         if depth == _BY_NAME[seen[at].argval]:
-            return each.opname == "LOAD_CONST" and isinstance(each.argval, str)
+            found = each.opname == "LOAD_CONST" and isinstance(each.argval, str)
+            if not found:
+                return False
     return False
 
 

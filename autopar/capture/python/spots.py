@@ -52,6 +52,7 @@ _GIVEN_ATTRIBUTES = (FunctionType, torch.Tensor, Enum)
 _TENSORS = ("_parameters", "_buffers", "_modules")
 _OWN = frozenset(vars(nn.Module()))
 _WHOLE = {"vars", "__dict__", "asdict", "astuple", "fields"}  # who names these may read every attribute
+_CLASSES = frozenset(("_is_param", "_is_buffer"))  # attributes of a tensor that `isinstance` reads
 # With which of these names the name of a module is a text in the code.
 _IMPORTERS = ({"sys", "modules"}, {"import_module"}, {"__import__"})
 NAMESPACES = (types.SimpleNamespace, Namespace)
@@ -60,7 +61,9 @@ _WRAPPERS = (property, classmethod, staticmethod, functools.cached_property, fun
 
 
 BY_ITEM = (dict, *Sequenced, tuple, types.MappingProxyType)  # holders whose values are read by `holder[key]`
-Numbers = dict[tuple[int, str], float]  # among the arguments of a call: by the place among its leaves, and its name
+# Among the arguments of a call: by the place among its leaves, and its name; of a tensor there the attributes that the
+# user put on it, by the name of each too.
+Numbers = dict[tuple[int, str] | tuple[int, str, str], Any]
 SpotKey = tuple[str, str, int]  # the name and where it is read; which one, of functions that share their code
 
 
@@ -110,8 +113,17 @@ class SpotWalk:
             self.spots.append(Spot(name, "torch's own state", {name: value}, name, value))
 
     def given(self, numbers: Numbers) -> None:
-        """The numbers among the arguments of a call."""
-        self.spots += [Spot(key[1], "", numbers, key, number) for key, number in numbers.items()]
+        """The numbers among the arguments of a call, and the attributes of its tensors that the code names."""
+
+        names, is_whole = self.names | _CLASSES, self.is_whole  # the walk, which keeps this function, is not kept by it
+
+        def carried() -> list[Any]:
+            return [key for key in numbers if len(key) == 3 and (is_whole or key[2] in names)]
+
+        self.spots += [Spot(key[1], "", numbers, key, number) for key, number in numbers.items() if len(key) == 2]
+        self.contents.append((carried, carried()))
+        for key in carried():
+            self._spot(key[1], "", numbers, key, numbers[key], _DEPTH)
 
     def model(self, model: nn.Module) -> None:
         """The modules that are trained: their tensors are the step's inputs, their modes part of its signature."""

@@ -201,6 +201,19 @@ STRIDES_OF_VIEW = Construct(
     "as_strided of a view at a place that a tensor holds",
     "It counts through memory that is not there in a program. Use slices, unfold or reshape.",
 )
+MEMORY_ADDRESS = Construct(
+    "the memory of a tensor (data_ptr(), storage(), untyped_storage(), is_set_to()), which is another one at each step",
+    "Whether two arguments are one tensor, `x is y` tells; what else depends on it is passed in as a Python value.",
+)
+WRITES_COUNTED = Construct(
+    "the number of writes to a tensor (x._version), which a program does not count",
+    "Count in Python: a number in an attribute of the model, or one that is passed in.",
+)
+STRIDES_OF_BATCH = Construct(
+    "as_strided, with an offset, of a tensor of the batch that begins within a larger memory",
+    "It counts from the beginning of that memory, of which a step has the tensor alone. Leave the offset out, or give "
+    "the step a tensor in memory of its own: x.clone().",
+)
 ALIASES = Construct(
     "copy.deepcopy of tensors that share memory (a tensor and a view of it)",
     "Copy each by itself: x.detach().clone().",

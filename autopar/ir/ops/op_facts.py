@@ -192,6 +192,17 @@ QUERIES: frozenset[Any] = frozenset(
         "untyped_storage", "is_conj", "is_neg", "is_inference", "element_size", "__len__")]
     + [torch.numel]
 )  # fmt: skip
+# What asks a tensor how it lies in memory, and which part it has in autograd, by what decides the answer: its strides,
+# where it begins, the memory that views share, the bits by which it is shown negated or conjugated, the very tensor, or
+# an address.
+FORM_QUERIES: Mapping[str, tuple[str, ...]] = {
+    "strides": ("is_contiguous", "stride", "dim_order"),
+    "offset": ("storage_offset",),
+    "memory": ("is_shared", "is_pinned"),
+    "bits": ("is_neg", "is_conj"),
+    "itself": ("is_inference", "is_leaf", "retains_grad", "output_nr"),
+    "address": ("data_ptr", "storage", "untyped_storage", "_typed_storage", "is_set_to", "_cdata"),
+}
 # Functions that say whether tensors are alike: the one that says so of each element, and what is asked of all of them.
 ALIKE: Mapping[Any, tuple[Any, Any]] = {
     **dict.fromkeys((torch.equal, torch.Tensor.equal), (torch.eq, torch.all)),

@@ -14,7 +14,7 @@ from torch import nn
 from autopar.capture.inputs import tables
 from autopar.capture.inputs.batch_dims import Dims
 from autopar.capture.inputs.containers import Form, Node, Parts
-from autopar.capture.inputs.leaves import key_of, text_of
+from autopar.capture.inputs.leaves import attributes_of, key_of, text_of
 from autopar.capture.python.spots import Numbers
 from autopar.capture.python.stand_in import is_number
 from autopar.errors import RankError
@@ -36,26 +36,32 @@ def describe(parts: Parts, dims: Dims | None = None) -> list[str]:
 def _shown(leaf: Any, samples: int | None) -> str:
     if isinstance(leaf, torch.Tensor):
         sizes = ", ".join("*" if samples in (dim, ALL) else str(size) for dim, size in enumerate(leaf.shape))
-        return f"[{sizes}] {leaf.dtype}"
+        return f"[{sizes}] {leaf.dtype}{' nn.Parameter' * (type(leaf) is nn.Parameter)}"
     return type(leaf).__name__ if is_number(leaf) else text_of(leaf)
 
 
 def numbers_of(parts: Parts) -> Numbers:
-    """The Python numbers among the arguments of a call, by leaf. They are guarded like any number that a step reads in
-    Python, and so become inputs of its program where they change from call to call."""
-    leaves = enumerate(zip(parts.paths, parts.leaves, strict=True))
-    return {(i, path): leaf for i, (path, leaf) in leaves if is_number(leaf)}
+    """The Python numbers among the arguments of a call, by leaf, and what its tensors carry as attributes. They are
+    guarded like anything that a step reads in Python, and so numbers become inputs of its program where they change
+    from call to call."""
+    found: Numbers = {}
+    for i, (path, leaf) in enumerate(zip(parts.paths, parts.leaves, strict=True)):
+        if is_number(leaf):
+            found[i, path] = leaf
+        elif isinstance(leaf, torch.Tensor) and vars(leaf):
+            found.update(((i, f"{path}.{name}", name), value) for name, value in attributes_of(leaf).items())
+    return found
 
 
 def signature_of(parts: Parts) -> Hashable:
-    """What a program is compiled for, of the arguments of a call: where tensors stand, their shapes and dtypes, the
-    classes of numbers (`numbers_of`) and the other Python values beside them."""
+    """What a program is compiled for, of the arguments of a call: where tensors stand, their shapes, dtypes and which
+    are parameters, the classes of numbers (`numbers_of`) and the other Python values beside them."""
     return parts.form, tuple(map(_kind, parts.leaves))
 
 
 def _kind(leaf: Any) -> Hashable:
     if isinstance(leaf, torch.Tensor):
-        return tuple(leaf.shape), leaf.dtype
+        return tuple(leaf.shape), leaf.dtype, type(leaf) is nn.Parameter
     return type(leaf).__name__ if is_number(leaf) else key_of(leaf)
 
 

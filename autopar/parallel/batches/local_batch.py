@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.inputs.batch_dims import Dims, ask, spelled
 from autopar.capture.inputs.containers import Parts
+from autopar.capture.inputs.leaves import without_data
 from autopar.errors import BatchError, one_of
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
@@ -104,8 +105,7 @@ class Portion:
         for leaf in self.leaves:
             shape = list(leaves[leaf].shape)
             shape[self.dims[leaf]] = sum(self.counts(leaf))  # type: ignore[index]
-            own = leaves[leaf]
-            leaves[leaf] = torch.empty(shape, dtype=own.dtype, device="meta", requires_grad=own.requires_grad)
+            leaves[leaf] = without_data(leaves[leaf], shape)
         return replace(parts, leaves=tuple(leaves))
 
     def line(self) -> str:

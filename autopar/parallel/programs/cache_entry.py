@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from autopar.capture import Captured
+from autopar.capture.batch_forms import STRIDES
 from autopar.capture.captured import ReturnedLeaf
 from autopar.capture.inputs.containers import DictKeys, Form, Leaf, Node, SeenAgain
 from autopar.capture.python.guards import Guards
@@ -123,6 +124,7 @@ def entry_of(built: Built, bound: Bound, own: Tensors) -> dict[str, Any]:
         "frozen": sorted(captured.frozen),
         "rebound": dict(captured.rebound),
         "differentiated": sorted(captured.ran.differentiated),
+        "asked": sorted(captured.ran.asked),
         "batch_dims": captured.batch_dims,
     }
 
@@ -135,6 +137,8 @@ def _check(captured: Captured, constants: Constants) -> None:
         raise Unclear("the loss calls another model")
     if captured.written:
         raise Unclear("it writes a tensor of the batch, which may lie in the memory of others at the next start")
+    if captured.ran.asked - {STRIDES}:  # strides are a part of the key
+        raise Unclear("what the code asks of the batch beside its values")
     if captured.ran.values:
         raise Unclear("a tensor was read as a number")
     if constants.numbers:
@@ -231,6 +235,7 @@ def built_of(
     form = says["result"]
     dims = says["batch_dims"]
     guards.ran.differentiated.update(says["differentiated"])
+    guards.ran.asked.update(says["asked"])
     captured = Captured(
         program, constants,
         None if form is None else _form(form), tuple(map(_leaf, says["leaves"])),

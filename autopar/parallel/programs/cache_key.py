@@ -22,6 +22,7 @@ import torch
 
 import autopar
 from autopar.capture.inputs.containers import Form, Leaf, Node, Parts, SeenAgain
+from autopar.capture.inputs.leaves import attributes_of
 from autopar.capture.python.read_digests import Unclear, code_digest, described, digest
 from autopar.custom_ops.registry import CUSTOM_OPS
 from autopar.settings import Settings, variables
@@ -120,7 +121,11 @@ def _named(value: Any) -> str:
 
 
 def _leaf(leaf: Any) -> str:
-    return _tensor(leaf) if isinstance(leaf, torch.Tensor) else described(leaf)
+    if not isinstance(leaf, torch.Tensor):
+        return described(leaf)
+    if attributes_of(leaf):
+        raise Unclear("attributes of a tensor of the batch")
+    return _tensor(leaf)
 
 
 def _tensor(tensor: torch.Tensor) -> str:

@@ -151,7 +151,7 @@ class Maker:
         self._know_decided()
         options, fixed = self._fixed_for(given, is_first, kind)
         dealing = Dealing(mesh, options, fixed, given.dims, self._earlier[kind, torch.is_grad_enabled()])
-        with scalars, naming_parts(given):
+        with scalars, given.carrying(numbers), naming_parts(given):
             args, kwargs = given.arguments(numbers)
             captured = capture_step(
                 model, settings.loss_fn, args, kwargs, replace(settings.options, batch_dims=None), dealing,

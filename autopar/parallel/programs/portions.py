@@ -72,9 +72,25 @@ class Given:
     def arguments(self, numbers: Numbers) -> Any:
         """The positional and keyword arguments of the whole batch, with these numbers among them."""
         leaves = list(self.whole.leaves)
-        for (i, _), number in numbers.items():
-            leaves[i] = number
+        for (i, _, *name), number in numbers.items():
+            if not name:
+                leaves[i] = number
         return put_together(self.parts.form, leaves)
+
+    @contextmanager
+    def carrying(self, numbers: Numbers) -> Iterator[None]:
+        """Have the tensors carry the attributes that stand among `numbers`, in place of some of their own."""
+        leaves, kept = self.parts.leaves, list[tuple[dict[str, Any], str, Any]]()
+        for (i, _, *names), value in numbers.items():
+            for name in names:
+                held = vars(leaves[i])
+                kept.append((held, name, held[name]))
+                held[name] = value
+        try:
+            yield
+        finally:
+            for held, name, value in kept:
+                held[name] = value
 
 
 class Portions:

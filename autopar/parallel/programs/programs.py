@@ -13,7 +13,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from autopar.capture.batch_forms import answers
 from autopar.capture.captured import drawing_host
+from autopar.capture.code_checks import check_inference
 from autopar.capture.data.reads import Answers, OtherValues, Value
 from autopar.capture.draws.host_draws import Drawn, generators, set_generators
 from autopar.capture.inputs.batch_dims import Dims
@@ -46,9 +48,10 @@ _FEW = 3  # programs of `model(x)` that are each told of
 _FIRST = "Python values as at first"
 _COMPARED, _REFUSED = "batch and modes", "arguments refused: "
 _training, _requires_grad = attrgetter("training"), attrgetter("requires_grad")
-# What a step gives, arguments, whether gradients are on, modes; last those of the partners, and what of the batch
-# lies in memory that the step writes.
+# What a step gives, arguments, whether gradients are on, modes; last those of the partners, what the code asks of the
+# batch beside its values, and what of it lies in memory that the step writes.
 Key = tuple[Any, ...]
+_BESIDE = 3  # of these, what is known once there is a program
 T = TypeVar("T")
 
 
@@ -82,6 +85,21 @@ class CallSignature:
         return None, [self.line()]
 
 
+@dataclass(slots=True)
+class _KnownOfCall:
+    """What the programs of a call have shown. asked: of the batch's tensors beside their values."""
+
+    partners: tuple[Partner, ...] = ()
+    written: WrittenMemory = field(default_factory=WrittenMemory)
+    asked: set[str] = field(default_factory=set)
+
+    def add(self, running: Running) -> None:
+        """Know another program."""
+        self.partners = running.captured.partners
+        self.written.add(running.captured, running.owners, running.guards)
+        self.asked |= running.captured.ran.asked
+
+
 class _Uneven(Exception):
     """Ranks have unlike numbers of samples."""
 
@@ -99,9 +117,8 @@ class Programs:
         self._digests = Digests(where.mesh, where.coord, session.settings.is_local)
         self._portions, self._maker = Portions(session), Maker(session)
         self.signatures: dict[Key, CallSignature] = {}
-        self._partners: dict[Key, tuple[Partner, ...]] = {}  # by the model's own part of a key
-        self._written = defaultdict[Key, WrittenMemory](WrittenMemory)  # by the same
-        self._numbers: Numbers = {}  # among the arguments of the call at hand
+        self._known = defaultdict[Key, _KnownOfCall](_KnownOfCall)  # by the call's and the model's own part of a key
+        self._numbers: Numbers = {}  # of the call at hand
         self._uses = self._made = 0
         self._drawn: Drawn | None = None  # on the host, for the call at hand
 
@@ -203,8 +220,9 @@ class Programs:
 
     def _beside(self, own: Key, given: Given) -> Key:
         """What is known of a key once there is a program."""
-        leaves = list(given.parts.tensors())
-        return flags_of(self._partners.get(own, ())), self._written[own].met(leaves)
+        known, leaves = self._known[own], list(given.parts.tensors())
+        said = answers(known.asked, [leaf for _, leaf in given.whole.tensors()]) if known.asked else ()
+        return flags_of(known.partners), said, known.written.met(leaves)
 
     def _agree(
         self, call: str, given: Given, kind: StepKind, fits: Callable[[Running], bool] = lambda _: True
@@ -215,7 +233,7 @@ class Programs:
         self._numbers.update(batches.numbers_of(given.parts))
         key = self._key(given, kind)
         signature = self.signatures.get(key) or CallSignature(key)
-        fault = self._session.store.structure.fault() or fault_in(self._partners.get(key[:-2], ()))
+        fault = self._session.store.structure.fault() or fault_in(self._known[key[:-_BESIDE]].partners)
         if key[-1] and given.portion is not None and not fault:
             fault = _IN_PARTS.format("; ".join(key[-1]))
         by_chance = self._draw(signature, kind)
@@ -265,10 +283,10 @@ class Programs:
         `CallSignature.find` says. is_new: a program is made."""
         session, parts, portion, key = self._session, given.parts, given.portion, signature.key
         if given.unlike not in signature.lines:
-            partners = describe(self._partners.get(key[:-2], ()))
+            partners = describe(self._known[key[:-_BESIDE]].partners)
             lines = batches.signature_lines(session.store.model, parts, given.unlike)
-            signature.lines[given.unlike] = [*lines, *partners, *key[-1]]
-        states = [f"{path} {text_of(number)}" for (_, path), number in self._numbers.items()]
+            signature.lines[given.unlike] = [*lines, *partners, *map(str, key[-2]), *key[-1]]
+        states = [f"{path} {text_of(number)}" for (_, path, *name), number in self._numbers.items() if not name]
         states += [f"random_state {session.random.state_dict()}"] + [str(session.scale)] * (session.scale is not None)
         states += ["gradients off"] * (not torch.is_grad_enabled()) + values
         states += [f"{path} on a device" for path in batches.off_host(parts)]
@@ -307,7 +325,7 @@ class Programs:
         """Compile a program and keep it; forget the one unused longest. values: of the first of its reads."""
         self._tell(signature, given, kind)
         self._made += 1  # also of one that fails: on all ranks
-        has_grads = signature.key[2]
+        has_grads, is_inference = signature.key[2], torch.is_inference_mode_enabled()
         # What is made here is trained later.
         with torch.inference_mode(False), torch.set_grad_enabled(has_grads), self._as_rank_0():
             if self._drawn is not None:
@@ -319,12 +337,13 @@ class Programs:
                 )
             answers = Answers(self._session.random.numbers(kind.trains), values)
             running = self._maker.make(given, self._numbers, kind, not self.signatures, answers)
+        if is_inference:
+            check_inference(running.captured.ran)
         self._portions.learn(given, kind)
         running.number = self._made
         # Only now are its partners known, whose modes are in its key.
-        own, partners = signature.key[:-2], running.captured.partners
-        self._partners[own] = partners
-        self._written[own].add(running.captured, running.owners, running.guards)
+        own = signature.key[:-_BESIDE]
+        self._known[own].add(running)
         key = (*own, *self._beside(own, given))
         signature = signature if key == signature.key else self.signatures.get(key) or CallSignature(key)
         running.line = signature.line()
@@ -374,6 +393,7 @@ _BESIDE_ARGUMENTS = (  # what a key has behind the call and its arguments, and h
     "gradients are on or off, unlike before", "modules are in another mode", "other parameters are frozen",
     "ranks have parts of other sizes",
     "other tensors of the batch require a gradient", "models that the loss calls are in another mode",
+    "tensors of the batch lie otherwise in memory, or have another part in autograd, and the code asks for that",
     "other tensors of the batch lie in memory that the step writes",
 )  # fmt: skip
 # What makes a token at a time (`generate`) has a new shape for each.
