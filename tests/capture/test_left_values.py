@@ -196,7 +196,7 @@ OTHERS = [_tensor, _was_none, _number, _in_a_dict, _in_a_list, _on_a_layer, _in_
 def test_another_program_may_not_hang_on_it(given: Callable[[Net, Tensor], Any]) -> None:
     model = parallel(given)
     evaluate = of_another_size if given is _by_size else evaluated
-    with pytest.raises(CaptureError, match="leaves in Python, at .*test_left_values.py") as found:
+    with pytest.raises(CaptureError, match=r"leaves in Python, at .*test_left_values\.py") as found:
         trained(model, evaluate)
     assert "register_buffer" in str(found.value) and "'" in str(found.value)
 

@@ -110,7 +110,7 @@ class Steady:
         drawn = [name for name, state in foreign_state().items() if state != self.drawn[name]]
         left = left_values(changes, self._is_constant)
         with kept():
-            notes = self._compare(changes, drawn) + [self._drawn_idly(name) for name in drawn]
+            notes = self._compare(changes, drawn, left) + [self._drawn_idly(name) for name in drawn]
             self._check_floats()
             self._check_others()
         self.left[:0] = [replace(each, where=self.lines.get(each.name, "")) for each in left]
@@ -139,7 +139,8 @@ class Steady:
         names = ", ".join(map(str, self.others.values[:_NAMED]))
         raise CaptureError(_OTHERS.format(f"at {quoted(line)}" if line else "at an unknown line. ", names))
 
-    def _compare(self, changes: list[AttributeChange], drawn: list[str]) -> list[str]:
+    def _compare(self, changes: list[AttributeChange], drawn: list[str], left: list[LeftValue]) -> list[str]:
+        """Notes of a second run. left: by the changes; a number that tells how much of a table there is goes."""
         second, error = self._second()
         if error is not None:
             if changes and self._fresh()[1] is None:
@@ -154,6 +155,8 @@ class Steady:
                 call = difference[1] or difference[0]
                 raise self.carried(changes, call.line if call else None, "")
             raise self.unsteady(difference)
+        if difference is not None:
+            left[:] = [each for each in left if each.has_tensors]
         outside = self._check_counters(changes)
         return self._notes(changes) + outside
 

@@ -38,6 +38,10 @@ class LeftValue:
     where: str = ""  # the line that leaves it
     spot: Spot | None = None
 
+    @property
+    def has_tensors(self) -> bool:
+        return bool(_tensors(self.new))
+
     def __str__(self) -> str:
         return f"'{self.name}'{f' ({self.where})' if self.where else ''}"
 
