@@ -56,6 +56,7 @@ from autopar.capture.leftovers import Leftovers, settled
 from autopar.capture.ops.decompositions import decompositions
 from autopar.capture.python.attributes import Attributes
 from autopar.capture.python.counters import CountedNumbers
+from autopar.capture.python.left_values import LeftByOthers, LeftValue
 from autopar.capture.python.ran import Ran
 from autopar.capture.python.stand_in import mark_number, stands_for_number
 from autopar.capture.raising import Raise
@@ -114,7 +115,7 @@ def capture(
         coins = Coins(known.seed)
         step = model, loss_fn, args, dict(kwargs), kind, lift, reads, precision, forks
         made = _Capture(*step, others, coins)
-        made.statistics, made.microbatches = statistics, microbatches
+        made.statistics, made.microbatches, made.others.values = statistics, microbatches, known.left
         if draws is not None:
             made.start, made.draws, made.resizing = start, draws, Resizing(None)
         try:
@@ -158,8 +159,7 @@ class _Capture:
         self.partners = Partners(model, loss_fn)
         self.left, self.before = ChangedState(self.partners), Attributes(model)
         self.backward = BackwardChanges(self.before)
-        self.parts = take_call_apart(args, kwargs)
-        self.state = state_of(model)
+        self.parts, self.state = take_call_apart(args, kwargs), state_of(model)
         self.fake, self.device = FakeTensorMode(allow_non_fake_inputs=True), device_of(model)
         self.locator, self.in_parts, self.outputs = Locator(), InParts(self.fake, self.device), list[Output]()
         self.has_random_ops = self.has_items = self.may_specialize = False
@@ -170,6 +170,7 @@ class _Capture:
         self.untrained: dict[int, str] = {}  # names of plain attributes that require a gradient
         self.outside: Mapping[int, Outside] = {}
         self.fault: AutoparError | None = None
+        self.others, self.left_values = LeftByOthers(self.fake, self.device), list[LeftValue]()
         self.statistics, self.microbatches, self.has_grads = "batch", 1, kind.trains or torch.is_grad_enabled()
         self.scratch, self.scratch_fault = frozenset[str](), CaptureError("")  # buffers, and else what is wrong
 
@@ -189,7 +190,8 @@ class _Capture:
                 if self.resizing.foreseen is not None:
                     check_writes(traced, inputs, self._given(), self.locator)  # earlier ones lay in other memory
                     known = self.resizing.program(self.notes) if is_plain else None
-                    if known is not None and (known[2] or not self._steady(fakes, before, drawn)):
+                    is_enough = known is not None and known[2] and not self.others.values
+                    if known is not None and (is_enough or not self._steady(fakes, before, drawn)):
                         self.ran.is_whole = True
                         return self._captured(*known[:2])
                     before.restore()
@@ -264,10 +266,10 @@ class _Capture:
     def _captured(self, program: Program, constants: Mapping[str, torch.Tensor]) -> Captured:
         """What was captured. constants: those that are not the model's own."""
         kept = {entry.name: tensor for entry, tensor in self.state.entries if entry.kind == "constant"}
-        reads, partners = tuple(self.reads.known), tuple(self.partners.known.values())
+        reads, partners, left = tuple(self.reads.known), tuple(self.partners.known.values()), tuple(self.left_values)
         return Captured(
-            program, {**kept, **constants}, *self.result, reads, self.state.frozen, partners, self.ran,
-            None, self.step_coins, self.row_uses, self.selected.draws.found, None, self.left.rebound, self.left.leaves,
+            program, {**kept, **constants}, *self.result, reads, self.state.frozen, partners, self.ran, None,
+            self.step_coins, self.row_uses, self.selected.draws.found, None, self.left.rebound, self.left.leaves, left,
         )  # fmt: skip
 
     def _steady(self, fakes: list[torch.Tensor], before: Attributes, drawn: Mapping[str, Any]) -> list[str]:
@@ -275,7 +277,7 @@ class _Capture:
         drawn, hosts = foreign_state() if self.start is not None else drawn, self.hosts[-1:]
         run, names = partial(self._again, fakes), frozenset(n for entry, _ in self.state.entries for n in entry.names)
         counters = partial(CountedNumbers.of, self.model, self.loss_fn if self.kind.gives_loss else None, self.ran)
-        ways = partial(setattr, self.coins, "variant"), *self.selects, counters
+        ways = partial(setattr, self.coins, "variant"), *self.selects, counters, self.others, self.left_values
         steady = Steady(self.partners.submodule, run, self.calls, before, self.replaced, drawn, names, *ways)
         try:
             notes, second = [*steady.check(), *map(SCRATCH.format, self.scratch)], len(self.hosts)

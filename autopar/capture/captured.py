@@ -15,6 +15,7 @@ from autopar.capture.draws.step_coins import StepCoins
 from autopar.capture.inputs.batch_dims import Dims
 from autopar.capture.inputs.containers import Form, put_together
 from autopar.capture.inputs.partners import Partner
+from autopar.capture.python.left_values import LeftValue
 from autopar.capture.python.ran import Ran
 from autopar.capture.python.stand_in import stands_for_number
 from autopar.capture.rows.row_draws import RowDraw
@@ -46,7 +47,8 @@ class Captured:
     (None: it has none); None as a whole where nothing was said. `coins`: the random branches of the step.
     `row_uses`: the parameters that it uses, by which masks select rows. `row_draws`: its dropout of such rows.
     `host`: what it draws on the host. `rebound`: the buffers that it binds to other tensors, each with the one whose
-    new value that is: itself, or another one. `written`: the leaves of the batch that it writes.
+    new value that is: itself, or another one. `written`: the leaves of the batch that it writes. `left`: what a run of
+    the model leaves in Python, and the program does not.
     """
 
     program: Program
@@ -64,6 +66,7 @@ class Captured:
     host: HostDraws | None = None
     rebound: Mapping[str, str] = field(default_factory=dict)
     written: frozenset[int] = frozenset()
+    left: tuple[LeftValue, ...] = ()
 
     @property
     def has_result(self) -> bool:

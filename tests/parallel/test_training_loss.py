@@ -319,3 +319,17 @@ def test_losses_of_which_one_overflows_leave_no_gradients(is_first: bool) -> Non
     losses = [model.training_loss(_batch(0) * factor) for factor in ((1e200, 1.0) if is_first else (1.0, 1e200))]
     (losses[0] + losses[1]).backward()
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_what_is_frozen_before_backward_gets_no_gradient() -> None:
+    found = []
+    for model in (plain := _net(), autopar.parallelize(copy.deepcopy(plain), "dp=1", loss_fn=_loss)):
+        loss = _of(model, _batch(0))
+        model[0].weight.requires_grad_(False)
+        model[3].bias.register_hook(lambda gradient: gradient * 2)
+        loss.backward()
+        found.append([p.grad for p in model.parameters()])
+    assert [each is None for each in found[0]] == [each is None for each in found[1]]
+    assert found[1][0] is None
+    for one, other in zip(*(filter(lambda each: each is not None, each) for each in found), strict=True):
+        torch.testing.assert_close(one, other.full_tensor())

@@ -9,12 +9,13 @@ from __future__ import annotations
 import linecache
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from autopar.capture.data.coins import numbers_drawn
@@ -22,6 +23,7 @@ from autopar.capture.data.foreign import foreign_state, kept, settings
 from autopar.capture.data.recorded_calls import HostFloat, RecordedCall, RecordedCalls, first_difference
 from autopar.capture.python.attributes import AttributeChange, Attributes
 from autopar.capture.python.counters import CountedNumbers
+from autopar.capture.python.left_values import LeftByOthers, LeftValue, left_values
 from autopar.capture.python.ran import LIBRARIES
 from autopar.capture.refusals.constructs import FIRST_CALL, UNSTEADY, Construct
 from autopar.capture.refusals.explain_failure import SPECIALIZE, line_of, refusal
@@ -42,6 +44,12 @@ _STATE = (
     "(self.register_buffer in __init__, then write into it), or pass it in with the batch and return the new one."
 )
 _STAYS = "; a compiled step runs no Python, so it stays as it is"
+_OTHERS = (
+    "the model computes with what another step of it (in another mode, of another size or with another flag) leaves in "
+    "Python, {}It is {}. Compiled steps run no Python, so this one would compute with what was there before. Make it a "
+    "buffer (self.register_buffer in __init__, then write into it), or return it beside the loss (model.last_aux) and "
+    "set it between the steps."
+)
 _ITERATOR = (
     "a step takes the next item of {}, an iterator outside of the model. Python runs only at the capture, so that no "
     "later step would take one: take it before the step, and pass it in with the batch."
@@ -84,6 +92,9 @@ class Steady:
     selects: bool  # rows by a mask, another number of them in the second run (see `selected.py`)
     may_specialize: bool  # this number of rows
     counters: Callable[[bool, Callable[[], object]], CountedNumbers]  # see `CountedNumbers.of`
+    others: LeftByOthers
+    left: list[LeftValue]  # is given what this program would leave in Python
+    lines: dict[str, str] = field(default_factory=dict)  # of changes, by name
 
     def check(self) -> list[str]:
         """Notes on what the model changes in Python. Raises CaptureError for what would make the next step differ."""
@@ -97,12 +108,39 @@ class Steady:
                 ((_, line),) = self._lines_of([change])
                 raise refusal(Construct(made.name.format(change.name), made.instead), line)
         drawn = [name for name, state in foreign_state().items() if state != self.drawn[name]]
+        left = left_values(changes, self._is_constant)
         with kept():
-            notes = self._compare(changes, drawn) + [self._drawn_idly(name) for name in drawn]
+            notes = self._compare(changes, drawn, left) + [self._drawn_idly(name) for name in drawn]
             self._check_floats()
-            return notes
+            self._check_others()
+        self.left[:0] = [replace(each, where=self.lines.get(each.name, "")) for each in left]
+        return notes
 
-    def _compare(self, changes: list[AttributeChange], drawn: list[str]) -> list[str]:
+    def _check_others(self) -> None:
+        """Raise CaptureError where what other programs would leave in Python decides what this one does."""
+        if not self.others.values:
+            return
+        self.start_anew()
+        put_back = self.others.put(self.attributes, self.standing, self.replaced)
+        try:
+            calls, error = self._second(met=self.others.tensors)
+        finally:
+            put_back()
+            self.start_anew()
+        difference = first_difference(self.first, calls)
+        if error is None and difference is None:
+            return
+        alone, fault = self._second()
+        self.start_anew()
+        if fault is not None or first_difference(self.first, alone) is not None:
+            return  # it is another one anyway, which was looked at before
+        call = difference[1] or difference[0] if difference and error is None else None
+        line = call.line if call else line_of(error) if error else None
+        names = ", ".join(map(str, self.others.values[:_NAMED]))
+        raise CaptureError(_OTHERS.format(f"at {quoted(line)}" if line else "at an unknown line. ", names))
+
+    def _compare(self, changes: list[AttributeChange], drawn: list[str], left: list[LeftValue]) -> list[str]:
+        """Notes of a second run. left: by the changes; a number that tells how much of a table there is goes."""
         second, error = self._second()
         if error is not None:
             if changes and self._fresh()[1] is None:
@@ -117,6 +155,8 @@ class Steady:
                 call = difference[1] or difference[0]
                 raise self.carried(changes, call.line if call else None, "")
             raise self.unsteady(difference)
+        if difference is not None:
+            left[:] = [each for each in left if each.has_tensors]
         outside = self._check_counters(changes)
         return self._notes(changes) + outside
 
@@ -131,6 +171,7 @@ class Steady:
             raise found.error(line)
         known = {change.name for change in changes}
         spots = [*found.spots, *(each.spot for each in found.lists if not each.has_tensors)]
+        self.left.extend(LeftValue(s.name, None, s.where, s) for s in found.spots if s.name not in known)
         told = [f"{spot} is changed while the model runs{_STAYS}" for spot in spots if spot.name not in known]
         return told + [f"{spot} is changed while the model runs{_STAYS}{_UNFOLLOWED}" for spot in found.unfollowed]
 
@@ -167,9 +208,10 @@ class Steady:
             raise HostDrawsFound("the model makes a float of a random number")
 
     def _second(
-        self, draws: Callable[[], float] | None = None, shows_data: bool = False
+        self, draws: Callable[[], float] | None = None, shows_data: bool = False, met: Sequence[torch.Tensor] = ()
     ) -> tuple[RecordedCalls, Exception | None]:
         calls = RecordedCalls(self.first)
+        calls.met(met)
         calls.shows_data = shows_data
         calls.draws = draws or calls.draws
         try:
@@ -300,10 +342,12 @@ class Steady:
     def _notes(self, changes: list[AttributeChange]) -> list[str]:
         """A cached tensor that is made of constants is made again or not, all the same; and a library's own books
         nobody would change."""
-        told = [c for c in changes if c.name not in self.standing and not self._is_constant(c.new)]
+        told = [change for change in changes if not self._is_constant(change.new)]
+        lines = self._lines_of(c for c in told if not self._is_of_library(c))
+        self.lines.update({change.name: _short(line) for change, line in lines if line})
         return [
             f"'{change.name}' is changed at {_short(line)} while the model runs{_STAYS}"
-            for change, line in self._lines_of(c for c in told if not self._is_of_library(c))
+            for change, line in lines
             if line and LIBRARIES not in line[0]
         ]
 

@@ -19,6 +19,7 @@ import torch
 
 from autopar.capture.data.so_far import STEADY, SoFar, is_steady
 from autopar.capture.ops.canonical import filled
+from autopar.capture.python.left_values import LeftValue
 from autopar.capture.refusals.constructs import Construct
 from autopar.capture.refusals.explain_failure import refusal, wants_data
 from autopar.capture.refusals.location import Line
@@ -201,11 +202,13 @@ def check_reads(reads: Sequence[Read], tensors: Sequence[Tensor]) -> None:
 @dataclass(frozen=True, slots=True)
 class Answers:
     """What is known of the step that a program is made for: its seed and its number, which decide random branches, and
-    what the first of its reads give. asks: it may ask for facts of the data, too."""
+    what the first of its reads give. asks: it may ask for facts of the data, too. left: what other programs of the
+    model would leave in Python, on which it may not hang."""
 
     seed: tuple[int, int] = (0, 0)
     values: tuple[Value, ...] = ()
     asks: bool = True
+    left: tuple[LeftValue, ...] = ()
 
 
 _MOST = 256  # values of one step

@@ -96,6 +96,11 @@ class RecordedCalls:
             self._inputs.add(id(tensor))
             self._enter(tensor, hash(("input", position)), bit, is_new=True)
 
+    def met(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Tensors that are others in each step, and no inputs: what other programs leave in Python."""
+        for number, tensor in enumerate(tensors):
+            self._enter(tensor, hash(("left", number)), CHANGING, is_new=True)
+
     def keep(self, bit: int, tensor: torch.Tensor, original: torch.Tensor, position: int) -> bool:
         """Take an input by its value, if runs are compared by values and the step does not have it anew: a buffer as
         the run before left it."""

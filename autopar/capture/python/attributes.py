@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from ast import literal_eval
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from types import FunctionType, MethodType, ModuleType
@@ -19,16 +21,18 @@ _TENSORS = ("_parameters", "_buffers", "_modules")
 _OWN = frozenset(vars(nn.Module())).difference(_TENSORS)  # hooks and flags of torch's
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
 _OPAQUE = (*_PLAIN, type, FunctionType, MethodType, ModuleType, torch.Tensor, nn.Module, torch.dtype, torch.device)
-_GONE = object()
+NOTHING = object()  # of an attribute that is not there
 
 
 @dataclass(frozen=True, slots=True)
 class AttributeChange:
-    """An attribute or item that a run changed. `kind` is parameter, module or value."""
+    """An attribute or item that a run changed. `kind` is parameter, module or value. whole: the list or set that the
+    name is of, if not an item's."""
 
     name: str
     kind: str
     new: Any
+    whole: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,7 @@ class _Kept:
     holder: Any
     items: Any  # a copy of the insides
     is_object: bool  # whose items are attributes
+    left_out: frozenset[Any] = frozenset()  # keys of what is no state
 
 
 class Attributes:
@@ -55,14 +60,13 @@ class Attributes:
             values = vars(module)
             self.hooks += [(_joined(path, name), table, set(table)) for name, table in _hooks_of(module)]
             self.modes.append((_joined(path, "training"), module, module.training))
-            if type(module).__module__.startswith("torch.nn."):  # its own books (an RNN's _flat_weights) are no state
-                self.books += [(values, name, v, v.copy()) for name, v in values.items() if type(v) is list]
-                values = {name: values[name] for name in _TENSORS}
-            else:
-                self.kept[id(values)] = _Kept(path, values, {k: v for k, v in values.items() if k not in _OWN}, True)
-            for name, value in values.items():
-                if name not in _OWN:
-                    self._keep(_joined(path, name), value, _DEPTH)
+            is_of_torch = type(module).__module__.startswith("torch.nn.")
+            books = {name for name, value in values.items() if is_of_torch and _is_book(name, value)}
+            self.books += [(values, name, values[name], values[name].copy()) for name in books]
+            own = {name: value for name, value in values.items() if name not in _OWN and name not in books}
+            self.kept[id(values)] = _Kept(path, values, own, True, frozenset(books))
+            for name, value in own.items():
+                self._keep(_joined(path, name), value, _DEPTH)
 
     def _keep(self, name: str, value: Any, depth: int) -> None:
         if isinstance(value, _OPAQUE) or depth == 0:
@@ -107,6 +111,21 @@ class Attributes:
 
         return is_changed
 
+    def put(self, name: str, value: Any) -> None:
+        """Have what a change names hold another value, as far as it is known; `restore` takes it back."""
+        for kept in self.kept.values():
+            if isinstance(kept.holder, dict):
+                key = _key(kept, name)
+                if key is NOTHING:
+                    continue
+                if value is NOTHING:
+                    kept.holder.pop(key, None)
+                elif not isinstance(kept.holder.get(key), (list, set)):  # which is there by its own name
+                    kept.holder[key] = value
+            elif kept.name == name and type(value) is type(kept.holder):
+                kept.holder.clear()
+                (kept.holder.extend if isinstance(kept.holder, list) else kept.holder.update)(value)
+
     def restore(self) -> None:
         """Put everything back. Hooks too: a flag that says they are in place and the hooks go together."""
         for _, table, names in self.hooks:
@@ -127,9 +146,15 @@ class Attributes:
                 kept.holder.clear()
                 kept.holder.update(kept.items)
             else:
-                for key in [key for key in kept.holder if key not in kept.items and key not in _OWN]:
+                ours = _OWN | kept.left_out
+                for key in [key for key in kept.holder if key not in kept.items and key not in ours]:
                     del kept.holder[key]
                 kept.holder.update(kept.items)
+
+
+def _is_book(name: str, value: Any) -> bool:
+    """True for a list that a module of torch's keeps for itself (an RNN's _flat_weights): it is no state."""
+    return type(value) is list and name.startswith("_")
 
 
 def _hooks_of(module: nn.Module) -> Iterator[tuple[str, dict[Any, Any]]]:
@@ -147,7 +172,7 @@ def _changes(kept: _Kept, name: str | None = None) -> Iterator[AttributeChange]:
     """What is not as it was. name: of the one that is asked for; others may be left out."""
     if isinstance(kept.holder, set):
         if kept.holder != kept.items:
-            yield AttributeChange(kept.name, "value", kept.holder)
+            yield AttributeChange(kept.name, "value", kept.holder, kept.holder.copy())
         return
     base, _, last = kept.name.rpartition(".")
     kind = {"_parameters": "parameter", "_modules": "module", "_buffers": "buffer"}.get(last, "value")
@@ -155,19 +180,31 @@ def _changes(kept: _Kept, name: str | None = None) -> Iterator[AttributeChange]:
     is_told = name is not None and (kept.is_object or kind != "value")
     keys: Iterable[Any] = (str(name).rpartition(".")[2],) if is_told else {**old, **new}
     for key in keys:
-        before, after = old.get(key, _GONE), new.get(key, _GONE)
-        if key in _OWN or before is after or _equal(before, after):
+        before, after = old.get(key, NOTHING), new.get(key, NOTHING)
+        if key in _OWN or key in kept.left_out or before is after or _equal(before, after):
             continue
         if kind != "value":
             yield AttributeChange(_joined(base, key), kind, after)
         elif isinstance(kept.holder, list):
-            yield AttributeChange(kept.name, kind, after)
+            yield AttributeChange(kept.name, kind, after, kept.holder.copy())
         else:
             yield AttributeChange(_name(kept, key), kind, after)
 
 
 def _name(kept: _Kept, key: Any) -> str:
     return _joined(kept.name, key) if kept.is_object else f"{kept.name}[{key!r}]"
+
+
+def _key(kept: _Kept, name: str) -> Any:
+    """Of an attribute or item with this name; NOTHING if it is not of these insides."""
+    if kept.is_object:
+        owner, _, key = name.rpartition(".")
+        return key if owner == kept.name and key not in kept.left_out else NOTHING
+    start = f"{kept.name}["
+    if name.startswith(start) and name.endswith("]"):
+        with suppress(ValueError, SyntaxError):
+            return literal_eval(name.removeprefix(start)[:-1])
+    return NOTHING
 
 
 def _equal(before: Any, after: Any) -> bool:

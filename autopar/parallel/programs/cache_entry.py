@@ -22,6 +22,7 @@ from autopar.capture.batch_forms import STRIDES
 from autopar.capture.captured import ReturnedLeaf
 from autopar.capture.inputs.containers import DictKeys, Form, Leaf, Node, SeenAgain
 from autopar.capture.python.guards import Guards
+from autopar.capture.python.left_values import LeftValue, Unshown
 from autopar.capture.python.read_digests import Unclear
 from autopar.capture.python.scalars import Scalars
 from autopar.capture.step_kind import StepKind
@@ -126,6 +127,7 @@ def entry_of(built: Built, bound: Bound, own: Tensors) -> dict[str, Any]:
         "differentiated": sorted(captured.ran.differentiated),
         "asked": sorted(captured.ran.asked),
         "batch_dims": captured.batch_dims,
+        "left": [[each.name, each.where, _left_json(each.new)] for each in captured.left],
     }
 
 
@@ -143,6 +145,8 @@ def _check(captured: Captured, constants: Constants) -> None:
         raise Unclear("a tensor was read as a number")
     if constants.numbers:
         raise Unclear("Python numbers are inputs")
+    if any(each.spot is not None for each in captured.left):
+        raise Unclear("it counts in Python outside of the model")
 
 
 def _plan_json(plan: Plan, bound: Bound) -> dict[str, Any]:
@@ -212,6 +216,15 @@ def _leaf_json(leaf: Any) -> Any:
     raise Unclear(f"it returns a {type(leaf).__name__}")
 
 
+def _left_json(value: Any) -> Any:
+    """What a run leaves in Python; what no JSON says, as a value of a class that is not known."""
+    if isinstance(value, torch.Tensor):
+        return {"shape": list(value.shape), "dtype": dtype_name(value.dtype)}
+    if type(value) in (list, tuple):
+        return [type(value).__name__, *map(_left_json, value)]
+    return {"plain": value} if value is None or type(value) in (bool, int, float, str) else {}
+
+
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
@@ -240,6 +253,7 @@ def built_of(
         program, constants,
         None if form is None else _form(form), tuple(map(_leaf, says["leaves"])),
         frozen=frozenset(says["frozen"]), ran=guards.ran, batch_dims=dims, rebound=says["rebound"],
+        left=tuple(LeftValue(name, _left(new), where) for name, where, new in says["left"]),
     )  # fmt: skip
 
     def history() -> Sequence[Step]:
@@ -308,6 +322,14 @@ def _form(says: Any) -> Form:
     kind, keys, children = says
     named = None if keys is None else DictKeys(tuple(map(_leaf, keys)), "what was returned")
     return Node(_KINDS[kind], tuple(map(_form, children)), named)
+
+
+def _left(says: Any) -> Any:
+    if isinstance(says, list):
+        return _KINDS[says[0]](map(_left, says[1:]))
+    if "shape" in says:
+        return torch.empty(says["shape"], dtype=DTYPES[says["dtype"]], device="meta")
+    return says["plain"] if says else Unshown()
 
 
 def _leaf(says: Any) -> Any:

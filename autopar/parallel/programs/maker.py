@@ -114,6 +114,7 @@ class Maker:
         said = {
             "numbers": len(self.numbers.inputs), "graphs": settings.graphs, "lift": settings.lift, "dims": given.dims,
             "answers": answers.values, "batch": settings.batch, "specialize": options.specialize,
+            "left": sorted(each.name for each in answers.left),
             "lies": lying_in_model(self._store.model, list(given.parts.tensors())),
             "portion": None if portion is None else (portion.dims, portion.sizes, portion.is_said, portion.is_own),
         }  # fmt: skip

@@ -335,7 +335,8 @@ class Programs:
                     f"random numbers decided {_WAYS} programs of this step already, each another way through the "
                     f"model. Keep what they decide in tensors (torch.where, a factor of 0 or 1, rows by an index)."
                 )
-            answers = Answers(self._session.random.numbers(kind.trains), values)
+            left = {each.name: each for running in self.all for each in running.captured.left}
+            answers = Answers(self._session.random.numbers(kind.trains), values, left=tuple(left.values()))
             running = self._maker.make(given, self._numbers, kind, not self.signatures, answers)
         if is_inference:
             check_inference(running.captured.ran)
@@ -351,6 +352,10 @@ class Programs:
         signature.programs.insert(0, running)
         self.signatures[key] = signature
         self._use(signature, running)
+        leaves = frozenset(each.name for each in running.captured.left)
+        running.looked_at = leaves | left.keys()
+        for other in [each for each in self.all if not leaves <= each.looked_at]:
+            self._forget(other)  # it may read what this one leaves: it is looked at when it is made anew
         if len(self.all) > PROGRAMS:
             self._forget(self.all[0])
         return running
@@ -379,7 +384,9 @@ class Programs:
         return " and ".join(text for text, one, other in pairs if one != other)
 
     def _forget(self, running: Running) -> None:
-        signature = next(each for each in self.signatures.values() if running in each.programs)
+        signature = next((each for each in self.signatures.values() if running in each.programs), None)
+        if signature is None:  # already
+            return
         signature.programs.remove(running)
         if not signature.programs:
             del self.signatures[signature.key]

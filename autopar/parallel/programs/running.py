@@ -55,10 +55,12 @@ class Running:
     """A program that is ready to run: where its inputs are read on this rank, and where its outputs go.
 
     `number`, `line`, `used`: what `Programs` knows it by: a count, what it read in Python beside the first of its
-    signature, and when it ran last. `mask_rows`: how many rows each mask selected in the last step, where that matters.
+    signature, and when it ran last. `looked_at`: names of what programs leave in Python, on which it does not hang.
+    `mask_rows`: how many rows each mask selected in the last step, where that matters.
     """
 
     number, line, used = 0, "", 0
+    looked_at = frozenset[str]()
     mask_rows: torch.Tensor | None = None
 
     def __init__(

@@ -70,11 +70,12 @@ def held(
         if not is_all:
             return _once([as_gradient(p, _times(value, gradient)) for p, value in step.pairs()], *each)
         multiply(waiting.pop().gradients or (), gradient)
-        hooked = list(map(any, map(hooks_of, each)))
-        if not any(hooked):
+        trained = [parameter.requires_grad for parameter in each]  # one that was frozen since gets none, as in torch
+        hooked = [is_trained and any(hooks_of(parameter)) for is_trained, parameter in zip(trained, each, strict=True)]
+        if all(trained) and not any(hooked):
             add(step)
             return [None] * len(each)
-        add(step.where([not is_hooked for is_hooked in hooked]))
+        add(step.where([is_trained and not is_hooked for is_trained, is_hooked in zip(trained, hooked, strict=True)]))
         pairs = zip(step.pairs(), hooked, strict=True)
         return [as_gradient(*pair, is_added=True) if is_hooked else None for pair, is_hooked in pairs]
 

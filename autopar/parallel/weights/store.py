@@ -293,7 +293,7 @@ class Structure:
             for table in (module._modules, module._parameters)
         ]
         self._tables = [table for _, table, _ in self._kept]
-        self._sizes = list(map(len, self._tables))
+        self._sizes, self._names = list(map(len, self._tables)), list(chain.from_iterable(self._tables))
         self._values = tuple(self._all())
 
     def _all(self) -> chain[object]:
@@ -303,7 +303,8 @@ class Structure:
         """What was added, removed or put in another's place; empty if nothing was."""
         if self.meanwhile:
             return self.meanwhile
-        if list(map(len, self._tables)) == self._sizes and all(map(is_, self._all(), self._values)):
+        is_alike = list(map(len, self._tables)) == self._sizes and all(map(is_, self._all(), self._values))
+        if is_alike and list(chain.from_iterable(self._tables)) == self._names:
             return ""
         for path, table, items in self._kept:
             before = dict(items)
