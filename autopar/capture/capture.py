@@ -167,8 +167,7 @@ class _Capture:
         self.calls, self.calling, self.ran = RecordedCalls(), None, Ran()
         self.asked: Callable[[], Trainable] = list  # tensors of the batch that get a gradient, by their numbers
         self.replaced, self.carried, self.notes = dict[str, Any](), dict[str, Any](), list[str]()
-        self.untrained: dict[int, str] = {}  # names of plain attributes that require a gradient
-        self.outside: Mapping[int, Outside] = {}
+        self.untrained, self.outside = dict[int, str](), dict[int, Outside]()  # plain attributes that need a gradient
         self.fault: AutoparError | None = None
         self.others, self.left_values = LeftByOthers(self.fake, self.device), list[LeftValue]()
         self.statistics, self.microbatches, self.has_grads = "batch", 1, kind.trains or torch.is_grad_enabled()

@@ -19,6 +19,11 @@ _CLASSES = (torch.Tensor, nn.Parameter)
 _NAMES = ("Tensor", "Parameter")
 _SEEDS = (torch.initial_seed, torch.default_generator.initial_seed)
 _FUNCTIONS = (FunctionType, BuiltinFunctionType)
+# What is looked for, by the names that it has in torch, and by identity where it was imported under another one.
+_WORDS = frozenset((*_NAMES, "initial_seed", "is_anomaly_check_nan_enabled", "is_inference_mode_enabled"))
+_WANTED = frozenset(
+    map(id, (*_CLASSES, torch.initial_seed, torch.is_anomaly_check_nan_enabled, torch.is_inference_mode_enabled))
+)
 _COMPARED = Construct(
     "a comparison of a class with torch.Tensor or nn.Parameter (type(x) is torch.Tensor)",
     "While a model is captured, tensors are of a class of their own, and it would come out otherwise than in a plain "
@@ -82,7 +87,13 @@ def _check_marks(code: CodeType, marked: Set[str]) -> None:
 def _all_objects(ran: Ran) -> Iterator[tuple[CodeType, int, str, Any]]:
     for code, values in ran.codes:
         for inner in with_nested(code):
-            yield from ((inner, *found) for found in _objects(inner, values))
+            if _may_ask(inner, values):  # else its instructions, which take longer, are not looked at
+                yield from ((inner, *found) for found in _objects(inner, values))
+
+
+def _may_ask(code: CodeType, values: Mapping[str, Any]) -> bool:
+    names = [*code.co_names, *(each for each in code.co_consts if isinstance(each, str))]
+    return any(name in _WORDS or id(values.get(name)) in _WANTED for name in names)
 
 
 def _asks_for_class(code: CodeType, value: Any) -> bool:
