@@ -196,7 +196,7 @@ def _name(kept: _Kept, key: Any) -> str:
 
 
 def _key(kept: _Kept, name: str) -> Any:
-    """The key of an attribute or item with this name; NOTHING if it is not of these insides."""
+    """Find the key of an attribute or item by its name; NOTHING if it is not of these insides."""
     if kept.is_object:
         owner, _, key = name.rpartition(".")
         return key if owner == kept.name and key not in kept.left_out else NOTHING
