@@ -112,7 +112,7 @@ def _by_users(handler: Callable[..., Any]) -> Callable[..., Any]:
     answers."""
 
     def handle(facts: Any, *args: Any, **kwargs: Any) -> Any:
-        is_asked = is_asked_by_user(facts.frame) and facts.forms is not None
+        is_asked = facts.is_users and facts.forms is not None
         return handler(facts.forms, facts.line, *args, **kwargs) if is_asked else NotImplemented
 
     return handle

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import torch
@@ -29,15 +28,15 @@ Tensor = torch.Tensor
 
 
 class DataFacts:
-    """Answers what raised functions ask in one run. line, frame: those that ask. sample_counts: that a batch may have.
-    forms: what the tensors of the batch are beside their values."""
+    """Answers what raised functions ask in one run. line: the one that asks. is_users: code of the user's does.
+    sample_counts: that a batch may have. forms: what the tensors of the batch are beside their values."""
 
     def __init__(self, known: Values, selected: Selected, reads: Reads | None, locator: Locator | None) -> None:
         self._known, self._selected, self._reads, self._locator = known, selected, reads, locator
         self._permitted = reads if reads is not None and reads.is_permitted else None
         self._held = dict[Line | None, bool]()  # what held, by line
         self.line: Line | None = None
-        self.frame: FrameType | None = None
+        self.is_users = False  # the frame itself would keep what the user has there
         self.sample_counts: tuple[int, ...] = ()
         self.forms: BatchForms | None = None
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from autopar.capture.batch_forms import ASKED
+from autopar.capture.batch_forms import ASKED, is_asked_by_user
 from autopar.capture.data.casts import TO_WIDE, lifted, of_dtype, traced
 from autopar.capture.data.coins import COMPARISONS, decided
 from autopar.capture.data.folding import FOLDED, folded
@@ -470,7 +470,7 @@ class Raise(TorchFunctionMode):
 
     def _asks(self, call: ModelCall) -> bool:
         """True where a fact of the data may be asked for."""
-        self.facts.line, self.facts.frame = call.line, call.frame
+        self.facts.line, self.facts.is_users = call.line, is_asked_by_user(call.frame)
         return self.captures and not in_transform() and not self.selected.is_inside
 
     def _called(self, call: ModelCall, func: Any, args: Any, kwargs: Any) -> Any:
