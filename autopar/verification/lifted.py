@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar.capture.inputs.containers import map_tensors
+from autopar.capture.inputs.containers import map_batch
 from autopar.compiler.lowered import Lowered
 from autopar.ir.layout import replicated
 from autopar.ir.mesh import DATA_AXES, Mesh
@@ -52,7 +52,7 @@ def all_lifted(model: nn.Module, programs: Sequence[Made], batches: Batches) -> 
     """What is trained in float64: a copy of the model, the program of each place (those that places share stay one),
     and the batches."""
     found = {id(compiled): lifted((captured, compiled)) for captured, compiled in programs}
-    batches = map_tensors(partial(cast, dtype=EXACT), batches)
+    batches = map_batch(partial(cast, dtype=EXACT), batches)
     return module_in(copied(model), EXACT), [found[id(compiled)] for _, compiled in programs], batches
 
 

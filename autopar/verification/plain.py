@@ -14,7 +14,7 @@ from autopar.capture import Captured
 from autopar.capture.data.casts import default_dtype
 from autopar.capture.draws.host_draws import drawing_for
 from autopar.capture.inputs import tables
-from autopar.capture.inputs.containers import map_tensors, take_apart
+from autopar.capture.inputs.containers import map_batch, take_apart
 from autopar.capture.inputs.loss_outputs import LossFn, split_result
 from autopar.capture.inputs.module_state import is_scratch, unsynced
 from autopar.capture.inputs.partners import Partner
@@ -65,7 +65,7 @@ def optimized(model: nn.Module) -> list[nn.Parameter]:
 
 def own_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Arguments in memory of their own, which a model may write to, and which take gradients of their own."""
-    return map_tensors(lambda x: x.detach().clone().requires_grad_(x.requires_grad), (args, dict(kwargs)))
+    return map_batch(lambda x: x.detach().clone().requires_grad_(x.requires_grad), (args, dict(kwargs)))
 
 
 def gradients_of_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Values:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import nn
 
-from autopar.capture.inputs.containers import map_tensors
+from autopar.capture.inputs.containers import map_batch
 from autopar.capture.inputs.loss_outputs import LossFn
 from autopar.capture.inputs.partners import Partner
 from autopar.compiler.lowered import Lowered
@@ -102,7 +102,7 @@ class Reference:
             except Exception:
                 self.other = None
         if self.short is not None:
-            batches = map_tensors(lambda leaf: cast(leaf, torch.float64), batches)
+            batches = map_batch(lambda leaf: cast(leaf, torch.float64), batches)
         return self.plain.step(batches, seed)
 
     def compare(self, expected: Values, given: Values, replicas: Mapping[tuple[str, str], float]) -> None:

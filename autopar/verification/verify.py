@@ -13,7 +13,7 @@ from torch import nn
 
 from autopar.capture import Captured, LossFn
 from autopar.capture.data.reads import Answers
-from autopar.capture.inputs.containers import map_tensors
+from autopar.capture.inputs.containers import map_batch
 from autopar.capture.inputs.module_state import device_of
 from autopar.compiler.check_options import options_of, with_known_names
 from autopar.compiler.lowered import Lowered
@@ -77,7 +77,7 @@ def verify(
     is_exact = short_of(chosen) is None
     given, example, model = model, batch, copied(model)
     if is_exact:
-        model, batch = module_in(model, dtype), map_tensors(lambda leaf: cast(leaf, dtype), batch)
+        model, batch = module_in(model, dtype), map_batch(lambda leaf: cast(leaf, dtype), batch)
     batches = batches_of(batch, parsed, chosen, model, loss_fn, ddp)
     lift, fixed = dtype if is_exact else None, Fixed(machine=machine_like(machine))
     with in_dtype(model, loss_fn, dtype) if is_exact else nullcontext():

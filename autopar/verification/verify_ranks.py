@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.capture.draws.host_draws import drawing_for
-from autopar.capture.inputs.containers import map_tensors
+from autopar.capture.inputs.containers import map_batch
 from autopar.compiler.check_options import options_of
 from autopar.compiler.meshes import mesh_of
 from autopar.errors import first_sentence
@@ -79,7 +79,7 @@ def _report(
     parsed = mesh_of(mesh, dist.get_world_size() if dist.is_initialized() else None)
     is_whole = short_of(options) is None
     if is_whole:
-        model, batch = module_in(model, dtype), map_tensors(lambda leaf: cast(leaf, dtype), batch)
+        model, batch = module_in(model, dtype), map_batch(lambda leaf: cast(leaf, dtype), batch)
     batches = batches_of(batch, parsed, options, model, job.loss_fn, ddp)
     trial = _Trial(model, job, mesh, batches, steps, seed, dtype if is_whole else None)
     with in_dtype(model, job.loss_fn, dtype) if is_whole else nullcontext():

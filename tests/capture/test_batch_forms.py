@@ -231,6 +231,18 @@ def test_what_no_program_can_follow_is_refused(name: str) -> None:
         model.forward_backward(make())
 
 
+@pytest.mark.parametrize("is_parameter", (False, True))
+def test_verify_gives_both_sides_what_a_batch_carries(is_parameter: bool) -> None:
+    """Red before: copies of the batch carried nothing, and were no parameters."""
+
+    def body(f: Any, x: Tensor) -> Tensor:
+        return f(x) * x.factor * x.row * (2 if isinstance(x, nn.Parameter) is is_parameter else x.nothing)  # type: ignore[attr-defined]
+
+    x = nn.Parameter(plain()) if is_parameter else plain()
+    x.factor, x.row = 3.0, values(3)  # type: ignore[attr-defined]
+    assert autopar.verify(Net(body), "dp=2", loss_fn=loss_fn, batch=(x,), steps=2).ok
+
+
 def test_a_class_of_tensors_is_refused() -> None:
     class Own(torch.Tensor):
         pass

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from autopar.capture.inputs.arrays import as_array
-from autopar.capture.inputs.leaves import Withheld, key_of, refused, tensor_of, text_of, withheld
+from autopar.capture.inputs.leaves import Withheld, alike, key_of, refused, tensor_of, text_of, withheld
 from autopar.errors import BatchError
 from autopar.torch_compat import TreeSpec, tree_flatten, tree_unflatten
 
@@ -143,6 +143,12 @@ def put_together(form: Form, leaves: Sequence[Any]) -> Any:
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     """A copy of any container with `function` of each tensor, or array as a tensor, in its place."""
     return take_apart(value).map(function)
+
+
+def map_batch(function: Callable[[torch.Tensor], Any], batch: Any) -> Any:
+    """A copy of a batch as of `map_tensors`, whose tensors are parameters and carry attributes as those of the batch
+    are and do, with `function` of tensors among these too."""
+    return map_tensors(lambda tensor: alike(function(tensor), tensor, partial(map_tensors, function)), batch)
 
 
 class _Walk:

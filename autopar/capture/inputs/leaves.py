@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, time, timedelta
 from decimal import Decimal
@@ -211,10 +211,17 @@ def without_data(tensor: torch.Tensor, shape: Sequence[int] | None = None) -> to
     meta = torch.empty_like(tensor, device="meta", requires_grad=tensor.requires_grad)
     if shape is not None:
         meta = torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
+    return alike(meta, tensor, lambda value: value)
+
+
+def alike(made: torch.Tensor, tensor: torch.Tensor, function: Callable[[Any], Any]) -> torch.Tensor:
+    """A leaf as a parameter if a tensor is one, with what that carries. function: makes each attribute of those."""
     if isinstance(tensor, nn.Parameter):
-        meta = nn.Parameter(meta.detach(), requires_grad=tensor.requires_grad)
-    vars(meta).update(attributes_of(tensor))
-    return meta
+        made = nn.Parameter(made.detach(), requires_grad=made.requires_grad)
+    carried = attributes_of(tensor)
+    if carried and made is not tensor:
+        vars(made).update({name: function(value) for name, value in carried.items()})
+    return made
 
 
 def refused(value: Any, path: str) -> BatchError:

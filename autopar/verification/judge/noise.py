@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from autopar.capture.inputs import tables
-from autopar.capture.inputs.containers import map_tensors
+from autopar.capture.inputs.containers import map_batch
 from autopar.verification.judge.comparison import ComparedRow, Key, Table, Values
 from autopar.verification.judge.rounding import Rounded, Units
 
@@ -203,7 +203,7 @@ def move_away(model: nn.Module, batch: Any, is_batch_fixed: bool = False) -> Any
     for parameter in tables.parameters(model):
         if parameter.is_floating_point():
             parameter.data = _shrunk(parameter, generator)
-    return batch if is_batch_fixed else map_tensors(lambda leaf: moved(leaf, generator), batch)
+    return batch if is_batch_fixed else map_batch(lambda leaf: moved(leaf, generator), batch)
 
 
 def _shrunk(leaf: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
