@@ -438,8 +438,12 @@ def test_a_class_that_other_files_import_is_found_where_its_file_has_it(place: P
     module = place.load()
     sys.modules[NAMES[1]] = sys.modules.pop(NAMES[1])  # behind the one that imports it
     gc.freeze()
-    read = [prepared(place.parallel(module.Net(4, 4), module.loss_fn)).programs[0].compiled.is_read for _ in range(2)]
-    gc.unfreeze()
+    try:
+        read = [
+            prepared(place.parallel(module.Net(4, 4), module.loss_fn)).programs[0].compiled.is_read for _ in range(2)
+        ]
+    finally:
+        gc.unfreeze()
     assert read == [False, True]
 
 

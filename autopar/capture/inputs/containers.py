@@ -146,8 +146,8 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
 
 
 def map_batch(function: Callable[[torch.Tensor], Any], batch: Any) -> Any:
-    """A copy of a batch as of `map_tensors`, whose tensors are parameters and carry attributes as those of the batch
-    are and do, with `function` of tensors among these too."""
+    """A copy of a batch with `function` of each tensor in its place, as a parameter where that was one, and with its
+    attributes (tensors among them changed by `function`, too)."""
     return map_tensors(lambda tensor: alike(function(tensor), tensor, partial(map_tensors, function)), batch)
 
 

@@ -215,7 +215,7 @@ def without_data(tensor: torch.Tensor, shape: Sequence[int] | None = None) -> to
 
 
 def alike(made: torch.Tensor, tensor: torch.Tensor, function: Callable[[Any], Any]) -> torch.Tensor:
-    """A leaf as a parameter if a tensor is one, with what that carries. function: makes each attribute of those."""
+    """Make a copy of a tensor a parameter if that is one, and give it its attributes. function: of each of these."""
     if isinstance(tensor, nn.Parameter):
         made = nn.Parameter(made.detach(), requires_grad=made.requires_grad)
     carried = attributes_of(tensor)

@@ -271,7 +271,7 @@ def _calls(
         own = local_bytes(node, program.mesh) if is_own else 0
         launch, layer = None if node in sums else launch, rest.layer(node)
         yield SheetCall(
-            load, launch, not rest.path or layer != rest.path, sides[node], own, tuple(dying.get(node, ())),
+            load, launch, rest.counts(node), sides[node], own, tuple(dying.get(node, ())),
             kept.get(node, NONE), widened_bytes(node, program.mesh), terms.get(node, 0), layers.get(layer, -1),
             events.get(node, NO_EVENTS), rest.other(node),
         )  # fmt: skip
