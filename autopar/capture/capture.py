@@ -508,7 +508,7 @@ class _Capture:
         loss_fn = self.loss_fn if self.kind.gives_loss else None
         result = self.model(*args, **kwargs) if loss_fn is None else loss_fn(self.model, *args, **kwargs)
         self.current.refresh(lambda function, *given: function(*given), self.left.tensors())
-        return result
+        return self.runs[-1].gave(result, self.loss_fn if self.kind.gives_loss else self.model)
 
     def _loss_body(self, trainable: Trainable) -> Callable[..., Any]:
         def body(*args: Any, **kwargs: Any) -> list[Any]:
