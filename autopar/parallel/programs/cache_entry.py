@@ -20,6 +20,7 @@ import torch
 from autopar.capture import Captured
 from autopar.capture.batch_forms import STRIDES
 from autopar.capture.captured import ReturnedLeaf
+from autopar.capture.trace.shown_memory import Shown
 from autopar.capture.inputs.containers import DictKeys, Form, Leaf, Node, SeenAgain
 from autopar.capture.python.guards import Guards
 from autopar.capture.python.left_values import LeftValue, Unshown
@@ -211,6 +212,8 @@ def _leaf_json(leaf: Any) -> Any:
         return leaf
     if type(leaf) is float:
         return {"float": leaf.hex()}
+    if isinstance(leaf, Shown):
+        return {"shown": [leaf.kind, leaf.name, leaf.lies, leaf.form]}
     if isinstance(leaf, ReturnedLeaf):
         return {"leaf": leaf.value}
     raise Unclear(f"it returns a {type(leaf).__name__}")
@@ -332,7 +335,15 @@ def _left(says: Any) -> Any:
     return says["plain"] if says else Unshown()
 
 
+def _shown_form(says: Any) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    shape, strides, start = says
+    return tuple(shape), tuple(strides), start
+
+
 def _leaf(says: Any) -> Any:
+    if isinstance(says, dict) and "shown" in says:
+        kind, name, lies, form = says["shown"]
+        return Shown(kind, name, _shown_form(lies), None if form is None else _shown_form(form))
     if isinstance(says, dict):
         return ReturnedLeaf(says["leaf"]) if "leaf" in says else float.fromhex(says["float"])
     return says
