@@ -1,4 +1,4 @@
-"""What a step returns and whose memory that is: what is written there, or left there by the next step, as on one device."""
+"""What a step returns, and whose memory that is: what is written there, or left by the next step, is seen there."""
 
 from __future__ import annotations
 
@@ -116,8 +116,8 @@ def _compare(rank: int, mesh: str, names: list[str]) -> None:
         plain = Net(given).double()
         model = autopar.parallelize(copy.deepcopy(plain), mesh, loss_fn=loss_fn)
         for writes in (False, True):
-            for one, other in zip(_used(plain, writes), _used(model, writes), strict=True):
-                torch.testing.assert_close(other, one, atol=1e-12, rtol=1e-12, msg=lambda m: f"{given.__name__}: {m}")
+            for at, (one, other) in enumerate(zip(_used(plain, writes), _used(model, writes), strict=True)):
+                assert torch.allclose(other, one, atol=1e-12, rtol=1e-12), (given.__name__, writes, at)
 
 
 @pytest.mark.parametrize("given", GIVEN, ids=lambda given: given.__name__)

@@ -52,8 +52,8 @@ class Shown:
 def shown_memory(
     values: Mapping[int, Tensor], given: Iterable[tuple[str, str, Tensor]]
 ) -> tuple[dict[int, Shown], list[str]]:
-    """What returned tensors show, by the numbers of their leaves, and notes on what is a copy. given: the tensors that a
-    run had, each with its kind and name."""
+    """What returned tensors show, by the numbers of their leaves, and notes on what is a copy. given: the tensors that
+    a run had, each with its kind and name."""
     of_memory: dict[int, tuple[str, str, Tensor]] = {}
     for kind, name, tensor in given:
         memory = storage_of(tensor)
@@ -67,10 +67,12 @@ def shown_memory(
     found, notes = dict[int, Shown](), list[str]()
     for memory, group in alike.items():
         dense = {leaf: value for leaf, value in group.items() if _is_dense(value)}
-        largest = max(dense, key=lambda leaf: dense[leaf].numel(), default=None)  # noqa: B023  called at once
-        if memory not in of_memory and largest is None:
+        if memory not in of_memory and dense:
+            largest, value = max(dense.items(), key=lambda each: each[1].numel())
+            of_memory[memory] = RESULT, str(largest), value
+        if memory not in of_memory:
             continue
-        kind, name, held = of_memory[memory] if memory in of_memory else (RESULT, str(largest), dense[largest])
+        kind, name, held = of_memory[memory]
         if kind == "parameter":
             notes.append(_COPIED.format(name, name))
             continue

@@ -20,13 +20,13 @@ import torch
 from autopar.capture import Captured
 from autopar.capture.batch_forms import STRIDES
 from autopar.capture.captured import ReturnedLeaf
-from autopar.capture.trace.shown_memory import Shown
 from autopar.capture.inputs.containers import DictKeys, Form, Leaf, Node, SeenAgain
 from autopar.capture.python.guards import Guards
 from autopar.capture.python.left_values import LeftValue, Unshown
 from autopar.capture.python.read_digests import Unclear
 from autopar.capture.python.scalars import Scalars
 from autopar.capture.step_kind import StepKind
+from autopar.capture.trace.shown_memory import Shown
 from autopar.compiler.garbage import uncollected
 from autopar.compiler.lowered import Lowered
 from autopar.custom_ops.registry import CUSTOM_OPS
