@@ -160,11 +160,11 @@ def test_a_program_of_an_earlier_run_knows_it(tmp_path: Path) -> None:
 
 def _parts(rank: int) -> None:
     """Each rank passes rows of its own: its tensor of the batch is returned itself, and so are buffers."""
-    plain = Net(lambda net, x, h: (x, net.table[:2], h[0], x.t())).double()
-    model: Any = autopar.parallelize(copy.deepcopy(plain), "dp=2", batch="local")
+    plain = Net(lambda net, x, h: (x, net.table[:2], x.t())).double()
+    model: Any = autopar.parallelize(copy.deepcopy(plain), "dp=2", batch="local", batch_dims=(0,))
     x = batch(0).chunk(2)[rank].clone()
     with torch.no_grad():
-        _, (same, rows, _, turned) = model(x)
+        _, (same, rows, turned) = model(x)
         whole = model(x, whole=True)[1][0]
         same += 1
         rows += 1
