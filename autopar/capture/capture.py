@@ -200,7 +200,7 @@ class _Capture:
                 told, way, hosts = self.notes, self.calls.way(), self.hosts[-1:]
                 check_collectives(traced, self.locator)
                 notes = told + check_writes(traced, inputs, self._given(), self.locator)
-                notes += self._steady(fakes, before, drawn)
+                notes += [*self._steady(fakes, before, drawn), *self.left.copied]
                 if self.fault is not None:  # what made that tensor, if the model did, is told first
                     raise self.fault
                 if not self.ran.is_whole:  # shapes alone did not do: what runs is seen in another trace
@@ -495,7 +495,7 @@ class _Capture:
             self.coins.trail.given(given.values)
         if mode.selected.order.sides is not None:
             mode.selected.order.sides.trail.given(given.values)
-        self.left.begin(entries, given.values)
+        self.left.begin(entries, given)
         constants = {**given.constants, **carried}
         mode.facts.begin(self.parts, given.leaves, mode.ran)
         args, kwargs = put_together(self.parts.form, given.leaves)
@@ -508,7 +508,7 @@ class _Capture:
         loss_fn = self.loss_fn if self.kind.gives_loss else None
         result = self.model(*args, **kwargs) if loss_fn is None else loss_fn(self.model, *args, **kwargs)
         self.current.refresh(lambda function, *given: function(*given), self.left.tensors())
-        return result
+        return self.runs[-1].gave(result, self.loss_fn if self.kind.gives_loss else self.model)
 
     def _loss_body(self, trainable: Trainable) -> Callable[..., Any]:
         def body(*args: Any, **kwargs: Any) -> list[Any]:
@@ -576,8 +576,8 @@ class _Capture:
         parts = take_apart(result, what, lenient=not self.kind.gives_loss)
         leaves = returned(parts.leaves)
         values = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
-        kept = (leaf if i not in values else leaf_of(values[i]) for i, leaf in enumerate(leaves))
-        self.result = (parts.form, tuple(kept))
+        shown = self.left.shown(values)
+        self.result = parts.form, tuple(leaf_of(leaf, shown.get(i)) for i, leaf in enumerate(leaves))
         self.outputs += [Output("aux" if self.kind.gives_loss else "value", str(i)) for i in values]
         return list(values.values())
 

@@ -20,6 +20,7 @@ from autopar.capture.python.ran import Ran
 from autopar.capture.python.stand_in import stands_for_number
 from autopar.capture.rows.row_draws import RowDraw
 from autopar.capture.rows.row_sides import RowUses
+from autopar.capture.trace.shown_memory import Shown
 from autopar.ir.program import Program
 
 
@@ -29,9 +30,12 @@ class ReturnedLeaf(Enum):
     NUMBER = "number"  # as a tensor []
 
 
-def leaf_of(tensor: torch.Tensor) -> ReturnedLeaf | None:
-    """What stands for a tensor that leaves the program: None, or that it is a number."""
-    return ReturnedLeaf.NUMBER if stands_for_number(tensor) else None
+def leaf_of(leaf: Any, shown: Shown | None) -> Any:
+    """What stands for a tensor that leaves the program: None, that it is a number, or what memory it shows. Other
+    leaves stay as they are."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return ReturnedLeaf.NUMBER if stands_for_number(leaf) else shown
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx
 
 from autopar.capture.data.recorded_calls import RecordedCalls, behind_of
+from autopar.capture.given_tensors import GivenTensors
 from autopar.capture.inputs.partners import Partners
+from autopar.capture.trace.shown_memory import Shown, shown_memory
 from autopar.capture.trace.writes import written_inputs
 from autopar.ir.program import OLD_BUFFER, Input, Output
 
@@ -30,11 +33,14 @@ class ChangedState:
         self.buffers: list[tuple[str, Tensor]] = []
         self.rebound: dict[str, str] = {}
         self._partners = partners
+        self.copied: list[str] = []  # notes on what is returned
         self._given: list[tuple[Input, Tensor, Tensor, int]] = []  # what it stands for, and what torch counted at first
+        self._leaves: Sequence[Any] = ()
 
-    def begin(self, entries: Sequence[tuple[Input, Tensor]], values: Sequence[Tensor]) -> None:
-        """A run begins, with these values for the model's tensors."""
-        pairs = zip(entries, values, strict=False)
+    def begin(self, entries: Sequence[tuple[Input, Tensor]], given: GivenTensors) -> None:
+        """A run begins, with these tensors for the model's own."""
+        self._leaves = given.leaves
+        pairs = zip(entries, given.values, strict=False)
         self._given = [(entry, tensor, value, value._version) for (entry, tensor), value in pairs]
 
     def finds_writes(self, graph: fx.Graph, inputs: Sequence[Input]) -> bool:
@@ -51,6 +57,20 @@ class ChangedState:
     def tensors(self) -> list[Tensor]:
         """All that a step may leave, as it is now."""
         return [*(tensor for _, tensor in self._partners.all_buffers()), *(value for _, value in self._weights())]
+
+    def shown(self, values: Mapping[int, Tensor]) -> dict[int, Shown]:
+        """What returned tensors show of the model's own, of the batch, and of each other: by the numbers of their
+        leaves. A buffer that the run bound anew is left out: who holds its tensor holds that of one step."""
+        now = dict(self._partners.all_buffers())
+        held = ((entry, value) for entry, _, value, _ in self._given)
+        given = [
+            (entry.kind, entry.name, value)
+            for entry, value in held
+            if entry.kind != "buffer" or now.get(entry.name) is value
+        ]
+        given += [("batch", str(i), leaf) for i, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor)]
+        found, self.copied = shown_memory(values, given)
+        return found
 
     def outputs(self, joined: Callable[[Tensor], Tensor], calls: RecordedCalls) -> list[tuple[Output, Tensor]]:
         """What leaves the program, and where it goes; the calls of the run are told. A buffer that the step writes and

@@ -20,6 +20,7 @@ from autopar.parallel.out_of_memory import explaining_memory
 from autopar.parallel.programs.own_batch import means, of_all_places, seed_of
 from autopar.parallel.programs.portions import Given
 from autopar.parallel.programs.running import Running
+from autopar.parallel.returned import shown
 from autopar.parallel.session.session import Session
 from autopar.parallel.tensors.parameter import accumulate, as_gradient, drop_gradients
 from autopar.parallel.weights.gradients import Added, OfBatch, added_up, finished, guarded, held
@@ -52,13 +53,14 @@ def train_step(
     mine = Added(parameters, gradients) if is_finite else Added(list(running.parameters().values()), None)
 
     (loss,) = (outputs[at] for at in running.losses)
+    returned, _ = shown(outputs if is_whole else own, running, given)
     if is_held:
         session.sums.forget()
         later = partial(session.sums.add, take=partial(_add, session, is_held=True))
-        return held(loss, later, batch, mine, as_gradient), outputs if is_whole else own
+        return held(loss, later, batch, mine, as_gradient), returned
     _add(session, [mine], is_held=False)
     batch.add()
-    return finished(loss), outputs if is_whole else own
+    return finished(loss), returned
 
 
 def _check_hooks(session: Session, running: Running) -> None:
@@ -122,8 +124,8 @@ def forward_step(session: Session, is_whole: bool, running: Running, given: Give
     outputs = run_step(session, running, given, is_step=False)
     session.random.forwards += 1
     _write(session, running, outputs)
-    outputs = outputs if is_whole else own_rows(outputs, running, given)
-    return running.captured.result(guarded(outputs, given.parts.leaves, running.parameters().values()))
+    outputs, free = shown(outputs if is_whole else own_rows(outputs, running, given), running, given)
+    return running.captured.result(guarded(outputs, given.parts.leaves, running.parameters().values(), free))
 
 
 def loss_step(session: Session, is_whole: bool, running: Running, given: Given) -> tuple[torch.Tensor, tuple[Any, ...]]:
@@ -132,7 +134,7 @@ def loss_step(session: Session, is_whole: bool, running: Running, given: Given) 
     session.random.forwards += 1
     _write(session, running, outputs)
     (loss,) = (outputs[at] for at in running.losses)
-    return loss, outputs if is_whole else own_rows(outputs, running, given)
+    return loss, shown(outputs if is_whole else own_rows(outputs, running, given), running, given)[0]
 
 
 def _write(session: Session, running: Running, outputs: tuple[torch.Tensor, ...]) -> None:

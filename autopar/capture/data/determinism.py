@@ -20,7 +20,7 @@ from torch import nn
 
 from autopar.capture.data.coins import numbers_drawn
 from autopar.capture.data.foreign import foreign_state, kept, settings
-from autopar.capture.data.recorded_calls import HostFloat, RecordedCall, RecordedCalls, first_difference
+from autopar.capture.data.recorded_calls import GIVEN, HostFloat, RecordedCall, RecordedCalls, first_difference
 from autopar.capture.python.attributes import AttributeChange, Attributes
 from autopar.capture.python.counters import CountedNumbers
 from autopar.capture.python.left_values import LeftByOthers, LeftValue, left_values
@@ -45,8 +45,8 @@ _STATE = (
 )
 _STAYS = "; a compiled step runs no Python, so it stays as it is"
 _OTHERS = (
-    "the model computes with what another step of it (in another mode, of another size or with another flag) leaves in "
-    "Python, {}It is {}. Compiled steps run no Python, so this one would compute with what was there before. Make it a "
+    "the model {} what another step of it (in another mode, of another size or with another flag) leaves in "
+    "Python, {}It is {}. Compiled steps run no Python, so this one would {} what was there before. Make it a "
     "buffer (self.register_buffer in __init__, then write into it), or return it beside the loss (model.last_aux) and "
     "set it between the steps."
 )
@@ -137,7 +137,9 @@ class Steady:
         call = difference[1] or difference[0] if difference and error is None else None
         line = call.line if call else line_of(error) if error else None
         names = ", ".join(map(str, self.others.values[:_NAMED]))
-        raise CaptureError(_OTHERS.format(f"at {quoted(line)}" if line else "at an unknown line. ", names))
+        says = ("returns", "return") if call and call.function == GIVEN else ("computes with", "compute with")
+        where = f"at {quoted(line)}" if line else "at an unknown line. "
+        raise CaptureError(_OTHERS.format(says[0], where, names, says[1]))
 
     def _compare(self, changes: list[AttributeChange], drawn: list[str], left: list[LeftValue]) -> list[str]:
         """Notes of a second run. left: by the changes; a number that tells how much of a table there is goes."""
@@ -334,7 +336,8 @@ class Steady:
                 f"{SPECIALIZE if self.may_specialize else ''}"
             )
         return CaptureError(
-            f"the model computes with a number that is another one each time it runs{numbers}, {where}"
+            f"the model {'returns' if call and call.function == GIVEN else 'computes with'} a number that is another "
+            f"one each time it runs{numbers}, {where}"
             f"It comes from {source or 'a clock, a generator, a file or a global variable'}. A compiled step would "
             f"keep that of its capture for ever: pass it in with the batch as a tensor, or draw by torch.rand."
         )

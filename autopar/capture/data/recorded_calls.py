@@ -20,6 +20,7 @@ import torch
 from autopar.capture.data.coins import MIDDLE
 from autopar.capture.data.known_values import Values
 from autopar.capture.data.row_counts import RowCount
+from autopar.capture.inputs.containers import take_apart
 from autopar.capture.refusals.location import Line
 from autopar.ir.ops.op_facts import form_argument
 from autopar.ir.program import PARTNER, Input
@@ -57,6 +58,8 @@ class HostFloat:
 _Key = tuple[Any, int, int]  # the tensor, its key, and the bits of the inputs behind it
 CHANGING = 1  # the bit of the inputs that each step has anew; those that no step changes have none
 _ALWAYS, _NOTHING = -1, 0
+GIVEN = "return"  # in the place of a call's function: what a run gives back
+_COMPARED = frozenset((int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, RowCount))
 
 
 class RecordedCalls:
@@ -206,6 +209,18 @@ class RecordedCalls:
         key, _ = self._key((args, kwargs), numbers)
         name = getattr(function, "__name__", "")
         self.made.append(RecordedCall(hash((name, key)), name, line, tuple(numbers), _ALWAYS))
+
+    def gave(self, result: Any, function: Any) -> Any:
+        """What the run returned, which must be the same in the next run: nothing need be computed with it. function:
+        that returned it; None for a module's own loss, beside which nothing leaves a step."""
+        code = getattr(getattr(function, "forward", function), "__code__", None)
+        line = None if code is None else (code.co_filename, code.co_firstlineno)
+        for position, leaf in enumerate(() if function is None else take_apart(result, lenient=True).leaves):
+            numbers: list[Any] = []
+            is_known = isinstance(leaf, torch.Tensor) or type(leaf) in _COMPARED
+            key, _ = self._key(leaf if is_known else type(leaf).__qualname__, numbers)
+            self.made.append(RecordedCall(hash((GIVEN, position, key)), GIVEN, line, tuple(numbers), _ALWAYS))
+        return result
 
     def draw(self, is_uniform: bool) -> float:
         """A random number that is made a float. is_uniform: between 0 and 1."""

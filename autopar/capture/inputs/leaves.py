@@ -47,19 +47,23 @@ class Same:
         return id(self.value)
 
 
+def _refuse(held: Withheld, *_: Any, **__: Any) -> Any:
+    what = object.__getattribute__(held, "_what")
+    raise CaptureError(f"{what}, which no compiled step carries: use tensors, numbers, text and containers of them.")
+
+
 class Withheld:
     """Stands where a step cannot carry what stood there. To look at it is an error."""
 
     def __init__(self, path: str, kind: str) -> None:
         object.__setattr__(self, "_what", f"{path} is a {kind}")
 
+    __call__ = __iter__ = __next__ = __getitem__ = _refuse
+
     def __getattribute__(self, name: str) -> Any:
         if name.startswith("__"):
             return object.__getattribute__(self, name)
-        what = object.__getattribute__(self, "_what")
-        raise CaptureError(
-            f"{what}, which no compiled step carries: use tensors, numbers, text and containers of them."
-        )
+        return _refuse(self)
 
 
 def withheld(value: Any, path: str) -> Any:

@@ -26,6 +26,7 @@ from autopar.capture.python.left_values import LeftValue, Unshown
 from autopar.capture.python.read_digests import Unclear
 from autopar.capture.python.scalars import Scalars
 from autopar.capture.step_kind import StepKind
+from autopar.capture.trace.shown_memory import Shown
 from autopar.compiler.garbage import uncollected
 from autopar.compiler.lowered import Lowered
 from autopar.custom_ops.registry import CUSTOM_OPS
@@ -211,6 +212,8 @@ def _leaf_json(leaf: Any) -> Any:
         return leaf
     if type(leaf) is float:
         return {"float": leaf.hex()}
+    if isinstance(leaf, Shown):
+        return {"shown": [leaf.kind, leaf.name, leaf.lies, leaf.form]}
     if isinstance(leaf, ReturnedLeaf):
         return {"leaf": leaf.value}
     raise Unclear(f"it returns a {type(leaf).__name__}")
@@ -332,7 +335,15 @@ def _left(says: Any) -> Any:
     return says["plain"] if says else Unshown()
 
 
+def _shown_form(says: Any) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    shape, strides, start = says
+    return tuple(shape), tuple(strides), start
+
+
 def _leaf(says: Any) -> Any:
+    if isinstance(says, dict) and "shown" in says:
+        kind, name, lies, form = says["shown"]
+        return Shown(kind, name, _shown_form(lies), None if form is None else _shown_form(form))
     if isinstance(says, dict):
         return ReturnedLeaf(says["leaf"]) if "leaf" in says else float.fromhex(says["float"])
     return says

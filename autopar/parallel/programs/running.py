@@ -18,6 +18,7 @@ from torch import nn
 from autopar.capture import Captured
 from autopar.capture.python.guards import Guards
 from autopar.capture.step_kind import StepKind
+from autopar.capture.trace.shown_memory import RESULT, Shown
 from autopar.compiler.batch_rows import BatchRows
 from autopar.compiler.lowered import Lowered
 from autopar.ir.layout import padded_shape
@@ -79,6 +80,11 @@ class Running:
         self.losses = [at for at, out in outputs if out.kind == "loss"]
         self.reads = [at for at, out in outputs if out.kind == "guard"]
         self.asked = [(at, int(out.name)) for at, out in outputs if out.kind == INPUT_GRADIENT]
+        leaves = built.captured.result_leaves
+        returned = [(at, out.name) for at, out in outputs if out.kind in ("value", "aux")]
+        self.places = {name: at for at, name in returned}
+        known_views = [(at, leaf) for at, name in returned if isinstance(leaf := leaves[int(name)], Shown)]
+        self.shown = sorted(known_views, key=lambda each: each[1].kind == RESULT)  # of what is there by then
         self._buffers = [(at, out.name) for at, out in outputs if out.kind == "buffer"]
         self._old_buffers = [(at, out.name) for at, out in outputs if out.kind == OLD_BUFFER]
         self._written = [(at, out.name) for at, out in outputs if out.kind == "weight"]

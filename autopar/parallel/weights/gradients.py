@@ -9,7 +9,7 @@ of `training_loss` holds the gradients until then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any, Protocol
@@ -39,13 +39,19 @@ def check_enabled(call: str) -> None:
         )
 
 
-def guarded(outputs: Iterable[Any], leaves: Iterable[Any], parameters: Iterable[nn.Parameter]) -> list[Any]:
-    """The outputs of a forward pass, which refuse a backward pass where one device's would have one."""
+def guarded(
+    outputs: Iterable[Any], leaves: Iterable[Any], parameters: Iterable[nn.Parameter], free: Collection[int] = ()
+) -> list[Any]:
+    """The outputs of a forward pass, which refuse a backward pass where one device's would have one. free: the places
+    of those that would have none."""
     sources = [tensor for tensor in (*leaves, *parameters) if _requires(tensor)]
     if not torch.is_grad_enabled() or not sources:
         return list(outputs)
     is_float = lambda x: isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())  # noqa: E731
-    return [_NoBackward.apply(_OUTPUT, x, *sources) if is_float(x) else x for x in outputs]  # type: ignore[no-untyped-call]
+    return [
+        _NoBackward.apply(_OUTPUT, x, *sources) if is_float(x) and at not in free else x  # type: ignore[no-untyped-call]
+        for at, x in enumerate(outputs)
+    ]
 
 
 def finished(loss: torch.Tensor) -> torch.Tensor:
