@@ -88,7 +88,10 @@ REFUSED: dict[str, tuple[type[AutoparError], str, Callable[[], Any]]] = {
     "a module made parallel twice": (
         AutoparError, "'0.weight' is a DTensor already: this module, or one that shares it, was given", _twice),
     "a parallel model made parallel": (
-        AutoparError, "this is a parallel model already", lambda: autopar.parallelize(make(), "dp=1")),
+        AutoparError, "this is a parallel model already: autopar.parallelize was called on what it returned. Leave out "
+        "one of the two calls. A second loss of one model is a branch of its loss_fn, by an argument of yours",
+        lambda: autopar.parallelize(make(), "dp=1"),
+    ),
     "a parallel model inside": (
         AutoparError, "'0' is a parallel model already, and the module around it cannot be one as well.",
         lambda: autopar.parallelize(nn.Sequential(make()), "dp=1"),

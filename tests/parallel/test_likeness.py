@@ -143,6 +143,36 @@ def test_methods_in_place_of_torchs() -> None:
     assert list(model.full_state_dict()) == list(nn.Module.state_dict(plain))
 
 
+class Trainer(nn.Linear):
+    """A layer that trains itself, by a method that has the name of one of torch's (mnist_forward_forward)."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 2)
+        self.optimizer: Any = None
+
+    def train(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+        step: Any = getattr(self, "training_loss", None)
+        for _ in range(3):
+            out = step(x, y) if step else self(x).square().mean() + y.mean()
+            self.optimizer.zero_grad()
+            out.backward()
+            self.optimizer.step()
+        return self(x).detach()  # type: ignore[no-any-return]
+
+
+def test_a_method_trains_the_module_that_it_is_of() -> None:
+    plain = Trainer().double()
+    model: Any = autopar.parallelize(
+        copy.deepcopy(plain), "dp=1", loss_fn=lambda model, x, y: model(x).square().mean() + y.mean()
+    )
+    x, y = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 2, dtype=torch.float64)
+    for each in (plain, model):
+        each.optimizer = torch.optim.Adam(each.parameters(), lr=0.1)
+    torch.testing.assert_close(model.train(x, y), plain.train(x, y), rtol=1e-12, atol=0)
+    torch.testing.assert_close(model.full_state_dict(), plain.state_dict(), rtol=1e-12, atol=0)
+    assert not hasattr(model.original, "training_loss")  # of the parallel model alone
+
+
 def test_hooks_of_state_dicts_run() -> None:
     plain = nn.Linear(2, 2)
     plain.register_state_dict_post_hook(lambda module, state, prefix, _: state.update(extra=torch.ones(1)))

@@ -65,6 +65,35 @@ def test_an_epoch_of_unequal_batches_equals_one_device(four: Ranks, sequence_par
     four.run(_epoch, sequence_parallel)
 
 
+def _look_first(rank: int) -> None:
+    """The model on one sample, and the loss of three, before the first step: policies, checks before a training."""
+    generator = torch.Generator().manual_seed(5)
+    (one, _), three, *steps = [
+        (torch.randint(40, s, generator=generator), torch.randint(40, s, generator=generator))
+        for s in ((1, 8), (3, 8), (6, 8), (6, 8))
+    ]
+    plain, model = _plain(), autopar.parallelize(_plain(), "dp=2,tp=2", loss_fn=token_loss)
+    with torch.no_grad():
+        torch.testing.assert_close(model(one), plain(one), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(model.training_loss(*three), token_loss(plain, *three), rtol=1e-9, atol=0)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = token_loss(plain, x, y)
+        loss.backward()
+        return loss.detach()
+
+    found, want = _train(model, model.forward_backward, steps), _train(plain, step, steps)
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(want), rtol=1e-10, atol=0)
+    whole = model.full_state_dict()
+    for name, value in plain.state_dict().items() if rank == 0 else ():
+        torch.testing.assert_close(whole[name], value, rtol=1e-8, atol=1e-10, msg=name)
+    assert model.programs[-1].compiled.plan.batch_replicated is False  # the steps are split over dp
+
+
+def test_a_look_at_one_sample_before_the_training(four: Ranks) -> None:
+    four.run(_look_first)
+
+
 def test_the_first_batch_must_divide() -> None:
     """Else a whole run would be data parallel in name only."""
     with pytest.raises(BatchError, match="which axis 'dp' \\(size 2\\) cannot divide"):

@@ -188,7 +188,8 @@ class Maker:
         """The options of a program, and what is decided: the layouts and stages of the first one bind the others."""
         options, fixed = self._settings.options, self._settings.fixed
         if is_first:
-            return options, fixed
+            # A look at one sample before the training: what it lets every rank compute is not much.
+            return options, replace(fixed, uneven=fixed.uneven or not kind.trains)
         sequence: SequenceParallel = "auto" if options.sequence_parallel else False
         # What divided the first batch need not divide the last of an epoch, nor every sequence.
         bound = replace(options, shard=None, sequence_parallel=sequence)

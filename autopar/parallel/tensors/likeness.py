@@ -34,6 +34,8 @@ _TABLES = (
     "_modules", "_parameters", "_buffers", "_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )  # fmt: skip
+# What a parallel model has for a loop, which may stand in a method of the user's class: `self.training_loss(x, y)`.
+_STEPS = ("forward_backward", "training_loss", "last_aux")
 # Special methods of the user's that a parallel model goes without: it is never copied.
 _NOT_TAKEN = frozenset(f"__{name}__" for name in ("annotate", "class_getitem", "copy", "deepcopy", "del"))
 _COPIED = (
@@ -145,7 +147,7 @@ class _Forward:
 
 def _class_for(base: type[Likeness], kind: type[nn.Module]) -> type[Likeness]:
     """A subclass of ours with the special methods of a user's class, and with what it has in place of torch's."""
-    ours = {name for cls in base.__mro__ if issubclass(cls, Inlined) for name in vars(cls)}
+    ours = {name for cls in base.__mro__ if issubclass(cls, Inlined) for name in vars(cls)} - {"train"}
     theirs = {name for cls in kind.__mro__ if cls not in nn.Module.__mro__ for name in vars(cls)}
     special = {name for name in theirs if _is_special(name) and callable(getattr(kind, name))}
     replaced = {name for name in theirs - ours if hasattr(nn.Module, name) and not _is_special(name)}
@@ -186,7 +188,16 @@ def _stand_in(model: nn.Module, parallel: Likeness) -> nn.Module:
         given, named = _handed_in((args, kwargs))
         return held()(*given, **named)  # type: ignore[misc]
 
+    def missing(self: nn.Module, name: str) -> Any:
+        try:
+            return kind.__getattr__(self, name)
+        except AttributeError:
+            if name not in _STEPS:
+                raise
+        return getattr(held(), name)
+
     names: dict[str, Any] = {
+        "__getattr__": missing,
         "__new__": lambda _, *args, **kwargs: kind(*args, **kwargs),  # of `type(self)(config)`: another module
         "__class__": property(lambda _: kind), "__call__": call, "forward": property(lambda _: held().forward),  # type: ignore[union-attr]
         ASKED_TO_COMPILE: property(_refuse_compiling),

@@ -55,7 +55,8 @@ def _check_plain(model: nn.Module) -> None:
     if isinstance(model, Inlined):
         raise AutoparError(
             "this is a parallel model already: autopar.parallelize was called on what it returned. Leave out one of "
-            "the two calls."
+            "the two calls. A second loss of one model is a branch of its loss_fn, by an argument of yours: "
+            "`def loss_fn(model, x, y, second=False)`, and `model.training_loss(x, y, second=True)`."
         )
     for path, module in tables.named_modules(model):
         if isinstance(module, Inlined):
