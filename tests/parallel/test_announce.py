@@ -108,7 +108,8 @@ def test_a_call_in_a_branch_names_both_lines(two: Ranks) -> None:
     for i, (name, said) in enumerate(zip(CALLS, outcomes[0].value, strict=True)):
         line = r"test_announce\.py:\d+" if name == "parallelize" else re.escape(line_of(f"call {i}"))
         other = rf"rank 1 calls forward_backward\(\) at {re.escape(line_of('the step'))}"
-        pattern = rf"rank 0 calls {name}\(\) at {line}, {other}: every rank must make the same calls\."
+        told = r"every rank must make the same calls\. Under `if rank == 0:` .+"
+        pattern = rf"rank 0 calls {name}\(\) at {line}, {other}: {told}"
         assert re.fullmatch(pattern, said), said
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import logging.handlers
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +151,24 @@ def _one_file_of_all(rank: int, folder: str) -> None:
     model.load_state_dict(torch.load(Path(folder) / "last.pt")["model"])
 
 
+def _told_of_parts(rank: int, folder: str) -> list[str]:
+    model, optimizer = _made("tp=2")
+    _steps(model, optimizer, 0, 1)
+    handler = logging.handlers.BufferingHandler(100)
+    logging.getLogger("autopar").addHandler(handler)
+    for _ in range(2):
+        torch.save(model.state_dict(), Path(folder) / f"{rank}.pt")
+    logging.getLogger("autopar").removeHandler(handler)
+    return [record.getMessage() for record in handler.buffer]
+
+
+def test_who_saves_parts_is_told_before_they_are_missed(two: Ranks, tmp_path: Path) -> None:
+    """Rank 0's file alone lacks the others' parts, which nobody sees before it is read."""
+    for told in two.run(_told_of_parts, str(tmp_path)):
+        assert len(told) == 1 and "test_resume.py:" in told[0]
+        assert "autopar.save_file(state, path) on every rank, in the place of torch.save, writes whole" in told[0]
+
+
 def test_the_part_of_another_rank_is_no_part_of_mine(two: Ranks, tmp_path: Path) -> None:
     first = two.attempt(_one_file_of_all, str(tmp_path))[0]
     assert first.error is not None
@@ -162,3 +182,29 @@ def test_a_state_without_all_its_numbers_is_refused() -> None:
         "random_state.load_state_dict was given ['seed', 'steps'], without forwards: load what "
         "random_state.state_dict() gave, {'seed': 3, 'steps': 1, 'forwards': 2} for example."
     )
+
+
+def _file_of_one_rank(rank: int, folder: str) -> list[list[float]]:
+    model, optimizer = _made("dp=2")
+    _steps(model, optimizer, 0, 1)
+    path, weight = Path(folder) / "net.pt", model.up.weight
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "weight": weight}
+    if rank == 0:
+        torch.save({**state, "random": model.random_state.state_dict()}, path)
+    dist.barrier()
+    given = torch.load(path)
+    losses = [_steps(model, optimizer, 1, 3)]
+    for each, name in ((model, "model"), (optimizer, "optimizer"), (model.random_state, "random")):
+        each.load_state_dict(given[name])
+    return [*losses, _steps(model, optimizer, 1, 3)]
+
+
+def test_a_file_of_whole_tensors_is_one_of_one_device(two: Ranks, tmp_path: Path) -> None:
+    """Where each rank has all of every tensor, `torch.save` on rank 0 writes what anyone can read."""
+    for straight, again in two.run(_file_of_one_rank, str(tmp_path)):
+        assert again == pytest.approx(straight, rel=1e-12)
+    given = torch.load(tmp_path / "net.pt", weights_only=True)
+    states = [x for each in given["optimizer"]["state"].values() for x in each.values()]
+    assert {type(x) for x in (*given["model"].values(), *states)} == {Tensor}
+    assert type(given["weight"]) is nn.Parameter and given["weight"].requires_grad
+    Noisy().double().load_state_dict(given["model"])

@@ -36,6 +36,10 @@ T = TypeVar("T")
 Fault = Callable[[str, list[list[str]]], Exception]
 WIDTH = 64  # numbers in an exchange, whatever it compares: one of another size would not meet it
 DIRECT = 64  # so many ranks meet in one group
+_SAME_CALLS = (
+    "every rank must make the same calls. Under `if rank == 0:` may stand what prints and writes files, and no call of "
+    "the model, as of an evaluation"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,7 +316,7 @@ def difference(
 def _check_calls(said: Sequence[_Said]) -> None:
     """Raise RankError if ranks made different calls, or the same one at different points of the training."""
     if len({(each.call.name, each.what) for each in said}) > 1:
-        alike, advice = _alike(said, lambda each: str(each)), "every rank must make the same calls"
+        alike, advice = _alike(said, lambda each: str(each)), _SAME_CALLS
     elif len({each.call for each in said}) > 1:
         alike = _alike(said, lambda each: f"{each} {each.call.progress}")
         advice = "a rank made a call, or a step of an optimizer, that the others did not make"

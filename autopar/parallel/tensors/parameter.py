@@ -7,6 +7,7 @@ operators.py says how. The methods that optimizers call for each tensor have a s
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter, is_
@@ -17,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
+from autopar.capture.refusals.location import user_line
 from autopar.errors import AutoparError
 from autopar.parallel.tensors import operators
 from autopar.parallel.tensors.held_blocks import blocks, chunks, write_items
@@ -35,6 +37,12 @@ from autopar.torch_compat import (
     with_spec,
 )
 from autopar.torch_identity import become, hooked_together
+
+_PARTS = (
+    "what is saved at {} are the parts of tensors that this rank holds. Where rank 0 alone writes a file, those of the "
+    "other ranks are lost: autopar.save_file(state, path) on every rank, in the place of torch.save, writes whole "
+    "tensors. A file for each rank is read again on the same mesh."
+)
 
 
 class _Held(PlacedTensor):
@@ -102,6 +110,9 @@ class _Held(PlacedTensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         part = local_of(self)
+        if self.place.is_replicated:
+            return _plain(part, self).__reduce_ex__(protocol)
+        self.place.world.warn(_PARTS.format(user_line(sys._getframe()) or "an unknown line"))
         part = part.clone() if part.storage_offset() else part  # else torch takes the wrapper for one with memory
         return with_spec(DTensor, part, spec_of(self).plain(), self.requires_grad).__reduce_ex__(protocol)
 
@@ -118,6 +129,16 @@ class _Held(PlacedTensor):
         made = PlacedTensor.make(ViewTensor, nothing, place, place.spec(nothing, shown.shape, shown.stride()))
         made.base, made.steps = base, steps
         return made  # type: ignore[no-any-return]
+
+
+def _plain(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A tensor of which each rank has all as one that a file of one device holds, which anyone can load: the same
+    memory, or its own where that is more than the value."""
+    value = value.detach()
+    own = value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
+    if isinstance(like, nn.Parameter):
+        return nn.Parameter(own, like.requires_grad)
+    return own.requires_grad_(like.requires_grad)
 
 
 def _refused(name: str) -> Callable[..., Any]:

@@ -7,6 +7,7 @@ the same object.
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +28,8 @@ from autopar.runtime.ranks.process_groups import forget_at_exit
 from autopar.torch_compat import StridedShard, local_of, mesh_elsewhere
 from autopar.torch_identity import GuardedSpec
 
+_log = logging.getLogger("autopar")
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class World:
@@ -39,6 +42,7 @@ class World:
     announce: Callable[[str], None]
     seeded: bool = False  # the generators of all ranks stand alike, and so does what ranks compute of them
     _places: dict[tuple[Layout, int | None], Place] = field(default_factory=dict)
+    _told: set[str] = field(default_factory=set)
 
     @staticmethod
     def of(mesh: Mesh, device_mesh: DeviceMesh, announce: Callable[[str], None]) -> World:
@@ -72,6 +76,12 @@ class World:
     def everywhere(self, ndim: int) -> Place:
         """The place of what every rank holds whole."""
         return self.place(replicated(ndim))
+
+    def warn(self, text: str) -> None:
+        """Log a warning, once."""
+        if text not in self._told:
+            self._told.add(text)
+            _log.warning("%s", text)
 
     # -- collectives --------------------------------------------------------------------------------------------
 
