@@ -242,6 +242,7 @@ def test_a_change_is_seen_at_the_next_step(name: str) -> None:
 
 
 HUGE, LISTS = [1.0] * 200_000, [[1.0] for _ in range(2000)]
+MANY = {name: [1.0] * 200_000 for name in "abc"}
 
 
 @pytest.mark.parametrize(
@@ -249,6 +250,7 @@ HUGE, LISTS = [1.0] * 200_000, [[1.0] for _ in range(2000)]
     [
         (lambda: HUGE[7], "'HUGE' (a list of 200,000 items), test_library_state.py:"),
         (lambda: LISTS[7][0], "'LISTS' (a list of 2,000 items), test_library_state.py:"),
+        (lambda: MANY["b"][7], "'MANY['a']' (a list of 200,000 items) and 2 others like it, test_library_state.py:"),
     ],
 )
 def test_what_is_not_looked_at_is_noted_once(
@@ -260,7 +262,11 @@ def test_what_is_not_looked_at_is_noted_once(
             model.forward_backward(x[:size])
     notes = [record.getMessage() for record in caplog.records if "are not seen" in record.getMessage()]
     assert len(notes) == 1 and notes[0].startswith(said), notes
+    one = "is read at the capture alone: changes inside of it are not seen. Keep what changes in an attribute of the "
+    several = one.replace("is read", "are read").replace("inside of it", "inside of them")
     assert notes[0].endswith(
-        "is read at the capture alone: changes inside of it are not seen. Keep what changes in an attribute of the "
-        "model, a list or dict of its own, or a tensor"
+        (
+            one + "model, a list or dict of its own, or a tensor",
+            several + "model, a list or dict of its own, or a tensor",
+        )
     )

@@ -85,11 +85,16 @@ class Guards:
 
     @property
     def notes(self) -> list[str]:
-        """On what is read, but not looked at before each step."""
+        """On what is read, but not looked at before each step: one for each place that reads it."""
+        by_place: dict[str, list[str]] = {}
+        for name, where in self._unseen.items():
+            by_place.setdefault(where, []).append(name)
         return [
-            f"{name}{f', {where},' if where else ''} is read at the capture alone: changes inside of it are not seen. "
-            f"Keep what changes in an attribute of the model, a list or dict of its own, or a tensor"
-            for name, where in self._unseen.items()
+            f"{names[0]}{f' and {len(names) - 1} others like it' * bool(names[1:])}{f', {where},' * bool(where)} "
+            f"{'are' if names[1:] else 'is'} read at the capture alone: changes inside of "
+            f"{'them' if names[1:] else 'it'} are not seen. Keep what changes in an attribute of the model, a list or "
+            f"dict of its own, or a tensor"
+            for where, names in by_place.items()
         ]
 
     def sizes(self, without: Any) -> tuple[int, ...]:
