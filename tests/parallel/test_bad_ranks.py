@@ -172,7 +172,8 @@ CASES: dict[str, tuple[Callable[..., None], tuple[Any, ...], str]] = {
     )),
     "other calls": (_calls, (), (
         "RankError: rank 0 calls forward() at LINE, rank 1 calls forward_backward() at LINE: every rank must make the "
-        "same calls."
+        "same calls. Under `if rank == 0:` may stand what prints and writes files, and no call of the model, as of an "
+        "evaluation."
     )),
     "other modes": (_modes, (), (
         "RankError: ranks disagree on the batch and modes:\n"
