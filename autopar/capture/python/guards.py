@@ -85,16 +85,17 @@ class Guards:
 
     @property
     def notes(self) -> list[str]:
-        """On what is read, but not looked at before each step: one for each place that reads it."""
-        by_place: dict[str, list[str]] = {}
+        """On what is read, but not looked at before each step: one for each line that reads it, and for each of the
+        model's own."""
+        alike: dict[str, list[str]] = {}
         for name, where in self._unseen.items():
-            by_place.setdefault(where, []).append(name)
+            alike.setdefault(where or name, []).append(name)
         return [
-            f"{names[0]}{f' and {len(names) - 1} others like it' * bool(names[1:])}{f', {where},' * bool(where)} "
+            f"{names[0]}{f' and {len(names) - 1} others like it' * bool(names[1:])}{f', {key},' * (key != names[0])} "
             f"{'are' if names[1:] else 'is'} read at the capture alone: changes inside of "
             f"{'them' if names[1:] else 'it'} are not seen. Keep what changes in an attribute of the model, a list or "
             f"dict of its own, or a tensor"
-            for where, names in by_place.items()
+            for key, names in alike.items()
         ]
 
     def sizes(self, without: Any) -> tuple[int, ...]:
