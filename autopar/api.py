@@ -146,7 +146,7 @@ def compile(
     MachineError for a machine that is not known; RuleError for a custom op that is called as none of its registered
     patterns says.
     """
-    check_model(model)
+    check_model(model, loss_fn)
     # What is cheap to find is found before the capture.
     parsed, chosen = mesh_of(mesh), options_of(**with_known_names(options, compile))
     fixed = Fixed(machine=machine_like(machine))

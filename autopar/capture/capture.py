@@ -151,7 +151,8 @@ class _Capture:
         self.selected = self.current = Selected()  # rows of the run that is captured, and of the one that goes on
         self.graphs, self.runs = list[fx.Graph](), list[RecordedCalls]()  # all of the capture's
         self.forks, self.resizing = forks, Resizing(earlier)
-        self.model, self.loss_fn, self.kind, self.lift, self.reads = model, loss_fn, kind, lift, reads
+        self.model, self.kind, self.lift, self.reads = model, kind, lift, reads
+        self.loss_fn = loss_fn if kind.gives_loss else None
         self.keeps_casts, self.is_scaled = precision in ("bf16", "fp16"), precision == "fp16" and kind.trains
         self.scale: torch.Tensor | None = None
         self.selects = (False, False)  # rows, by a mask; and they could be taken by their number
@@ -178,7 +179,7 @@ class _Capture:
         try:
             autocast = idle_autocast(self.device.type) if self.keeps_casts else nullcontext()
             with quiet(), default_dtype(self.lift), autocast:
-                self.resizing.begin(self.model, self.loss_fn if self.kind.gives_loss else None)
+                self.resizing.begin(self.model, self.loss_fn)
                 traced, inputs, fakes = self._whole_trace(before)
                 if self._finds_scratch(fakes):
                     before.restore()
@@ -215,7 +216,7 @@ class _Capture:
             self.reads.has_counted = True
             raise CaptureError("the model does more without rows than to leave calls out") from None
         except Exception as error:
-            raise explain(error, self.calling, self.locator, self.may_specialize) from error
+            raise explain(error, self.calling, self.locator, self.may_specialize, self.model, self.loss_fn) from error
         finally:
             before.restore()
         self.graphs.append(traced.graph)
@@ -275,7 +276,7 @@ class _Capture:
         """Notes of a second run; see `Steady.check`."""
         drawn, hosts = foreign_state() if self.start is not None else drawn, self.hosts[-1:]
         run, names = partial(self._again, fakes), frozenset(n for entry, _ in self.state.entries for n in entry.names)
-        counters = partial(CountedNumbers.of, self.model, self.loss_fn if self.kind.gives_loss else None, self.ran)
+        counters = partial(CountedNumbers.of, self.model, self.loss_fn, self.ran)
         ways = partial(setattr, self.coins, "variant"), *self.selects, counters, self.others, self.left_values
         steady = Steady(self.partners.submodule, run, self.calls, before, self.replaced, drawn, names, *ways)
         try:
@@ -505,10 +506,9 @@ class _Capture:
             return tables.functional_call(step, once_each(step, given.swapped), args, kwargs)
 
     def _result(self, *args: Any, **kwargs: Any) -> Any:
-        loss_fn = self.loss_fn if self.kind.gives_loss else None
-        result = self.model(*args, **kwargs) if loss_fn is None else loss_fn(self.model, *args, **kwargs)
+        result = self.model(*args, **kwargs) if self.loss_fn is None else self.loss_fn(self.model, *args, **kwargs)
         self.current.refresh(lambda function, *given: function(*given), self.left.tensors())
-        return self.runs[-1].gave(result, self.loss_fn if self.kind.gives_loss else self.model)
+        return self.runs[-1].gave(result, self.model if self.loss_fn is None else self.loss_fn)
 
     def _loss_body(self, trainable: Trainable) -> Callable[..., Any]:
         def body(*args: Any, **kwargs: Any) -> list[Any]:

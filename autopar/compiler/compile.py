@@ -114,7 +114,7 @@ def capture_step(
 ) -> Captured:  # fmt: skip
     """Check a model and capture its step: what every way to its programs begins with. dealing: if the mesh is known.
     known: what `capture` may be told."""
-    check_model(model)
+    check_model(model, loss_fn)
     gives_loss = known.get("kind", StepKind.TRAINING).gives_loss
     function, behind = (loss_fn, 1) if loss_fn is not None and gives_loss else (model.forward, 0)
     dims = None if dealing is None else dealing.dims

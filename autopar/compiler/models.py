@@ -1,4 +1,4 @@
-"""Check what a user gives for a model."""
+"""Check what a user gives for a model and for its loss."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from torch import nn
 from autopar.capture.capture import state_of
 from autopar.capture.inputs import tables
 from autopar.capture.inputs.shared_memory import overlapping
-from autopar.capture.refusals.constructs import HOOKED, LAZY, SPARSE, WRAPPERS
+from autopar.capture.refusals.constructs import CALLED, HOOKED, LAZY, SPARSE, WRAPPERS
 from autopar.errors import CaptureError
 
 
-def check_model(model: object, runs_hooks: bool = False) -> None:
+def check_model(model: object, loss_fn: object = None, runs_hooks: bool = False) -> None:
     """Raise CaptureError for what is no module, and for one that holds what no capture can look into, or two values in
-    one memory. runs_hooks: those on gradients, as a parallel model does."""
+    one memory; and for a loss that cannot be called. runs_hooks: those on gradients, as a parallel model does."""
     if not isinstance(model, nn.Module):
-        what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
-        raise CaptureError(f"the model is {what}, but it must be an nn.Module that is built already.")
+        raise CaptureError(f"the model is {_kind_of(model)}, but it must be an nn.Module that is built already.")
+    is_class = isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module)
+    if loss_fn is not None and (is_class or not callable(loss_fn)):
+        raise CaptureError(f"loss_fn is {_kind_of(loss_fn)}. {CALLED}")
     for path, module in tables.named_modules(model):
         for is_wrapped, construct in WRAPPERS:
             if is_wrapped(module):
@@ -32,6 +34,10 @@ def check_model(model: object, runs_hooks: bool = False) -> None:
             if is_kind(parameter):
                 raise CaptureError(f"the parameter '{path}' {construct.name}. {construct.instead}")
     _check_memory(model)
+
+
+def _kind_of(given: object) -> str:
+    return f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
 
 
 def _check_memory(model: nn.Module) -> None:

@@ -70,7 +70,7 @@ def verify(
     the first place. A list as `batch` has a batch for each place, of any sizes; any other is cut into them, on the dims
     that count samples (`batch_dims`; dim 0 where nothing is said).
     """
-    check_model(model)
+    check_model(model, loss_fn)
     parsed, chosen = mesh_of(mesh), options_of(**with_known_names(options, verify))
     chosen = compiler_on(chosen, device_of(model))
     check_in_one_process(chosen.compile)

@@ -14,6 +14,7 @@ from refusals import line_of, refused
 from torch import Tensor, nn
 
 from autopar.api import compile
+from autopar.capture.refusals.constructs import CALLED
 from autopar.errors import AutoparError, CaptureError
 from autopar.verification.verify import verify
 
@@ -138,6 +139,33 @@ def test_a_model_that_fails_names_the_users_line(body: Callable[..., Any], said:
     line = line_of(test_a_model_that_fails_names_the_users_line, said.split(" cannot")[0])
     assert text.startswith("the model failed on the example batch") and said in text
     assert f"{FILE.name}:{line}" in text
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        nn.functional.mse_loss,
+        nn.MSELoss(),
+        nn.MSELoss,
+        "mse",
+        lambda output, y: (output - y).square().mean(),
+        lambda output, y, more: (output - y).square().mean() + more,
+    ],
+    ids=["torch's function", "its module", "its class", "its name", "of the output", "of the output and more"],
+)
+def test_a_loss_of_an_output_is_told_how_a_loss_is_called(loss_fn: Any) -> None:
+    """A criterion, as a loop of PyTorch calls it, in place of what calls the model and the criterion."""
+    batch = torch.ones(4, 4), torch.ones(4, 4)
+    for check in (compile, verify):
+        with pytest.raises(CaptureError) as found:
+            check(nn.Linear(4, 4), "dp=2", loss_fn=loss_fn, batch=batch)
+        assert CALLED in str(found.value)
+
+
+def test_a_loss_that_fails_for_another_reason_is_not_told_how_it_is_called() -> None:
+    with pytest.raises(CaptureError) as found:
+        compile(nn.Linear(4, 4), "dp=2", loss_fn=lambda model, x: model(x).nothing, batch=torch.ones(4, 4))
+    assert "nothing" in str(found.value) and CALLED not in str(found.value)
 
 
 def test_a_loss_with_other_arguments_than_the_batch() -> None:

@@ -190,7 +190,9 @@ CASES: dict[str, tuple[Callable[..., None], tuple[Any, ...], str]] = {
     )),
     "a batch without labels": (_no_labels, (), (
         "CaptureError: the model failed on the example batch, at the call itself:\n"
-        "TypeError: square_loss() missing 1 required positional argument: 'y'"
+        "TypeError: square_loss() missing 1 required positional argument: 'y'\n"
+        "loss_fn is called with the model itself, loss_fn(model, *batch), and gives the loss: "
+        "loss_fn=lambda model, x, y: F.cross_entropy(model(x), y)."
     )),
     "an indivisible batch": (_step, ({}, 7), (
         "BatchError: the batch has 7 samples (dim 0 of [7, 16], [7, 8]), which axis 'dp' (size 2) cannot divide. Use a "

@@ -25,6 +25,11 @@ class Construct:
 
 # For what a module does at its first call alone: it sets itself up by its first batch.
 FIRST_CALL = "If only the first call does this, run the plain module once on a batch before it is compiled: model(x)."
+# How a loss function is called, which is not that of a criterion.
+CALLED = (
+    "loss_fn is called with the model itself, loss_fn(model, *batch), and gives the loss: "
+    "loss_fn=lambda model, x, y: F.cross_entropy(model(x), y)."
+)
 _WHERE = "Compute both sides and choose by element, e.g. torch.where(condition, a, b)"
 _LATER = "Return the tensor and read its value after the step"
 

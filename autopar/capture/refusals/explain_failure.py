@@ -6,7 +6,19 @@ import linecache
 import traceback
 from typing import Any
 
-from autopar.capture.refusals.constructs import BRANCHES, FAILURES, INTEGER, OTHER_READ, READS, SIZES, TOLIST, Construct
+from torch import nn
+
+from autopar.capture.refusals.constructs import (
+    BRANCHES,
+    CALLED,
+    FAILURES,
+    INTEGER,
+    OTHER_READ,
+    READS,
+    SIZES,
+    TOLIST,
+    Construct,
+)
 from autopar.capture.refusals.location import Line, Locator, is_typed, is_user_file
 from autopar.capture.refusals.user_lines import quoted
 from autopar.errors import CaptureError
@@ -20,9 +32,11 @@ _READ = (
 )  # fmt: skip
 
 
-def explain(error: Exception, calling: Any, locator: Locator, may_specialize: bool = False) -> CaptureError:
+def explain(
+    error: Exception, calling: Any, locator: Locator, may_specialize: bool, model: nn.Module, loss_fn: Any
+) -> CaptureError:
     """`calling` is the torch function that failed, if one did; `may_specialize`: for want of a value that
-    `specialize=True` would take."""
+    `specialize=True` would take; `loss_fn`: what was called with the model and the batch, or None."""
     line = line_of(error) or _typed_line(error) or locator.backward_line
     where = f"at {quoted(line)}" if line else "at the call itself:\n"
     text = f"{type(error).__name__}: {error}"
@@ -37,7 +51,8 @@ def explain(error: Exception, calling: Any, locator: Locator, may_specialize: bo
     for pattern, construct in () if _raised_by_user(error) else FAILURES:
         if pattern.search(text):
             return CaptureError(f"the model cannot be captured, {where}{_said(construct)}\n(torch says: {raised})")
-    return CaptureError(f"the model failed on the example batch, {where}{raised}")
+    advice = f"\n{CALLED}" if loss_fn is not None and _is_misread(error, line, model) else ""
+    return CaptureError(f"the model failed on the example batch, {where}{raised}{advice}")
 
 
 def wants_data(error: Exception) -> bool:
@@ -86,6 +101,12 @@ def _typed_line(error: Exception) -> Line | None:
 
 def _innermost(frames: list[traceback.FrameSummary]) -> Line | None:
     return (frames[-1].filename, frames[-1].lineno or 0) if frames else None
+
+
+def _is_misread(error: Exception, line: Line | None, model: nn.Module) -> bool:
+    """True where a loss function could not be called, or took the model for something else."""
+    is_call = isinstance(error, (TypeError, AttributeError))
+    return is_call and (line is None or type(model).__name__ in str(error))
 
 
 def _said(construct: Construct) -> str:

@@ -144,7 +144,7 @@ class Requested:
         others |= {"cache": "a folder"} if self.cache is not None else {}
         phase.texts["options"] = [*(f"{name}={value}" for name, value in others.items()), *options.lines]
         phase.now = "model"
-        check_model(self.model, runs_hooks=True)
+        check_model(self.model, self.loss_fn, runs_hooks=True)
         phase.texts["gradients"] = check_identity(self.model)
         phase.texts["model"] = describe_state(self.model)
         phase.now = "compiler"
