@@ -16,7 +16,7 @@ from autopar.compiled import Compiled
 from autopar.compiler.check_options import CHECK_EVERY, Graphs, OnNonFinite, options_of, with_known_names
 from autopar.compiler.compile import batch_arguments
 from autopar.compiler.meshes import MeshLike, mesh_of
-from autopar.compiler.models import check_model
+from autopar.compiler.models import check_plain_model
 from autopar.errors import MeshError
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import StepKeywords
@@ -146,7 +146,7 @@ def compile(
     MachineError for a machine that is not known; RuleError for a custom op that is called as none of its registered
     patterns says.
     """
-    check_model(model, loss_fn)
+    check_plain_model(model, loss_fn)
     # What is cheap to find is found before the capture.
     parsed, chosen = mesh_of(mesh), options_of(**with_known_names(options, compile))
     fixed = Fixed(machine=machine_like(machine))

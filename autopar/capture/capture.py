@@ -60,7 +60,7 @@ from autopar.capture.python.left_values import LeftByOthers, LeftValue
 from autopar.capture.python.ran import Ran
 from autopar.capture.python.stand_in import mark_number, stands_for_number
 from autopar.capture.raising import Raise
-from autopar.capture.refusals.explain_failure import explain
+from autopar.capture.refusals.explain_failure import StepCall, explain
 from autopar.capture.refusals.location import Locator
 from autopar.capture.resizing.earlier import Earlier
 from autopar.capture.resizing.resizing import Resizing
@@ -103,8 +103,7 @@ def capture(
     gradients are those of the loss times an input of kind "scale". `statistics`: of which samples norms take mean and
     variance; those of a "rank" or a "microbatch" are told by the pass `group`. `microbatches`: of all data ranks, to
     which `autopar.per_microbatch` deals the batch. `earlier`: captures of the same step at other sizes, which may tell
-    its program. `answers`: what is known of the step that is meant. Raises CaptureError with the user's line where it
-    cannot be captured.
+    its program. `answers`: what is known of the step that is meant. Raises CaptureError with the user's line.
     """
     left, start, draws = Leftovers(), generators(), None
     known = answers or Answers()
@@ -216,7 +215,8 @@ class _Capture:
             self.reads.has_counted = True
             raise CaptureError("the model does more without rows than to leave calls out") from None
         except Exception as error:
-            raise explain(error, self.calling, self.locator, self.may_specialize, self.model, self.loss_fn) from error
+            call = StepCall(self.model, self.loss_fn, self.kind, *put_together(self.parts.form, self.parts.leaves))
+            raise explain(error, self.calling, self.locator, self.may_specialize, call) from error
         finally:
             before.restore()
         self.graphs.append(traced.graph)

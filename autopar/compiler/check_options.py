@@ -17,6 +17,13 @@ from autopar.passes.schedules import check_schedule_name
 
 Graphs = bool | Literal["dry-run"]
 OnNonFinite = Literal["stop", "skip"]
+# What Accelerate, DeepSpeed, FSDP, Lightning and Megatron-LM call what is an option here.
+ELSEWHERE = {
+    "criterion": "loss_fn", "loss": "loss_fn", "dtype": "precision", "mixed_precision": "precision",
+    "gradient_accumulation_steps": "microbatches", "accumulate_grad_batches": "microbatches",
+    "gradient_checkpointing": "recompute", "activation_checkpointing": "recompute", "cpu_offload": "offload",
+    "sharding_strategy": "zero", "virtual_stages": "chunks",
+}  # fmt: skip
 CHECK_EVERY = 100  # training steps from one comparison of replicas to the next
 
 
@@ -28,7 +35,8 @@ def with_known_names(given: StepKeywords, function: Callable[..., Any] | None = 
     names = [*own, *(each.name for each in fields(StepOptions))]
     unknown = sorted(set(given) - set(names))
     if unknown:
-        near = difflib.get_close_matches(unknown[0], names, n=2, cutoff=0.55)
+        known = [name for name in names if name == ELSEWHERE.get(unknown[0])]
+        near = known or difflib.get_close_matches(unknown[0], names, n=2, cutoff=0.55)
         meant = f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""
         raise TypeError(f"there is no option '{unknown[0]}'{meant}; there is {', '.join(names)}.")
     return given

@@ -7,6 +7,7 @@ from torch import nn
 
 from autopar.capture.capture import state_of
 from autopar.capture.inputs import tables
+from autopar.capture.inputs.partners import Inlined
 from autopar.capture.inputs.shared_memory import overlapping
 from autopar.capture.refusals.constructs import CALLED, HOOKED, LAZY, SPARSE, WRAPPERS
 from autopar.errors import CaptureError
@@ -34,6 +35,16 @@ def check_model(model: object, loss_fn: object = None, runs_hooks: bool = False)
             if is_kind(parameter):
                 raise CaptureError(f"the parameter '{path}' {construct.name}. {construct.instead}")
     _check_memory(model)
+
+
+def check_plain_model(model: object, loss_fn: object) -> None:
+    """Raise CaptureError for a parallel model, and for what `check_model` refuses."""
+    if isinstance(model, Inlined):
+        raise CaptureError(
+            "the model is what autopar.parallelize returned, whose parameters are in parts. Give the plain module, "
+            "built anew, or ask before it is made parallel."
+        )
+    check_model(model, loss_fn)
 
 
 def _kind_of(given: object) -> str:

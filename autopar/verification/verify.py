@@ -18,7 +18,7 @@ from autopar.capture.inputs.module_state import device_of
 from autopar.compiler.check_options import options_of, with_known_names
 from autopar.compiler.lowered import Lowered
 from autopar.compiler.meshes import MeshLike, mesh_of
-from autopar.compiler.models import check_model
+from autopar.compiler.models import check_plain_model
 from autopar.ir.options import StepKeywords
 from autopar.ir.plan import Fixed
 from autopar.machines import DEVICES, MachineLike, machine_like
@@ -70,7 +70,7 @@ def verify(
     the first place. A list as `batch` has a batch for each place, of any sizes; any other is cut into them, on the dims
     that count samples (`batch_dims`; dim 0 where nothing is said).
     """
-    check_model(model, loss_fn)
+    check_plain_model(model, loss_fn)
     parsed, chosen = mesh_of(mesh), options_of(**with_known_names(options, verify))
     chosen = compiler_on(chosen, device_of(model))
     check_in_one_process(chosen.compile)

@@ -13,8 +13,8 @@ import torch
 from refusals import line_of, refused
 from torch import Tensor, nn
 
-from autopar.api import compile
-from autopar.capture.refusals.constructs import CALLED
+from autopar.api import compile, parallelize
+from autopar.capture.refusals.constructs import CALLED, UNCALLED
 from autopar.errors import AutoparError, CaptureError
 from autopar.verification.verify import verify
 
@@ -160,6 +160,31 @@ def test_a_loss_of_an_output_is_told_how_a_loss_is_called(loss_fn: Any) -> None:
         with pytest.raises(CaptureError) as found:
             check(nn.Linear(4, 4), "dp=2", loss_fn=loss_fn, batch=batch)
         assert CALLED in str(found.value)
+
+
+def test_a_parallel_model_is_no_plain_one() -> None:
+    parallel = parallelize(nn.Linear(4, 4), "dp=1", loss_fn=squares)
+    for check in (compile, verify):
+        with pytest.raises(CaptureError, match=r"the model is what autopar\.parallelize returned"):
+            check(parallel, "dp=2", loss_fn=squares, batch=torch.ones(4, 4))
+
+
+@pytest.mark.parametrize("batch", [(torch.ones(4, 4), torch.ones(4, 4)), {"x": torch.ones(4, 4)}], ids=type)
+def test_a_batch_that_comes_as_one_value_is_told(batch: Any) -> None:
+    """As a loader gives it: the model, or its loss, takes what is in it."""
+    stars = "**batch" if isinstance(batch, dict) else "*batch"
+    said = f"The batch came as one {type(batch).__name__}: {stars} gives what is in it one by one."
+    for loss_fn, advice in ((lambda model, x, y: (model(x) - y).square().mean(), CALLED), (None, "")):
+        model = parallelize(nn.Linear(4, 4), "dp=1", loss_fn=loss_fn)
+        with pytest.raises(CaptureError) as found:
+            model.forward_backward(batch)
+        assert said in str(found.value) and advice in str(found.value)
+
+
+def test_a_module_without_a_loss_is_told_where_labels_go() -> None:
+    with pytest.raises(CaptureError) as found:
+        compile(nn.Linear(4, 4), "dp=2", batch=(torch.ones(4, 4), torch.ones(4, 4)))
+    assert UNCALLED in str(found.value)
 
 
 def test_a_loss_that_fails_for_another_reason_is_not_told_how_it_is_called() -> None:

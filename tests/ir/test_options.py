@@ -120,7 +120,11 @@ def test_options_are_the_callers_no_longer() -> None:
 def test_a_name_that_is_near_is_asked_for(function: Any) -> None:
     """Red before: the options of the step alone were named."""
     given = {} if function is autopar.parallelize else {"batch": torch.randn(2, 2)}
-    for name, near in (("loss_function", "loss_fn"), ("micro_batches", "microbatches")):
+    for name, near in (
+        ("loss_function", "loss_fn"),
+        ("micro_batches", "microbatches"),
+        ("mixed_precision", "precision"),
+    ):
         with pytest.raises(TypeError, match=rf"no option '{name}' \(did you mean '{near}'.*; there is model, mesh"):
             function(nn.Linear(2, 2), "dp=1", **{name: 2}, **given)
 

@@ -30,6 +30,10 @@ CALLED = (
     "loss_fn is called with the model itself, loss_fn(model, *batch), and gives the loss: "
     "loss_fn=lambda model, x, y: F.cross_entropy(model(x), y)."
 )
+UNCALLED = (
+    "Without a loss_fn the module itself is called, model(*batch), and gives the loss. Of a module that gives outputs: "
+    "loss_fn=lambda model, x, y: F.cross_entropy(model(x), y)."
+)
 _WHERE = "Compute both sides and choose by element, e.g. torch.where(condition, a, b)"
 _LATER = "Return the tensor and read its value after the step"
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import linecache
 import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -17,10 +19,12 @@ from autopar.capture.refusals.constructs import (
     READS,
     SIZES,
     TOLIST,
+    UNCALLED,
     Construct,
 )
 from autopar.capture.refusals.location import Line, Locator, is_typed, is_user_file
 from autopar.capture.refusals.user_lines import quoted
+from autopar.capture.step_kind import StepKind
 from autopar.errors import CaptureError
 from autopar.ir.ops.op_facts import creates, overloads_of
 
@@ -32,11 +36,33 @@ _READ = (
 )  # fmt: skip
 
 
-def explain(
-    error: Exception, calling: Any, locator: Locator, may_specialize: bool, model: nn.Module, loss_fn: Any
-) -> CaptureError:
+@dataclass(frozen=True, slots=True)
+class StepCall:
+    """What was called: the model, or a loss function with it, and the batch it was called with."""
+
+    model: nn.Module
+    loss_fn: Any
+    kind: StepKind
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def advice(self, error: Exception, line: Line | None) -> str:
+        """Say how it is called, where it could not be called, or took what it was given for something else."""
+        if not isinstance(error, (TypeError, AttributeError)):
+            return ""
+        said = list[str]()
+        if self.kind.gives_loss and (line is None or type(self.model).__name__ in str(error)):
+            said += [CALLED] if self.loss_fn is not None else [UNCALLED] * (line is None)
+        one = self.args[0] if len(self.args) == 1 and not self.kwargs else None
+        if isinstance(one, (tuple, list, Mapping)) and (line is None or type(one).__name__ in str(error)):
+            stars = "**batch" if isinstance(one, Mapping) else "*batch"
+            said.append(f"The batch came as one {type(one).__name__}: {stars} gives what is in it one by one.")
+        return "".join(f"\n{each}" for each in said)
+
+
+def explain(error: Exception, calling: Any, locator: Locator, may_specialize: bool, call: StepCall) -> CaptureError:
     """`calling` is the torch function that failed, if one did; `may_specialize`: for want of a value that
-    `specialize=True` would take; `loss_fn`: what was called with the model and the batch, or None."""
+    `specialize=True` would take."""
     line = line_of(error) or _typed_line(error) or locator.backward_line
     where = f"at {quoted(line)}" if line else "at the call itself:\n"
     text = f"{type(error).__name__}: {error}"
@@ -51,8 +77,7 @@ def explain(
     for pattern, construct in () if _raised_by_user(error) else FAILURES:
         if pattern.search(text):
             return CaptureError(f"the model cannot be captured, {where}{_said(construct)}\n(torch says: {raised})")
-    advice = f"\n{CALLED}" if loss_fn is not None and _is_misread(error, line, model) else ""
-    return CaptureError(f"the model failed on the example batch, {where}{raised}{advice}")
+    return CaptureError(f"the model failed on the example batch, {where}{raised}{call.advice(error, line)}")
 
 
 def wants_data(error: Exception) -> bool:
@@ -101,12 +126,6 @@ def _typed_line(error: Exception) -> Line | None:
 
 def _innermost(frames: list[traceback.FrameSummary]) -> Line | None:
     return (frames[-1].filename, frames[-1].lineno or 0) if frames else None
-
-
-def _is_misread(error: Exception, line: Line | None, model: nn.Module) -> bool:
-    """True where a loss function could not be called, or took the model for something else."""
-    is_call = isinstance(error, (TypeError, AttributeError))
-    return is_call and (line is None or type(model).__name__ in str(error))
 
 
 def _said(construct: Construct) -> str:
