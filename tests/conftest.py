@@ -29,7 +29,8 @@ for folder in (
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
-from cpu_time import cpu_seconds  # noqa: E402  # these lie in one of the folders
+from costs import COSTS, Cost, beyond_budget, function_of, read_costs, write_costs  # noqa: E402  # of these folders
+from cpu_time import cpu_seconds  # noqa: E402
 from off_host import off_host  # noqa: E402
 from processes import Ranks, collect_rarely, ranks_of  # noqa: E402
 
@@ -88,30 +89,63 @@ def six() -> Iterator[Ranks]:
         yield ranks
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--costs", action="store_true", help=f"write what the tests cost into {COSTS.name}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave to `make test-all` what a dear test has too many of. A test that is asked for by name runs."""
+    if not any("::" in each for each in config.args):
+        for item in beyond_budget(items, read_costs()):
+            item.add_marker(pytest.mark.slow)
+
+
 def pytest_collection_finish() -> None:
     gc.collect()
     collect_rarely()
 
 
+CPU = pytest.StashKey[float]()
+SPENT = pytest.StashKey[dict[str, Cost]]()
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    if not item.config.getoption("costs"):
+        yield
+        return
+    before = cpu_seconds()
+    yield
+    spent, name = item.config.stash.setdefault(SPENT, {}), function_of(item.nodeid)
+    spent[name] = spent.get(name, Cost()) + Cost(1, cpu_seconds() - before)
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """A worker tells the process that started it, which does not see the ranks."""
     if hasattr(session.config, "workeroutput"):
+        spent = session.config.stash.get(SPENT, {})
         session.config.workeroutput["cpu"] = cpu_seconds()
-
-
-CPU = pytest.StashKey[float]()
+        session.config.workeroutput["spent"] = {name: (cost.cases, cost.seconds) for name, cost in spent.items()}
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    node.config.stash[CPU] = node.config.stash.get(CPU, 0.0) + getattr(node, "workeroutput", {}).get("cpu", 0.0)
+    output, stash = getattr(node, "workeroutput", {}), node.config.stash
+    stash[CPU] = stash.get(CPU, 0.0) + output.get("cpu", 0.0)
+    spent = stash.setdefault(SPENT, {})
+    for name, (cases, seconds) in output.get("spent", {}).items():
+        spent[name] = spent.get(name, Cost()) + Cost(cases, seconds)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """What the whole suite cost, where several processes ran it."""
+    """What the whole suite cost, where several processes ran it, and each test where that was asked for."""
     if CPU in config.stash:
         mine = sum(os.times()[:2])  # without the workers, which have told theirs
         terminalreporter.write_line(f"all processes: {told(config.stash[CPU] + mine, yardstick())}")
+    if config.getoption("costs"):
+        stick = yardstick()
+        write_costs({name: Cost(each.cases, each.seconds / stick) for name, each in config.stash[SPENT].items()})
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

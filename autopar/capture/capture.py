@@ -96,14 +96,14 @@ def capture(
     """Trace one step of `model` on a batch (tensors and arrays in any containers; their values are not read).
 
     The program of a training step returns the loss, the gradient of every parameter that has one, and the new buffers;
-    others the loss or the model's output, with gradients on or off as its caller has them. `loss_fn(model, *args,
-    **kwargs)` gives the loss; None if the module itself does. `lift`: the dtype that its own casts to floats go to.
-    `specialize`: values that the model reads from tensors are taken from the batch, which then needs data. `precision`:
-    with a short float the model's own casts stay in the program even where they change nothing yet, and with "fp16" the
-    gradients are those of the loss times an input of kind "scale". `statistics`: of which samples norms take mean and
-    variance; those of a "rank" or a "microbatch" are told by the pass `group`. `microbatches`: of all data ranks, to
-    which `autopar.per_microbatch` deals the batch. `earlier`: captures of the same step at other sizes, which may tell
-    its program. `answers`: what is known of the step that is meant. Raises CaptureError with the user's line.
+    others the loss or the model's output, with gradients as its caller has them. `loss_fn(model, *args, **kwargs)`
+    gives the loss; None if the module itself does. `lift`: the dtype that its own casts to floats go to. `specialize`:
+    values that the model reads from tensors are taken from the batch, which then needs data. `precision`: with a short
+    float the model's own casts stay in the program even where they change nothing yet, and with "fp16" the gradients
+    are those of the loss times an input of kind "scale". `statistics`: of which samples norms take mean and variance;
+    those of a "rank" or a "microbatch" are told by the pass `group`. `microbatches`: of all data ranks, to which
+    `autopar.per_microbatch` deals the batch. `earlier`: captures of the same step at other sizes, which may tell its
+    program. `answers`: what is known of the step that is meant. Raises CaptureError with the user's line.
     """
     left, start, draws = Leftovers(), generators(), None
     known = answers or Answers()
@@ -152,6 +152,7 @@ class _Capture:
         self.forks, self.resizing = forks, Resizing(earlier)
         self.model, self.kind, self.lift, self.reads = model, kind, lift, reads
         self.loss_fn = loss_fn if kind.gives_loss else None
+        self.call = StepCall(model, self.loss_fn, kind.gives_loss, args, kwargs)
         self.keeps_casts, self.is_scaled = precision in ("bf16", "fp16"), precision == "fp16" and kind.trains
         self.scale: torch.Tensor | None = None
         self.selects = (False, False)  # rows, by a mask; and they could be taken by their number
@@ -215,8 +216,7 @@ class _Capture:
             self.reads.has_counted = True
             raise CaptureError("the model does more without rows than to leave calls out") from None
         except Exception as error:
-            call = StepCall(self.model, self.loss_fn, self.kind, *put_together(self.parts.form, self.parts.leaves))
-            raise explain(error, self.calling, self.locator, self.may_specialize, call) from error
+            raise explain(error, self.calling, self.locator, self.may_specialize, self.call) from error
         finally:
             before.restore()
         self.graphs.append(traced.graph)

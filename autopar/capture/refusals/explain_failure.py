@@ -24,7 +24,6 @@ from autopar.capture.refusals.constructs import (
 )
 from autopar.capture.refusals.location import Line, Locator, is_typed, is_user_file
 from autopar.capture.refusals.user_lines import quoted
-from autopar.capture.step_kind import StepKind
 from autopar.errors import CaptureError
 from autopar.ir.ops.op_facts import creates, overloads_of
 
@@ -42,7 +41,7 @@ class StepCall:
 
     model: nn.Module
     loss_fn: Any
-    kind: StepKind
+    gives_loss: bool
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
@@ -51,7 +50,7 @@ class StepCall:
         if not isinstance(error, (TypeError, AttributeError)):
             return ""
         said = list[str]()
-        if self.kind.gives_loss and (line is None or type(self.model).__name__ in str(error)):
+        if self.gives_loss and (line is None or type(self.model).__name__ in str(error)):
             said += [CALLED] if self.loss_fn is not None else [UNCALLED] * (line is None)
         one = self.args[0] if len(self.args) == 1 and not self.kwargs else None
         if isinstance(one, (tuple, list, Mapping)) and (line is None or type(one).__name__ in str(error)):
