@@ -200,6 +200,33 @@ def test_what_a_notebook_reads_is_watched(name: str) -> None:
     assert ours.forward_backward(x).item() == pytest.approx(first / 2)
 
 
+COUNTS = """
+from torch import nn
+
+
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls = nn.Linear(4, 4), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.linear(x).sum(){}
+"""
+
+
+@pytest.mark.parametrize("name", FILELESS)
+def test_a_model_of_no_module_tells_its_lines(name: str) -> None:
+    """As a file is run by its path, or a prompt: `sys.modules` has no module of the name that its classes have."""
+    names: dict[str, Any] = {"__name__": "nowhere"}
+    exec(builtins.compile(COUNTS.format(""), name, "exec"), names)
+    notes = compile(names["Counts"](), "dp=2", batch=torch.randn(4, 4)).notes
+    assert any(note.startswith(f"'calls' is changed at {name}:11 ") for note in notes), notes
+    exec(builtins.compile(COUNTS.format(" * self.calls"), name, "exec"), names)
+    with pytest.raises(CaptureError, match=rf"at {name}:12\n.*: 'calls' \({name}:11\)\. "):
+        compile(names["Counts"](), "dp=2", batch=torch.randn(4, 4))
+
+
 def test_a_lambda() -> None:
     loss: Callable[[nn.Module, Tensor], Tensor] = lambda model, x: model(x).square().sum()  # noqa: E731
     assert verify(nn.Linear(4, 4), "dp=2", loss_fn=loss, batch=torch.randn(4, 4)).ok

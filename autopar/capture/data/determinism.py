@@ -308,7 +308,8 @@ class Steady:
         """The error for a step that depends on what the step before it changed. rest: what came of it."""
         found = self._lines_of(changes)
         names = ", ".join(f"'{change.name}'{f' ({_short(at)})' if at else ''}" for change, at in found)
-        where = f"at {quoted(line or next((at for _, at in found if at), None) or ('an unknown line', 0))}"
+        line = line or next((at for _, at in found if at), None)
+        where = f"at {quoted(line)}" if line else "at an unknown line:\n"
         return CaptureError(
             f"a second step would not be the same as the first{rest}, {where}"
             f"It depends on what the model itself changed in the step before: {names}. {_STATE} {FIRST_CALL}"
@@ -362,7 +363,7 @@ class Steady:
             with suppress(KeyError):  # an attribute of what a module holds
                 found = self.find(path)
         home = "torch." if found is None else type(found).__module__
-        return not home.startswith("torch.") and LIBRARIES in str(getattr(sys.modules[home], "__file__", ""))
+        return not home.startswith("torch.") and LIBRARIES in str(getattr(sys.modules.get(home), "__file__", ""))
 
     def _is_constant(self, value: Any) -> bool:
         return hasattr(value, "grad_fn") and not self.first.comes_from_input(value)

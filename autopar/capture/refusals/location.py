@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -57,12 +57,20 @@ def is_user_code(frame: FrameType) -> bool:
 
 
 def user_frame(frame: FrameType | None) -> Line | None:
-    """File and line of the innermost frame of the user's."""
-    while frame is not None:
+    """File and line of the innermost frame of the user's; where the model's own are in no file, of that of a prompt."""
+    typed = None
+    while frame is not None and not (typed and _is_call_of_model(frame.f_code)):
         if is_user_file(frame.f_code.co_filename):
             return frame.f_code.co_filename, frame.f_lineno
+        if typed is None and is_typed(frame.f_code.co_filename):
+            typed = frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
-    return None
+    return typed
+
+
+def _is_call_of_model(code: CodeType) -> bool:
+    """True for `tables.functional_call`, above which stands who asked for the capture."""
+    return code.co_name == "functional_call" and code.co_filename.startswith(_HERE)
 
 
 def user_line(frame: FrameType | None) -> str:

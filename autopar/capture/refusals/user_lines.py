@@ -9,7 +9,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from autopar.capture.refusals.location import Line, is_user_file
+from autopar.capture.refusals.location import Line, is_user_code, is_user_file
 
 
 def line_that_changes(run: Callable[[], object], state: Callable[[], object]) -> Line | None:
@@ -24,7 +24,7 @@ def lines_that_change(run: Callable[[], object], states: Sequence[Callable[[], o
     seen: dict[int, object] = {}
 
     def look(frame: FrameType, event: str, _argument: Any) -> Any:
-        if all(lines) or not is_user_file(frame.f_code.co_filename):
+        if all(lines) or not is_user_code(frame):
             return None
         for at, state in enumerate(states):
             now = None if lines[at] else state()
@@ -46,10 +46,13 @@ def lines_that_change(run: Callable[[], object], states: Sequence[Callable[[], o
 
 
 def _before(frame: FrameType | None, last: Mapping[FrameType, Line]) -> Line | None:
-    """The line that ran before, here or in the nearest caller."""
-    while frame is not None and frame not in last:
+    """The line that ran before, here or in the nearest caller: in a file, if one of them is in one."""
+    found = list[Line]()
+    while frame is not None:
+        if frame in last:
+            found.append(last[frame])
         frame = frame.f_back
-    return None if frame is None else last[frame]
+    return next((line for line in found if is_user_file(line[0])), found[0] if found else None)
 
 
 def quoted(line: Line) -> str:
