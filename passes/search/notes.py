@@ -54,7 +54,9 @@ def _whole_weights(classes: Classes, axis: str, size: int) -> list[str]:
     left = [item for item in parameters if item.states[0].get(axis) is None]
     if parameters and len(left) == len(parameters):
         lines = [_sizes_line(item, size) for item in parameters[:8]]
-        raise LayoutError(f"axis '{axis}' (size {size}) can split no weight of the model:\n" + "\n".join(lines))
+        advice = f"Leave '{axis}' out of the mesh (dp takes its ranks), or give a weight a size that {size} divides."
+        lines = [f"axis '{axis}' (size {size}) can split no weight of the model:", *lines, advice]
+        raise LayoutError("\n".join(lines))
     return [
         f"'{item.role.entry.name}' {list(item.types[0].shape)} stays replicated on '{axis}'"
         for item in left

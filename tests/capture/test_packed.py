@@ -85,6 +85,14 @@ def sequences(self: Model, x: Tensor, lengths: Tensor) -> Tensor:
     return self.out(pad(self.layer(packed)[0])[0].sum(1))
 
 
+def beside(self: Model, x: Tensor, lengths: Tensor) -> Tensor:
+    """Rows beside others of the same lengths, of batches that were padded further: captions and their targets."""
+    further, rows = pack(F.pad(x, (0, 0, 0, 2)), lengths), self.layer(pack(x, lengths))[0]
+    behind = pack(F.pad(x * 3, (0, 0, 0, 1)), lengths)
+    each = F.mse_loss(self.out(rows.data), further.data[:, :3]) + F.l1_loss(self.out(rows.data), behind.data[:, 3:])
+    return self.out(pad(rows)[0].sum(1)) * each
+
+
 LAYERS: dict[str, Callable[..., nn.Module]] = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}
 CASES: dict[str, tuple[Body, str, dict[str, Any]]] = {
     **{f"last state of {kind}": (last, kind, {}) for kind in LAYERS},
@@ -102,6 +110,7 @@ CASES: dict[str, tuple[Body, str, dict[str, Any]]] = {
     "row by row": (row_by_row, "gru", {}),
     "listed": (listed, "lstm", {}),
     "sequences": (sequences, "gru", {}),
+    "beside others": (beside, "lstm", {}),
 }
 
 

@@ -163,7 +163,8 @@ def test_weights_that_no_axis_can_split() -> None:
         "  '2.weight' [11, 13]: dim 0 (size 11) is not divisible by 2: 1 or 11 would do; "
         "dim 1 (size 13) is not divisible by 2: 1 or 13 would do\n"
         "  '4.weight' [5, 11]: dim 0 (size 5) is not divisible by 2: 1 or 5 would do; "
-        "dim 1 (size 11) is not divisible by 2: 1 or 11 would do"
+        "dim 1 (size 11) is not divisible by 2: 1 or 11 would do\n"
+        "Leave 'tp' out of the mesh (dp takes its ranks), or give a weight a size that 2 divides."
     )
     refused(LayoutError, message, lambda: compiled("tp=2", "odd_mlp"))
 

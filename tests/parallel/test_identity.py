@@ -378,8 +378,9 @@ def test_torch_cannot_swap_what_is_parallel() -> None:
     other = nn.Linear(6, 6).double()
     other.weight = model[0].weight
     with pytest.raises(RuntimeError, match=r"Couldn't swap Linear\.weight") as caught:  # torch's own text
-        other.float()
-    assert "nor .to(dtype) of a plain module that shares a parameter" in str(caught.value.__cause__)
+        other.cpu()
+    assert "nor .cpu(), .cuda() or .to() of a plain module that shares a parameter" in str(caught.value.__cause__)
+    assert "model.part.cpu() for part.cpu()" in str(caught.value.__cause__)
 
 
 FOREIGN: dict[str, Callable[[Any, Any], Any]] = {

@@ -11,7 +11,7 @@ which changes no sequence: so it is left out, and samples stay where they are.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FrameType
 from typing import Any, Protocol
@@ -105,13 +105,18 @@ RECURRENT: dict[Any, Callable[..., Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Pack:
-    """Which steps count. valid: [steps, sequences], and `flat` of each row; batch_sizes: held, so that its id stays its
-    own."""
+    """Which steps count. valid: [steps, sequences], and `flat` of each row; most: steps of the padded batch, which may
+    be more or less; batch_sizes: held, so that its id stays its own."""
 
     lengths: Tensor
     valid: Tensor
     flat: Tensor
+    most: int
     batch_sizes: Tensor
+
+    def fits(self, steps: Tensor) -> bool:
+        """True if a padded batch [steps, sequences, ..] has as many sequences, in the same place."""
+        return self.valid.shape[1] == steps.shape[1] and self.valid.device == steps.device
 
     def apart(self, rows: Tensor) -> Tensor:
         """Rows as [steps, sequences, ..]."""
@@ -136,10 +141,16 @@ class Packs:
 
     known: dict[int, _Pack] = field(default_factory=dict)
     orders: dict[int, Tensor] = field(default_factory=dict)
+    given: tuple[Any, ...] = ()  # the lengths that torch was given last, as the model has them
+    packed: list[tuple[tuple[Any, ...], _Pack]] = field(default_factory=list)  # the first of each lengths
 
     def call(self, mode: PackingMode, function: Any, args: Any, kwargs: Any, frame: FrameType) -> Any:
         """What a call gives that packs, unpacks, or takes a packed sequence; NotImplemented for any other."""
-        if function is torch.sort and frame.f_code is pack_padded_sequence.__code__:
+        is_packing = frame.f_code is pack_padded_sequence.__code__
+        lengths = frame.f_locals["lengths"] if is_packing else None
+        if is_packing and (function is torch.as_tensor or (function is Tensor.to and args[0] is lengths)):
+            self.given = _seen(lengths)
+        if is_packing and function is torch.sort:
             order = torch.arange(args[0].numel(), device=args[0].device)
             self.orders[id(order)] = order
             return torch.return_types.sort((args[0].clone(), order))
@@ -168,11 +179,20 @@ class Packs:
         return self.known.get(id(batch_sizes))
 
     def _packed(self, mode: PackingMode, input: Tensor, lengths: Tensor, batch_first: bool) -> Any:
-        """Pack: the rows, and how many sequences each step has."""
+        """Pack: the rows, and how many sequences each step has. Packed by the same lengths they are the same rows, also
+        where they were padded to another length: no sequence is longer than the shorter one."""
         steps = input.transpose(0, 1) if batch_first else input
-        valid = torch.arange(len(steps), device=input.device)[:, None] < lengths.to(input.device)[None]
+        most, given, self.given = len(steps), self.given, ()
         batch_sizes = mode.facts.constant(partial(torch.full, steps.shape[:1], steps.shape[1]))
-        self.known[id(batch_sizes)] = pack = _Pack(lengths, valid, valid.flatten(), batch_sizes)
+        like = next((pack for one, pack in self.packed if _are_alike(one, given) and pack.fits(steps)), None)
+        if like is None:
+            valid = torch.arange(most, device=input.device)[:, None] < lengths.to(input.device)[None]
+            pack = _Pack(lengths, valid, valid.flatten(), most, batch_sizes)
+            self.packed.append((given, pack))
+        else:
+            pack = replace(like, most=most, batch_sizes=batch_sizes)
+            steps = _of_length(steps, len(pack.valid))
+        self.known[id(batch_sizes)] = pack
         return mode.facts.are_rows(steps.flatten(0, 1), pack.flat), batch_sizes
 
     def _padded(
@@ -185,11 +205,8 @@ class Packs:
         values = torch.where(
             pack.valid.reshape(*pack.valid.shape, *(1 for _ in values.shape[2:])), values, padding_value
         )
-        length = len(values)
-        if total > length:
-            values = F.pad(values, (*(0, 0) * (values.ndim - 1), 0, total - length), value=padding_value)
-        elif not is_said:
-            values = values[: mode.facts.longest(pack.lengths, length)]
+        length = total if is_said else mode.facts.longest(pack.lengths, min(len(values), pack.most))
+        values = _of_length(values, length, padding_value)
         return (values.transpose(0, 1) if batch_first else values), pack.lengths.clone()
 
     def _recurrent(self, mode: PackingMode, function: Any, data: Tensor, batch_sizes: Tensor, *rest: Any) -> Any:
@@ -261,6 +278,24 @@ class PlainPacks:
         factor = mode.dropout(rows.new_ones(steps, len(order), rows.shape[1]), dropout)
         counts = batch_sizes.tolist()
         return rows * torch.cat([factor[step, order[:count]] for step, count in enumerate(counts)])
+
+
+def _seen(lengths: Any) -> tuple[Any, ...]:
+    """The lengths that the model packs by, to be compared with others by `_are_alike`."""
+    return (lengths, lengths._version) if isinstance(lengths, Tensor) else tuple(lengths)
+
+
+def _are_alike(some: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
+    """True if lengths show as the same: one tensor, or lists of the same numbers."""
+    pairs = zip(some, others, strict=False)
+    return 0 < len(some) == len(others) and all(a is b or (type(a) is type(b) is int and a == b) for a, b in pairs)
+
+
+def _of_length(steps: Tensor, length: int, value: float = 0) -> Tensor:
+    """The first steps of a padded batch, with more behind them where it has less."""
+    if len(steps) >= length:
+        return steps if len(steps) == length else steps[:length]
+    return F.pad(steps, (*(0, 0) * (steps.ndim - 1), 0, length - len(steps)), value=value)
 
 
 def _lstm(x: Tensor, start: tuple[Tensor, Tensor], weights: Any, has_biases: bool) -> tuple[Tensor, Tensor]:

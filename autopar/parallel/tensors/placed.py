@@ -39,8 +39,10 @@ class PlacedTensor(SlotlessDTensor):
     def class_refused() -> AutoparError:
         return AutoparError(
             "the class of a tensor of a parallel model is fixed, so that torch.utils.swap_tensors cannot exchange it "
-            "(nor can torch.__future__.set_swap_module_params_on_conversion, nor .to(dtype) of a plain module that "
-            "shares a parameter). Write its value by copy_() or load_state_dict()."
+            "(nor can torch.__future__.set_swap_module_params_on_conversion, nor .cpu(), .cuda() or .to() of a plain "
+            "module that shares a parameter). Leave such a call out: each rank's part lies on its device. Or call it "
+            "of the parallel model, which takes what changes nothing: model.part.cpu() for part.cpu(). "
+            "Write its value by copy_() or load_state_dict(). " + TO_SAVE
         )
 
 
