@@ -33,12 +33,12 @@ from autopar.capture.inputs.outside import Outside
 from autopar.capture.inputs.partners import Partners, check_plain, inlined
 from autopar.capture.model_call import ModelCall
 from autopar.capture.ops.functions import Dropout
-from autopar.capture.ops.raised import ALWAYS, RAISED, READING
+from autopar.capture.ops.raised import ALWAYS, raised
 from autopar.capture.ops.raised_lookups import counts_rows, deep_copy, dense, rejoined, renormed
 from autopar.capture.ops.raised_norms import NORMS, Norm, is_count, norm_of
 from autopar.capture.ops.raised_recurrent import NOTE as PACKED_NOTE
 from autopar.capture.ops.raised_recurrent import PACKING, Packs, PlainPacks
-from autopar.capture.ops.validation import is_validation, note_of
+from autopar.capture.ops.validation import FAULTS, as_torch_says, is_validation, note_of
 from autopar.capture.per_microbatch import dealt, dealt_plainly, in_microbatches
 from autopar.capture.python.ran import Ran
 from autopar.capture.python.stand_in import with_tensors
@@ -263,7 +263,7 @@ class Raise(TorchFunctionMode):
 
     def _updates(self, call: ModelCall) -> Any:
         """Any number, where a norm turns the count of its updates to one: what is raised reads the count itself."""
-        if call.function not in _AS_NUMBERS or not is_count(call.args[0], call.frame):
+        if call.function not in (Tensor.item, Tensor.__float__) or not is_count(call.args[0], call.frame):
             return NotImplemented
         self.calling = None
         return 1.0
@@ -436,24 +436,28 @@ class Raise(TorchFunctionMode):
         return self._run(call, call.function, *call.args, **call.kwargs) if made is NotImplemented else made
 
     def _run(self, call: ModelCall, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """What a function gives, raised if that is known of it."""
+        """What a function gives, raised if that is known of it. What fails so is told in torch's words."""
+        try:
+            result = self._form(call, func, args, kwargs)
+        except FAULTS as error:
+            raise as_torch_says(error, func, args, kwargs) from None
+        return self._called(call, func, args, kwargs) if result is NotImplemented else result
+
+    def _form(self, call: ModelCall, func: Any, args: Any, kwargs: Any) -> Any:
         result: Any = NotImplemented
         if func in ALWAYS:
             result = ALWAYS[func](self, *args, **kwargs)
         elif func is in_microbatches:
             result = dealt(args[0], self.microbatches)
-        elif func in RAISED and self.captures and not in_transform():
-            result = RAISED[func](*args, **kwargs)
-        elif func in READING and self.captures and not in_transform():
-            result = READING[func](self.made, *args, **kwargs)
         elif func in NORMS and not in_transform():
             result = self._norm(func, norm_of(call.frame), *args, **kwargs)
-        tracer = self.selected.tracer
-        if result is NotImplemented and tracer is not None and not in_transform():
-            result = rejoined(func, args, kwargs, tracer.node_of)
+        elif self.captures and not in_transform():
+            result = raised(self.made, func, args, kwargs)
+        if result is NotImplemented and self.selected.tracer is not None and not in_transform():
+            result = rejoined(func, args, kwargs, self.selected.tracer.node_of)
         if result is NotImplemented and func in ASKED and self._asks(call):
             result = ASKED[func](self.facts, *args, **kwargs)
-        return self._called(call, func, args, kwargs) if result is NotImplemented else result
+        return result
 
     def _norm(self, func: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
         if self.captures:
@@ -579,10 +583,7 @@ class Raise(TorchFunctionMode):
         return number
 
 
-_TO_VALUES: frozenset[Any] = frozenset(
-    (*READERS, Tensor.tolist, Tensor.__complex__, Tensor.__contains__, torch.equal, Tensor.equal)
-)
-_AS_NUMBERS: frozenset[Any] = frozenset((Tensor.item, Tensor.__float__))
+_TO_VALUES = frozenset(READERS) | {Tensor.tolist, Tensor.__complex__, Tensor.__contains__, torch.equal, Tensor.equal}
 _Interceptor = Callable[[Raise, ModelCall], Any]
 # Who gives a value that Python asks for, the surest first.
 _VALUES: tuple[_Interceptor, ...] = (

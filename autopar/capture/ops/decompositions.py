@@ -43,6 +43,8 @@ def _mean(x: torch.Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.dtyp
     for d in dims if x.ndim else ():
         count = operator.mul(count, x.shape[d])
     given = dtype or x.dtype
+    if not (given.is_floating_point or given.is_complex):
+        raise RuntimeError(f"mean() of {given}: give dtype=torch.float32, or another dtype of floats.")
     if given in (torch.float16, torch.bfloat16):  # as torch's kernel: the sum of many would overflow, or round twice
         return (torch.sum(x, dims, keepdim, dtype=torch.float32) / count).to(given)
     return torch.sum(x, dims, keepdim, dtype=dtype) / count

@@ -51,6 +51,7 @@ from autopar.capture.ops.raised_products import (
 from autopar.capture.ops.raised_random import RANDOM
 from autopar.capture.ops.raised_recurrent import RECURRENT
 from autopar.capture.ops.raised_windows import as_strided, average_pool_of, istft, stft
+from autopar.capture.ops.validation import check_by_torch
 from autopar.torch_compat import GROUPED_MM, backward_in_mode, gradients_in_mode
 
 Tensor = torch.Tensor
@@ -128,3 +129,11 @@ READING: dict[Any, Callable[..., Any]] = {
     F.gaussian_nll_loss: gaussian_nll_loss,
     **dict.fromkeys((torch.tensor_split, Tensor.tensor_split), tensor_split),
 }
+
+
+def raised(run: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
+    """What the raised form of a function gives; NotImplemented where it has none. run: calls as the model does."""
+    if function in RAISED:
+        check_by_torch(function, args, kwargs)
+        return RAISED[function](*args, **kwargs)
+    return READING[function](run, *args, **kwargs) if function in READING else NotImplemented

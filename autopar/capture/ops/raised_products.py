@@ -137,6 +137,8 @@ def with_bias_apart(function: Callable[..., Tensor]) -> Callable[..., Any]:
     def raised(input: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         if bias is None:
             return NotImplemented
+        if bias.dtype != input.dtype and not torch.is_autocast_enabled(input.device.type):
+            raise RuntimeError(f"Input type ({input.dtype}) and bias type ({bias.dtype}) should be the same")
         y = function(input, weight, None, *args, **kwargs)
         return y + bias.to(y.dtype).reshape(-1, *(1 for _ in weight.shape[2:]))
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from autopar.capture.ops.validation import check_chance
 from autopar.capture.refusals.location import user_line
 from autopar.errors import CaptureError
 
@@ -210,6 +211,8 @@ def _rrelu(
     training: bool = False,
     inplace: bool = False,
 ) -> Tensor:
+    if lower > upper:
+        raise RuntimeError(f"the lower bound of rrelu, {lower}, is above the upper one, {upper}")
     slope: Any = (lower + upper) / 2
     if training:
         slope = mode.draw("uniform", input.shape, input.dtype) * (upper - lower) + lower
@@ -223,6 +226,7 @@ def _alpha_dropout_of(features: bool) -> Raised:
     def raised(
         mode: RandomMode, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
     ) -> Tensor:
+        check_chance(p)
         if not training or p == 0.0:
             return input
         shape = (*input.shape[:2], *(1 for _ in input.shape[2:])) if features else input.shape
@@ -238,10 +242,12 @@ def _alpha_dropout_of(features: bool) -> Raised:
 
 
 def _dropout(mode: RandomMode, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    check_chance(p)
     return mode.dropout(input, p, training, inplace)
 
 
 def _torch_dropout(mode: RandomMode, input: Tensor, p: float, train: bool) -> Any:
+    check_chance(p)
     return mode.dropout(input, p, train)
 
 
@@ -249,6 +255,7 @@ def _feature_dropout(
     mode: RandomMode, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Any:
     """Dropout of whole channels: dims 0 and 1 draw, the rest share."""
+    check_chance(p)
     if not training or p == 0.0 or input.ndim < 3:
         return NotImplemented if training and p else input
     keep = mode.dropout(torch.ones_like(input[(slice(None), slice(None)) + (slice(0, 1),) * (input.ndim - 2)]), p)
