@@ -1,4 +1,4 @@
-# What there is to do here: make demo, test, test-all, test-torch, check, golden, docs, install.
+# What there is to do here: make demo, test, test-all, test-torch, costs, check, golden, docs, install.
 # The system's Python where it is of the same version and can do as much: distributions build theirs with the profile of
 # a run, which one built at home mostly lacks. It is a fifth of the tests' time.
 SAME   := import sys; print(*sys.version_info[:2])
@@ -11,21 +11,27 @@ STAMP  := $(VENV)/.installed
 DOCS_VENV := .venv-docs
 JOBS   ?= 3  # test processes: some of them wait for ranks that they started
 
-.PHONY: demo test test-all test-torch check types golden docs install clean
+.PHONY: demo test test-all test-torch costs check types golden docs install clean
 
 # Four local processes train a small GPT, then one device does the same.
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
 # What Python and pytest made of the sources is kept for the next process, and for the next run.
-test test-all: export PYTHONDONTWRITEBYTECODE =
+test test-all costs: export PYTHONDONTWRITEBYTECODE =
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-# And what takes minutes: the programs that Inductor compiles.
+# And what takes minutes: the programs that Inductor compiles, and of dear tests the cases that their budget
+# (tests/support/costs.py) does not pay for. Twice as long, and more.
 test-all: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m ""
+
+# All tests but the slow ones, and tests/costs.csv anew: what the functions take that cost more than their budget.
+# The cases that `make test` leaves out alone: .venv/bin/python -m pytest -n 3 -m beyond
+costs: $(STAMP)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow and not gpu" --costs
 
 # The tests with another torch, in an environment of its own: make test-torch TORCH=2.14.1
 test-torch:

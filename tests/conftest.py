@@ -98,7 +98,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave to `make test-all` what a dear test has too many of. A test that is asked for by name runs."""
     if not any("::" in each for each in config.args):
         for item in beyond_budget(items, read_costs()):
-            item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.beyond)
 
 
 def pytest_collection_finish() -> None:
