@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.testing._internal.common_methods_invocations import op_db
 
 import autopar
-from autopar.errors import AutoparError, CaptureError
+from autopar.errors import AutoparError, CaptureError, CompileError
 
 LABELS = torch.tensor([0, 1, 2, 3])
 TAKEN = {  # with other arguments than torch takes, before
@@ -101,3 +101,41 @@ def _fails(call: Callable[[], object], kind: type[Exception]) -> bool:
     except kind:
         return True
     return False
+
+
+FACTORISED: dict[str, Callable[[Tensor], Tensor]] = {
+    "cholesky": torch.linalg.cholesky,
+    "inv": torch.linalg.inv,
+    "solve": lambda a: torch.linalg.solve(a, torch.eye(3)[:, :2]),
+    "lu_factor": lambda a: torch.linalg.lu_factor(a)[0],
+    "matrix_power": lambda a: torch.linalg.matrix_power(a, -2),
+}
+
+
+@pytest.mark.parametrize("name", FACTORISED)
+def test_a_matrix_without_a_factorisation_ends_the_step(name: str) -> None:
+    """Silent before: the look at what a factorisation says of itself has no result, and was left out of the program."""
+    factor, good = Factor(FACTORISED[name]), torch.eye(3) * torch.arange(1.0, 5.0)[:, None, None]
+    ours = autopar.parallelize(Factor(FACTORISED[name]), "dp=1")
+    assert torch.equal(ours.forward_backward(good), factor(good))
+    with pytest.raises(RuntimeError, match=r"\(Batch element 0\)"):
+        factor(good * 0)
+    ours.zero_grad()
+    with pytest.raises(RuntimeError, match=r"\(Batch element 0\)"):
+        ours.forward_backward(good * 0)
+    assert all(p.grad is None for p in ours.parameters())
+
+
+def test_a_look_of_the_host_is_not_recorded() -> None:
+    ours = autopar.parallelize(Factor(torch.linalg.inv), "dp=1", cuda_graphs="dry-run")
+    with pytest.raises(CompileError, match=r"cuda_graphs cannot record(.|\n)*inv_ex(.|\n)*Leave cuda_graphs out"):
+        ours.forward_backward(torch.eye(3).expand(2, 3, 3))
+
+
+class Factor(nn.Module):
+    def __init__(self, factorise: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.scale, self.factorise = nn.Parameter(torch.tensor(1.5)), factorise
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.factorise(self.scale * x).square().sum()

@@ -142,6 +142,13 @@ def _check(compiled: Lowered) -> None:
             "cuda_graphs keeps the host from waiting for the GPU, and specialize=True lets it read values of the batch "
             "at every step: leave out one of the two."
         )
+    checking = next((node for node in program.calls() if node.kwargs.get("check_errors")), None)
+    if checking is not None:
+        raise CompileError(
+            f"cuda_graphs cannot record {describe(checking)}\n"
+            f"  The host looks at each step whether it came out. Leave cuda_graphs out, or take what does not look, as "
+            f"torch.linalg.cholesky_ex and inv_ex."
+        )
     reading = next((node for node in program.calls() if node.target in _READING and not _is_bounded(node)), None)
     if reading is not None:
         raise CompileError(
