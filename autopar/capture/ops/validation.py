@@ -17,11 +17,10 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map_only
 
 from autopar.capture.refusals.explain_failure import wants_data
 from autopar.capture.refusals.location import is_user_file
-from autopar.torch_compat import no_function_modes, on_data
+from autopar.torch_compat import no_function_modes, on_data, tree_map
 
 _FOLDER = os.path.dirname(os.path.abspath(torch.distributions.__file__)) + os.sep
 # The functions whose every bool() of a tensor asks whether all is valid.
@@ -60,9 +59,11 @@ def check_chance(p: float) -> None:
 
 def as_torch_says(error: Exception, function: Any, args: Any, kwargs: Any) -> Exception:
     """Find what torch says of the shapes, where a raised form failed with what is no message of its own."""
+    if wants_data(error):
+        return error
     frames = traceback.extract_tb(error.__traceback__)
     is_said = (frames[-1].line or "").startswith("raise") or any(is_user_file(frame.filename) for frame in frames)
-    if not wants_data(error) and not is_said:
+    if not is_said:
         try:
             _run_on_shapes(function, args, kwargs)
         except Exception as told:
@@ -73,12 +74,14 @@ def as_torch_says(error: Exception, function: Any, args: Any, kwargs: Any) -> Ex
 def _run_on_shapes(function: Any, args: Any, kwargs: Any, floats: torch.dtype | None = None) -> None:
     """Call torch's own on the meta device. floats: the dtype of all that are not complex, in place of their own."""
 
-    def shape_of(tensor: torch.Tensor) -> torch.Tensor:
-        dtype = (floats or tensor.dtype) if tensor.dtype.is_floating_point else tensor.dtype
-        return torch.empty(tensor.shape, dtype=dtype, device="meta")
+    def shape_of(given: Any) -> Any:
+        if not isinstance(given, torch.Tensor):
+            return given
+        dtype = (floats or given.dtype) if given.dtype.is_floating_point else given.dtype
+        return torch.empty(given.shape, dtype=dtype, device="meta")
 
     with no_function_modes(), on_data(), suppress(NotImplementedError):  # torch has no such op on the meta device
-        function(*tree_map_only(torch.Tensor, shape_of, args), **tree_map_only(torch.Tensor, shape_of, kwargs))
+        function(*tree_map(shape_of, args), **tree_map(shape_of, kwargs))
 
 
 def note_of(lines: Iterable[str]) -> str:
