@@ -86,9 +86,10 @@ def _is_user(filename: str) -> bool:
 
 
 def _is_generated(frame: FrameType) -> bool:
-    """True for what Python wrote for a class of torch or autopar, in no file: the `__init__` of a dataclass."""
+    """True for what Python wrote for a class in no file: of torch or autopar the `__init__` of a dataclass, and the
+    `__new__` of any namedtuple, which reads a name of Python's own."""
     top = str(frame.f_globals.get("__name__")).partition(".")[0]
-    return top in ("autopar", "torch") and is_typed(frame.f_code.co_filename)
+    return (top in ("autopar", "torch") or top.startswith("namedtuple_")) and is_typed(frame.f_code.co_filename)
 
 
 @dataclass(frozen=True, slots=True)
