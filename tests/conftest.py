@@ -144,8 +144,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         mine = sum(os.times()[:2])  # without the workers, which have told theirs
         terminalreporter.write_line(f"all processes: {told(config.stash[CPU] + mine, yardstick())}")
     if config.getoption("costs"):
-        stick = yardstick()
-        write_costs({name: Cost(each.cases, each.seconds / stick) for name, each in config.stash[SPENT].items()})
+        spent, stick = config.stash.get(SPENT, {}), yardstick()
+        write_costs({name: Cost(each.cases, each.seconds / stick) for name, each in spent.items()})
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -20,6 +20,7 @@ TAKEN = {  # with other arguments than torch takes, before
     "weights of other classes, picked": lambda h: F.nll_loss(h, LABELS, weight=torch.ones(5)),
     "smoothing": lambda h: F.cross_entropy(h, LABELS, label_smoothing=2.0),
     "beta": lambda h: F.smooth_l1_loss(h, h * 2, beta=-1.0),
+    "beta by its place": lambda h: F.smooth_l1_loss(h, h * 2, None, None, "mean", -1.0),
     "dropout": lambda h: F.dropout(h, 1.5),
     "dropout1d": lambda h: F.dropout1d(h, -0.5),
     "alpha dropout": lambda h: F.alpha_dropout(h, 1.5, training=True),

@@ -55,10 +55,15 @@ def test_costs_are_kept_of_what_the_budget_does_not_pay_for(tmp_path: Path) -> N
     dear = Cost(4, 3 * BUDGET)
     write_costs({"b::dear": dear, "a::cheap": Cost(9, 0.9 * BUDGET), "a::one": Cost(1, 9 * BUDGET)}, tmp_path / "costs")
     assert read_costs(tmp_path / "costs") == {"b::dear": dear}
+    write_costs({"a::one": dear}, tmp_path / "costs")
+    assert read_costs(tmp_path / "costs") == {"a::one": dear, "b::dear": dear}, "the other did not run"
+    write_costs({"b::dear": Cost(4, 0.5 * BUDGET)}, tmp_path / "costs")
+    assert read_costs(tmp_path / "costs") == {"a::one": dear}, "it is dear no more"
 
 
 def test_costs_are_of_tests_that_are_there() -> None:
-    """A test that has another name by now would run whole: give its row in tests/costs.csv the new name."""
+    """A test that has another name by now would run whole: give its row in tests/costs.csv the new name,
+    or take it out."""
     assert [name for name in read_costs() if name.partition("::")[2] not in _tests_of(name.partition("::")[0])] == []
 
 

@@ -1,6 +1,6 @@
 """What each test costs, as measured, and which cases of a dear one `make test` runs: `make test-all` has them all.
 
-    make costs      # all tests, and tests/costs.csv anew
+    make costs      # all tests but the slow ones, and their rows of tests/costs.csv anew
 
 A function of tests may take BUDGET in `make test`. Of one whose cases take more, as many run as the budget pays for:
 each time the case with the most values and pairs of values of its parameters that none before it has, so that a small
@@ -45,13 +45,14 @@ def read_costs(path: Path = COSTS) -> dict[str, Cost]:
 
 
 def write_costs(costs: Mapping[str, Cost], path: Path = COSTS) -> None:
-    """Keep those that the budget does not pay for: all others run whole."""
+    """Keep those that the budget does not pay for: all others run whole. Of tests that did not run the rows stay."""
+    costs = {**(read_costs(path) if path.exists() else {}), **costs}
     with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(HEADER)
         for test, cost in sorted(costs.items()):
-            if cost.cases > 1 and cost.seconds > BUDGET:
-                writer.writerow((test, cost.cases, f"{cost.seconds:.1f}"))
+            if cost.cases > 1 and cost.seconds >= BUDGET:
+                writer.writerow((test, cost.cases, f"{cost.seconds:.2f}"))
 
 
 def function_of(name: str) -> str:

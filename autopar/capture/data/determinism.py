@@ -43,7 +43,7 @@ _STATE = (
     "Python runs only at the capture, so every later step would see the same. Make it a buffer "
     "(self.register_buffer in __init__, then write into it), or pass it in with the batch and return the new one."
 )
-_STAYS = "; a compiled step runs no Python, so it stays as it is (what the loop reads of it, return it)"
+_STAYS = "; a compiled step runs no Python, so it stays as it is: return what the loop reads of it"
 _OTHERS = (
     "the model {} what another step of it (in another mode, of another size or with another flag) leaves in "
     "Python, {}It is {}. Compiled steps run no Python, so this one would {} what was there before. Make it a "

@@ -35,6 +35,7 @@ from autopar.capture.ops.raised_losses import (
     log_softmax,
     nll_loss,
     rms_norm,
+    smooth_l1_loss,
     with_reduction,
 )
 from autopar.capture.ops.raised_products import (
@@ -117,9 +118,10 @@ RAISED: dict[Any, Callable[..., Any]] = {
     **{function: with_bias_apart(function) for function in (
         torch.conv1d, torch.conv2d, torch.conv3d, torch.conv_transpose1d, torch.conv_transpose2d,
         torch.conv_transpose3d)},
+    F.smooth_l1_loss: smooth_l1_loss,
     # each is a number a row, or an element
     **{loss: with_reduction(loss) for loss in (
-        F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy,
+        F.mse_loss, F.l1_loss, F.huber_loss, F.binary_cross_entropy,
         F.binary_cross_entropy_with_logits, F.soft_margin_loss, F.kl_div, F.multi_margin_loss,
         F.multilabel_margin_loss)},
 }  # fmt: skip

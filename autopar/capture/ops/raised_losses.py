@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from autopar.capture.ops.functions import (
     CrossEntropy,
@@ -176,6 +177,17 @@ def with_reduction(function: Callable[..., Tensor]) -> Callable[..., Any]:
         return losses.sum() / losses.numel() if reduction == "mean" else losses.sum()
 
     return raised
+
+
+def smooth_l1_loss(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Raise F.smooth_l1_loss as the other elementwise losses, and look at beta, which torch's kernels do alone."""
+    beta = args[3] if len(args) > 3 else kwargs.get("beta", 1.0)
+    if beta < 0:
+        raise RuntimeError(f"smooth_l1_loss does not support negative values for beta: it is {beta}.")
+    return _smooth_l1(input, target, *args, **kwargs)
+
+
+_smooth_l1 = with_reduction(F.smooth_l1_loss)
 
 
 def gaussian_nll_loss(

@@ -32,7 +32,7 @@ _CHECKS = frozenset(
 _NAMED = 3
 _NO_DATA = "meta tensors"  # torch cannot say it of shapes alone
 FAULTS = (TypeError, ValueError, AttributeError, IndexError, KeyError, AssertionError, RuntimeError)
-_CHECKED = frozenset((F.cross_entropy, F.nll_loss, F.smooth_l1_loss))  # whose raised forms take more than torch does
+_CHECKED = frozenset((F.cross_entropy, F.nll_loss))  # whose raised forms take more than torch does
 
 
 def is_validation(function: Any, frame: FrameType) -> bool:
@@ -47,8 +47,6 @@ def check_by_torch(function: Any, args: Any, kwargs: Any) -> None:
     """Raise what torch says of arguments that the raised form would take. Of dtypes autocast decides."""
     if function in _CHECKED:
         _run_on_shapes(function, args, kwargs, torch.float32)
-        if kwargs.get("beta", 0) < 0:
-            raise RuntimeError(f"{function.__name__} does not support negative values for beta.")
 
 
 def check_chance(p: float) -> None:

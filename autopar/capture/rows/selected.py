@@ -206,8 +206,7 @@ class Selected:
     def call(self, run: Run, function: Any, args: Any, kwargs: Any) -> Any:
         """A call that takes such rows. Raises CaptureError unless it takes each by itself."""
         rows, name = list(self.rows_in((args, kwargs))), getattr(function, "__name__", str(function))
-        self.is_inside, checks = True, self.tracer is None or self.tracer.checks
-        self._let_check(False)
+        self.is_inside = True
         try:
             if any(one.valid is not rows[0].valid for one in rows):
                 raise Refused("it takes rows of two masks")
@@ -222,11 +221,6 @@ class Selected:
             raise _refusal(rows[0], name, "it takes them for as many as something else has") from error
         finally:
             self.is_inside = False
-            self._let_check(checks)
-
-    def _let_check(self, checks: bool) -> None:
-        if self.tracer is not None:
-            self.tracer.checks = checks
 
     def _call(self, rows: list[ValidRows], name: str, run: Run, function: Any, args: Any, kwargs: Any) -> Any:
         like = rows[0]

@@ -97,7 +97,6 @@ class Tracer(DispatchMode):
         self._nodes: dict[int, tuple[torch.Tensor, fx.Node]] = {}  # the tensor is held, so that its id stays its own
         for position, tensor in enumerate(inputs):
             self._made(self.graph.placeholder(f"input_{position}"), tensor)
-        self.checks = True  # factorisations: not while rows are computed that the model leaves out
         self.is_packed = False  # functions of Python's take what autograd saves, as checkpoints do
 
     def trace(self, function: Callable[..., Any], inputs: Sequence[torch.Tensor], fake: FakeTensorMode) -> Traced:
@@ -124,7 +123,7 @@ class Tracer(DispatchMode):
     def _check(self, info: torch.Tensor) -> None:
         """Let the factorisation that tells by `info` how it went raise torch's error itself, when it is computed."""
         told = self.node_of(info)
-        if self.checks and told is not None and told.target is operator.getitem:
+        if told is not None and told.target is operator.getitem:
             factors: Any = told.args[0]
             factors.kwargs = {**factors.kwargs, "check_errors": True}
 
