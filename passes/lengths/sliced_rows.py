@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.ops.op_facts import facts_of, fill_of
+from autopar.ir.ops.op_facts import facts_of, fill_of, is_check
 from autopar.ir.ops.ops import op, op_name, semantic_of
 from autopar.ir.program import Program, TensorType, operand_nodes, record, source_of
 from autopar.passes.rules import call_of
@@ -150,7 +150,7 @@ class SlicedRows:
         """The number in the dropped rows of a call's result; None where it is not known."""
         operands, facts, is_sum = operand_nodes(node), facts_of(node.target), op_name(node.target) == "sum"
         known = [self.number(operand) for operand in operands]
-        if facts.moves in _VIEWS or node.target is op("checked_index"):
+        if facts.moves in _VIEWS or is_check(node.target):
             return known[0]
         if node.target is aten.where.self and known[0] is not None:
             return known[1] if known[0] else known[2]
@@ -200,6 +200,9 @@ class SlicedRows:
             index, size, ignored, least = (*node.args, 0)[:4]
             number = self.number(index)  # type: ignore[arg-type]
             return number is not None and (number == ignored or least <= number < size)  # type: ignore[operator]
+        if is_check(node.target):
+            number = self.number(node.args[0])  # type: ignore[arg-type]
+            return number is not None and node.args[1] <= number <= node.args[2]  # type: ignore[operator]
         facts = facts_of(node.target)
         is_lookup = not facts.pointwise and facts.moves not in _VIEWS and op_name(node.target) != "sum"
         checked = semantic_of(node.target) is not None

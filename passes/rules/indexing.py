@@ -51,7 +51,7 @@ def _aten_embedding_backward(call: Call) -> Rule:
     return instantiate("... h, ... -> v h", call, replicated=replicated, linear=({0},))
 
 
-def _checked_index(call: Call) -> Rule:
+def _checked(call: Call) -> Rule:
     return instantiate("... -> ...", call)
 
 
@@ -248,7 +248,8 @@ def _index_into(linear: Linear) -> Row:
 ROWS: Mapping[str, Row] = {
     "autopar.embedding.default": Row(_embedding),
     "autopar.embedding_backward.default": Row(_embedding_backward, size_arg=(2, "v0")),
-    "autopar.checked_index.default": Row(_checked_index),
+    "autopar.checked_index.default": Row(_checked),
+    "autopar.checked_values.default": Row(_checked),
     "autopar.pick.default": Row(_pick),
     "autopar.pick_backward.default": Row(_pick_backward, size_arg=(2, "v")),
     "autopar.cross_entropy_backward.default": Row(_cross_entropy_backward),

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.ops.op_facts import dim_of_places, facts_of, is_view
+from autopar.ir.ops.op_facts import dim_of_places, facts_of, is_check, is_view
 from autopar.ir.ops.ops import op, op_name
 from autopar.ir.program import Program, is_getitem, operand_nodes, record
 
@@ -149,7 +149,8 @@ def _keeps(node: fx.Node) -> bool:
         return False
     if node.target in _NOT_ZERO:
         return isinstance(node.args[1], (int, float)) and node.args[1] == 0
-    return node.target in _KEPT or (is_view(node.target) and op_name(node.target) not in ("select", "slice"))
+    is_same = node.target in _KEPT or is_check(node.target)
+    return is_same or (is_view(node.target) and op_name(node.target) not in ("select", "slice"))
 
 
 def _hot(first: _Traced, experts: Sequence[int]) -> Hot | None:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.ops.op_facts import facts_of, fill_of, is_view, is_zeros
-from autopar.ir.ops.ops import op, op_name
+from autopar.ir.ops.op_facts import facts_of, fill_of, is_check, is_view, is_zeros
+from autopar.ir.ops.ops import op_name
 from autopar.ir.program import is_getitem, record
 
 aten = torch.ops.aten
@@ -38,8 +38,8 @@ class Keys:
 
     def learn(self, node: fx.Node) -> Of | None:
         """Find what a value says of the keys, if anything."""
-        is_check = node.target is op("checked_index")
-        rule = _RULES.get(op_name(node.target)) or _BY_MOVES.get("same" if is_check else facts_of(node.target).moves)
+        moves = "same" if is_check(node.target) else facts_of(node.target).moves
+        rule = _RULES.get(op_name(node.target)) or _BY_MOVES.get(moves)
         found = rule(self, node) if rule is not None and node.args else None
         if found is not None:
             self.of[node] = Of.KEYS if found is Of.SORTED else found

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.ops.op_facts import facts_of, fill_of, is_zeros, made_of
+from autopar.ir.ops.op_facts import facts_of, fill_of, is_check, is_zeros, made_of
 from autopar.ir.ops.ops import op, op_name
 from autopar.ir.program import Builder, is_getitem, operand_nodes, record
 from autopar.passes.rules import call_of
@@ -132,7 +132,9 @@ class SortedRows:
             return self._searched(node) if op_name(node.target) == "searchsorted" else self._row_by_row(node)
         if made_of(node.target):
             return self._blank(node)
-        rule = _RULES.get(op_name(node.target)) or _BY_MOVES.get(facts_of(node.target).moves)
+        rule = _RULES.get(op_name(node.target)) or _BY_MOVES.get(
+            "same" if is_check(node.target) else facts_of(node.target).moves
+        )
         return rule is not None and rule(self, node)
 
     # --- places of rows
@@ -377,7 +379,6 @@ _RULES: Mapping[str, Callable[[SortedRows, fx.Node], bool]] = {
     "div": SortedRows.divided,
     "floor_divide": SortedRows.divided,
     "remainder": SortedRows.wrapped,
-    "checked_index": SortedRows.reshaped,
 }
 _BY_MOVES: Mapping[str, Callable[[SortedRows, fx.Node], bool]] = {
     **dict.fromkeys(("same", "flat", "repeated"), SortedRows.reshaped),

@@ -22,7 +22,7 @@ from autopar.runtime.collectives.mesh_ops import WAIT
 from autopar.runtime.compilers.functional import FunctionalCollectives
 from autopar.runtime.executor.executor import describe_read, schema_arguments
 from autopar.runtime.executor.kernel_table import KERNELS, function_of
-from autopar.runtime.kernels.indices import checked_index
+from autopar.runtime.kernels.indices import checked_index, checked_values
 from autopar.runtime.kernels.kernel import Function
 from autopar.runtime.pipeline.slices import apart, wide
 from autopar.torch_compat import OpOverload
@@ -98,8 +98,8 @@ class RankTrace(fx.Interpreter):
 # -- decompositions ---------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op(f"{NAMESPACE}::checked_copy", mutates_args=())
-def checked_copy(index: torch.Tensor, size: int, ignored: int | None, least: int, place: str) -> torch.Tensor:
+@torch.library.custom_op(f"{NAMESPACE}::checked_index_copy", mutates_args=())
+def checked_index_copy(index: torch.Tensor, size: int, ignored: int | None, least: int, place: str) -> torch.Tensor:
     """`checked_index`, in memory of its own: a compiler takes a result for that. `place` says where it stands."""
     try:
         return checked_index(index, size, ignored, least).clone(memory_format=torch.contiguous_format)
@@ -107,9 +107,23 @@ def checked_copy(index: torch.Tensor, size: int, ignored: int | None, least: int
         raise BatchError(f"{error}\n  In {place}") from None
 
 
-@checked_copy.register_fake
+@checked_index_copy.register_fake
 def _(index: torch.Tensor, size: int, ignored: int | None, least: int, place: str) -> torch.Tensor:
     return torch.empty_like(index, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::checked_values_copy", mutates_args=())
+def checked_values_copy(x: torch.Tensor, least: float, most: float, reader: str, place: str) -> torch.Tensor:
+    """`checked_values`, in memory of its own."""
+    try:
+        return checked_values(x, least, most, reader).clone(memory_format=torch.contiguous_format)
+    except BatchError as error:
+        raise BatchError(f"{error}\n  In {place}") from None
+
+
+@checked_values_copy.register_fake
+def _(x: torch.Tensor, least: float, most: float, reader: str, place: str) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def decomposed(target: Any, place: str) -> Function:
@@ -117,7 +131,9 @@ def decomposed(target: Any, place: str) -> Function:
     attention, the cross entropy, lookups); the others are opaque. `place` describes its node, for an error at run time.
     """
     if target == op("checked_index"):
-        return lambda index, size, ignored, least=0: checked_copy(index, size, ignored, least, place)
+        return lambda index, size, ignored, least=0: checked_index_copy(index, size, ignored, least, place)
+    if target == op("checked_values"):
+        return lambda x, least, most, reader: checked_values_copy(x, least, most, reader, place)
     kernel = KERNELS.get(target)
     if kernel is None:
         return function_of(target)

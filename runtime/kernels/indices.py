@@ -1,6 +1,8 @@
-"""`autopar::checked_index`: what makes a wrong token id or label an error, whatever the layout of the table.
+"""`autopar::checked_index`: what makes a wrong token id or label an error, whatever the layout of the table; and
+`autopar::checked_values`, which does so for probabilities.
 
 The lookups themselves cannot tell: each rank holds some rows, and an index that none of them holds would read zeros.
+Nor can a comparison of a draw with what is no probability.
 """
 
 from __future__ import annotations
@@ -44,6 +46,19 @@ def _inside(index: torch.Tensor, size: int, ignored: int | None, least: int) -> 
     return inside if ignored is None else inside | (index == ignored)
 
 
-# Opaque to a compiler: it is an error and no value. `runtime/compilers/rank_trace.py` says where it
-# stands.
-KERNELS = {"checked_index": Kernel(checked_index)}
+def checked_values(x: torch.Tensor, least: float, most: float, reader: str) -> torch.Tensor:
+    """The tensor itself. Raises BatchError if a value is not in least..most, or is no number; reader: who wants it."""
+    if x.numel() == 0:
+        return x
+    if not host.on_host(x):
+        assert_async(((x >= least) & (x <= most)).all(), f"{reader}: a value is out of range")
+        return x
+    low, high = (float(bound) for bound in torch.aminmax(x))
+    if low >= least and high <= most:  # False of nan, which aminmax gives where there is one
+        return x
+    value = float(x[~((x >= least) & (x <= most))].flatten()[0])
+    raise BatchError(f"{reader}: {value:g} is not. It is computed by the step, from the batch or the weights.")
+
+
+# Opaque to a compiler: they are errors and no values. `runtime/compilers/rank_trace.py` says where they stand.
+KERNELS = {"checked_index": Kernel(checked_index), "checked_values": Kernel(checked_values)}

@@ -122,7 +122,7 @@ def test_ops_that_nobody_vouches_for_are_not_fresh() -> None:
 def test_ops_of_our_own() -> None:
     assert is_fresh(op("all_reduce")) and is_fresh(op("all_gather_start")) and is_fresh(op("einsum"))
     assert is_view(op("wait")) and is_whole_view(op("wait"))
-    for name in ("shard", "keep_first", "checked_index"):
+    for name in ("shard", "keep_first", "checked_index", "checked_values"):
         assert not is_fresh(op(name)) and not is_view(op(name))
 
 

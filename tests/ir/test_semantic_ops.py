@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.capture.ops import functions
-from autopar.ir.ops.op_facts import is_fresh
+from autopar.ir.ops.op_facts import is_check, is_fresh
 from autopar.ir.ops.ops import SEMANTIC, SemanticOp, op
 from autopar.ir.ops.semantic import Precision
 from autopar.passes.rules import TABLE
@@ -24,7 +24,8 @@ each = pytest.mark.parametrize("one", SEMANTIC, ids=lambda one: one.name)
 
 # Why an op has no gradient; one of which the name ends in "_backward" is a gradient itself.
 NO_GRADIENT = {
-    "checked_index": "integers", "checked_causal": "what it checks is of the batch",
+    "checked_index": "integers", "checked_values": "what it checks has none",
+    "checked_causal": "what it checks is of the batch",
     "random": "what is drawn depends on no tensor but the seed", "in_groups": "BatchNorm's own gradient has it",
     "in_microbatches": "a reshape, whose gradient is one",
     "running_average": "of buffers",
@@ -101,7 +102,7 @@ def test_a_compiler_traces_the_op_or_calls_it(one: SemanticOp) -> None:
     for got, expected in zip(tensors(graph(*given)), want, strict=True):
         torch.testing.assert_close(got, expected)
     ours = {node.target for node in graph.graph.nodes if str(node.target).startswith("autopar.")}
-    opaque = {op("checked_copy")} if one.name == "checked_index" else {target}
+    opaque = {op(f"{one.name}_copy")} if is_check(target) else {target}
     assert ours == (set() if KERNELS[target].traced is not None else opaque)
 
 

@@ -250,6 +250,7 @@ def index_samples() -> Samples:
             sample(r(6, 4, 12), n(12, 6), 12, -1), sample(r(4, 6), n(12, 4, 6), 12, -1),
         ],
         "autopar.checked_index.default": [sample(n(6, 12, 4), 6, None), sample(n(2, 12) * -100, 1, -100)],
+        "autopar.checked_values.default": [sample(r(6, 12, 4), -9.0, 9.0, "a reader")],
         "autopar.pick.default": [sample(x, n(12, 4, 6)), sample(r(6), n(6))],
         "autopar.cross_entropy_backward.default": [
             sample(r(4, 6), x, x.logsumexp(-1), n(12, 4, 6)), sample(r(4), r(4, 6), r(4), n(6, 4)),

@@ -40,6 +40,7 @@ def semantic_examples() -> dict[str, tuple[object, ...]]:
         "rms_norm_backward": (torch.randn_like(q), q, torch.randn(8), torch.rand(2, 4, 6, 1)),
         "logsumexp": (q,),
         "checked_index": (index, 8, None),
+        "checked_values": (lse, -100.0, 100.0, "a reader"),
         "pick": (q, index),
         "pick_backward": (lse, index, 8),
         "cross_entropy_backward": (lse, q, lse, index, lse),

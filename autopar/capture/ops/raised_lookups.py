@@ -15,7 +15,7 @@ from autopar.capture.ops.raised_losses import embedding
 from autopar.capture.refusals.constructs import ALIASES
 from autopar.capture.refusals.explain_failure import refusal
 from autopar.capture.refusals.location import user_frame
-from autopar.ir.ops.ops import op_name
+from autopar.ir.ops.ops import op, op_name
 from autopar.ir.program import is_getitem
 from autopar.torch_compat import storage_of
 
@@ -193,3 +193,11 @@ def deep_copy(called: Callable[..., Any], x: Tensor, memo: dict[Any, Any]) -> An
     result = called(Tensor.clone, (), (called(Tensor.detach, (), (x,)),))
     memo[id(x)] = result.requires_grad_() if x.requires_grad else result
     return memo[id(x)]
+
+
+def one_hot(input: Tensor, num_classes: Any = -1) -> Any:
+    """Raise F.one_hot to a lookup of the classes; NotImplemented for the call that counts them itself."""
+    if not isinstance(num_classes, int) or num_classes <= 0 or input.dtype != torch.int64:
+        return NotImplemented
+    classes = torch.arange(num_classes, device=input.device)
+    return (op("checked_index")(input, num_classes, None).unsqueeze(-1) == classes).to(torch.int64)

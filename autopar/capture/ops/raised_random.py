@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autopar.capture.ops.validation import check_chance
+from autopar.capture.ops.validation import check_chance, check_numbers
 from autopar.capture.refusals.location import user_line
 from autopar.errors import CaptureError
+from autopar.ir.ops.ops import op
 
 Tensor = torch.Tensor
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -81,8 +82,18 @@ def _like(kind: str, name: str) -> Raised:
     return raised
 
 
+def _checked(x: Tensor, least: float, most: float, reader: str) -> Tensor:
+    """Values that each step checks to be in least..most, as torch does before it draws by them."""
+    checked: Tensor = op("checked_values")(x.detach(), least, most, reader)
+    return checked
+
+
 def _coins(mode: RandomMode, shape: Sequence[int], p: Any, dtype: torch.dtype) -> Tensor:
     """Bools that are True with probability p, a number or a tensor; drawn with 24 bits at least."""
+    if isinstance(p, Tensor):
+        p = _checked(p, 0.0, 1.0, "bernoulli() wants probabilities between 0 and 1")
+    else:
+        check_numbers("bernoulli_", (p,), torch.float32)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     return mode.draw("uniform", shape, wide) < p
 
@@ -110,6 +121,7 @@ def _filled(kind: str, name: str, names: tuple[str, ...], defaults: tuple[float,
             return NotImplemented
         given = [named.get(n, d) for n, d in zip(names, defaults, strict=True)]
         given[: len(numbers)] = numbers
+        check_numbers(name, given, input.dtype)
         result = input.copy_(scale(mode.draw(kind, input.shape, input.dtype), *given))
         if kind == "uniform" and not any(isinstance(number, Tensor) for number in given) and given == [0.0, 1.0]:
             mode.drew(result)
@@ -130,6 +142,10 @@ def _normal(
     mean, std = (x.detach() if isinstance(x, Tensor) else x for x in (mean, std))
     shape = torch.broadcast_shapes(*(x.shape for x in tensors)) if tensors else tuple(size)
     dtype = tensors[0].dtype if tensors else dtype or torch.get_default_dtype()
+    if isinstance(std, Tensor):
+        std = _checked(std, 0.0, torch.finfo(dtype).max, "normal() wants deviations that are finite and not negative")
+    else:
+        check_numbers("normal_", (0.0, std), torch.float32)
     return NotImplemented if dtype not in _FLOATS else mode.draw("normal", shape, dtype) * std + mean
 
 
@@ -182,7 +198,11 @@ def _multinomial(
     _refuse_generator("multinomial", generator)
     if out is not None or input.dtype not in _FLOATS:
         return NotImplemented
-    p = input.detach()
+    limits = torch.finfo(input.dtype)
+    p = _checked(input, 0.0, limits.max, "multinomial() wants weights that are finite and not negative")
+    p = p / _checked(
+        p.amax(-1, keepdim=True), limits.tiny, limits.max, "multinomial() wants a weight above 0 in each row"
+    )
     if replacement and num_samples > 1:
         shape = (*p.shape[:-1], num_samples, p.shape[-1])
         multinomial: Tensor = (p.unsqueeze(-2) / mode.draw("exponential", shape, p.dtype)).max(-1)[1]

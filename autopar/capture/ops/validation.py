@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from types import FrameType
 from typing import Any
@@ -53,6 +53,13 @@ def check_chance(p: float) -> None:
     """Raise what torch says of the chance of a dropout."""
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+
+
+def check_numbers(name: str, numbers: Sequence[Any], dtype: torch.dtype) -> None:
+    """Raise what torch says of the numbers by which an in-place method draws, `normal_(mean, std)`; not of tensors."""
+    if not any(isinstance(number, torch.Tensor) for number in numbers):
+        with no_function_modes(), on_data():
+            getattr(torch.empty(1, dtype=dtype, device="cpu"), name)(*numbers)
 
 
 def as_torch_says(error: Exception, function: Any, args: Any, kwargs: Any) -> Exception:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.ops.op_facts import is_view, keeps_zeros
+from autopar.ir.ops.op_facts import is_check, is_view, keeps_zeros
 from autopar.ir.ops.ops import op_name
 
 aten = torch.ops.aten
@@ -79,7 +79,7 @@ def _piece(condition: fx.Node) -> tuple[list[_Numbers], int] | None:
     asks for a piece."""
     condition = _bare(condition)
     group: Any = condition.args[0] if condition.target is aten.eq.Scalar else condition
-    while group.op == "call_function" and op_name(group.target) == "checked_index":
+    while is_check(group.target):
         group = group.args[0]
     if group.op != "call_function" or op_name(group.target) != "searchsorted":
         return None
@@ -182,7 +182,7 @@ def _compared(node: fx.Node) -> tuple[fx.Node, int, Any] | None:
 
 def _all_of(node: Any) -> _Numbers:
     """What a tensor shows all elements of."""
-    while node.op == "call_function" and is_view(node.target):
+    while node.op == "call_function" and (is_view(node.target) or is_check(node.target)):
         before = node.args[0]
         if before.meta["val"].numel() != node.meta["val"].numel():
             break

@@ -21,7 +21,7 @@ from autopar.capture.ops.functions import ExpertMM
 from autopar.capture.ops.raised_products import autocast
 from autopar.capture.refusals.location import Line
 from autopar.capture.trace.tracer import Tracer
-from autopar.ir.ops.op_facts import NEUTRAL, facts_of, is_view
+from autopar.ir.ops.op_facts import NEUTRAL, facts_of, is_check, is_view
 from autopar.ir.ops.ops import op
 from autopar.ir.program import TensorType, is_getitem
 from autopar.passes.rules import TABLE
@@ -292,6 +292,12 @@ def source_of(node: fx.Node) -> Value:
     producer, index = node.args
     assert isinstance(producer, fx.Node) and isinstance(index, int)
     return producer, sum(isinstance(one, Tensor) for one in producer.meta["val"][:index])
+
+
+def looks_up(node: fx.Node) -> bool:
+    """True for a call that fails where a place is outside of what it takes, or puts, elements at."""
+    is_lookup = is_check(node.target) or facts_of(node.target).moves in ("taken", "put", "added")
+    return node.op == "call_function" and is_lookup
 
 
 def _is_alike(node: fx.Node) -> bool:

@@ -33,8 +33,10 @@ from autopar.capture.rows.row_rules import (
     Refused,
     Run,
     ValidRows,
+    Value,
     are_views,
     follow_rows,
+    looks_up,
     loss_of_rows,
     only_valid,
     product,
@@ -359,12 +361,11 @@ class Selected:
         meets = torch.is_grad_enabled() and any(one.requires_grad for one in others)  # gradients that add up rows
         if others:
             args, kwargs = self._filled((args, kwargs), meets, writes_first(name))
-            rows = list(self.rows_in((args, kwargs)))
-        graph, node_of = self.tracer.graph, self.tracer.node_of
-        last = next(iter(reversed(graph.nodes)))
-        places = {source_of(node_of(one.tensor)): (one.dim, 1) for one in rows}  # type: ignore[arg-type]
-        result = run(function, *args, **kwargs)
-        nodes = list(_since(last))
+        result, nodes, places = self._traced(run, function, args, kwargs)
+        if not others and not writes_first(name) and any(map(looks_up, nodes)):  # a place of the padding may be outside
+            args, kwargs = self._filled((args, kwargs), meets, False)
+            result, nodes, places = self._traced(run, function, args, kwargs)
+        rows, node_of = list(self.rows_in((args, kwargs))), self.tracer.node_of
         found = follow_rows(nodes, places, count)
         self.draws.saw(nodes, found, like.valid)
         made = _tensors_in(args[0] if name == "__setitem__" else result)
@@ -384,6 +385,17 @@ class Selected:
                 more = [self._guard(one, like.valid, at[0])] if meets else []
                 self._note(like, one, at[0], [*guards.values(), *more])
         return result
+
+    def _traced(
+        self, run: Run, function: Any, args: Any, kwargs: Any
+    ) -> tuple[Any, list[fx.Node], dict[Value, tuple[int, int]]]:
+        """What a call gives, the nodes that it made, and where those have rows that it reads."""
+        assert self.tracer is not None
+        rows, last = self.rows_in((args, kwargs)), next(iter(reversed(self.tracer.graph.nodes)))
+        read = [(self.tracer.node_of(one.tensor), one.dim) for one in rows]
+        places = {source_of(node): (dim, 1) for node, dim in read if node is not None}
+        result = run(function, *args, **kwargs)
+        return result, list(_since(last)), places
 
     def _filled(self, value: Any, meets: bool, writes: bool) -> Any:
         """Arguments with harmless numbers for the padding: 0 for what may be looked up; beside a tensor that gets a

@@ -338,6 +338,12 @@ _MAY_RETURN_OPERAND: Mapping[str, str] = MappingProxyType(
 )  # fmt: skip
 
 _WAIT = op("wait")
+_CHECKS = frozenset((op("checked_index"), op("checked_values")))
+
+
+def is_check(target: Any) -> bool:
+    """True for an op that gives its operand as it is, or an error."""
+    return target in _CHECKS
 
 
 @cache

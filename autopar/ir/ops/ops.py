@@ -116,6 +116,12 @@ def checked_index(index: torch.Tensor, size: int, ignored: int | None, least: in
     return torch.empty_like(index)
 
 
+@semantic("checked_values(Tensor x, float least, float most, str reader) -> Tensor", returns_operand=True)
+def checked_values(x: torch.Tensor, least: float, most: float, reader: str) -> torch.Tensor:
+    """The tensor itself, its values known to be in least..most, as `reader` has it; see runtime/kernels/indices.py."""
+    return torch.empty_like(x)
+
+
 @semantic("pick(Tensor x, Tensor index, *, SymInt offset=0) -> Tensor", precision="inside", gradient="Pick")
 def pick(x: torch.Tensor, index: torch.Tensor, *, offset: int = 0) -> torch.Tensor:
     """x[..., index - offset], 0 where that is outside of x."""
@@ -302,9 +308,9 @@ def running_average(
 
 SEMANTIC = (
     einsum, attention, attention_backward, dropped_attention, dropped_attention_backward, logsumexp, checked_index,
-    pick, pick_backward, cross_entropy_backward, embedding, embedding_backward, expert_mm, expert_mm_backward,
-    ctc_loss, ctc_loss_backward, index_of_rows, index_put_of_rows, dropout, dropout_of_rows, random, rms_norm,
-    rms_norm_backward, *window_ops.SEMANTIC, *chain_step.SEMANTIC, compared_attention,
+    checked_values, pick, pick_backward, cross_entropy_backward, embedding, embedding_backward, expert_mm,
+    expert_mm_backward, ctc_loss, ctc_loss_backward, index_of_rows, index_put_of_rows, dropout, dropout_of_rows, random,
+    rms_norm, rms_norm_backward, *window_ops.SEMANTIC, *chain_step.SEMANTIC, compared_attention,
     compared_attention_backward, checked_causal, in_groups, in_microbatches, running_average,
 )  # fmt: skip
 
