@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -186,11 +187,13 @@ def test_noise_excuses_nothing_that_is_wrong(
 
 
 class Waves(nn.Module):
-    """Features that turn round many times: of what a step changes in them by rounding the next one makes more."""
+    """Features that turn round many times: of what a step changes in them by rounding the next one makes more. On any
+    CPU there is some: the features are sums of two ranks' parts."""
 
     def __init__(self, frequency: float) -> None:
         super().__init__()
-        self.frequency, self.inner, self.outer = frequency, nn.Linear(16, 16), nn.Linear(16, 4)
+        self.frequency, self.outer = frequency, nn.Linear(16, 4)
+        self.inner = nn.Sequential(nn.Linear(16, 32, bias=False), nn.Linear(32, 16))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.outer((self.frequency * self.inner(x)).sin())
@@ -207,7 +210,7 @@ def fast(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def test_where_rounding_grows_from_step_to_step_each_is_compared_from_the_plain_weights() -> None:
-    model, batch = waves(1e6)
+    model, batch = waves(2e3)
     first = autopar.verify(model, "dp=2,tp=2", loss_fn=square_loss, batch=batch, steps=1, optimizer=fast)
     assert first.ok and not first.is_stepwise
     report = autopar.verify(model, "dp=2,tp=2", loss_fn=square_loss, batch=batch, steps=3, optimizer=fast)
@@ -220,7 +223,7 @@ def test_where_rounding_grows_from_step_to_step_each_is_compared_from_the_plain_
 
 @pytest.mark.parametrize("change", [drop, shrink_a_little])
 def test_a_wrong_program_is_found_where_rounding_grows(change: Callable[[Program, fx.Node], None]) -> None:
-    model, batch = waves(1e7)
+    model, batch = waves(3e4)
     captured = capture(model, square_loss, batch, {})
     plan = Plan(parse_mesh("dp=2,tp=2"))
     compiled = Compiled(plan, run_passes(captured.program, plan))
@@ -240,8 +243,9 @@ def test_what_rounding_leaves_open_is_said_to_be_undecided() -> None:
     assert not report.ok and report.is_undecided and report.mismatch is None
     text = str(report)
     assert "UNDECIDED: max error" in text and "NOT EQUAL" not in text and "WRONG" not in text
-    assert "rounding alone, of one unit in the last place of each result, moves gradient inner." in text
-    assert "4 of 9 tensors leave nothing to compare. Verify the model with a larger batch" in text
+    moved = r"rounding alone, of one unit in the last place of each result, moves (gradient|weight) inner"
+    assert re.search(moved, text)
+    assert re.search(r"[3-6] of 11 tensors leave nothing to compare\. Verify the model with a larger batch", text)
 
 
 INF = float("inf")
