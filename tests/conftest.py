@@ -66,6 +66,8 @@ def _no_group_is_left() -> Iterator[None]:
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
+    if "accelerate.state" in sys.modules:  # one state for a process, which keeps the precision of the first
+        sys.modules["accelerate.state"].AcceleratorState._reset_state(True)
 
 
 @pytest.fixture(scope="module")
