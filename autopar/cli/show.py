@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 from autopar.cli.arguments.command_options import CommandOptions
 from autopar.compiled import Compiled
@@ -19,7 +20,8 @@ from autopar.report.inspection import batch_text
 from autopar.report.inspection_pipeline import rank_texts
 from autopar.report.memory.show_memory import formula_texts, memory_texts
 from autopar.report.page import page_text
-from autopar.report.timeline.show_timeline import picture_of, show_timeline, write_timeline
+from autopar.report.timeline.show_timeline import picture_of, write_timeline
+from autopar.report.timeline.terminal import timeline_text
 
 out = Console(soft_wrap=True)
 aside = Console(soft_wrap=True, stderr=True)  # beside `--json`, which has stdout for itself
@@ -65,7 +67,8 @@ def draw_timeline(compiled: Compiled, on_terminal: bool, file: Path | None, over
     """Draw when each rank of a pipeline does what. file: to draw it in. over: what `run --trace` saw."""
     shown = picture_of(compiled, over)
     if on_terminal:
-        show_timeline(out, shown)
+        drawn = timeline_text(shown, out.width, out.color_system is not None)
+        out.print(Text.assemble(*drawn.parts, no_wrap=True, overflow="crop"), soft_wrap=True)
     if file is not None:
         size = write_timeline(shown, file, title)
         show(f"{file}: {human(size)}")

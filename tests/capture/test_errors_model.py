@@ -66,10 +66,6 @@ def vector_loss(model: nn.Module, x: Tensor) -> Tensor:
     return model(x)
 
 
-def one_loss(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).sum().reshape(1)
-
-
 def number_loss(model: nn.Module, x: Tensor) -> float:
     return 3.0
 
@@ -93,7 +89,6 @@ LOSSES: list[tuple[Callable[..., Any] | None, str]] = [
     (no_loss, f"loss_fn 'no_loss' returned NoneType, {NEEDS}.loss; did the batch lack labels?"),
     (number_loss, f"loss_fn 'number_loss' returned float, {NEEDS}.loss; did the batch lack labels?"),
     (vector_loss, f"loss_fn 'vector_loss' returned a tensor of shape [4, 4], {REDUCE}"),
-    (one_loss, f"loss_fn 'one_loss' returned a tensor of shape [1], {REDUCE}"),
     (None, f"the module (loss_fn=None) returned a tensor of shape [4, 4], {REDUCE}"),
     (integer_loss, "loss_fn 'integer_loss' returned a loss of dtype torch.int64, which has no gradient: "
      "return a float."),

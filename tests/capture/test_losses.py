@@ -19,6 +19,7 @@ from autopar.compiled import Compiled
 from autopar.compiler.check_options import options_of
 from autopar.compiler.compile import lower
 from autopar.compiler.meshes import mesh_of
+from autopar.errors import CaptureError
 from autopar.verification.verify import verify
 from autopar.verification.virtual_side import Virtual
 
@@ -212,3 +213,18 @@ def test_confident_samples_in_float32(how: str, mesh: str) -> None:
     for (name, p), q in zip(exact.named_parameters(), plain.parameters(), strict=True):
         error, of_torch = ((g.double() - p.grad).norm() / p.grad.norm() for g in (got["gradient", name], q.grad))
         assert error <= 4 * of_torch + 1e-7, (name, error, of_torch)
+
+
+@pytest.mark.parametrize("loss_fn", [
+    lambda model, x: torch.zeros(1, dtype=x.dtype) + model(x).square().sum(),
+    lambda model, x: (model(x).square().mean(0, keepdim=True)[:, :1], model(x).sum()),
+    lambda model, x: {"loss": model(x).square().mean().reshape(1)},
+])  # fmt: skip
+def test_a_loss_of_one_element_is_a_scalar(loss_fn: Callable[..., Any]) -> None:
+    """`backward()` takes it for one: sums that begin with `torch.zeros(1)`. Red where it had to be reduced."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(6, 4), torch.randn(6, 6)
+    report = verify(model, "dp=3,tp=2", loss_fn=loss_fn, batch=(x,))
+    assert report.ok, report
+    with pytest.raises(CaptureError, match=r"a tensor of shape \[6\], but the loss must be a scalar"):
+        verify(model, "dp=3", loss_fn=lambda model, x: model(x).sum(1), batch=(x,))

@@ -41,6 +41,25 @@ def test_a_start_imports_without_looking_for_garbage() -> None:
     assert done.stdout.split() == ["0", "True"], done.stderr
 
 
+def test_a_start_draws_none_of_the_users_random_numbers() -> None:
+    """A script seeds at its top, and draws what it likes behind `parallelize`: imports draw too. Red where that of
+    rich, for timelines in the terminal, took numbers of Python's `random`."""
+    script = (
+        "import random, numpy, torch\n"
+        "import autopar\n"
+        "def state():\n"
+        "    return random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()\n"
+        "net, x = torch.nn.Linear(4, 4), torch.ones(4, 4)\n"
+        "before = state()\n"
+        "model = autopar.parallelize(net, 'dp=1', loss_fn=lambda m, x: m(x).square().mean())\n"
+        "optimizer = torch.optim.AdamW(model.parameters())\n"
+        "model.training_loss(x).backward(), optimizer.step(), model(x), model.full_state_dict()\n"
+        "print(*(a == b for a, b in zip(before, state())))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["True"] * 3, done.stderr
+
+
 def test_a_program_is_made_ready_without_looking_for_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
     """Red where Python's collector goes through a program that has just been read: a quarter of what a rank does."""
     seen: list[bool] = []

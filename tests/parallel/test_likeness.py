@@ -12,6 +12,7 @@ import pytest
 import torch
 from processes import Ranks
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from users_module import SAME, Net, loss, pair, tokens
 
 import autopar
@@ -349,3 +350,54 @@ def _binding(rank: int, mesh: str) -> None:
 def test_a_buffer_that_a_method_binds(two: Ranks) -> None:
     """Red where the next step was refused, for it held a tensor of the parallel model then."""
     two.run(_binding, "tp=2")
+
+
+def _set_anew(rank: int, mesh: str) -> None:
+    torch.manual_seed(0)
+    plain, x = nn.Linear(4, 6, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64)
+    model = autopar.parallelize(copy.deepcopy(plain), mesh, loss_fn=lambda m, x: m(x).square().mean())
+    for _ in range(2):
+        loss = plain(x).square().mean()
+        loss.backward()
+        torch.testing.assert_close(model.forward_backward(x), loss.detach())
+        with torch.no_grad():
+            for each in (plain, model):
+                each.weight -= 0.1 * each.weight.grad
+                each.bias -= 0.1 * each.bias.grad
+                each.bias = each.bias
+        plain.zero_grad(), model.zero_grad()
+    torch.testing.assert_close(model.weight.full_tensor(), plain.weight)
+    with pytest.raises(AutoparError, match="cannot set 'weight' of a parallel model"):
+        model.weight = nn.Parameter(torch.ones(6, 4))
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "tp=2"])
+def test_a_parameter_that_is_changed_in_place_is_set_anew(two: Ranks, mesh: str) -> None:
+    """Python's `model.weight -= step` sets what it changed. Red where that was refused, with the weight changed."""
+    two.run(_set_anew, mesh)
+
+
+def _pruned(rank: int, mesh: str, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    plain, x = nn.Sequential(nn.Linear(8, 4, dtype=torch.float64)), torch.randn(8, 8, dtype=torch.float64)
+    prune.l1_unstructured(plain[0], "weight", 0.3)
+    again = nn.Sequential(prune.custom_from_mask(nn.Linear(8, 4, dtype=torch.float64), "weight", plain[0].weight_mask))
+    again.load_state_dict(plain.state_dict())
+    model = autopar.parallelize(again, mesh, loss_fn=lambda m, x: m(x).square().mean(), **options)
+    model.forward_backward(x)
+    with torch.no_grad():
+        for each in (plain, model):
+            each[0].weight_orig.mul_(1.5)
+            each(x)
+            prune.remove(each[0], "weight")
+    whole = model.full_state_dict()
+    for name, value in plain.state_dict().items() if rank == 0 else ():
+        torch.testing.assert_close(whole[name], value)
+    with pytest.raises(AutoparError, match=r"'0.weight_orig' was removed after autopar.parallelize"):
+        model.forward_backward(x)
+
+
+@pytest.mark.parametrize(("mesh", "options"), [("tp=2", {}), ("dp=2", {"zero": 3})])
+def test_a_parameter_under_another_name_is_whole(two: Ranks, mesh: str, options: dict[str, Any]) -> None:
+    """Red where the whole state had the part of the first rank."""
+    two.run(_pruned, mesh, options)

@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 import pytest
 from pipelines import flow_of
 from rich.console import Console
+from rich.text import Text
 from test_html import browser  # noqa: F401  a fixture
 
 import autopar.report.timeline
@@ -81,7 +82,7 @@ def test_letters_without_colours():
 def test_colours_fill_the_width():
     console = Console(width=100, force_terminal=True, color_system="truecolor", record=True, file=io.StringIO())
     shown = drawn("zb-v", 4, 8)
-    console.print(timeline_text(shown, 100, True))
+    console.print(Text.assemble(*timeline_text(shown, 100, True).parts))
     lines = console.export_text().splitlines()
     rows = [line for line in lines if line.startswith("rank")]
     assert len(rows) == 4 and {len(row) for row in rows} == {100}

@@ -9,7 +9,7 @@ import torch
 
 from autopar.capture.ops import functions
 from autopar.errors import CaptureError
-from autopar.torch_compat import custom_function
+from autopar.torch_compat import custom_function, no_function_modes
 
 LossFn = Callable[..., Any]
 
@@ -32,15 +32,23 @@ def split_result(result: Any, loss_fn: LossFn | None) -> tuple[Any, Any]:
     """The loss, and what was returned beside it: the other item of a tuple, or all others as a tuple; an object or a
     mapping that has the loss as one of its parts, as it is. None if there is nothing."""
     if isinstance(result, torch.Tensor):
-        return result, None
+        return _scalar(result), None
     is_sequence = isinstance(result, (tuple, list)) and not hasattr(result, "loss")
     if not is_sequence:
         loss = loss_of(result)
-        return loss, None if loss is result else result
+        return _scalar(loss), None if loss is result else result
     loss = loss_of(result) if loss_fn is None else next(iter(result), None)
     at = next((i for i, item in enumerate(result) if item is loss), 0)
     others = (*result[:at], *result[at + 1 :])
-    return loss, others[0] if len(others) == 1 else others or None
+    return _scalar(loss), others[0] if len(others) == 1 else others or None
+
+
+def _scalar(loss: Any) -> Any:
+    """A loss of one element as a number, which `backward()` takes it for. It is no call of the model's."""
+    if not isinstance(loss, torch.Tensor) or not loss.ndim or loss.numel() != 1:
+        return loss
+    with no_function_modes():
+        return loss.reshape(())
 
 
 def check_loss(loss: Any, loss_fn: LossFn | None, trainable: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -51,7 +59,7 @@ def check_loss(loss: Any, loss_fn: LossFn | None, trainable: Sequence[tuple[str,
             f"{origin} returned {type(loss).__name__}, but a training step needs a scalar loss tensor. "
             f"Return the loss, a tuple that begins with it, or an object with .loss; did the batch lack labels?"
         )
-    if loss.numel() != 1 or loss.ndim != 0:
+    if loss.ndim:
         raise CaptureError(
             f"{origin} returned a tensor of shape {list(loss.shape)}, but the loss must be a scalar. "
             f"Reduce it, e.g. with .mean() or .sum(). If the module returns outputs, pass loss_fn=."

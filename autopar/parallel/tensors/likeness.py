@@ -96,6 +96,8 @@ class Likeness(Inlined):
         if "_stand_in" not in known or name in known or hasattr(type(self), name):
             super().__setattr__(name, value)
             return
+        if value is self._parameters.get(name, self._modules.get(name, known)):  # `model.weight -= step` sets it anew
+            return
         if isinstance(value, (nn.Module, nn.Parameter)) or (
             isinstance(value, torch.Tensor) and name in self._parameters
         ):

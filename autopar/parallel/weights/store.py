@@ -238,8 +238,10 @@ class ParameterStore:
 
     def _gather(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
         part = local_of(tensor) if isinstance(tensor, DTensor) else tensor
-        layout = self.layouts.get(name, replicated(tensor.ndim))
-        return self.distributor.gather(part, layout, tensor.shape, self.owners.get(name))
+        layout, owner = self.layouts.get(name), self.owners.get(name)
+        if layout is None and isinstance(tensor, ParameterTensor):  # under another name since, as of `prune.remove`
+            layout, owner = tensor.place.layout, tensor.place.owner
+        return self.distributor.gather(part, layout or replicated(tensor.ndim), tensor.shape, owner)
 
 
 def describe_state(model: nn.Module) -> list[str]:

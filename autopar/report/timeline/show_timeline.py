@@ -6,8 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from autopar.compiler.lowered import Lowered
 from autopar.errors import TargetError
 from autopar.ir.program import record
@@ -15,7 +13,6 @@ from autopar.ir.schedule import ONCE, Action
 from autopar.passes.schedules import simulate
 from autopar.report.timeline.picture import Lane, Picture, TimeBlock, picture, time_text
 from autopar.report.timeline.svg import timeline_svg
-from autopar.report.timeline.terminal import timeline_text
 from autopar.report.timeline.timeline_page import timeline_page
 from autopar.report.timeline.trace import MERGED, measured_costs, read_events, read_trace
 from autopar.runtime.ranks.recorder import COLLECTIVE, OTHER
@@ -40,11 +37,6 @@ def picture_of(compiled: Lowered, over: Path | None = None) -> Picture:
     measured = read_trace(over, compiled)
     costs = measured_costs(pipeline, measured)
     return picture(pipeline, simulate(pipeline.lists, pipeline.flow, costs), measured)
-
-
-def show_timeline(out: Console, shown: Picture) -> None:
-    """Print the timeline as wide as the terminal."""
-    out.print(timeline_text(shown, out.width, out.color_system is not None), soft_wrap=True)
 
 
 def write_timeline(shown: Picture, path: Path, title: str) -> int:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from rich.style import Style
-from rich.text import Text
+from dataclasses import dataclass, field
 
 from autopar.report.timeline.picture import (
     COLOURS,
@@ -21,19 +20,34 @@ _IDLE = (58, 62, 72)
 _RIGHT = 12  # columns for the share of idleness
 
 
-def timeline_text(picture: Picture, width: int, colour: bool) -> Text:
+@dataclass(frozen=True, slots=True)
+class StyledText:
+    """Texts, each with a style in rich's words. rich itself is imported where something is printed: its import draws
+    from Python's random numbers, which are the user's."""
+
+    parts: list[tuple[str, str]] = field(default_factory=list)
+
+    def append(self, text: str, style: str = "") -> None:
+        self.parts.append((text, style))
+
+    @property
+    def plain(self) -> str:
+        return "".join(text for text, _ in self.parts)
+
+
+def timeline_text(picture: Picture, width: int, colour: bool) -> StyledText:
     """The drawing in `width` columns; without colours actions are letters: F3 forward of micro-batch 3."""
     names = [lane.name for lane in picture.lanes]
     left = max(map(len, names), default=0) + 1
     columns = max(width - left - _RIGHT, 20)
-    text = Text(no_wrap=True, overflow="crop")
+    text = StyledText()
     for caption in picture.captions:
         text.append(f"{caption}\n")
     text.append("\n")
     for lane, name in zip(picture.lanes, names, strict=True):
-        text.append(name.rjust(left - 1) + " ", Style(dim=lane.measured))
+        text.append(name.rjust(left - 1) + " ", "dim" * lane.measured)
         draw = _coloured if colour else _letters
-        text.append(draw(lane, picture.end_us, columns))
+        text.parts.extend(draw(lane, picture.end_us, columns).parts)
         text.append(f"  idle {lane.idle:5.1%}\n" if lane.idle < 0.9995 else "  idle  100%\n")
     text.append(" " * left + _axis(picture.end_us, columns) + "\n\n")
     text.append(" " * left)
@@ -42,7 +56,7 @@ def timeline_text(picture: Picture, width: int, colour: bool) -> Text:
             text.append("  ", _style(COLOURS.get(kind, OTHER)[0]))
         text.append(f" {kind} {KIND_NAMES[kind]}   ")
     if colour:
-        text.append("░░", Style(color=_hex(_IDLE)))
+        text.append("░░", _hex(_IDLE))
     text.append(" idle" if colour else " . idle")
     return text
 
@@ -78,7 +92,7 @@ def _runs(cells: list[TimeBlock | None]) -> list[tuple[TimeBlock | None, int, in
     return runs
 
 
-def _letters(lane: Lane, end_us: float, columns: int) -> Text:
+def _letters(lane: Lane, end_us: float, columns: int) -> StyledText:
     found = []
     for block, _, length in _runs(_cells(lane, end_us, columns)):
         if block is None:
@@ -86,10 +100,10 @@ def _letters(lane: Lane, end_us: float, columns: int) -> Text:
             continue
         label = block.label if len(block.label) <= length else block.action.kind
         found.append(label.ljust(length, "-"))
-    return Text("".join(found))
+    return StyledText([("".join(found), "")])
 
 
-def _coloured(lane: Lane, end_us: float, columns: int) -> Text:
+def _coloured(lane: Lane, end_us: float, columns: int) -> StyledText:
     """Two cells in a column, left and right, for twice the sharpness; a number where it fits in."""
     cells = _cells(lane, end_us, 2 * columns)
     labels: dict[int, tuple[str, TimeBlock]] = {}
@@ -100,7 +114,7 @@ def _coloured(lane: Lane, end_us: float, columns: int) -> Text:
         if last - first > len(block.number):
             labels |= {first + 1 + i: (letter, block) for i, letter in enumerate(block.number)}
             labels.setdefault(first, ("▏", block))
-    text = Text()
+    text = StyledText()
     for column in range(columns):
         one, other = cells[2 * column], cells[2 * column + 1]
         if column in labels:
@@ -108,7 +122,7 @@ def _coloured(lane: Lane, end_us: float, columns: int) -> Text:
             ink = block.ink if letter != "▏" else _darker(block.colour, 6)
             text.append(letter, _style(_colour(block), ink))
         elif one is None and other is None:
-            text.append("░", Style(color=_hex(_IDLE)))
+            text.append("░", _hex(_IDLE))
         else:
             text.append("▌", _style(_colour(other), _colour(one)))
     return text
@@ -126,8 +140,8 @@ def _darker(colour: Colour, tenths: int) -> Colour:
     return red * tenths // 10, green * tenths // 10, blue * tenths // 10
 
 
-def _style(background: Colour, ink: Colour | None = None) -> Style:
-    return Style(bgcolor=_hex(background), color=_hex(ink) if ink else None)
+def _style(background: Colour, ink: Colour | None = None) -> str:
+    return f"{_hex(ink) if ink else ''} on {_hex(background)}".strip()
 
 
 def _hex(colour: Colour) -> str:
