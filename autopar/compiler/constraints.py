@@ -121,6 +121,12 @@ def _misfit(entry: Input, type_: TensorType, layout: Layout, mesh: Mesh, origin:
     return faults
 
 
+_NO_ROWS = (
+    "the batch holds no tensor with a dim to split. Pass what the step works on as a tensor with a row for each "
+    "sample, and not by a buffer or a global."
+)
+
+
 def check_batch(program: Program, mesh: Mesh, said: BatchDims | None) -> None:
     """Raise BatchError if the batch cannot be split over the axes that split it. said: as `Plan.batch_dims`."""
     entries = _entries(program)
@@ -129,7 +135,8 @@ def check_batch(program: Program, mesh: Mesh, said: BatchDims | None) -> None:
         if axis in INTENTS and INTENTS[axis].batch_split and ranks > 1:
             if size is None:
                 raise BatchError(
-                    f"axis '{axis}' (size {ranks}) splits the batch, but the batch holds no tensor with a dim to split."
+                    f"axis '{axis}' (size {ranks}) splits the batch, but {_NO_ROWS} Or leave '{axis}' out, for axes "
+                    f"that split the model (tp, pp)."
                 )
             if size % ranks:
                 raise BatchError(
@@ -288,7 +295,7 @@ def microbatches_of(
     if size is None:
         if wanted is None or uneven:
             return 1
-        raise BatchError(f"microbatches={wanted}: the batch holds no tensor with a dim to split.")
+        raise BatchError(f"microbatches={wanted}: {_NO_ROWS} Or leave microbatches out.")
     ranks = 1 if replicated else batch_ranks(mesh)
     samples = size // ranks
     if wanted is not None and samples % wanted and not uneven:

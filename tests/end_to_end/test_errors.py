@@ -150,7 +150,11 @@ def test_a_condition_that_is_no_batch() -> None:
 
 @pytest.mark.parametrize("batch", [(4,), (torch.tensor(3.0),)])
 def test_a_batch_that_cannot_be_split(batch: tuple[Any, ...]) -> None:
-    message = "axis 'dp' (size 2) splits the batch, but the batch holds no tensor with a dim to split."
+    message = (
+        "axis 'dp' (size 2) splits the batch, but the batch holds no tensor with a dim to split. Pass what the step "
+        "works on as a tensor with a row for each sample, and not by a buffer or a global. Or leave 'dp' out, for axes "
+        "that split the model (tp, pp)."
+    )
     loss: Callable[..., Tensor] = lambda model, n: (model(torch.ones(2, 4)) * n).sum()  # noqa: E731
     refused(BatchError, message, lambda: compile(nn.Linear(4, 4), "dp=2", loss_fn=loss, batch=batch))
 
