@@ -142,11 +142,13 @@ def _normal(
     mean, std = (x.detach() if isinstance(x, Tensor) else x for x in (mean, std))
     shape = torch.broadcast_shapes(*(x.shape for x in tensors)) if tensors else tuple(size)
     dtype = tensors[0].dtype if tensors else dtype or torch.get_default_dtype()
+    if dtype not in _FLOATS:
+        return NotImplemented
     if isinstance(std, Tensor):
         std = _checked(std, 0.0, torch.finfo(dtype).max, "normal() wants deviations that are finite and not negative")
     else:
         check_numbers("normal_", (0.0, std), torch.float32)
-    return NotImplemented if dtype not in _FLOATS else mode.draw("normal", shape, dtype) * std + mean
+    return mode.draw("normal", shape, dtype) * std + mean
 
 
 def _integers(mode: RandomMode, low: int, high: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
